@@ -47,8 +47,9 @@ from hf_moe_ep.ranks.boxes import Box, local_box, local_tensor
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.state import STATE, Compute, MoELayer, find_state
+from hf_moe_ep.upstream.adapters import has_adapters, keys_of_adapters, learns_prompts
 from hf_moe_ep.upstream.experts_interface import post_expert_norm
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
 _BIAS = "_bias"
 
@@ -160,10 +161,22 @@ def find_apart(model: nn.Module) -> dict[int, int]:
 
 
 def names_apart(model: nn.Module) -> dict[str, int]:
-    """Return `find_apart` by the names of the parameters."""
+    """Return `find_apart` by the names of the parameters, and by PEFT's keys of adapters.
+
+    The Trainer saves the active adapter under PEFT's keys, which lack the adapter's name.
+    """
     apart = find_apart(model)
-    named = model.named_parameters() if apart else ()
-    return {canonical_name(name): apart[id(p)] for name, p in named if id(p) in apart}
+    if not apart:
+        return {}
+    inner = unwrap(model)
+    parameters = {canonical_name(name): p.detach() for name, p in inner.named_parameters()}
+    ids = {canonical_name(name): id(p) for name, p in inner.named_parameters()}
+    names = {name: apart[ids[name]] for name in parameters if ids[name] in apart}
+    if has_adapters(inner) and not learns_prompts(inner):
+        adapters = keys_of_adapters(inner, parameters, save_embedding_layers=False)
+        for keys in adapters.values():
+            names |= {key: names[name] for key, name in keys.items() if name in names}
+    return names
 
 
 def stock_shape(shape: torch.Size | tuple[int, ...], apart: int | None) -> tuple[int, ...]:

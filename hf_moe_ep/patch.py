@@ -66,6 +66,7 @@ from hf_moe_ep.config import (
     resolve_config,
 )
 from hf_moe_ep.integrations.install import install
+from hf_moe_ep.lora.computed import check_gets_whole_rows
 from hf_moe_ep.loss import attach as loss
 from hf_moe_ep.moe import attach as moe
 from hf_moe_ep.moe.recompute import unwatch_checkpoints
@@ -200,6 +201,7 @@ def _check(
         parts = find_parts(model, plan)
         state = ModelState(config, parts.plan, parts.num_experts)
         _check_tied_layers(parts, config)
+        check_gets_whole_rows(config, (getattr(parts.root, "peft_config", None) or {}).values())
         for check, _ in FEATURES:
             check(parts, state)
     except BaseException:

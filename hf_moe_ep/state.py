@@ -182,8 +182,7 @@ the row above.
     checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate saves with
     checkpoints/storage/planner.py | DefaultLoadPlanner | the same, for loads
     checkpoints/convert.py | read_metadata | of one reader, for its life
-    planner/stages.py | setattr num_hidden_layers | of a copy of a config
-    planner/replaced.py | setattr | functions that need real ranks or memory, during a plan
+    upstream/replaced.py | setattr | the rows above; in a plan, functions that need real ranks
     planner/count.py | resize_ | of torch's storages, while tensors are counted
     upstream/host_copies.py | to | of torch's tensors, while copies to the host are counted
     -- threads --
@@ -192,6 +191,7 @@ the row above.
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -584,6 +584,24 @@ class Ours:
         torch calls no forward hooks then. `unpatch` and `patch` call this before they look at the
         model.
         """
+
+
+class OfModel(Ours):
+    """A hook that shares an object with other hooks of its model.
+
+    PEFT copies single modules (modules_to_save). Such a copy belongs to the same model, and keeps
+    the hook itself: a copied hook would lead to a copy of the whole model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self.root) not in memo:  # a copy of a whole model begins with its root
+            return self
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        vars(copied).update({name: copy.deepcopy(x, memo) for name, x in vars(self).items()})
+        return copied
 
 
 class ShardedOnly(Ours):

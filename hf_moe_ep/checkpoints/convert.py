@@ -51,6 +51,7 @@ from hf_moe_ep.checkpoints.training.extra import EXTRA, read_extra
 from hf_moe_ep.checkpoints.training.folder import STATE, TENSORS, read_state
 from hf_moe_ep.ranks.boxes import Box, whole
 from hf_moe_ep.upstream.hub import progress_bar
+from hf_moe_ep.upstream.module_names import canonical_name
 
 _ACCELERATE_TENSORS = "pytorch_model_fsdp_0"
 _PREFIX = "model."
@@ -69,6 +70,7 @@ def convert(
     max_shard_size: int | str = "5GB",
     check_hashes: bool = True,
     extra_tensors: bool = True,
+    trust_remote_code: bool = False,
 ) -> int:
     """Write the model of a training checkpoint in the hub's layout; return its size in bytes.
 
@@ -77,12 +79,15 @@ def convert(
         target: a folder that is missing or empty; it appears complete or not at all.
         config: the folder of the model that was trained, which has the config and the tokenizer;
             None if `source` has a config.json.
-        dtype: the dtype of the saved weights; None saves in the dtype that the config names.
+        dtype: the dtype of the saved weights; None saves each tensor in the dtype in which
+            `from_pretrained` loads it: the dtype that the config names, or fp32 for those that a
+            class keeps in fp32, such as correction biases.
         max_shard_size: the largest size of a file, in bytes or as text like "5GB".
         check_hashes: before the files are converted, compare them with the hashes in the manifest
             of `source`; so each file is read twice. A source without a manifest is not checked.
         extra_tensors: copy the tensors that the model's class ignores from the checkpoint that the
             run had loaded; extra_tensors.json in `source` says where this checkpoint is.
+        trust_remote_code: run the Python files beside the config if it names a class in them.
 
     Raises:
         ValueError: `source` is no training checkpoint, is damaged, holds only adapters, or does not
@@ -107,15 +112,14 @@ def convert(
     reader, metadata = _open_checkpoint(folder)
     has_state = manifest.is_ours(folder) and (folder / STATE).is_file()
     scalars = read_state(folder).scalars if has_state else {}
-    model, plan = model_from_config(config_folder)
+    model, plan = model_from_config(config_folder, trust_remote_code=trust_remote_code)
     add_empty_head(model, plan, metadata.state_dict_metadata)
-    saved_in = dtype or next(p.dtype for p in model.parameters())
     tensors = distinct_tensors(model)
     groups = group_tensors(
         model,
         plan,
         tensors,
-        lambda _, tensor: saved_dtype(tensor, saved_in),
+        lambda _, tensor: saved_dtype(tensor, dtype),
         lambda name, _: _read_slabs(reader, metadata, scalars, name),
     )
     _check_fits(folder, model, metadata, scalars)
@@ -134,7 +138,7 @@ def convert(
     with whole_folder(out) as new_folder:
         for file in small_files:
             shutil.copy2(file, new_folder)
-        save_configs(model, new_folder, first_dtype(groups), ())
+        save_configs(model, new_folder, first_dtype(groups))
         for file in new_folder.iterdir():
             with file.open("rb") as copied:
                 os.fsync(copied.fileno())
@@ -234,7 +238,18 @@ def _check_fits(
             f"{folder} holds no experts, because its run held them quantised; load it into a model "
             f"that is patched as in that run, or take the experts from the run's base checkpoint"
         )
-    problems = [list_names("missing", missing), list_names("misshapen", misshapen)]
+    known = {canonical_name(name) for name in model.state_dict(keep_vars=True)} | scalars.keys()
+    used = {_find_key(name, metadata) for name in known}
+    unexpected = [
+        key.removeprefix(_PREFIX)
+        for key in metadata.state_dict_metadata
+        if key.startswith(_PREFIX) and key not in used
+    ]
+    problems = [
+        list_names("missing", missing),
+        list_names("misshapen", misshapen),
+        list_names("unexpected", unexpected),
+    ]
     if any(problems):
         raise ValueError(
             f"{folder} does not fit {type(model).__name__}: {'; '.join(filter(None, problems))}"

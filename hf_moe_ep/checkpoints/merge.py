@@ -60,7 +60,7 @@ from hf_moe_ep.checkpoints.storage.atomic import check_can_appear, whole_folder
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, read_index
 from hf_moe_ep.lora.adapter_config import CONFIG as ADAPTER_CONFIG
 from hf_moe_ep.lora.export import WEIGHTS
-from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
+from hf_moe_ep.lora.merged import add_updates, with_whole_factors
 from hf_moe_ep.lora.names import SINGLE_KEY
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.boxes import Box, box_sizes, local_box
@@ -111,6 +111,7 @@ def merge_adapter(
     *,
     max_bytes: int = _SLAB_BYTES,
     ignore_unexpected: Sequence[str] = (),
+    trust_remote_code: bool = False,
 ) -> Merged:
     """Write a model with a LoRA adapter merged into it, in the hub's layout.
 
@@ -125,6 +126,7 @@ def merge_adapter(
             needs about five times this memory, because products and sums are in fp32.
         ignore_unexpected: regular expressions. Tensors of the base that do not belong to the model
             are copied if the model's class ignores them or a pattern is found in their keys.
+        trust_remote_code: run the Python files of the base if its config names a class in them.
 
     Raises:
         ValueError: a folder is missing; the adapter belongs to another base, or is not a product of
@@ -141,7 +143,9 @@ def merge_adapter(
     _check_not_quantized(folder)
     config = read_lora_config(adapter_folder)
     adapter_tensors = _read_adapter(adapter_folder)
-    model, plan = model_from_config(folder, partial(dtype_of_weights, folder))
+    model, plan = model_from_config(
+        folder, partial(dtype_of_weights, folder), trust_remote_code=trust_remote_code
+    )
     patterns = check_patterns(ignore_unexpected)
     stored, extra = _find_base(model, folder, plan, patterns)
     num_in_base = len(distinct_tensors(model))
@@ -283,16 +287,14 @@ class _Merging:
         change = partial(self._read_merged, tensor, updates)
         return slabs_for_all(tensor, tensor.dtype, change, self.max_bytes)
 
-    def _read_merged(self, tensor: Tensor, updates: list[Update], box: Box, _: Tensor) -> Tensor:
+    def _read_merged(self, tensor: Tensor, updates: list[LowRank], box: Box, _: Tensor) -> Tensor:
         values = self._read(tensor, box, tensor.dtype)
         return add_updates(values, tuple(slice(start, stop) for start, stop in box), updates)
 
-    def _read_factors(self, update: LowRank) -> Update:
+    def _read_factors(self, update: LowRank) -> LowRank:
         dtype = factor_dtype(update.parameter.dtype)
         a, b = (self._read(factor, local_box(factor), dtype) for factor in (update.a, update.b))
-        if update.num_experts:
-            a, b = with_experts_in_front(a, b, update.num_experts)
-        return Update(a, b, update.scale, update.transposed, update.casts_product)
+        return with_whole_factors(update, a, b)
 
     def _read(self, tensor: Tensor, box: Box, dtype: torch.dtype) -> Tensor:
         values = torch.empty(box_sizes(box), dtype=dtype)

@@ -32,7 +32,12 @@ class Found:
     facts: dict[str, str]
 
 
-def verify(folder: str | os.PathLike[str], *, ignore_unexpected: Sequence[str] = ()) -> Found:
+def verify(
+    folder: str | os.PathLike[str],
+    *,
+    ignore_unexpected: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> Found:
     """Read every file of a checkpoint and compare it with its hash, header and config.
 
     If a training checkpoint refers to tensors in other files, which the model's class ignores,
@@ -41,6 +46,7 @@ def verify(folder: str | os.PathLike[str], *, ignore_unexpected: Sequence[str] =
     Args:
         ignore_unexpected: regular expressions. Tensors that do not belong to the model are an error
             unless the model's class ignores them or a pattern is found in their keys.
+        trust_remote_code: run the Python files of the folder if its config names a class in them.
 
     Raises:
         ValueError: files or tensors are missing, truncated, changed or misshapen; the error names
@@ -61,7 +67,7 @@ def verify(folder: str | os.PathLike[str], *, ignore_unexpected: Sequence[str] =
     tensors = read_index(path)
     facts = {"tensors": f"{len(tensors)}, files as long as their headers say"}
     if (path / CONFIG).is_file():
-        model, plan = model_from_config(path)
+        model, plan = model_from_config(path, trust_remote_code=trust_remote_code)
         names = [name for name, _ in model.named_parameters()]
         weights = find_weights(model, path, plan, names, patterns)
         facts["shapes"] = f"those of {type(model).__name__}"

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from hf_moe_ep.cli.printing import add_trust_remote_code
+
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -48,6 +50,7 @@ def add_parser(subparsers: Any) -> None:
         help="do not copy tensors that the model's class ignores (layers for multi-token "
         "prediction) from the checkpoint that the run had loaded",
     )
+    add_trust_remote_code(parser)
     parser.set_defaults(run=run)
 
 
@@ -65,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
         max_shard_size=options.max_shard_size,
         check_hashes=not options.no_check_hashes,
         extra_tensors=not options.no_extra_tensors,
+        trust_remote_code=options.trust_remote_code,
     )
     print(f"{options.target}: {size:,} bytes of tensors")
     return 0

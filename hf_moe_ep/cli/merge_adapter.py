@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hf_moe_ep.cli.printing import add_ignore_unexpected
+from hf_moe_ep.cli.printing import add_ignore_unexpected, add_trust_remote_code
 
 
 def add_parser(subparsers: Any) -> None:
@@ -27,6 +27,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("target", help="folder to write; it must be missing or empty")
     add_ignore_unexpected(parser)
+    add_trust_remote_code(parser)
     parser.set_defaults(run=run)
 
 
@@ -39,6 +40,7 @@ def run(options: argparse.Namespace) -> int:
         options.adapter,
         options.target,
         ignore_unexpected=options.ignore_unexpected,
+        trust_remote_code=options.trust_remote_code,
     )
     print(
         f"{options.target}: {result.changed} of {result.parameters} parameters changed, "

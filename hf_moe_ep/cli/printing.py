@@ -10,6 +10,15 @@ if TYPE_CHECKING:
     from hf_moe_ep.checkpoints.verify import Found
 
 
+def add_trust_remote_code(parser: argparse.ArgumentParser) -> None:
+    """Add `--trust-remote-code` to a command that builds the model of a folder."""
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the Python files of a model whose config names a class in them",
+    )
+
+
 def add_ignore_unexpected(parser: argparse.ArgumentParser) -> None:
     """Add the option that accepts tensors which the model's class neither has nor ignores."""
     parser.add_argument(

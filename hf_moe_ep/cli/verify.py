@@ -9,7 +9,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from hf_moe_ep.cli.printing import add_ignore_unexpected, print_found
+from hf_moe_ep.cli.printing import add_ignore_unexpected, add_trust_remote_code, print_found
 
 
 def add_parser(subparsers: Any) -> None:
@@ -21,6 +21,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("folder", help="folder of a model or of a training checkpoint")
     add_ignore_unexpected(parser)
+    add_trust_remote_code(parser)
     parser.set_defaults(run=run)
 
 
@@ -28,7 +29,11 @@ def run(options: argparse.Namespace) -> int:
     """Print what was checked. Damage is raised as a ValueError."""
     from hf_moe_ep.checkpoints.verify import verify
 
-    checkpoint = verify(options.folder, ignore_unexpected=options.ignore_unexpected)
+    checkpoint = verify(
+        options.folder,
+        ignore_unexpected=options.ignore_unexpected,
+        trust_remote_code=options.trust_remote_code,
+    )
     if checkpoint.facts.get("hashes") == "none are known":
         checkpoint = replace(checkpoint, what="headers only, contents were not checked")
     print_found(options.folder, checkpoint)

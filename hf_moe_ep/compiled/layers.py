@@ -66,7 +66,7 @@ from hf_moe_ep.upstream.compiler import (
 )
 from hf_moe_ep.upstream.models import CACHE_NAMES
 from hf_moe_ep.upstream.module_names import stock_name
-from hf_moe_ep.upstream.modules import has_hooks
+from hf_moe_ep.upstream.modules import forward_hooks
 
 _logger = logging.getLogger("hf_moe_ep")
 
@@ -245,7 +245,7 @@ class BeginForward(Ours):
         if state.meshes is not None and not state.experts_in_layer_units:
             return False
         inside = (module for block in self._blocks for module in block.modules())
-        return not any(has_hooks(module) or wraps_for_adapters(module) for module in inside)
+        return not any(forward_hooks(module) or wraps_for_adapters(module) for module in inside)
 
 
 def _find_modules(root: nn.Module) -> dict[str, nn.Module]:

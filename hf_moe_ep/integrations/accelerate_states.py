@@ -33,6 +33,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import accelerate.accelerator
 from accelerate import Accelerator
 
 from hf_moe_ep.checkpoints.newest import (
@@ -55,11 +56,13 @@ from hf_moe_ep.integrations.saving import (
     restore_all_extra,
     write_bases,
     write_extra,
+    writes_meet,
 )
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import prepared_models, prepared_optimizers
+from hf_moe_ep.upstream.replaced import replaced
 
 _AUTOMATIC_NAME = re.compile(r"checkpoint_\d+")
 # The names that accelerate/checkpointing.py and accelerate/utils/fsdp_utils.py give to folders
@@ -105,6 +108,7 @@ def save_state(
         _remove_files_of_ranks(folder)
 
     on_first(f"saving {folder}", begin)
+    manifest.check_is_shared(folder)
 
     def save() -> Any:
         write_bases(prepared_models(self), folder)
@@ -113,7 +117,8 @@ def save_state(
 
     apart = _names_apart(self)
     with _all_experts_in_hub_order(self), planned_by_each(apart), _no_automatic_names(self):
-        saved = together(f"saving {folder}", save)
+        with writes_meet(accelerate.accelerator):
+            saved = together(f"saving {folder}", save)
     manifest.write(folder, layout_of(states[0]), belongs=_is_written_by_accelerate)
     if automatic and project.total_limit is not None:
         limit = project.total_limit
@@ -216,10 +221,10 @@ def _delete_older(written: Path, limit: int) -> None:
     """Delete unfinished checkpoints beside `written`, then the oldest until `limit` are left."""
     others = [path for path in in_series(written.parent, _AUTOMATIC_NAME) if path != written]
     for unfinished in filter(_is_unfinished, others):
-        shutil.rmtree(unfinished)
+        manifest.try_to_delete(unfinished)
     complete = [path for path in others if path.exists()]
     for old in complete[: max(len(complete) + 1 - limit, 0)]:
-        shutil.rmtree(old)
+        manifest.try_to_delete(old)
 
 
 @contextmanager
@@ -230,12 +235,8 @@ def _no_automatic_names(accelerator: Accelerator) -> Iterator[None]:
     saves.
     """
     project = accelerator.project_configuration
-    before = project.automatic_checkpoint_naming
-    project.automatic_checkpoint_naming = False
-    try:
+    with replaced(project, "automatic_checkpoint_naming", False):
         yield
-    finally:
-        project.automatic_checkpoint_naming = before
 
 
 @contextmanager

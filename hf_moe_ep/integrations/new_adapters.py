@@ -51,6 +51,7 @@ def inject_adapter(
     computed.check_attachable(state)
     refuse_adapters(state)
     config = self.peft_config[adapter_name]
+    computed.check_gets_whole_rows(state.config, [config])
     _check_modules_to_save(model, getattr(config, "modules_to_save", None))
     if state.adapts_experts:
         _target_experts(config, state)

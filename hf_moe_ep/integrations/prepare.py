@@ -56,6 +56,7 @@ from hf_moe_ep.upstream.frameworks import (
 )
 from hf_moe_ep.upstream.models import packed_parameters, text_config
 from hf_moe_ep.upstream.module_names import unwrap
+from hf_moe_ep.upstream.replaced import replaced
 
 
 def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None) -> None:
@@ -157,18 +158,14 @@ def without_dynamo(accelerator: Accelerator) -> Iterator[dict[str, Any] | None]:
     dynamic shapes, and layers would then be compiled again for every sequence length.
     """
     plugin = accelerator.state.dynamo_plugin
-    backend = plugin.backend
-    if backend == DynamoBackend.NO or not accelerator.is_fsdp2:
+    if plugin.backend == DynamoBackend.NO or not accelerator.is_fsdp2:
         yield None
         return
     kwargs = {name: value for name, value in plugin.to_kwargs().items() if name != "disable"}
     if kwargs.get("dynamic") is False:
         del kwargs["dynamic"]
-    plugin.backend = DynamoBackend.NO
-    try:
+    with replaced(plugin, "backend", DynamoBackend.NO):
         yield None if plugin.disable else kwargs
-    finally:
-        plugin.backend = backend
 
 
 def _choose_compilation(state: ModelState, compile_kwargs: dict[str, Any]) -> None:
@@ -193,12 +190,8 @@ def _without_wrap_policy(plugin: FullyShardedDataParallelPlugin) -> Iterator[Non
     classes of the layers, so the search would fail. The policy is restored afterwards, because the
     next model, such as a stock reference model, needs it.
     """
-    before = plugin.auto_wrap_policy
-    plugin.auto_wrap_policy = None
-    try:
+    with replaced(plugin, "auto_wrap_policy", None):
         yield
-    finally:
-        plugin.auto_wrap_policy = before
 
 
 def _check_sharded_before(

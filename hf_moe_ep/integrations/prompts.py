@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from hf_moe_ep.checkpoints.hub.gather import gather_whole
+from hf_moe_ep.checkpoints.hub.gather import gather_tensor
 from hf_moe_ep.ranks.together import PATIENCE_OF_RANK_0, check_everyone_calls
 from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS, prompt_encoders
 from hf_moe_ep.upstream.sharded_models import begin_with_root
@@ -44,7 +44,7 @@ def compute_prompt(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     if not sharded:
         return call()
     with torch.no_grad():
-        whole = {name: gather_whole(parameter) for name, parameter in sharded.items()}
+        whole = {name: gather_tensor(parameter) for name, parameter in sharded.items()}
         return _call_with(prompt_encoders(self), whole, call)
 
 

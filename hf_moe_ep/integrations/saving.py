@@ -16,12 +16,13 @@ compared when the state is loaded.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import transformers
@@ -30,8 +31,8 @@ from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, gather_tensor
 from hf_moe_ep.checkpoints.hub.save import save_pretrained, save_state_dict
-from hf_moe_ep.checkpoints.training.base import base_file, check_base, describe_base
-from hf_moe_ep.checkpoints.training.extra import describe_extra, extra_file, restore_extra
+from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base, numbered
+from hf_moe_ep.checkpoints.training.extra import EXTRA, describe_extra, restore_extra
 from hf_moe_ep.checkpoints.training.folder import write_json
 from hf_moe_ep.checkpoints.training.tensors import model_state_tensors
 from hf_moe_ep.config import launched_local_world_size, launched_world_size
@@ -56,6 +57,7 @@ from hf_moe_ep.upstream.adapters import (
     saving_as,
 )
 from hf_moe_ep.upstream.module_names import unwrap
+from hf_moe_ep.upstream.replaced import replaced
 from hf_moe_ep.upstream.sharded_models import stock_class
 
 
@@ -76,8 +78,11 @@ def save_model(
     state = find_state(self.model)
     sharded = state is not None and state.meshes is not None
     of_checkpoint = _internal_call and output_dir is not None
-    if not sharded or of_checkpoint or not self.is_fsdp_enabled:
+    if not sharded or not self.is_fsdp_enabled:
         original(self, output_dir, _internal_call)
+        return
+    if of_checkpoint:  # with FULL_STATE_DICT rank 0 writes, and the next step is a collective
+        together(f"saving {output_dir}", lambda: original(self, output_dir, _internal_call))
         return
     check_everyone_calls("save_model of the Trainer", patience_of_rank_0=PATIENCE_OF_RANK_0)
     folder = output_dir or self.args.output_dir
@@ -94,6 +99,25 @@ def save_model(
     together(f"saving {folder}", save_other_files)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+@contextmanager
+def writes_meet(module: ModuleType) -> Iterator[None]:
+    """Let all ranks raise the error of a rank that writes, inside the block.
+
+    `module` saves models and optimizers with two functions of Accelerate. With FULL_STATE_DICT each
+    of them ends with a write of rank 0, and begins with a collective, in which the other ranks
+    would wait for a rank 0 that failed before.
+    """
+    with ExitStack() as stack:
+        for name in ("save_fsdp_model", "save_fsdp_optimizer"):
+            function = partial(_call_on_all, f"{name} of Accelerate", getattr(module, name))
+            stack.enter_context(replaced(module, name, function))
+        yield
+
+
+def _call_on_all(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return together(what, partial(function, *args, **kwargs))
 
 
 def check_saves_once(args: transformers.TrainingArguments) -> None:
@@ -389,7 +413,7 @@ def write_bases(models: Iterable[nn.Module], folder: Path) -> None:
         if _is_sharded(model):
             reshard(model)
             base = describe_base(model)
-            path = folder / base_file(index)
+            path = folder / numbered(BASE, index)
             if base is not None:
                 on_first(f"saving {path}", partial(write_json, path, base))
 
@@ -410,7 +434,7 @@ def write_extra(models: Iterable[nn.Module], folder: Path) -> None:
             state = find_state(model)
             extra = None if state is None else describe_extra(state)
             if extra is not None:
-                write_json(folder / extra_file(index), extra)
+                write_json(folder / numbered(EXTRA, index), extra)
 
     on_first(f"saving {folder}", write)
 
@@ -426,7 +450,7 @@ def restore_all_extra(models: Iterable[nn.Module], folder: Path) -> None:
         for index, model in enumerate(models):
             state = find_state(model)
             if state is not None:
-                restore_extra(state, folder / extra_file(index))
+                restore_extra(state, folder / numbered(EXTRA, index))
 
     on_first(f"reading {folder}", restore)
 

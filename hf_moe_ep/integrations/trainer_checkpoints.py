@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -64,12 +63,13 @@ from hf_moe_ep.integrations.saving import (
     restore_all_extra,
     state_dict_type,
     write_extra,
+    writes_meet,
 )
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream.accelerate_and_trainer import checkpoint_folder
+from hf_moe_ep.upstream.accelerate_and_trainer import SAVE_IN_PROGRESS, checkpoint_folder
 from hf_moe_ep.upstream.adapters import (
     has_adapters,
     keys_of_adapters,
@@ -107,10 +107,12 @@ def save_checkpoint(
         save_configs(self.model, folder)
 
     on_first(f"saving {folder}", begin)
+    manifest.check_is_shared(folder)
     postponed = _held_back[os.path.abspath(folder.parent)] = []
     try:
         with experts_in_hub_order(self.model, self.optimizer), planned_by_each(apart):
-            together(f"saving {folder}", lambda: original(self, model, trial))
+            with writes_meet(transformers.trainer):
+                together(f"saving {folder}", lambda: original(self, model, trial))
             if (names := _names_with_adapters(self)) is not None:
                 write_beside(self.model, folder, names)
     finally:
@@ -120,7 +122,8 @@ def save_checkpoint(
         base = describe_base(self.model)
         on_first(f"saving {folder}", lambda: write_json(Path(folder, BASE), base))
     write_extra([self.model], folder)
-    manifest.write(folder, layout_of(state) | {_ROWS: _rows_per_step(self)})
+    layout = layout_of(state) | {_ROWS: _rows_per_step(self)}
+    manifest.write(folder, layout, belongs=lambda name: name != SAVE_IN_PROGRESS)
     together(f"pushing {folder}, deleting older ones", lambda: [call() for call in postponed])
 
 
@@ -154,12 +157,15 @@ def rotate(
         return
 
     def delete() -> None:
+        num_left = 0
         for folder in Path(output_dir).iterdir() if (save_total_limit or 0) > 0 else ():
             started = (folder / manifest.STARTED).exists()
             complete = (folder / manifest.MANIFEST).exists()
             if _CHECKPOINT.fullmatch(folder.name) and started and not complete:
-                shutil.rmtree(folder)
-        original(output_dir, save_total_limit, *args, **kwargs)
+                num_left += not manifest.try_to_delete(folder)
+        # Stock would count the folders that are left, and delete complete ones instead.
+        limit = save_total_limit if save_total_limit is None else save_total_limit + num_left
+        original(output_dir, limit, *args, **kwargs)
 
     postponed.append(delete)
 

@@ -13,9 +13,10 @@ Examples for an adapter with r 8, lora_alpha 16 and two experts, which adapts q_
     layers_to_transform [0]                             null, and names as in the line before
 
 Single experts get full names, `mlp.experts.0.gate_proj`, because a bare `gate_proj` would also
-match layers without experts. If target_modules is a regular expression, or if layers_to_transform
-or exclude_modules limits it, no name can be added. In these cases (the last two lines of the
-table) the full names of all modules that the file adapts replace target_modules. In a conversion to
+match layers without experts. If target_modules is a regular expression (which SGLang does not
+accept), or if layers_to_transform or exclude_modules limits it, no name can be added. In these
+cases (the last two lines of the table) the full names of all modules that the file adapts replace
+target_modules. In a conversion to
 stacked experts, the rank doubles if gate and up have different lora_A, and an entry of
 alpha_pattern keeps the scale.
 
@@ -65,11 +66,6 @@ def rank_and_alpha(config: Mapping[str, Any], name: str) -> tuple[int, float]:
 def scale(config: Mapping[str, Any], rank: int, alpha: float) -> float:
     """Return the scale of B A (peft/tuners/lora/layer.py, update_layer)."""
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def alpha_of_same_scale(config: Mapping[str, Any], alpha: float, growth: int) -> float:
-    """Return the alpha that keeps the scale if the rank grows by the factor `growth`."""
-    return alpha * (math.sqrt(growth) if config.get("use_rslora") else growth)
 
 
 def patterns_of_experts(config: Mapping[str, Any]) -> list[str]:
@@ -139,7 +135,8 @@ def config_for_stacked(
     wanted = {}
     for stack in stacks:
         factor = growth[stack.parameter]
-        alpha = alpha_of_same_scale(config, stack.alpha, factor)
+        # The alpha that keeps the scale.
+        alpha = stack.alpha * (math.sqrt(factor) if config.get("use_rslora") else factor)
         wanted[stack.name] = (stack.rank * factor, alpha, stack.short_name)
     return _set_patterns(result, wanted, [(single, stacked) for stacked, single in _KEY_ENDS])
 

@@ -16,19 +16,21 @@ are saved in PEFT's layout, so stock PEFT can load them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.lora.factors import Adapter, pack_a, pack_b, stack_a, stack_b
 from hf_moe_ep.ranks.together import rank_of_launch
 from hf_moe_ep.state import STATE, ModelState, MoELayer, find_state
 from hf_moe_ep.upstream.adapters import (
+    ParameterFactor,
     before_loaded_values,
+    counts_from_end_of_row,
     factors_on_host,
     has_copies_on_meta,
     parameter_factors,
@@ -38,39 +40,24 @@ _logger = logging.getLogger("hf_moe_ep.runner")
 Conversion = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class StackedFactor:
-    """One LoRA factor of experts that this package computes, and the conversions of its layout.
-
-    Attributes:
-        parameter: the factor, in either layout.
-        stack: converts from PEFT's layout to the layout with experts as the first dim.
-        pack: converts from the layout with experts as the first dim to PEFT's layout.
-        module: the experts module whose parameter is adapted.
-        adapted: the name of the adapted parameter in this module.
-        is_b: True for lora_B.
-    """
-
-    parameter: nn.Parameter
-    stack: Conversion
-    pack: Conversion
-    module: nn.Module
-    adapted: str
-    is_b: bool
-
-
-def stacked_factors(model: nn.Module) -> Iterator[StackedFactor]:
+def stacked_factors(model: nn.Module) -> Iterator[ParameterFactor]:
     """Yield every LoRA factor of the experts in `model` that this package computes.
 
     If the model's own code computes the experts, their factors are omitted and keep PEFT's layout.
     """
     for _, factor in parameter_factors(model):
         if _is_computed_here(factor.module):
-            stack, pack = (stack_b, pack_b) if factor.is_b else (stack_a, pack_a)
-            stack_all = partial(stack, num_experts=factor.num_experts)
-            yield StackedFactor(
-                factor.parameter, stack_all, pack, factor.module, factor.adapted, factor.is_b
-            )
+            yield factor
+
+
+def stack_conversion(factor: ParameterFactor) -> Conversion:
+    """Return the conversion of a factor from PEFT's layout to the one with experts first."""
+    return partial(stack_b if factor.is_b else stack_a, num_experts=factor.num_experts)
+
+
+def pack_conversion(factor: ParameterFactor) -> Conversion:
+    """Return the conversion of a factor from the layout with experts first to PEFT's layout."""
+    return pack_b if factor.is_b else pack_a
 
 
 def activate(original: Callable[..., Any], self: Any, active_adapters: list[str]) -> Any:
@@ -112,6 +99,21 @@ def call_base_model(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     if find_state(self.model) is None:
         return original(self, *args, **kwargs)
     return self.model(*args, **kwargs)
+
+
+def check_gets_whole_rows(config: ParallelConfig, adapters: Iterable[Any]) -> None:
+    """Raise ValueError if layers get parts of a batch, and an adapter counts tokens in whole rows.
+
+    `adapters` are configs of PEFT.
+    """
+    sizes = {name: getattr(config, name) or 1 for name in ("sp_size", "cp_size", "pp_size")}
+    used = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+    if used and any(map(counts_from_end_of_row, adapters)):
+        raise ValueError(
+            f"alora_invocation_tokens adapts the last tokens of each row, but with {used} a layer "
+            f"gets a part of the batch, so other tokens would be adapted; leave {used} out, or "
+            f"train LoRA without alora_invocation_tokens"
+        )
 
 
 def check_attachable(state: ModelState) -> None:

@@ -57,12 +57,8 @@ def export_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str
     `lora_B.weight` (out, r). They are slices of the old tensors; gate and up have the same lora_A.
     Other tensors and files are copied. `fuse_adapter` restores the same bytes.
 
-    In adapter_config.json the names `mlp.experts.0.gate_proj` and so on are added to
-    target_modules, because a bare `gate_proj` would also match layers without experts. If
-    target_modules is a regular expression (which SGLang does not accept), or if layers_to_transform
-    or exclude_modules limits it, no name can be added. In these cases the full names of all modules
-    that the file adapts replace these entries. Experts are removed from target_parameters, which
-    becomes null if nothing is left. r, lora_alpha and use_rslora do not change.
+    adapter_config.py describes the changes of adapter_config.json; r, lora_alpha and use_rslora do
+    not change.
 
     Args:
         source: a folder with adapter_config.json and adapter_model.safetensors.

@@ -17,63 +17,49 @@ weights are not changed.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hf_moe_ep.lora.factors import is_stacked, join_gate_and_up, stack_a, stack_b
+from hf_moe_ep.upstream.adapters import LowRank
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class Update:
-    """The update of one parameter by one adapter, with unsharded factors.
-
-    Attributes:
-        a, b: the factors, (r, in) and (out, r), or [E, r, in] and [E, out, r].
-        scale: the product of the factors is multiplied by this number.
-        transposed: True if the parameter is stored transposed, (in, out).
-        casts_product: True if the product is cast to the parameter's dtype before it is added.
-    """
-
-    a: Tensor
-    b: Tensor
-    scale: float
-    transposed: bool
-    casts_product: bool
-
-    def compute(self, part: tuple[slice, ...]) -> Tensor:
-        """Compute the update of a slice of the parameter."""
-        a, b = self.a, self.b
-        *experts, rows, columns = part
-        if self.transposed:
-            rows, columns = columns, rows
-        if experts:
-            a, b = a[experts[0]], b[experts[0]]
-        a, b = a[..., columns], b[..., rows, :]
-        dtype = b.dtype
-        if b.device.type == "cpu" and dtype in _HALF:  # as in PEFT
-            a, b = a.float(), b.float()
-        # For a transposed stack PEFT's einsum exchanges the operands, and the rounding differs if a
-        # dim is small. Here the operands are exchanged in the same case.
-        if experts and self.transposed:
-            return (a.mT @ b.mT).mul_(self.scale).to(dtype)
-        product = (b @ a).mul_(self.scale).to(dtype)
-        return product.mT if self.transposed else product
+def with_whole_factors(update: LowRank, a: Tensor, b: Tensor) -> LowRank:
+    """Give an update its unsharded factors, converted to [E, r, in] and [E, out, r] for a stack."""
+    if update.num_experts and is_stacked(a):
+        a, b = join_gate_and_up(a, b)
+    elif update.num_experts:
+        a, b = stack_a(a, update.num_experts), stack_b(b, update.num_experts)
+    return replace(update, a=a, b=b)
 
 
-def with_experts_in_front(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Convert factors of a stack, in either layout of `factors.py`, to [E, r, in], [E, out, r]."""
-    if is_stacked(a):
-        return join_gate_and_up(a, b)
-    return stack_a(a, num_experts), stack_b(b, num_experts)
+def compute_delta(update: LowRank, part: tuple[slice, ...]) -> Tensor:
+    """Compute the update of a slice of the parameter; the factors are whole."""
+    a, b = update.a, update.b
+    *experts, rows, columns = part
+    if update.transposed:
+        rows, columns = columns, rows
+    if experts:
+        a, b = a[experts[0]], b[experts[0]]
+    a, b = a[..., columns], b[..., rows, :]
+    dtype = b.dtype
+    if b.device.type == "cpu" and dtype in _HALF:  # as in PEFT
+        a, b = a.float(), b.float()
+    # For a transposed stack PEFT's einsum exchanges the operands, and the rounding differs if a
+    # dim is small. Here the operands are exchanged in the same case.
+    if experts and update.transposed:
+        return (a.mT @ b.mT).mul_(update.scale).to(dtype)
+    product = (b @ a).mul_(update.scale).to(dtype)
+    return product.mT if update.transposed else product
 
 
-def add_updates(values: Tensor, part: tuple[slice, ...], updates: Iterable[Update]) -> Tensor:
+def add_updates(values: Tensor, part: tuple[slice, ...], updates: Iterable[LowRank]) -> Tensor:
     """Add `updates` to the values of a slice of a parameter, in place, and return the values."""
     for update in updates:
-        delta = update.compute(part)
+        delta = compute_delta(update, part)
         values += delta.to(values.dtype) if update.casts_product else delta
     return values

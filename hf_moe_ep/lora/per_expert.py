@@ -1,12 +1,7 @@
 """Convert tensors between LoRA on stacked experts and LoRA on the matrices of each expert.
 
-PEFT stores LoRA on a stacked parameter (`target_parameters`; rank r, E experts) as
-
-    lora_A (E * r, in)   expert slowest: row e * r + i is row i of expert e
-    lora_B (out, r * E)  expert fastest: column i * E + e is column i of expert e
-
-(peft/tuners/lora/layer.py, ParamWrapper.get_delta_weight). PEFT nests one wrapper per parameter, in
-the order of `named_parameters`: gate_up_proj is `experts.base_layer.lora_A`, and down_proj, with
+`factors.py` describes PEFT's layout of the factors. PEFT nests one wrapper per parameter, in the
+order of `named_parameters`: gate_up_proj is `experts.base_layer.lora_A`, and down_proj, with
 the outer wrapper, is `experts.lora_A`. Keys do not name the parameter that a wrapper adapts, but
 the shapes of the two wrappers identify it: gate_up maps H to 2F, and down maps F to H.
 

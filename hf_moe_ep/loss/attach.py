@@ -38,7 +38,12 @@ from hf_moe_ep.state import (
     restore_attributes,
 )
 from hf_moe_ep.upstream.causal_loss import is_causal_loss, other_use_of_logits
-from hf_moe_ep.upstream.models import IGNORED_LABEL, bind_forward, is_fused_head, output_head
+from hf_moe_ep.upstream.models import (
+    IGNORED_LABEL,
+    bind_forward,
+    is_fused_head,
+    output_head,
+)
 from hf_moe_ep.upstream.modules import name_of_child
 
 _logger = logging.getLogger("hf_moe_ep")

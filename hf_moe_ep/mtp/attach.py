@@ -37,6 +37,7 @@ from hf_moe_ep.mtp.build import check_no_adapters, find_template, set_layers_in_
 from hf_moe_ep.mtp_head import MtpHead
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.ranks.together import PATIENCE_OF_RANK_0, check_everyone_calls
+from hf_moe_ep.sequence.gather import text_positions
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours, patched_state
 from hf_moe_ep.upstream.models import (
@@ -295,7 +296,10 @@ def _next_labels(forward: _Forward) -> tuple[Tensor, Any]:
     if shifted is None:
         shifted = functional.pad(given["labels"], (0, 1), value=ignored)[:, 1:]
     count = given.get("num_items_in_batch")
-    return shifted, (shifted != ignored).sum() if count is None else count
+    if count is None:
+        return shifted, (shifted != ignored).sum()
+    # Callers also pass the number in a tensor [1].
+    return shifted, count.squeeze() if isinstance(count, Tensor) else count
 
 
 def _labels_of_depth(next_labels: Tensor, depth: int, forward: _Forward) -> Tensor:
@@ -308,8 +312,9 @@ def _labels_of_depth(next_labels: Tensor, depth: int, forward: _Forward) -> Tens
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         labels = labels.masked_fill((mask == 0).to(labels.device), ignored)
-    if isinstance(positions, Tensor) and positions.ndim == 2:
-        in_document = _move(positions, depth + 1, -1) - positions == depth + 1
+    text = text_positions(positions) if isinstance(positions, Tensor) else None
+    if text is not None:
+        in_document = _move(text, depth + 1, -1) - text == depth + 1
         labels = labels.masked_fill(~in_document.to(labels.device), ignored)
     return labels.contiguous()
 

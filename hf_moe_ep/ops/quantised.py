@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 # The values of the 16 nf4 codes (arXiv 2305.14314, appendix E), with the digits of fp32.
 NF4_CODES = (
@@ -271,15 +272,29 @@ def _dequantise_nf4(matrix: Quantised, dtype: torch.dtype) -> Tensor:
 
 
 def _quantise_fp8(weight_OI: Tensor) -> Quantised:
-    rows, columns = weight_OI.shape
-    squares = weight_OI.float().view(rows // 128, 128, columns // 128, 128)
-    largest = squares.abs().amax((1, 3))
-    limit = torch.finfo(_FP8).max
-    # Values are multiplied by the inverse scale, as in transformers' quantiser. A block of zeros
-    # has scale 1.
-    inverse = torch.where(largest > 0, limit / largest, torch.ones_like(largest))
-    scaled = (squares * inverse[:, None, :, None]).clamp(-limit, limit)
-    return Quantised(scaled.to(_FP8).view(rows, columns).view(torch.uint8), 1 / inverse)
+    values, block_scale = encode_blocks(weight_OI)
+    return Quantised(values.view(torch.uint8), block_scale)
+
+
+def encode_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode a weight [.., O, I] in fp8: return E4M3 values of its shape, and a scale per block.
+
+    Blocks at an edge may be smaller. A scale is the largest magnitude of its block divided by 448,
+    the largest value of E4M3; 1 for a block of zeros. The formula is that of transformers'
+    Fp8Quantize (integrations/finegrained_fp8.py), which multiplies by the inverse scale.
+    """
+    *outer, rows, columns = weight.shape
+    height, width = _BLOCKS["fp8"]
+    limit, missing = torch.finfo(_FP8).max, (-rows % height, -columns % width)
+    padded = weight.to(torch.float32)
+    if any(missing):
+        padded = pad(padded, (0, missing[1], 0, missing[0]))
+    blocks = padded.reshape(*outer, -(-rows // height), height, -(-columns // width), width)
+    largest = blocks.abs().amax((-3, -1))
+    inverse = torch.where(largest > 0, limit / largest, 1.0)
+    scaled = (blocks * inverse[..., :, None, :, None]).clamp(-limit, limit)
+    values = scaled.view(padded.shape)[..., :rows, :columns].to(_FP8).contiguous()
+    return values, 1.0 / inverse
 
 
 def _dequantise_fp8(matrix: Quantised, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.lora.computed import stacked_factors
+from hf_moe_ep.lora.computed import stack_conversion, stacked_factors
 from hf_moe_ep.lora.factors import is_stacked
 from hf_moe_ep.plan import ModelPlan, matches, name_in_layer
 from hf_moe_ep.state import patched_state
@@ -174,7 +174,7 @@ def layout_on_request(model: nn.Module, parameter: nn.Parameter) -> MatrixLayout
     """Return the layout of a parameter for which a user asks for Muon, or None if it has none."""
     for factor in stacked_factors(unwrap(model)):
         if factor.parameter is parameter:
-            stack = None if is_stacked(parameter) else factor.stack
+            stack = None if is_stacked(parameter) else stack_conversion(factor)
             return MatrixLayout(stacked=True, stack=stack)
     return MatrixLayout() if parameter.ndim == 2 else None
 

@@ -15,7 +15,6 @@
     search, shrink           find the layouts that fit; find options that make a step fit
     plot                     draw the memory over a step
     options                  list the values that the options of a plan may have
-    replaced                 replace attributes of modules for the duration of a block
 
 The code in this folder runs in one process, without a GPU, before a training job starts. A training
 step imports none of it.

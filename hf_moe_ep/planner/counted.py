@@ -27,7 +27,6 @@ from torch import Tensor, is_tensor, nn
 
 from hf_moe_ep.planner.count import BEFORE, RESIZED, StorageRecord, TensorMemory, count_tensors
 from hf_moe_ep.planner.fused import Fusion
-from hf_moe_ep.planner.replaced import replace_attribute
 from hf_moe_ep.planner.work import StepWork, WorkCounter
 from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.sharding.stages import find_parts_of_stage
@@ -35,6 +34,7 @@ from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.dispatch_modes import dtensor_shapes
 from hf_moe_ep.upstream.host_copies import host_copies
+from hf_moe_ep.upstream.replaced import replaced
 
 OPTIMIZER = "optimizer"
 # The kinds of memory that a rank holds for each parameter.
@@ -93,7 +93,7 @@ def count_step(
     trained = [p for p in model.parameters() if p.requires_grad]
     kinds: dict[StorageRecord, str] = {}
     # DTensor finds output shapes with full-size fake tensors, which are not part of the step.
-    with replace_attribute(*dtensor_shapes()), count_tensors() as memory:
+    with replaced(*dtensor_shapes()), count_tensors() as memory:
         _watch_held(memory, kinds, model, optimizer, offload=offload)
 
         def begin(phase: str) -> None:

@@ -37,7 +37,6 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.ops import quantised, torch_mlp
 from hf_moe_ep.planner.choices import Choices
-from hf_moe_ep.planner.replaced import replace_attribute
 from hf_moe_ep.planner.work import Operator, WorkCounter
 from hf_moe_ep.ranks import collectives
 from hf_moe_ep.sequence import context_calls, same_batch
@@ -51,6 +50,7 @@ from hf_moe_ep.upstream.dispatch_modes import (
     on_real_tensors,
 )
 from hf_moe_ep.upstream.graph import tensors_in
+from hf_moe_ep.upstream.replaced import replaced
 
 MANY = 32
 _TOPK = torch.ops.aten.topk.default
@@ -186,20 +186,20 @@ def alone_on_fake_tensors(
     gather = partial(_gather_copies, vars(collectives)["_all_gather"])
     swap = partial(_swap_copies, dist.all_to_all_single)
     with ExitStack() as stack:
-        stack.enter_context(replace_attribute(collectives, "_all_gather", gather))
-        stack.enter_context(replace_attribute(dist, "all_to_all_single", swap))
-        stack.enter_context(replace_attribute(torch_mlp.Block, "split", split))
-        stack.enter_context(replace_attribute(*dtensor_shapes()))
-        stack.enter_context(replace_attribute(torch, "chunk", _chunk))
-        stack.enter_context(replace_attribute(context_calls, "causal_lower_right", _NoMask))
+        stack.enter_context(replaced(collectives, "_all_gather", gather))
+        stack.enter_context(replaced(dist, "all_to_all_single", swap))
+        stack.enter_context(replaced(torch_mlp.Block, "split", split))
+        stack.enter_context(replaced(*dtensor_shapes()))
+        stack.enter_context(replaced(torch, "chunk", _chunk))
+        stack.enter_context(replaced(context_calls, "causal_lower_right", _NoMask))
         checksum = partial(_checksum, vars(same_batch)["_compute_checksum"])
-        stack.enter_context(replace_attribute(same_batch, "_compute_checksum", checksum))
+        stack.enter_context(replaced(same_batch, "_compute_checksum", checksum))
         if like_gpu:
-            stack.enter_context(replace_attribute(torch_mlp, "_BLOCK", sys.maxsize))
+            stack.enter_context(replaced(torch_mlp, "_BLOCK", sys.maxsize))
         with fake_tensors(), DrawnChoicesMode(choices):
             # The stock function caches its result for the process, so it must not see fake tensors.
             codes = torch.empty(256)
-            stack.enter_context(replace_attribute(quantised, "_nested_codes", lambda _: codes))
+            stack.enter_context(replaced(quantised, "_nested_codes", lambda _: codes))
             yield
 
 

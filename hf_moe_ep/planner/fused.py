@@ -42,9 +42,9 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.compiled import layers as compiled_layers
-from hf_moe_ep.planner.replaced import replace_attribute
 from hf_moe_ep.upstream.autograd_modes import next_sequence_number, running_sequence_number
 from hf_moe_ep.upstream.dispatch_modes import storage_id
+from hf_moe_ep.upstream.replaced import replaced
 
 # A tensor of at most this fraction of the largest input of its operator is written to memory.
 _SMALL = 1 / 16
@@ -272,14 +272,14 @@ def mark_compiled_regions(fusion: Fusion) -> Iterator[None]:
 
         return outside
 
-    replaced: list[tuple[Any, str, Any]] = [
+    replacements: list[tuple[Any, str, Any]] = [
         (torch, "compile", mark),
         (torch.compiler, "disable", mark_uncompiled),
         (compiled_layers, "has_given_up", lambda *_: False),
     ]
     for name in ("_call_block_untraced", "_call_untraced"):
-        replaced.append((compiled_layers, name, mark_uncompiled(vars(compiled_layers)[name])))
+        replacements.append((compiled_layers, name, mark_uncompiled(vars(compiled_layers)[name])))
     with ExitStack() as stack:
-        for owner, name, value in replaced:
-            stack.enter_context(replace_attribute(owner, name, value))
+        for owner, name, value in replacements:
+            stack.enter_context(replaced(owner, name, value))
         yield

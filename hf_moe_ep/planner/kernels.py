@@ -41,8 +41,8 @@ from torch import Tensor
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, Routing
-from hf_moe_ep.planner.replaced import replace_attribute
 from hf_moe_ep.planner.work import Operator, WorkCounter
+from hf_moe_ep.upstream.replaced import replaced
 
 # Columns of the down projection that share a partial sum of a routing weight's gradient.
 _PARTIAL_COLUMNS = 128
@@ -252,8 +252,8 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         return grads, finish_counted
 
     with (
-        replace_attribute(torch_mlp, "route", route),
-        replace_attribute(torch_mlp, "forward", forward),
-        replace_attribute(torch_mlp, "backward", backward),
+        replaced(torch_mlp, "route", route),
+        replaced(torch_mlp, "forward", forward),
+        replaced(torch_mlp, "backward", backward),
     ):
         yield

@@ -43,6 +43,19 @@ def slices(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
 
 
+def number_elements(outer: Tensor, box: Sequence[tuple[int, int]], shape: Sequence[int]) -> Tensor:
+    """Number the elements of a box by their position in a row-major tensor of shape `shape`.
+
+    The box (1, 3), (0, 2) of a tensor [3, 5] has the numbers 5, 6, 10, 11.
+
+    Args:
+        outer: the positions along dims in front of those of the box (expert 2); 0 without any.
+    """
+    for (start, stop), size in zip(box, shape, strict=True):
+        outer = outer.unsqueeze(-1) * size + torch.arange(start, stop, device=outer.device)
+    return outer
+
+
 def from_even_shards(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Make a DTensor of shards that all have the shape of `local`; the whole tensor is contiguous.
 

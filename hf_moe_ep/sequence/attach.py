@@ -235,7 +235,7 @@ def attach(parts: Parts, state: ModelState) -> None:
         if layer_arguments.model_keeps_inputs:
             layer.register_forward_hook(GatherOutput(layer_slices[index]))
             if index == len(parts.main_layers) - 1:
-                parts.final_norm[0].register_forward_hook(SliceNorm(running))
+                parts.final_norm[0].register_forward_hook(SliceNorm(running, parts.root))
     _end_layers(parts, layer_slices)
     owner = _owner_of_loss(parts)
     split_sequence = SplitSequence(state, running, has_mixers=any(parts.mixers), zigzag=zigzag)

@@ -34,7 +34,7 @@ from hf_moe_ep.sequence.layer_arguments import LayerArguments
 from hf_moe_ep.sequence.mixer_arguments import describes_packing
 from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices, zigzag_order
-from hf_moe_ep.state import ModelState, Ours
+from hf_moe_ep.state import ModelState, OfModel, Ours
 from hf_moe_ep.upstream.frameworks import how_to_keep_all_logits
 from hf_moe_ep.upstream.models import (
     IGNORED_LABEL,
@@ -292,7 +292,8 @@ class TakeSlice(Ours):
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         part: Slice | None = kwargs.get(SLICE)
-        self.layer.begin(layer, part, (args, kwargs))
+        # Of the hidden states only the slice is kept; no mixer looks for all of them.
+        self.layer.begin(layer, part, (args[1:], kwargs))
         if part is None:
             return None
         if part.size == 1:  # packed rows of a forward that is not split
@@ -325,10 +326,11 @@ class GatherOutput(Ours):
         return None if part is None else gather_slices(output, part)
 
 
-class SliceNorm(Ours):
+class SliceNorm(OfModel):
     """Forward hook of the final norm of a model that keeps inputs of layers: slices its output."""
 
-    def __init__(self, running: RunningSlice) -> None:
+    def __init__(self, running: RunningSlice, root: nn.Module) -> None:
+        super().__init__(root)
         self.running = running
 
     def __call__(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_moe_ep.etp import Cut, cut_of_tensor, find_cuts
-from hf_moe_ep.lora.computed import Conversion, stacked_factors
+from hf_moe_ep.lora.computed import Conversion, stack_conversion, stacked_factors
 from hf_moe_ep.ops.quantised import Quantisation, quantise_stack
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.boxes import from_even_shards
@@ -92,7 +92,7 @@ def find_entries(
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(parameter, []).append((module, name))
-    factors = {factor.parameter: factor.stack for factor in stacked_factors(model)}
+    factors = {factor.parameter: stack_conversion(factor) for factor in stacked_factors(model)}
     stacked = {
         parameter
         for module in experts

@@ -15,6 +15,7 @@ folder never decides how a model is trained.
     module_names            module names without the components that wrappers add
     modules                 buffers, children and hooks of a torch.nn.Module
     norms                   norms of many tensors in one operator call
+    replaced                attributes of modules and classes, replaced inside a block
     replaced_forwards       the function that computes a module: its class's, Liger's or another's
     recurrences             the convolutions and recurrences that mixers call
     sharded_models          private state of FSDP2, FSDP, DDP and transformers on a sharded model

@@ -192,6 +192,11 @@ def generates_in_training(trainer: transformers.Trainer) -> bool:
     return hasattr(trainer, "_generate_and_score_completions")
 
 
+# A file in a checkpoint of the Trainer while it is saved because of SIGTERM
+# (transformers/trainer_jit_checkpoint.py).
+SAVE_IN_PROGRESS = "checkpoint-is-incomplete.txt"
+
+
 def checkpoint_folder(trainer: transformers.Trainer, trial: Any) -> Path:
     """Return the folder of the Trainer's checkpoint of this step (transformers/trainer.py)."""
     return Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, partialmethod
 from typing import Any
@@ -17,6 +17,7 @@ from accelerate.utils import fsdp_utils
 from torch import Tensor, nn
 
 from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.replaced import replaced
 
 # The attribute of a PeftModel with the modules that compute its prompts (peft/peft_model.py).
 PROMPT_ENCODERS = "prompt_encoder"
@@ -86,6 +87,15 @@ def adapter_names(
     return [name for name in state_dict if name in saved]
 
 
+def counts_from_end_of_row(config: Any) -> bool:
+    """Return True for the config of activated LoRA, which adapts the last tokens of each row.
+
+    PEFT counts these tokens in whole rows, before it calls the model. A layer then adapts as many
+    tokens from the end of those that it gets (peft/tuners/lora/variants.py).
+    """
+    return bool(getattr(config, "alora_invocation_tokens", None))
+
+
 def keys_of_adapters(
     model: Any, state_dict: Mapping[str, Tensor], save_embedding_layers: str | bool
 ) -> dict[str, dict[str, str]]:
@@ -124,15 +134,9 @@ def saving_as(tensors_of_adapters: Mapping[str, Mapping[str, Tensor]]) -> Iterat
     def saved(model: Any, *args: Any, adapter_name: str = "default", **_: Any) -> dict[str, Tensor]:
         return dict(tensors_of_adapters[adapter_name])
 
-    modules: tuple[Any, ...] = (peft, peft_model)
-    stock = [module.get_peft_model_state_dict for module in modules]
-    try:
-        for module in modules:
-            module.get_peft_model_state_dict = saved
+    name = "get_peft_model_state_dict"
+    with replaced(peft, name, saved), replaced(peft_model, name, saved):
         yield
-    finally:
-        for module, function in zip(modules, stock, strict=True):
-            module.get_peft_model_state_dict = function
 
 
 @contextmanager
@@ -164,8 +168,8 @@ class ParameterFactor:
     Attributes:
         module: the stock experts module whose parameter is adapted.
         adapted: the name of the adapted parameter in this module.
-        parameter: the factor's 2-D weight. With rank r, lora_A is (r * experts, in) and lora_B is
-            (out, r * experts).
+        parameter: the factor's weight. With rank r, lora_A is (r * experts, in) and lora_B is
+            (out, r * experts). In a sharded model it has experts as the first dim.
         is_b: True for lora_B.
         num_experts: the number of stacked experts.
     """
@@ -190,16 +194,9 @@ def parameter_factors(model: nn.Module) -> Iterator[tuple[str, ParameterFactor]]
         for factor in ("lora_A", "lora_B"):
             for adapter, linear in getattr(wrapper, factor).items():
                 name = f"{prefix}.{factor}.{adapter}.weight".lstrip(".")
-                yield (
-                    name,
-                    ParameterFactor(
-                        wrapper.get_base_layer(),
-                        adapted_name,
-                        linear.weight,
-                        factor == "lora_B",
-                        wrapper.num_experts,
-                    ),
-                )
+                base, num_experts = wrapper.get_base_layer(), wrapper.num_experts
+                is_b = factor == "lora_B"
+                yield name, ParameterFactor(base, adapted_name, linear.weight, is_b, num_experts)
 
 
 @dataclass(frozen=True)
@@ -443,17 +440,13 @@ def factors_on_host() -> Iterator[None]:
     from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    classes: tuple[Any, ...] = (BaseTunerLayer, ParamWrapper)
-    stock = {kind: kind._move_adapter_to_device_of_base_layer for kind in classes}
+    method = "_move_adapter_to_device_of_base_layer"
     stored: dict[tuple[nn.Module, str], Tensor] = {}
-    for kind in classes:
-        move = partialmethod(_store_and_move, stored, stock[kind])
-        kind._move_adapter_to_device_of_base_layer = move
-    try:
+    with ExitStack() as stack:
+        for kind in (BaseTunerLayer, ParamWrapper):
+            move = partialmethod(_store_and_move, stored, vars(kind)[method])
+            stack.enter_context(replaced(kind, method, move))
         yield
-    finally:
-        for kind in classes:
-            kind._move_adapter_to_device_of_base_layer = stock[kind]
     for (module, name), values in stored.items():
         moved = getattr(module, name)
         if moved.is_meta:
@@ -470,18 +463,14 @@ def before_loaded_values(prepare: Callable[[], None]) -> Iterator[None]:
     """
     from peft import peft_model
 
-    module: Any = peft_model
-    stock = module.set_peft_model_state_dict
+    stock = peft_model.set_peft_model_state_dict
 
     def load(*args: Any, **kwargs: Any) -> Any:
         prepare()
         return stock(*args, **kwargs)
 
-    module.set_peft_model_state_dict = load
-    try:
+    with replaced(peft_model, "set_peft_model_state_dict", load):
         yield
-    finally:
-        module.set_peft_model_state_dict = stock
 
 
 def has_copies_on_meta(model: nn.Module) -> bool:

@@ -23,6 +23,8 @@ _STOCK_CONFIG = "_hf_moe_ep_stock"
 # The interface has no function for the implementation "eager". A module with this implementation
 # calls `eager_attention_forward` of the file that defines the module.
 _EAGER, _EAGER_FUNCTION = "eager", "eager_attention_forward"
+# The attribute of our copy of a config with the name of the stock function that ours calls.
+_WRAPPED_NAME = "_hf_moe_ep_wrapped_attention"
 # The attribute of a view of a config that holds our function for masks.
 _OWN_MASKS = "_hf_moe_ep_masks"
 
@@ -53,6 +55,7 @@ def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool 
     attention_config = copy.copy(config)
     attention_config._attn_implementation_internal = name
     setattr(attention_config, _STOCK_CONFIG, config)
+    setattr(attention_config, _WRAPPED_NAME, stock)
     return attention_config
 
 
@@ -160,9 +163,20 @@ def stock_attention(module: nn.Module) -> Any:
 
     A stock attention function reads the name of its flash attention kernel from the module's config
     (transformers/integrations/flash_attention.py).
+
+    Raises:
+        ValueError: another attention was chosen after `patch`, by `set_attn_implementation`. Masks
+            would be built for the new one.
     """
+    config, wrapped = getattr(module.config, _STOCK_CONFIG), getattr(module.config, _WRAPPED_NAME)
+    if config._attn_implementation != wrapped:
+        raise ValueError(
+            f"attn_implementation was {wrapped!r} when this model was patched, and is "
+            f"{config._attn_implementation!r} now, but {type(module).__name__} still computes the "
+            f"first one; choose it before patch: from_pretrained(..., attn_implementation=...)"
+        )
     module = copy.copy(module)
-    module.config = getattr(module.config, _STOCK_CONFIG)
+    module.config = config
     return module
 
 

@@ -25,16 +25,6 @@ from torch.utils._pytree import tree_map_only
 
 from hf_moe_ep.upstream.autograd_modes import hidden_from_modes
 
-__all__ = [
-    "NoValue",
-    "OperatorMode",
-    "dtensor_shapes",
-    "fake_tensors",
-    "is_fake",
-    "on_real_tensors",
-    "storage_id",
-]
-
 # A subclass defines `__torch_dispatch__`, which is called for every operator inside the mode.
 OperatorMode = TorchDispatchMode
 # What torch raises if a program needs the values of a fake tensor, which has none: as numbers, or

@@ -74,23 +74,17 @@ class ExpertsFlags:
     The flags describe the layout of the module's weights, and its formula.
     """
 
-    is_transposed: bool
-    has_bias: bool
-    is_concatenated: bool
-    has_gate: bool
-    has_post_expert_norm: bool
+    is_transposed: bool = False
+    has_bias: bool = False
+    is_concatenated: bool = False
+    has_gate: bool = False
+    has_post_expert_norm: bool = False
 
 
 def experts_flags(module: nn.Module) -> ExpertsFlags:
     """Return the flags of an experts module; a missing flag is False."""
     if is_experts_class_of_liger(module):
-        return ExpertsFlags(
-            is_transposed=False,
-            has_bias=False,
-            is_concatenated=True,
-            has_gate=True,
-            has_post_expert_norm=False,
-        )
+        return ExpertsFlags(is_concatenated=True, has_gate=True)
     names = [field.name for field in fields(ExpertsFlags)]
     flags = ExpertsFlags(**{name: bool(getattr(module, name, False)) for name in names})
     return replace(flags, is_transposed=flags.is_transposed or hides_transposition(module))
@@ -133,17 +127,12 @@ def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
 
     Models store these two constants under different names.
     """
-    alphas = ("alpha", "swiglu_alpha")
-    limits = ("limit", "swiglu_limit")
-    attributes = vars(module)
-    return (
-        {float(attributes[name]) for name in alphas if attributes.get(name) is not None},
-        {
-            float(attributes[name])
-            for name in limits
-            if attributes.get(name) is not None and attributes[name] != math.inf
-        },
-    )
+
+    def numbers(*names: str) -> set[float]:
+        values = (vars(module).get(name) for name in names)
+        return {float(value) for value in values if value is not None}
+
+    return numbers("alpha", "swiglu_alpha"), numbers("limit", "swiglu_limit") - {math.inf}
 
 
 def experts_gate_caps(module: nn.Module) -> set[float]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
 from packaging.version import Version
+
+from hf_moe_ep.upstream.requirements import installed_version
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,8 @@ def problem_of_version() -> str:
     framework = _running()
     if framework is None or not framework.tested:
         return ""
-    try:
-        found = metadata.version(framework.package)
-    except metadata.PackageNotFoundError:
-        return ""
-    if Version(found) >= Version(framework.tested):
+    found = installed_version(framework.package)
+    if found is None or Version(found) >= Version(framework.tested):
         return ""
     return (
         f"{framework.name} {found} is installed, and {framework.tested} is the oldest version that "

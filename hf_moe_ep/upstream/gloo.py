@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_moe_ep.config import gloo_interfaces
+from hf_moe_ep.upstream.replaced import replaced
 
 # torch has no public way to set the number of workers: new_group() and init_process_group() ignore
 # `pg_options` for gloo (torch/distributed/distributed_c10d.py).
@@ -36,12 +37,9 @@ def one_worker_thread() -> Iterator[None]:
     if not dist.is_gloo_available():
         yield
         return
-    stock = _c10d.ProcessGroupGloo
-    _c10d.ProcessGroupGloo = _with_one_worker(stock)
-    try:
+    ours = _with_one_worker(_c10d.ProcessGroupGloo)
+    with replaced(_c10d, "ProcessGroupGloo", ours):
         yield
-    finally:
-        _c10d.ProcessGroupGloo = stock
 
 
 def _with_one_worker(stock: Any) -> Any:

@@ -249,6 +249,7 @@ def empty_model(
             f"transformers_weights={options[FIELD]!r} is not an option of hf_moe_ep: write it into "
             f"{folder}/config.json"
         )
+    trusted = options.get("trust_remote_code")  # AutoConfig removes it
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
     class_options = {
         name: options.pop(name)
@@ -267,11 +268,15 @@ def empty_model(
         )
     if model_class is None:
         names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
-        model_class = getattr(transformers, names[0], None)
+        auto_class = _auto_class_of(config, names[0])
+        model_class = getattr(
+            transformers, auto_class if trusted and auto_class else names[0], None
+        )
         if model_class is None:
+            remedy = "trust_remote_code=True to run its code" if auto_class else "model_class="
             raise ValueError(
                 f"the config in {folder} names the class {names[0]}, which transformers "
-                f"{transformers.__version__} does not have; pass model_class="
+                f"{transformers.__version__} does not have; pass {remedy}"
             )
     forget_quantization(config, os.fspath(folder))
     if dtype in ("auto", None):
@@ -280,13 +285,19 @@ def empty_model(
         dtype = _dtype_named(dtype)
     build = model_class._from_config if hasattr(model_class, "_from_config") else None
     if build is None:  # an Auto class
-        build = model_class.from_config
+        build = partial(model_class.from_config, trust_remote_code=trusted)
     model: Any = on_meta(partial(build, config, dtype=dtype, **class_options))
     _keep_in_fp32(model, dtype)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.eval()
     return model
+
+
+def _auto_class_of(config: Any, name: str) -> str | None:
+    """Return the Auto class through which the code in a model's folder defines the class `name`."""
+    auto_map: dict[str, Any] = getattr(config, "auto_map", None) or {}
+    return next((auto for auto, code in auto_map.items() if str(code).endswith(f".{name}")), None)
 
 
 def empty_module(build: Callable[[], Any], dtype: torch.dtype) -> Any:

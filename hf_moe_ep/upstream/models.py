@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
 from packaging.version import Version
@@ -27,6 +25,7 @@ from transformers.modeling_layers import GenericForTokenClassification
 
 from hf_moe_ep.upstream.graph import tensors_in
 from hf_moe_ep.upstream.replaced_forwards import forward_functions
+from hf_moe_ep.upstream.requirements import installed_version
 
 # The label of tokens that the causal loss leaves out (transformers/loss/loss_utils.py).
 IGNORED_LABEL = -100
@@ -264,10 +263,8 @@ def is_fused_head(kwargs: dict[str, Any]) -> bool:
 
 def has_fused_head() -> bool:
     """Return True if the installed TRL has the fused head."""
-    try:
-        return Version(version("trl")) >= _FUSED_HEAD_SINCE
-    except PackageNotFoundError:
-        return False
+    found = installed_version("trl")
+    return found is not None and Version(found) >= _FUSED_HEAD_SINCE
 
 
 def add_fused_head(model: nn.Module) -> dict[str, Any]:

@@ -50,11 +50,6 @@ def runs_compiled() -> bool:
     return torch.compiler.is_compiling() or callback() is not None
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return True if a forward or pre-forward hook is registered on `module` itself."""
-    return bool(module._forward_pre_hooks or module._forward_hooks)
-
-
 def pre_forward_hooks(module: nn.Module) -> list[object]:
     """Return the pre-forward hooks of `module`, in the order in which they run."""
     return list(module._forward_pre_hooks.values())

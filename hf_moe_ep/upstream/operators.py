@@ -105,11 +105,8 @@ def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     if "scaled_dot_product" in operator_name(operator):
         args = _with_all_heads(operator, args)
     flops = int(formula(*args, **kwargs, out_val=out))
-    return (
-        flops // 2
-        if "attention" in operator_name(operator) and _is_causal(operator, args, kwargs)
-        else flops
-    )
+    is_causal = "attention" in operator_name(operator) and _is_causal(operator, args, kwargs)
+    return flops // 2 if is_causal else flops
 
 
 def _with_all_heads(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -24,7 +24,8 @@ from transformers import modeling_utils
 
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.models import cached_tensors
-from hf_moe_ep.upstream.modules import remove_hooks
+from hf_moe_ep.upstream.modules import forward_hooks, remove_hooks
+from hf_moe_ep.upstream.replaced import replaced
 
 
 def stock_class(kind: type) -> type:
@@ -296,11 +297,8 @@ def bytes_as_parameters() -> Iterator[None]:
     stock = vars(_fsdp_param)["nn"]
     replacement = ModuleType(stock.__name__)
     vars(replacement).update(vars(stock), Parameter=_make_parameter)
-    vars(_fsdp_param)["nn"] = replacement
-    try:
+    with replaced(_fsdp_param, "nn", replacement):
         yield
-    finally:
-        vars(_fsdp_param)["nn"] = stock
 
 
 def _make_parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
@@ -314,13 +312,9 @@ def without_forward_hooks(module: nn.Module) -> Iterator[None]:
     FSDP2 all-gathers a unit without hooks only if `unshard` is called, and reduces the unit's
     gradients at the end of the backward (torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
     """
-    old_hooks = {id(hook) for hook in _hooks(module)}
+    old_hooks = {id(hook) for hook in forward_hooks(module)}
     yield
     remove_hooks(module, lambda hook: id(hook) not in old_hooks)
-
-
-def _hooks(module: nn.Module) -> list[object]:
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def is_gathered(unit: FSDPModule) -> bool:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.abc
-import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -36,6 +35,8 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import MethodType, ModuleType
 from typing import Any
+
+from hf_moe_ep.upstream.requirements import installed_version
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,10 +112,11 @@ def find_owner(wrap: Wrap) -> tuple[Any, str]:
         owner = functools.reduce(getattr, classes, importlib.import_module(wrap.module))
         getattr(owner, name)
     except (ImportError, AttributeError) as error:
+        version = installed_version(wrap.package) or "(not installed)"
         raise ImportError(
-            f"{wrap.target} is not in {wrap.package} {_version(wrap.package)}, so this does not "
-            f"work: {wrap.feature.name} (why it is wrapped: {wrap.why}); install a version that "
-            f"has it ({error})"
+            f"{wrap.target} is not in {wrap.package} {version}, so this does not work: "
+            f"{wrap.feature.name} (why it is wrapped: {wrap.why}); install a version that has it "
+            f"({error})"
         ) from error
     return owner, name
 
@@ -286,11 +288,3 @@ class _ImportHook(importlib.abc.MetaPathFinder):
 
 
 _import_hook = _ImportHook()
-
-
-def _version(package: str) -> str:
-    """Return the installed version of a package, for an error."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -118,7 +118,7 @@ def _attach_encoders(root: Any, encoders: Encoders, state: ModelState) -> None:
     encoders.decoder.register_forward_pre_hook(align_gradients, with_kwargs=True)
     for module in encoders.modules:
         module.register_forward_pre_hook(RefuseShardedEncoder())
-        module.register_forward_hook(RecordGraph(gather_encoders))
+        module.register_forward_hook(RecordGraph(gather_encoders, root))
     if state.config.ranks_per_batch > 1:
         for module in encoders.modules:
             module.register_forward_pre_hook(DropSlice(), with_kwargs=True)

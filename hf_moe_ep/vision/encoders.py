@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE
-from hf_moe_ep.state import ModelState, Ours, ShardedOnly
+from hf_moe_ep.state import ModelState, OfModel, Ours, ShardedOnly
 from hf_moe_ep.upstream.graph import reached_parameters, tensors_in, with_tensors
 from hf_moe_ep.upstream.models import bind_forward
 from hf_moe_ep.upstream.sharded_models import is_gathered, reshard_unit, stock_class
@@ -137,10 +137,11 @@ class DropSlice(Ours):
         return args, {name: value for name, value in kwargs.items() if name != SLICE}
 
 
-class RecordGraph(Ours):
+class RecordGraph(OfModel):
     """Forward hook of an encoder: records if an output of the encoder requires a gradient."""
 
-    def __init__(self, encoders: GatherEncoders) -> None:
+    def __init__(self, encoders: GatherEncoders, root: nn.Module) -> None:
+        super().__init__(root)
         self.encoders = encoders
 
     def __call__(self, encoder: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:

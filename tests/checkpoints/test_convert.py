@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from support.adapters import with_lora
 from support.alive import alive_at_writes
+from support.architectures.models import tiny as tiny_of_type
 from support.hub_files import assert_equal, hub_state, read_all, write_hub
 from support.launched import launched, prepared
 from support.needs import ARCHITECTURES
@@ -100,6 +101,31 @@ def test_masters_are_saved_in_the_dtype_of_the_option(saved: Path, tmp_path: Pat
     )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "masters")
     assert loaded.dtype == torch.float32
+
+
+def test_biases_stay_in_fp32(tmp_path: Path) -> None:
+    """from_pretrained keeps correction biases of a bf16 model in fp32; so does save_pretrained."""
+    model = tiny_of_type("glm4_moe", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    model = patch(type(model).from_pretrained(tmp_path / "base", dtype=torch.bfloat16))
+    biases = [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for bias in biases:
+        assert bias.dtype == torch.float32
+        bias += 0.25 + 1e-4 * torch.arange(len(bias))
+    save_checkpoint(tmp_path / "step-1", model, None)
+    convert(tmp_path / "step-1", tmp_path / "converted")
+    save_pretrained(model, tmp_path / "saved")
+    assert_equal(read_all(tmp_path / "converted"), read_all(tmp_path / "saved"))
+    assert biases and torch.float32 in {x.dtype for x in read_all(tmp_path / "converted").values()}
+
+
+def test_a_config_of_fewer_layers_is_refused(saved: Path, tmp_path: Path) -> None:
+    """A folder of save_state has no config. A smaller one must not drop trained layers."""
+    small = tiny(dtype=torch.float32, num_hidden_layers=1)
+    small.save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match=r"unexpected 11 tensors: model\.layers\.1\."):
+        convert(saved / "accelerate qwen3_moe", tmp_path / "out", config=tmp_path / "small")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Hub checkpoints: each rank reads only its shards, and a saved model has the same bytes."""
 
 import copy
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -11,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, init_empty_weights
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, peft_model
 from safetensors.torch import load_file
-from support.adapters import ATTENTION, EXPERTS
+from support.adapters import ATTENTION, EXPERTS, with_lora
 from support.close import assert_close
 from support.hub_files import assert_equal, hub_state, read_all, write_hub
 from support.launched import launched, prepared
@@ -31,6 +32,7 @@ from transformers import (
 )
 
 from hf_moe_ep import apply_ep_fsdp2, from_pretrained, patch, save_checkpoint, save_pretrained
+from hf_moe_ep.checkpoints.convert import convert
 from hf_moe_ep.checkpoints.hub import gather as hub_gather
 from hf_moe_ep.checkpoints.storage import safetensors_file
 from hf_moe_ep.lora import factors
@@ -384,6 +386,36 @@ class MyMoE(Qwen3MoeForCausalLM):
 }
 
 
+def test_a_failed_save_keeps_the_previous_adapter(tmp_path: Path) -> None:
+    """PEFT itself overwrites the file in place, so a full disk would leave neither adapter."""
+    model = patch(with_lora(tiny(dtype=torch.float32)))
+    save_pretrained(model, tmp_path, processor=None)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    stock = peft_model.safe_save_file
+
+    def fail(tensors: dict[str, Tensor], file: str, **kwargs: Any) -> None:
+        stock(tensors, file, **kwargs)
+        Path(file).write_bytes(Path(file).read_bytes()[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    with (
+        mock.patch.object(peft_model, "safe_save_file", fail),
+        pytest.raises(RuntimeError, match="No space left"),
+    ):
+        save_pretrained(model, tmp_path)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    save_pretrained(model, tmp_path)
+    after = {file for file in tmp_path.rglob("*") if file.is_file()}
+    assert after == before.keys()
+    weights = tmp_path / "adapter_model.safetensors"
+    assert weights.read_bytes() != before[weights]
+    with pytest.raises(ValueError, match=r"in their own dtype; leave out dtype=torch.bfloat16"):
+        save_pretrained(model, tmp_path, dtype=torch.bfloat16)
+
+
 def test_the_code_of_a_model_is_saved_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,8 +443,19 @@ def test_the_code_of_a_model_is_saved_with_it(
         assert type(model).__name__ == "FSDPMyMoE"
         save_pretrained(model, tmp_path / "sharded")
         save_checkpoint(tmp_path / "training", model, None)
+        own = from_pretrained(base, trust_remote_code=True)
+        assert type(own).__name__ == "FSDPMyMoE"
+        # Transformers' own config class, and code for the model alone.
+        (base / "config.json").write_text(
+            json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "modeling_mine.MyMoE"}})
+        )
+        own = from_pretrained(base, trust_remote_code=True)
+        assert type(own).__name__ == "FSDPMyMoE"
+        with pytest.raises(ValueError, match="pass trust_remote_code=True to run its code"):
+            from_pretrained(base)
     finally:
         dist.destroy_process_group()
+    (base / "config.json").write_text(json.dumps(config))
     for folder in ("patched", "sharded", "training"):
         saved = tmp_path / folder
         assert {file.name: file.read_text() for file in saved.glob("*.py")} == CODE
@@ -421,6 +464,11 @@ def test_the_code_of_a_model_is_saved_with_it(
             loaded = AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)
             assert type(loaded).__name__ == "MyMoE"
             assert_equal(hub_state(loaded), want)
+    converted = tmp_path / "converted"
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        convert(tmp_path / "training", converted)
+    convert(tmp_path / "training", converted, trust_remote_code=True)
+    assert_equal(read_all(converted), read_all(tmp_path / "sharded"))
     # A save that was killed before its manifest was written can be repeated.
     (tmp_path / "training" / "manifest.json").unlink()
     stock = Qwen3MoeForCausalLM.from_pretrained(base)

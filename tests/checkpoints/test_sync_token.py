@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import ExpertLoad, SyncToken, apply_ep_fsdp2, balance_experts, hub_tensors, patch
-from hf_moe_ep.checkpoints.hub.fp8_blocks import encode_blocks
 from hf_moe_ep.checkpoints.hub.sync_token import checksums
+from hf_moe_ep.ops.quantised import encode_blocks
 
 BF16 = torch.bfloat16
 

@@ -24,7 +24,6 @@ MUTABLE = ("{}", "[]", "set()", "dict()", "list()")
 FILLED = {
     ("checkpoints/storage/unpickle.py", "loaded"): "metadata that was just read",
     ("checkpoints/storage/unpickle.py", "loaded.storage_meta"): "metadata that was just read",
-    ("checkpoints/training/save.py", "snapshot"): "the copies of one save",
     ("compiled/subclasses.py", "copy"): "a copy of a function, made for one compilation",
     ("sequence/ulysses.py", "module"): "a copy of the attention module, made for this call",
     ("upstream/attention_interface.py", "module"): "the copy",
@@ -60,7 +59,11 @@ def find_writes(file: str, tree: ast.Module) -> Iterator[Write]:
     """Yield every write that needs a row."""
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[owner, name, *_]):
+            case ast.Call(func=ast.Name(id="replaced")) if file.startswith("planner/"):
+                pass  # during a plan, which runs alone
+            case ast.Call(
+                func=ast.Name(id="setattr" | "delattr" | "replaced"), args=[owner, name, *_]
+            ):
                 written = name.value if isinstance(name, ast.Constant) else None
                 if isinstance(name, ast.Name) and name.id.isupper():
                     written = _constant(tree, name.id)

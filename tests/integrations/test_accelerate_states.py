@@ -186,6 +186,35 @@ def _a_full_disk_of_one_rank_is_an_error_on_all(rank: int, world: int, folder: s
         run.assert_holds(expected)
 
 
+def _a_full_disk_of_rank_0_ends_all_ranks(rank: int, world: int, folder: str) -> None:
+    """With FULL_STATE_DICT rank 0 writes the model, and the other ranks gather the optimizer."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "pytorch_model_fsdp.bin")
+
+    with launched(FSDP_STATE_DICT_TYPE="FULL_STATE_DICT"):
+        run = _Run(rank)
+        run.step()
+        started = time.monotonic()
+        with (
+            mock.patch.object(torch, "save", fail if rank == 0 else torch.save),
+            pytest.raises(RuntimeError, match=r"saving .*step_1 failed on .*No space left"),
+        ):
+            run.accelerator.save_state(f"{folder}/step_1")
+        assert time.monotonic() - started < 30
+
+
+def _a_folder_that_is_not_shared_is_refused(rank: int, world: int, folder: str) -> None:
+    """The error comes before a rank writes its shards to its own disk."""
+    with launched(**SHARDED):
+        run = _Run(rank)
+        with (
+            mock.patch.object(dcp.FileSystemWriter, "write_data", None),
+            pytest.raises(ValueError, match=r"rank 1 does not see .*a disk that all nodes share"),
+        ):
+            run.accelerator.save_state(f"{folder}/of rank {rank}")
+
+
 def _automatic_checkpoint_naming(rank: int, world: int, folder: str) -> None:
     """Checkpoints are ordered by number, although the clock goes back an hour at each save.
 
@@ -292,6 +321,8 @@ def _states_of_an_unpatched_model_are_stock(rank: int, world: int, folder: str) 
         _states_without_a_manifest_load,
         _files_of_an_earlier_save_are_deleted,
         _a_full_disk_of_one_rank_is_an_error_on_all,
+        _a_full_disk_of_rank_0_ends_all_ranks,
+        _a_folder_that_is_not_shared_is_refused,
         _automatic_checkpoint_naming,
         _a_state_of_fewer_ranks_continues_with_one_step_on_all,
         _states_of_an_unpatched_model_are_stock,

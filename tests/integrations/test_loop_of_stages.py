@@ -22,6 +22,7 @@ from hf_moe_ep import data_parallel_rank, data_parallel_size, patch
 ROWS, ACCUMULATED = 24, 2
 STEPS, LR, MOMENTUM = 10, 0.1, 0.9
 STAGES, WHOLE = {"ep_size": 2, "pp_size": 2}, {"ep_size": 4}
+STAGES_WITH_ETP = {"etp_size": 2, "pp_size": 2}
 SIZES = {"num_hidden_layers": 4}
 Row = dict[str, Tensor]
 
@@ -133,10 +134,12 @@ def _run_steps(
         return results
 
 
-def goes_on_at_another_layout(rank: int, world: int, folder: str) -> None:
+def goes_on_at_another_layout(
+    rank: int, world: int, folder: str, stages: dict[str, int] = STAGES
+) -> None:
     """Ten steps with accumulation: two stages with ep 2, then ep 4, then stages again."""
     got = []
-    for layout, steps in ((STAGES, range(4)), (WHOLE, range(4, 7)), (STAGES, range(7, STEPS))):
+    for layout, steps in ((stages, range(4)), (WHOLE, range(4, 7)), (stages, range(7, STEPS))):
         got += _run_steps(rank, layout, steps, Path(folder))
     stock = tiny(dtype=torch.float32, **SIZES)
     optimizer = torch.optim.SGD(stock.parameters(), lr=LR, momentum=MOMENTUM)
@@ -158,6 +161,12 @@ def goes_on_at_another_layout(rank: int, world: int, folder: str) -> None:
     "claim",
     [
         *on_ranks(4, goes_on_at_another_layout, slow=True),
+        Check(
+            "2 stages with etp 2, ep 4, and back",
+            4,
+            partial(goes_on_at_another_layout, stages=STAGES_WITH_ETP),
+            slow=True,
+        ).as_parameter(),
         Check("2 stages", 2, partial(equals_stock, 1)).as_parameter(),
         Check("2 stages, ep 2", 4, partial(equals_stock, 2), slow=True).as_parameter(),
     ],

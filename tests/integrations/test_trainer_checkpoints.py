@@ -4,6 +4,7 @@ Only complete checkpoints are resumed, old ones are deleted after the new one is
 loading runs no code from the files.
 """
 
+import errno
 import json
 import os
 import pickle
@@ -31,10 +32,11 @@ from support.trainer_runs import FP32_BUDGET, Results
 from torch.distributed.checkpoint import metadata
 from transformers import Trainer, TrainingArguments
 
-from hf_moe_ep import load_checkpoint, patch, save_checkpoint
+from hf_moe_ep import load_checkpoint, newest_checkpoint, patch, save_checkpoint
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage import unpickle as restricted
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader
+from hf_moe_ep.upstream.accelerate_and_trainer import SAVE_IN_PROGRESS
 
 SAVE = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
 _BATCHES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
@@ -188,10 +190,9 @@ def _trainer(path: Path, patched: bool, model: Any = None, **arguments: Any) -> 
             use_cpu=True,
             max_steps=3,
             save_strategy="steps",
-            save_steps=1,
             report_to=[],
             disable_tqdm=True,
-            **{"save_total_limit": 1, **arguments},
+            **{"save_steps": 1, "save_total_limit": 1, **arguments},
         ),
         train_dataset=training_rows("uneven")[:8],
     )
@@ -406,6 +407,61 @@ def test_a_torn_checkpoint_is_deleted_before_complete_ones(
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["checkpoint-1", "checkpoint-2"][-limit:]
     manifest.check(tmp_path / "checkpoint-2")
+
+
+class _SavesOnSigterm(transformers.TrainerCallback):
+    """Requests a checkpoint at step 2, as the Trainer does when its process gets SIGTERM."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            callbacks = self._trainer.callback_handler.callbacks
+            (jit,) = (one for one in callbacks if hasattr(one, "jit_manager"))
+            jit.jit_manager.is_checkpoint_requested = True
+
+
+def test_a_checkpoint_of_sigterm_is_complete(tmp_path: Path, environment: None) -> None:
+    """The Trainer removes a file from it after it has been saved."""
+    trainer = _trainer(tmp_path, True, enable_jit_checkpoint=True, save_steps=100)
+    trainer.add_callback(_SavesOnSigterm(trainer))
+    trainer.train()
+    saved = tmp_path / "checkpoint-2"
+    assert not (saved / SAVE_IN_PROGRESS).exists()
+    manifest.check(saved)
+    assert newest_checkpoint(tmp_path) == saved
+    resumed = _trainer(tmp_path, True)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+
+
+def test_a_checkpoint_that_cannot_be_deleted_ends_no_run(
+    tmp_path: Path, environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed job may still have a file of it open, on a disk of NFS."""
+    torn, stock = tmp_path / "checkpoint-7", shutil.rmtree
+    torn.mkdir()
+    manifest.begin(torn)
+
+    def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
+        if Path(path) == torn:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        stock(path, *args, **kwargs)
+
+    monkeypatch.setattr(manifest.shutil, "rmtree", rmtree)
+    trainer = _trainer(tmp_path, True)
+    with pytest.warns(UserWarning, match=r"checkpoint-7 could not be deleted, .*not empty"):
+        trainer.train()
+    assert trainer.state.global_step == 3 and (tmp_path / "checkpoint-3").is_dir()
+
+
+def test_a_deleted_file_of_nfs_is_not_in_the_manifest(tmp_path: Path) -> None:
+    for name in ("weights.bin", ".nfs0000000001"):
+        (tmp_path / name).write_bytes(b"1")
+    manifest.begin(tmp_path)
+    manifest.write(tmp_path, {})
+    assert set(manifest.read(tmp_path)["files"]) == {"weights.bin", manifest.STARTED}
 
 
 def test_a_push_to_the_hub_contains_the_manifest(tmp_path: Path, environment: None) -> None:

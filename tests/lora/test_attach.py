@@ -207,6 +207,20 @@ def reference_pass_before_a_step(rank: int, world: int) -> None:
         assert_close(name, tensor, stock.get_parameter(name), FP64_MODEL)
 
 
+@pytest.mark.parametrize("size", ["sp_size", "cp_size", "pp_size"])
+def test_adapters_that_count_from_the_end_of_a_row_need_whole_rows(size: str) -> None:
+    """PEFT counts the tokens of activated LoRA in whole rows, and a layer gets a slice of them."""
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[1, 2]
+    )
+    refused = rf"alora_invocation_tokens .* with {size}=2 a layer gets a part of the batch"
+    patch(peft.get_peft_model(patch(tiny()), config))
+    with pytest.raises(ValueError, match=refused):
+        peft.get_peft_model(patch(tiny(), **{size: 2}), config)
+    with pytest.raises(ValueError, match=refused):
+        patch(peft.get_peft_model(tiny(), config), **{size: 2})
+
+
 @pytest.mark.parametrize("module", ["experts", "mlp"])
 def test_copies_of_experts_are_refused(module: str) -> None:
     """PEFT would copy the whole model with each MoE layer, which leads to the model's state."""

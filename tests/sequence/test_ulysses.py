@@ -3,6 +3,8 @@
 Gradients, parameters after three steps, the loss and logits are compared.
 """
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -17,6 +19,7 @@ from support.tiny_models import batch, tiny
 from torch._dynamo.utils import counters
 
 from hf_moe_ep import apply_ep_fsdp2, data_parallel_size, global_token_count, patch, unpatch
+from hf_moe_ep.upstream.attention_interface import stock_attention
 
 # A length that no sp_size > 1 divides, and documents in a row of 12 tokens.
 LENGTH, DOCUMENTS = 11, (5, 3, 4)
@@ -60,6 +63,20 @@ def test_split_sequences_equal_one_process(found: Found, claim: Check) -> None:
 @pytest.mark.parametrize("claim", on_ranks(TWO_RANKS_MORE + FOUR_RANKS, slow=True))
 def test_more_splits_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
+
+
+def embeddings_of_the_whole_sequence_are_freed(rank: int, world: int) -> None:
+    """A checkpointed layer keeps its arguments, but of the hidden states only a slice."""
+    model = apply_ep_fsdp2(tiny(seed=rank), sp_size=2)
+    parity.checkpointing(model, False)
+    model.train()
+    kept: list[weakref.ref[torch.Tensor]] = []
+    model.model.embed_tokens.register_forward_hook(lambda *a: kept.append(weakref.ref(a[-1])))
+    (micro,) = packed(model, 0, 1, 0)
+    loss = model(**micro).loss
+    gc.collect()
+    assert len(kept) == 1 and kept[0]() is None
+    loss.backward()
 
 
 def a_packed_row_has_the_loss_of_its_documents(rank: int, world: int) -> None:
@@ -199,6 +216,7 @@ def compiled_equals_stock(rank: int, world: int) -> None:
 
 
 ON_TWO_RANKS = [
+    embeddings_of_the_whole_sequence_are_freed,
     a_packed_row_has_the_loss_of_its_documents,
     aux_loss_counts_no_padding,
     unsupported_arguments_raise,
@@ -218,6 +236,17 @@ ON_TWO_RANKS = [
 )
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("size", ["sp_size", "cp_size"])
+def test_another_attention_after_patch_is_refused(size: str) -> None:
+    """Masks would be built for the new one, and the old one would compute with them."""
+    model = patch(tiny(), **{size: 2})
+    attention = model.model.layers[0].self_attn
+    stock_attention(attention)
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"was 'sdpa' when this .* and is 'eager' now, but Qwen3"):
+        stock_attention(attention)
 
 
 def test_unpatch_removes_hooks_and_restores_attention() -> None:

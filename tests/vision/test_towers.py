@@ -5,6 +5,7 @@ experts split over the ranks. (`support.architectures.precision` lists what stoc
 A gradient that is None in stock must be None here, so that weight decay changes no unused tower.
 """
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,7 +37,9 @@ from torch import nn
 from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.derive import derive_plan
 from hf_moe_ep.ranks.collectives import sum_over_ranks
+from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.sharded_models import is_gathered
+from hf_moe_ep.vision.encoders import RecordGraph
 
 
 def assert_equals_stock(
@@ -239,3 +242,23 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 def test_sequence_parallelism_is_refused_with_gathered_towers() -> None:
     with pytest.raises(ValueError, match=r"sp_size \(2\) > 1"):
         patch(build("internvl"), sp_size=2)
+
+
+def test_a_copied_module_belongs_to_the_model_of_its_original() -> None:
+    """PEFT copies a projector that it trains (modules_to_save). Its hooks lead to the model."""
+    model = patch(build("kimi_k25"))
+    (projector, hook), *_ = _recording(model)
+    (_, of_copy) = _recording(copy.deepcopy(projector))[0]
+    assert of_copy is hook and hook.encoders.state is find_state(model)
+    whole = copy.deepcopy(model)
+    assert all(h.encoders.state is find_state(whole) for _, h in _recording(whole))
+    assert all(h.encoders.state is find_state(model) for _, h in _recording(model))
+
+
+def _recording(model: nn.Module) -> list[tuple[nn.Module, RecordGraph]]:
+    return [
+        (module, hook)
+        for module in model.modules()
+        for hook in module._forward_hooks.values()
+        if isinstance(hook, RecordGraph)
+    ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,8 @@ CONFIGS = (CONFIG, "generation_config.json")
 TEMPORARY_CONFIGS = ".configs-"
 
 
-def save_configs(
-    model: Any, folder: Path, dtype: torch.dtype | None = None, others: Iterable[Any] = ()
-) -> None:
-    """Save config.json, generation_config.json, tokenizers and processors.
+def save_configs(model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Save config.json and generation_config.json.
 
     The Python files of a model that was loaded with `trust_remote_code=True` are saved as well.
     Each file is written into a temporary folder and then renamed: if the process is killed, each
@@ -32,15 +31,25 @@ def save_configs(
 
     Args:
         dtype: the dtype to write into config.json; None writes the dtype of the model's config.
-        others: tokenizers and processors.
     """
-    publish(prepare_configs(model, folder, dtype, others), folder)
+    publish(prepare_configs(model, folder, dtype, ()), folder)
 
 
 def prepare_configs(
-    model: Any, folder: Path, dtype: torch.dtype | None = None, others: Iterable[Any] = ()
+    model: Any, folder: Path, dtype: torch.dtype | None, others: Iterable[Any]
 ) -> Path:
-    """Save the files of `save_configs` into a new subfolder, for `publish`.
+    """Save the files of `save_configs` and of `others` into a new subfolder, for `publish`.
+
+    `others` are tokenizers and processors.
+    """
+    with staged_files(folder) as staged:
+        _write_into(model, staged, dtype, others)
+    return staged
+
+
+@contextmanager
+def staged_files(folder: Path) -> Iterator[Path]:
+    """Make a new subfolder for files that are moved to `folder` later; an error removes it.
 
     First the temporary files of a killed save are removed, and its commit is completed or undone.
     """
@@ -49,11 +58,10 @@ def prepare_configs(
         shutil.rmtree(leftover)
     staged = Path(tempfile.mkdtemp(prefix=TEMPORARY_CONFIGS, dir=folder))
     try:
-        _write_into(model, staged, dtype, others)
+        yield staged
     except BaseException:
         shutil.rmtree(staged)
         raise
-    return staged
 
 
 def publish(staged: Path, folder: Path) -> None:
@@ -61,7 +69,7 @@ def publish(staged: Path, folder: Path) -> None:
     for file in staged.rglob("*"):
         if file.is_file():
             target = folder / file.relative_to(staged)
-            target.parent.mkdir(exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
             file.replace(target)
     shutil.rmtree(staged)
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.fp8 import scaled_keys
-from hf_moe_ep.checkpoints.hub.layout import Layout, hub_layout, list_names
+from hf_moe_ep.checkpoints.hub.layout import hub_layout, list_names, possible_keys, shapes_by_name
 from hf_moe_ep.checkpoints.hub.pieces import whole_piece
 from hf_moe_ep.checkpoints.hub.write import TensorGroup
 from hf_moe_ep.checkpoints.storage.references import FileReferences
@@ -62,7 +62,6 @@ from hf_moe_ep.upstream.models import (
     OUTPUT_HEAD,
     is_quantized,
     output_head,
-    persistent_buffers,
     source_of,
 )
 
@@ -134,15 +133,9 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     candidates = tensors.keys() - set(unexpected_keys(stock, tensors))
     if not candidates:
         return None
-    shapes = {
-        checkpoint_name(name): tuple(tensor.shape)
-        for name, tensor in (
-            *model.named_parameters(remove_duplicate=False),
-            *persistent_buffers(model),
-        )
-    }
-    own_keys = _own_keys(hub_layout(model, plan, shapes), base_prefix(stock))
-    extra = {key: t for key, t in tensors.items() if key in candidates - own_keys}
+    keys = possible_keys(hub_layout(model, plan, shapes_by_name(model)), base_prefix(stock))
+    candidates -= {part for key in keys for part in scaled_keys(key)}
+    extra = {key: t for key, t in tensors.items() if key in candidates}
     _check_stored_once(extra, _loaded_files(stock))
     return refer_to(stock, folder, extra)
 
@@ -323,13 +316,6 @@ def _has_row(parameter: Tensor, tensor: FileTensor, reader: Reader) -> bool:
         torch.equal(stored.to(dtype).to(row.dtype), row)
         for dtype in (row.dtype, torch.bfloat16, torch.float16)
     )
-
-
-def _own_keys(layout: Layout, prefix: str) -> set[str]:
-    """Return all keys under which checkpoints store a model's weights or the scales of these."""
-    keys = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
-    keys |= {f"{prefix}{key}" for key in keys} | {key.removeprefix(prefix) for key in keys}
-    return {part for key in keys for part in scaled_keys(key)}
 
 
 def find_to_copy(

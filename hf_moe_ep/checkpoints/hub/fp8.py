@@ -33,7 +33,7 @@ from hf_moe_ep.checkpoints.hub.configs import CONFIG
 from hf_moe_ep.checkpoints.hub.layout import Layout, list_names
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
-from hf_moe_ep.ranks.boxes import Box, whole_box
+from hf_moe_ep.ranks.boxes import Box, number_elements, whole_box
 
 _FP8 = torch.float8_e4m3fn
 _SCALE = "_scale_inv"
@@ -84,22 +84,12 @@ class Fp8Tensor(FileTensor):
 
     def _find_blocks(self, box: Box, view: tuple[int, ...], split: int) -> tuple[Tensor, Tensor]:
         """Return the row of `scales` for each row of a box, and the column for each column."""
-        rows = _number_elements(box[:split], view[:split])
-        columns = _number_elements(box[split:], view[split:])
+        zero = torch.zeros((), dtype=torch.int64)
+        rows = number_elements(zero, box[:split], view[:split]).flatten()
+        columns = number_elements(zero, box[split:], view[split:]).flatten()
         num_rows, num_scale_rows = self.shape[-2], self.scales.shape[-2]
         scale_rows = rows // num_rows * num_scale_rows + rows % num_rows // self.block[0]
         return scale_rows, columns // self.block[1]
-
-
-def _number_elements(box: Box, view: tuple[int, ...]) -> Tensor:
-    """Number the elements of a box by their position in a row-major tensor of shape `view`.
-
-    The box (1, 3), (0, 2) of a view [3, 5] has the numbers 5, 6, 10, 11.
-    """
-    indices = torch.zeros(1, dtype=torch.int64)
-    for (start, stop), size in zip(box, view, strict=True):
-        indices = (indices[:, None] * size + torch.arange(start, stop)).flatten()
-    return indices
 
 
 def scales_as_fp32(scales: Tensor) -> Tensor:

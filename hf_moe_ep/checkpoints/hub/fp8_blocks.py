@@ -4,21 +4,17 @@
     x.weight_scale_inv  [2, 3]       fp32, one scale per block of 128 x 128; blocks at an edge are
                                      smaller
 
-A scale is the largest magnitude of its block divided by 448, the largest value of E4M3; 1 for a
-block of zeros. `fp8.py` decodes such weights: value * scale. Weights of experts and of Linear
-layers are encoded. Embeddings, the output head, norms, routers, and matrices with fewer than 128
-rows or columns keep their dtype, as in DeepSeek-V3 and Qwen3.
+`encode_blocks` (`ops/quantised.py`) computes both, `fp8.py` decodes them: value * scale. Weights
+of experts and of Linear layers are encoded. Embeddings, the output head, norms, routers, and
+matrices with fewer than 128 rows or columns keep their dtype, as in DeepSeek-V3 and Qwen3.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch import nn
 
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.adapters import without_adapters
@@ -28,8 +24,6 @@ from hf_moe_ep.upstream.models import output_head
 # The name of the encoding as an argument.
 FP8 = "fp8"
 _BLOCK = 128
-_DTYPE = torch.float8_e4m3fn
-_LARGEST = torch.finfo(_DTYPE).max
 
 
 def scale_key(key: str) -> str:
@@ -67,21 +61,3 @@ def fp8_config(unencoded: Iterable[str]) -> dict[str, Any]:
         "weight_block_size": [_BLOCK, _BLOCK],
         "modules_to_not_convert": sorted(key.removesuffix(".weight") for key in unencoded),
     }
-
-
-def encode_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode a weight [.., out, in]; return E4M3 values of its shape, and the scales of its blocks.
-
-    The formula is that of transformers' Fp8Quantize (integrations/finegrained_fp8.py).
-    `ops/quantised.py` has it as well, for matrices of experts without incomplete blocks.
-    """
-    *outer, rows, columns = weight.shape
-    blocks = math.ceil(rows / _BLOCK), math.ceil(columns / _BLOCK)
-    missing = blocks[0] * _BLOCK - rows, blocks[1] * _BLOCK - columns
-    padded = pad(weight.to(torch.float32), (0, missing[1], 0, missing[0]))
-    by_block = padded.view(*outer, blocks[0], _BLOCK, blocks[1], _BLOCK)
-    largest = by_block.abs().amax((-3, -1))
-    factors = torch.where(largest > 0, _LARGEST / largest, 1.0)
-    scaled = (by_block * factors[..., :, None, :, None]).clamp(-_LARGEST, _LARGEST)
-    values = scaled.view(padded.shape)[..., :rows, :columns].to(_DTYPE).contiguous()
-    return values, 1.0 / factors

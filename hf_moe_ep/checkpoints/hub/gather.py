@@ -21,7 +21,7 @@ along the first axis; then every rank that has the rows broadcasts them along th
 table above, the second shard is sent from rank 2 to 0, then from 2 to 3 and from 0 to 1. Each rank
 receives each byte once. A change of the values, such as a cast, is computed by their owner.
 
-`gather_changed` and `gather_whole` use all-gathers and return a whole tensor on every rank.
+`gather_changed` and `gather_tensor` use all-gathers and return a whole tensor on every rank.
 `gather_state_dict` gathers one tensor after the other in this way, and keeps them on rank 0.
 """
 
@@ -75,18 +75,14 @@ def gather_state_dict(
     """
     inner, state = unwrap(model), find_state(model)
     with experts_in_hub_order(model):
-        if state is None or state.meshes is None or state.meshes.stages is None:
-            return _gather_by_name(inner, save_embedding_layers)
-        return _gather_stages(inner, state, state.meshes.stages, save_embedding_layers)
-
-
-def _gather_by_name(model: nn.Module, save_embedding_layers: str | bool) -> dict[str, Tensor]:
-    state_dict = model.state_dict()
-    # Rank 0 decides, because PEFT reads files that other ranks may not have.
-    names = on_first(
-        "gathering adapters", lambda: adapter_names(model, state_dict, save_embedding_layers)
-    )
-    return _gather_named(model, state_dict, names, keep=is_first())
+        if state is not None and state.meshes is not None and state.meshes.stages is not None:
+            return _gather_stages(inner, state, state.meshes.stages, save_embedding_layers)
+        state_dict = inner.state_dict()
+        # Rank 0 decides, because PEFT reads files that other ranks may not have.
+        names = on_first(
+            "gathering adapters", lambda: adapter_names(inner, state_dict, save_embedding_layers)
+        )
+        return _gather_named(inner, state_dict, names, keep=is_first())
 
 
 def _gather_named(
@@ -95,8 +91,7 @@ def _gather_named(
     """Gather tensors of a state dict by name; only ranks with `keep` store them."""
     full: dict[str, Tensor] = {}
     for name in state_dict if names is None else names:
-        tensor = state_dict[name]
-        gathered = gather_tensor(tensor)
+        gathered = gather_tensor(state_dict[name])
         if keep:
             full[canonical_name(name)] = gathered.detach().cpu()
     return as_stock(model, pack_factors(model, in_stock_shapes(model, full)))
@@ -179,7 +174,7 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
         yield from whole(tensor.detach().cpu())
         return
     if tensor.numel() * tensor.element_size() <= SMALL:
-        gathered = gather_whole(tensor)
+        gathered = gather_tensor(tensor)
         yield from whole(gathered.detach().cpu()) if _is_first_of(tensor) else ()
         return
     slab: Tensor | None = None
@@ -274,11 +269,6 @@ def list_slabs(tensor: Tensor, dtype: torch.dtype, max_bytes: int) -> list[Box]:
     return [(rows, *inner) for rows in ends]
 
 
-def gather_tensor(tensor: Tensor) -> Tensor:
-    """Gather a tensor onto every rank that holds a part of it; a plain tensor is returned as is."""
-    return gather_whole(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 def gather_changed(tensor: Tensor, change: Change) -> Tensor:
     """Change each rank's shard and gather the results on the compute device of every rank."""
     if not isinstance(tensor, DTensor):
@@ -293,7 +283,7 @@ def gather_changed(tensor: Tensor, change: Change) -> Tensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
-    return gather_whole(changed)
+    return gather_tensor(changed)
 
 
 def _send_rows(tensor: DTensor, rows: Box, dtype: torch.dtype, change: Change) -> Tensor:
@@ -348,8 +338,10 @@ def _list_shards(tensor: DTensor, replica: tuple[int, ...]) -> list[tuple[tuple[
     return sorted(not_empty, key=lambda item: item[1])
 
 
-def gather_whole(tensor: DTensor) -> Tensor:
-    """Gather a tensor onto every rank that holds a part of it."""
+def gather_tensor(tensor: Tensor) -> Tensor:
+    """Gather a tensor onto every rank that holds a part of it; a plain tensor is returned as is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
     mesh = tensor.device_mesh
     # FSDP2 may offload parameters to the host, but the process groups communicate on the device.
     tensor = DTensor.from_local(

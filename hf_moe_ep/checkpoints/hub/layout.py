@@ -17,7 +17,7 @@ experts module decides, because all weights of a module are read in the same lay
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.conversion import to_hub
 from hf_moe_ep.upstream.hub import checkpoint_name, names_of_copies
+from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import canonical_name
 
 _SHOWN = 5  # an error lists at most this many names
@@ -62,6 +63,18 @@ def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Ten
     return dict(by_id.values())
 
 
+def shapes_by_name(model: nn.Module) -> dict[str, Shape]:
+    """Return the shapes of parameters and persistent buffers, by their names in checkpoints."""
+    named = (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model))
+    return {checkpoint_name(name): tuple(tensor.shape) for name, tensor in named}
+
+
+def possible_keys(layout: Layout, prefix: str) -> set[str]:
+    """Return all keys under which checkpoints of a model, with or without a head, store it."""
+    keys = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
+    return keys | {f"{prefix}{key}" for key in keys} | {key.removeprefix(prefix) for key in keys}
+
+
 def hub_layout(
     model: Any, plan: ModelPlan, shapes: Mapping[str, Shape], *, copies: bool = True
 ) -> Layout:
@@ -86,18 +99,14 @@ def hub_layout(
         name: _layout_of_plan(name, shape, plan) if name in from_plan else layout[name]
         for name, shape in shapes.items()
     }
-    for key, name in _copies_of(model).items() if copies else ():
+    for key, name in copies_of(model).items() if copies else ():
         if name in pieces_of:
             pieces_of[name] = [*pieces_of[name], whole_piece(key, shapes[name])]
     return pieces_of | {PADDING: layout[PADDING]}
 
 
-def copied_keys(model: Any) -> set[str]:
-    """Return the keys of second copies in the checkpoints of a model."""
-    return set(_copies_of(model))
-
-
-def _copies_of(model: Any) -> Mapping[str, str]:
+def copies_of(model: Any) -> Mapping[str, str]:
+    """Return {key of a second copy in the checkpoints of a model: name of the parameter}."""
     head = find_head(model) if isinstance(model, nn.Module) else None
     return {} if head is None else head.copies
 
@@ -164,10 +173,7 @@ def find_pieces(
     missing: dict[str, None] = {}
     misshapen: dict[str, None] = {}
     for group in _group_by_layout(parameters, layout, plan):
-        layouts = [
-            {name: pieces_of(name, parameters[name]) for name in group}
-            for pieces_of in _candidate_layouts(layout, plan)
-        ]
+        layouts = _candidate_layouts({name: parameters[name] for name in group}, layout, plan)
         fitting = next((candidate for candidate in layouts if _fits(candidate, tensors)), None)
         if fitting is None:
             # The error names the differences from a layout whose keys the checkpoint has, or else
@@ -242,21 +248,14 @@ def _weight_name(name: str) -> str:
 
 
 def _candidate_layouts(
-    layout: Layout, plan: ModelPlan
-) -> list[Callable[[str, Shape], list[Piece]]]:
-    """List the layouts to try: the layout of the hub, of the model, and of the model transposed.
-
-    Each layout is a function that returns the pieces of a parameter from its name and shape.
-    """
-
-    def transposed(name: str, shape: Shape) -> list[Piece]:
-        return [(transposed_piece if _is_stacked(name, plan) else whole_piece)(name, shape)]
-
-    return [
-        lambda name, shape: layout[name],
-        lambda name, shape: [whole_piece(name, shape)],
-        transposed,
-    ]
+    shapes: Mapping[str, Shape], layout: Layout, plan: ModelPlan
+) -> list[dict[str, list[Piece]]]:
+    """List the layouts to try: the layout of the hub, of the model, and of the model transposed."""
+    of_hub = {name: layout[name] for name in shapes}
+    of_model = {name: [whole_piece(name, shape)] for name, shape in shapes.items()}
+    stacked = {name: shape for name, shape in shapes.items() if _is_stacked(name, plan)}
+    transposed = {name: [transposed_piece(name, shape)] for name, shape in stacked.items()}
+    return [of_hub, of_model, of_model | transposed]
 
 
 def _all_pieces(layout: Layout) -> Iterable[Piece]:

@@ -27,10 +27,12 @@ from hf_moe_ep.checkpoints.hub.fp8 import (
 )
 from hf_moe_ep.checkpoints.hub.layout import (
     Layout,
-    copied_keys,
+    copies_of,
     find_pieces,
     hub_layout,
     list_names,
+    possible_keys,
+    shapes_by_name,
 )
 from hf_moe_ep.checkpoints.hub.mxfp4 import join_blocks
 from hf_moe_ep.checkpoints.hub.quantised import find_quantised_shards
@@ -66,13 +68,19 @@ _logger = logging.getLogger("hf_moe_ep")
 
 
 def model_from_config(
-    folder: Path, find_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
+    folder: Path,
+    find_dtype: Callable[[], torch.dtype] = torch.get_default_dtype,
+    *,
+    trust_remote_code: bool,
 ) -> tuple[nn.Module, ModelPlan]:
     """Build a model on the meta device from the config in a folder; return it and its plan.
 
-    `find_dtype` is called if the config names no dtype.
+    Args:
+        folder: the folder of config.json.
+        find_dtype: is called if the config names no dtype.
+        trust_remote_code: run the code in the folder, if the config names a class in it.
     """
-    model = empty_model(folder, None, find_dtype, {})
+    model = empty_model(folder, None, find_dtype, {"trust_remote_code": trust_remote_code})
     stack_experts(model, find_block(model))
     return model, find_plan(model)
 
@@ -94,7 +102,7 @@ def find_weights(
     plan: ModelPlan,
     empty: Iterable[str],
     ignore_unexpected: Sequence[str] = (),
-) -> Weights:
+) -> Match:
     """Find where a checkpoint stores the parameters `empty` and all persistent buffers.
 
     Args:
@@ -110,7 +118,7 @@ def find_weights(
             different weights.
     """
 
-    def find() -> tuple[Weights, str]:
+    def find() -> tuple[Match, str]:
         found = match_checkpoint(model, directory, plan, empty, ignore_unexpected)
         if found.unexpected:
             raise _not_fitting(
@@ -120,23 +128,11 @@ def find_weights(
                 f"pass ignore_unexpected=[regex] to from_pretrained, which copies the tensors with "
                 f"matching keys into every saved checkpoint",
             )
-        return Weights(found.stored, found.extra), fingerprint(found.file_tensors)
+        return found, fingerprint(found.file_tensors)
 
-    weights, own_fingerprint = together(f"reading {directory}", find)
+    found, own_fingerprint = together(f"reading {directory}", find)
     check_same_weights(own_fingerprint, os.fspath(directory))
-    return weights
-
-
-class Weights(NamedTuple):
-    """Where a checkpoint stores the weights of a model.
-
-    Attributes:
-        stored: the parameters that were asked for, and all persistent buffers, by name.
-        extra: the tensors that belong to no parameter, by the keys under which they are saved.
-    """
-
-    stored: dict[str, StoredParameter]
-    extra: dict[str, FileTensor]
+    return found
 
 
 class Match(NamedTuple):
@@ -170,15 +166,8 @@ def match_checkpoint(
     Raises:
         ValueError: the folder is no complete checkpoint; tensors are missing or have another shape.
     """
-    shapes = {
-        checkpoint_name(name): tuple(tensor.shape)
-        for name, tensor in (
-            *model.named_parameters(remove_duplicate=False),
-            *persistent_buffers(model),
-        )
-    }
     file_tensors = read_index(directory) if file_tensors is None else file_tensors
-    layout = hub_layout(model, plan, shapes, copies=False)
+    layout = hub_layout(model, plan, shapes_by_name(model), copies=False)
     tensors: Mapping[str, FileTensor]
     key_in_file: dict[str, str] = {}
     try:
@@ -202,7 +191,7 @@ def match_checkpoint(
                 "and save the model"
             )
         raise _not_fitting(model, directory, text) from error
-    known |= copied_keys(model)  # saves write the values of the embedding and the head there
+    known |= copies_of(model).keys()  # saves write the values of the embedding and the head there
     others = [key for key in tensors if key not in known]
     unexpected = unexpected_keys(model, others, ignore_unexpected)
     ignored = set(others) - set(unexpected)
@@ -223,12 +212,8 @@ def _find_scaled_extra(
     These tensors are not decoded, and the config may not name the size of their blocks: a model
     that was loaded in FP8 is saved in bf16, but its extra tensors stay as they are.
     """
-    prefix = base_prefix(without_adapters(model))
-    own_keys = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
-    own_keys |= {f"{prefix}{key}" for key in own_keys} | {
-        key.removeprefix(prefix) for key in own_keys
-    }
-    weights = [key for key in unscaled_keys(tensors) if key not in own_keys]
+    own = possible_keys(layout, base_prefix(without_adapters(model)))
+    weights = [key for key in unscaled_keys(tensors) if key not in own]
     scaled = [key for weight in weights for key in scaled_keys(weight) if key in tensors]
     unexpected = set(unexpected_keys(model, scaled, ignore_unexpected))
     return [key for key in scaled if key not in unexpected]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.hub.configs import prepare_configs
+from hf_moe_ep.checkpoints.hub.configs import prepare_configs, publish, staged_files
 from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, follow_copies, known_digests
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
@@ -32,6 +32,7 @@ from hf_moe_ep.checkpoints.hub.stages import (
     share_files,
     tensors_of_model,
 )
+from hf_moe_ep.checkpoints.hub.switch import switch_files
 from hf_moe_ep.checkpoints.hub.write import (
     TensorGroup,
     file_names,
@@ -57,6 +58,9 @@ from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapters import has_adapters
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
+# The model card, which PEFT writes beside adapters.
+_CARD = "README.md"
+
 
 def save_pretrained(
     model: nn.Module,
@@ -81,8 +85,9 @@ def save_pretrained(
             share the folder, because the first rank of each stage writes.
         max_shard_size: the largest size of a file, in bytes or as text like "5GB".
         dtype: the dtype of the saved weights; None saves in the dtype in which the model was
-            loaded. torch.float32 saves the fp32 master weights of a bf16 model.
-        processor: a tokenizer or processor to save with the model, or a list of them.
+            loaded. torch.float32 saves the fp32 master weights of a bf16 model. Adapters are saved
+            in their own dtype.
+        processor: a tokenizer or processor to save with the model, a list of them, or None.
         extra_tensors: copy the tensors of the loaded checkpoint that the model's class ignores,
             such as layers for multi-token prediction, byte for byte and under their own keys. A
             model with adapters saves none: they are in its base.
@@ -101,7 +106,13 @@ def save_pretrained(
     check_everyone_calls("save_pretrained")
     folder, model = Path(directory), unwrap(model)
     processors = processor if isinstance(processor, (list, tuple)) else [processor]
+    processors = [one for one in processors if one is not None]
     if has_adapters(model):
+        if dtype is not None:
+            raise ValueError(
+                f"a model with adapters saves only these, in their own dtype; leave out "
+                f"dtype={dtype}, or merge the adapter: hf-moe-ep merge-adapter BASE ADAPTER OUT"
+            )
         _save_adapters(model, folder, processors, kwargs)
         return
     # The number of collectives depends on these arguments.
@@ -236,8 +247,15 @@ def _save_adapters(
     state_dict = gather_state_dict(model, kwargs.get("save_embedding_layers", "auto"))
 
     def write() -> None:
-        model.save_pretrained(os.fspath(folder), state_dict=state_dict, **kwargs)
-        for processor in processors:
-            processor.save_pretrained(folder)
+        check_is_no_file(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with staged_files(folder) as staged:
+            if (folder / _CARD).is_file():  # PEFT updates the model card that is there
+                shutil.copyfile(folder / _CARD, staged / _CARD)
+            model.save_pretrained(os.fspath(staged), state_dict=state_dict, **kwargs)
+            for processor in processors:
+                processor.save_pretrained(staged)
+        if not switch_files(folder, staged):
+            publish(staged, folder)
 
     on_first(f"saving to {folder}", write)

@@ -26,7 +26,7 @@ from hf_moe_ep.checkpoints.hub.write import StageFiles, TensorGroup
 from hf_moe_ep.pipeline.stage import Stage
 from hf_moe_ep.ranks.boxes import Box, box_sizes
 from hf_moe_ep.ranks.mesh import Stages
-from hf_moe_ep.ranks.together import for_first, gather, is_first, this_rank
+from hf_moe_ep.ranks.together import gather, this_rank
 from hf_moe_ep.state import ModelState
 
 Value = TypeVar("Value")
@@ -87,7 +87,7 @@ def share_files(
     for number, groups in enumerate(files):
         numbers[groups[0].stage].append(number)
     numbers[0] += range(len(files), num_files)
-    return StageFiles(numbers[stage.index], max(map(len, numbers)), is_first(), for_first)
+    return StageFiles(numbers[stage.index], max(map(len, numbers)))
 
 
 def is_writer(state: ModelState) -> bool:

@@ -74,7 +74,7 @@ def switch_files(folder: Path, staged: Path, to_remove: Iterable[str] = ()) -> b
     sync_folder(switch)
     for name in names:
         path = folder / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         _set_link(switch, os.path.relpath(switch / _CURRENT / name, path.parent), path)
         sync_folder(path.parent)
     _set_link(switch, _NEW, switch / _CURRENT)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits, sum_over_shards
-from hf_moe_ep.ranks.boxes import Box, local_box, local_tensor
+from hf_moe_ep.ranks.boxes import local_box, local_tensor, number_elements
 
 # The number of elements whose bits are mixed at a time, about 60 bytes of memory for each.
 _ELEMENTS = 1 << 20
@@ -101,17 +101,8 @@ def _sum_shard(tensor: Tensor, slots: Tensor | None) -> Tensor:
         rows: Sequence[int] = range(first, first + len(part))
         if row_of_expert is not None:
             rows = [row_of_expert[row] for row in rows]
-        positions = _find_positions(rows, box, shape, local.device)
+        outer = torch.tensor(list(rows), dtype=torch.int64, device=local.device)
+        positions = number_elements(outer, box[1:], shape[1:])
         for index, seed in enumerate(SEEDS):
             total[index] += mix_bits(part + mix_bits(positions + seed)).sum()
     return total
-
-
-def _find_positions(
-    rows: Sequence[int], box: Box, shape: Sequence[int], device: torch.device
-) -> Tensor:
-    """Return the position in the whole tensor of each element of some rows of a box."""
-    positions = torch.tensor(list(rows), dtype=torch.int64, device=device)
-    for (start, stop), size in zip(box[1:], shape[1:], strict=True):
-        positions = positions.unsqueeze(-1) * size + torch.arange(start, stop, device=device)
-    return positions

@@ -33,7 +33,6 @@ from hf_moe_ep.checkpoints.hub.extra import find_to_copy, send_extra
 from hf_moe_ep.checkpoints.hub.fp8 import scaled_keys, unscaled_keys
 from hf_moe_ep.checkpoints.hub.fp8_blocks import (
     FP8,
-    encode_blocks,
     fp8_config,
     fp8_weights,
     has_blocks,
@@ -53,7 +52,8 @@ from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, checksums
 from hf_moe_ep.checkpoints.hub.write import Slabs, TensorGroup, group_tensors, saved_dtype
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
 from hf_moe_ep.etp import find_apart, for_each_half, slabs_in_stock_shape
-from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
+from hf_moe_ep.lora.merged import add_updates, with_whole_factors
+from hf_moe_ep.ops.quantised import encode_blocks
 from hf_moe_ep.placement.hub_order import placement_by_tensor
 from hf_moe_ep.ranks.boxes import Box, box_sizes
 from hf_moe_ep.ranks.together import (
@@ -241,9 +241,6 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
         self._source = source
         self._tensors = source.iterate()
 
-    def __iter__(self) -> HubTensors:
-        return self
-
     def __next__(self) -> tuple[str, Tensor]:
         return next(self._tensors)
 
@@ -373,11 +370,7 @@ class _Source:
         return self._describe_contents(self._prepare())
 
     def list_own_metadata(self) -> list[TensorInfo]:
-        """Return the list as this rank knows it, without asking other ranks."""
-        names = self._names_of_rank()
-        groups = self._describe(names)
-        extra = self._extra_of_rank(groups)
-        return self._describe_contents(_Contents(groups, self._find_fp8(groups, names), extra, {}))
+        return self._describe_contents(self._contents_of_rank())
 
     def _describe_contents(self, contents: _Contents) -> list[TensorInfo]:
         infos = []
@@ -392,21 +385,24 @@ class _Source:
     def quantization_config(self) -> dict[str, Any]:
         if self._dtype != FP8:
             raise ValueError(f"dtype={self._dtype!r} yields no FP8; pass dtype={FP8!r}")
-        names = self._names_of_rank()
-        groups = self._describe(names)
-        fp8_keys = self._find_fp8(groups, names)
-        extra = self._extra_of_rank(groups)
+        contents = self._contents_of_rank()
+        extra = contents.extra
         # Extra tensors keep their dtype: those of an FP8 checkpoint are FP8, all others are not.
-        fp8_keys |= {part for key in unscaled_keys(extra) for part in scaled_keys(key)}
-        shapes = {key: shape for group in groups for key, shape in group.shapes.items()}
+        fp8_extra = {part for key in unscaled_keys(extra) for part in scaled_keys(key)}
+        shapes = {key: shape for group in contents.groups for key, shape in group.shapes.items()}
         shapes |= {key: tensor.shape for key, tensor in extra.items()}
         matrices = {key for key, shape in shapes.items() if len(shape) > 1}
-        return fp8_config(matrices - fp8_keys)
+        return fp8_config(matrices - contents.fp8_keys - fp8_extra)
 
-    def _extra_of_rank(self, groups: list[TensorGroup]) -> dict[str, FileTensor]:
-        """Return the extra tensors that `_prepare` has found, or those of the model's state."""
-        if self._extra is not None:
-            return self._extra
+    def _contents_of_rank(self) -> _Contents:
+        """Return all tensors as this rank knows them, without asking other ranks."""
+        names = self._names_of_rank()
+        groups = self._describe(names)
+        extra = self._find_extra(groups) if self._extra is None else self._extra
+        return _Contents(groups, self._find_fp8(groups, names), extra, {})
+
+    def _find_extra(self, groups: list[TensorGroup]) -> dict[str, FileTensor]:
+        """Return the extra tensors that this rank's model carries."""
         own_keys = {key for group in groups for key in group.shapes}
         return find_to_copy(self._state.extra if self._extra_tensors else None, own_keys)
 
@@ -453,9 +449,33 @@ class _Source:
         )
 
     def _describe(self, names: _Names) -> list[TensorGroup]:
+        """Describe all checkpoint tensors; every rank receives the values of their slabs."""
+        model, state = self._model, self._state
         dtype = self._dtype if isinstance(self._dtype, torch.dtype) else None
         max_bytes = self._max_bytes // _SLABS_IN_MEMORY
-        return _describe_groups(self._model, self._state, dtype, max_bytes, names.left_out)
+        # The tensors are listed before any all-gather: while FSDP2 has gathered the parameters of a
+        # layer, its modules hold other tensors.
+        tensors = tensors_of_model(model, state, names.left_out)
+        updates = updates_of(model, tensors.values())
+        # For each stacked tensor: the row (slot) in which each expert is stored.
+        slots = placement_by_tensor(model)
+        dtypes = {checkpoint_name(name): loaded for name, loaded in state.dtypes.items()}
+        # By id of a parameter: the stock dim 2F that the model holds as (2, F) with etp (`etp.py`).
+        apart = find_apart(model)
+
+        def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
+            return saved_dtype(tensor, dtype or dtypes.get(checkpoint_name(name)))
+
+        def slabs_of(name: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+            tensor_updates, slots_E = updates.get(id(tensor), []), slots.get(id(tensor))
+            dtype, dim = dtype_of(name, tensor), apart.get(id(tensor))
+            merge = partial(_merge_and_cast, dtype, [_gather_factors(u) for u in tensor_updates])
+            # The products of adapters have the stock shape.
+            change = for_each_half(merge, dim, 0 if dim is None else tensor.shape[dim + 1])
+            slabs = slabs_for_all_stages(name, tensor, state, dtype, change, max_bytes, slots_E)
+            return slabs_in_stock_shape(slabs, dim)
+
+        return group_tensors(model, state.plan, tensors, dtype_of, slabs_of)
 
     def _find_fp8(self, groups: list[TensorGroup], names: _Names) -> set[str]:
         """Return the keys of the tensors that are yielded in FP8."""
@@ -491,7 +511,9 @@ class _Source:
             )
         groups = self._describe(names)
         fp8_keys = self._find_fp8(groups, names)
-        extra = self._extra = _find_extra(state, groups, self._extra_tensors)
+        find_extra = partial(self._find_extra, groups)
+        extra = find_extra() if state.meshes is None else on_first("hub_tensors", find_extra)
+        self._extra = extra
         fingerprints: dict[str, str] = {}
         if self._since is not None:
             fingerprints = self._fingerprint(groups, extra)
@@ -620,18 +642,6 @@ def _count_values(model: nn.Module, state: ModelState) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _find_extra(
-    state: ModelState, groups: list[TensorGroup], wanted: bool
-) -> dict[str, FileTensor]:
-    """Return the places of the extra tensors in the files of rank 0; every rank calls this."""
-    own_keys = {key for group in groups for key in group.shapes}
-
-    def find() -> dict[str, FileTensor]:
-        return find_to_copy(state.extra if wanted else None, own_keys)
-
-    return find() if state.meshes is None else on_first("hub_tensors", find)
-
-
 def _check_not_moved(before: list[Tensor | None], state: ModelState) -> None:
     """Raise RuntimeError if experts were moved: the next keys would name the wrong experts."""
     layers = zip(state.moe_layers, before, strict=True)
@@ -642,51 +652,13 @@ def _check_not_moved(before: list[Tensor | None], state: ModelState) -> None:
         )
 
 
-def _describe_groups(
-    model: nn.Module,
-    state: ModelState,
-    dtype: torch.dtype | None,
-    max_bytes: int,
-    left_out: set[str],
-) -> list[TensorGroup]:
-    """Describe all checkpoint tensors; every rank receives the values of their slabs.
-
-    The tensors whose names are in `left_out` are no part of the checkpoint.
-    """
-    # The tensors are listed before any all-gather: while FSDP2 has gathered the parameters of a
-    # layer, its modules hold other tensors.
-    tensors = tensors_of_model(model, state, left_out)
-    updates = updates_of(model, tensors.values())
-    # For each stacked tensor: the row (slot) in which each expert is stored.
-    slots = placement_by_tensor(model)
-    dtypes = {checkpoint_name(name): loaded for name, loaded in state.dtypes.items()}
-    # By id of a parameter: the stock dim 2F that the model holds as (2, F) with etp (`etp.py`).
-    apart = find_apart(model)
-
-    def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
-        return saved_dtype(tensor, dtype or dtypes.get(checkpoint_name(name)))
-
-    def slabs_of(name: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        tensor_updates, slots_E = updates.get(id(tensor), []), slots.get(id(tensor))
-        dtype, dim = dtype_of(name, tensor), apart.get(id(tensor))
-        merge = partial(_merge_and_cast, dtype, [_gather_factors(u) for u in tensor_updates])
-        # The products of adapters have the stock shape.
-        change = for_each_half(merge, dim, 0 if dim is None else tensor.shape[dim + 1])
-        slabs = slabs_for_all_stages(name, tensor, state, dtype, change, max_bytes, slots_E)
-        return slabs_in_stock_shape(slabs, dim)
-
-    return group_tensors(model, state.plan, tensors, dtype_of, slabs_of)
-
-
 @torch.no_grad()
-def _gather_factors(update: LowRank) -> Update:
+def _gather_factors(update: LowRank) -> LowRank:
     a, b = gather_tensor(update.a.detach()), gather_tensor(update.b.detach())
-    if update.num_experts:
-        a, b = with_experts_in_front(a, b, update.num_experts)
-    return Update(a, b, update.scale, update.transposed, update.casts_product)
+    return with_whole_factors(update, a, b)
 
 
-def _merge_and_cast(dtype: torch.dtype, updates: list[Update], box: Box, values: Tensor) -> Tensor:
+def _merge_and_cast(dtype: torch.dtype, updates: list[LowRank], box: Box, values: Tensor) -> Tensor:
     """Return a copy of the values in a box of a parameter, merged and cast as a save would."""
     if updates:
         rows = tuple(slice(start, stop) for start, stop in box)

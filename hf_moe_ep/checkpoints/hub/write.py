@@ -53,6 +53,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, FileTe
 from hf_moe_ep.etp import find_apart, stock_shape
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.boxes import Box, box_sizes, slices
+from hf_moe_ep.ranks.together import for_first, is_first
 from hf_moe_ep.upstream.hub import checkpoint_name, progress_bar
 
 _logger = logging.getLogger("hf_moe_ep")
@@ -128,14 +129,10 @@ class StageFiles:
     Attributes:
         numbers: the numbers of the files of this rank's stage, in order.
         num_rounds: the largest number of files of a stage.
-        commits: True on rank 0.
-        for_first: runs a step on all ranks, and returns the values of all ranks on rank 0.
     """
 
     numbers: Sequence[int]
     num_rounds: int
-    commits: bool
-    for_first: Callable[[str, Callable[[], Any]], list[Any] | None]
 
 
 def group_tensors(
@@ -275,7 +272,7 @@ def write_checkpoint(
     """
     names = names or file_names(len(files))
     own = range(len(files)) if stage is None else stage.numbers
-    commits = writes if stage is None else stage.commits
+    commits = writes if stage is None else is_first()
     num_waits = 0 if stage is None else stage.num_rounds - len(own)
     writer = _HubWriter(folder, files, configs, names) if writes else None
     abandon = _do_nothing
@@ -292,7 +289,7 @@ def write_checkpoint(
         if stage is not None:
             # From here on rank 0 may commit, and only rank 0 knows if it has.
             abandon = abandon if commits else _do_nothing
-            written = stage.for_first(what, lambda: None if writer is None else writer.written)
+            written = for_first(what, lambda: None if writer is None else writer.written)
             for other in written or ():
                 if other is not None and writer is not None:
                     writer.written.add(other)

@@ -28,13 +28,6 @@ def write_atomically(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def check_is_free(target: Path) -> None:
-    """Raise ValueError if a folder exists and is not empty, or cannot be made."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"target {target} exists and is not empty; name another folder")
-    check_is_no_file(target)
-
-
 def check_is_no_file(folder: Path) -> None:
     """Raise ValueError if a folder cannot be made, because it or a folder above it is a file."""
     paths = (folder.absolute(), *folder.absolute().parents)
@@ -48,7 +41,9 @@ def check_is_no_file(folder: Path) -> None:
 
 def check_can_appear(target: Path) -> None:
     """Raise ValueError if `whole_folder` cannot make the folder `target`."""
-    check_is_free(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"target {target} exists and is not empty; name another folder")
+    check_is_no_file(target)
     if target.is_mount():
         raise ValueError(
             f"target {target} is a mount point, to which no folder can be renamed; name a folder "

@@ -25,9 +25,10 @@ from __future__ import annotations
 import heapq
 import json
 import os
+import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,14 @@ from hf_moe_ep.checkpoints.storage.atomic import (
 )
 from hf_moe_ep.checkpoints.storage.order import Saved, newest_last
 from hf_moe_ep.ranks.together import for_first, on_first, this_rank, together, world_size
+from hf_moe_ep.upstream.requirements import installed_version
 
 MANIFEST = "manifest.json"
 # This file is written first. It marks a checkpoint of this package, even an unfinished one.
 STARTED = "hf_moe_ep.json"
 PARTIAL = partial_name(Path(MANIFEST)).name
+# NFS gives such a name to a deleted file that a process still has open.
+_DELETED_ON_NFS = ".nfs"
 _FORMAT = 1
 
 
@@ -149,10 +153,7 @@ def _check_fields(path: Path, content: dict[str, Any]) -> None:
 
 
 def check(
-    folder: str | os.PathLike[str],
-    *,
-    group: dist.ProcessGroup | None = None,
-    on_read: Callable[[int], object] | None = None,
+    folder: str | os.PathLike[str], *, on_read: Callable[[int], object] | None = None
 ) -> None:
     """Compare every file of a checkpoint with its manifest; every rank calls this.
 
@@ -167,7 +168,7 @@ def check(
 
     def check_files() -> None:
         files = read(path)["files"]
-        names = _choose_files({name: entry["size"] for name, entry in files.items()}, group)
+        names = _choose_files({name: entry["size"] for name, entry in files.items()}, None)
         _compare_sizes(path, {name: files[name] for name in names})
         for name in names:
             expected, actual = files[name]["sha256"], sha256_of(path / name, on_read)
@@ -177,7 +178,7 @@ def check(
                     f"says {expected}; load an older checkpoint"
                 )
 
-    together(f"reading {path}", check_files, group)
+    together(f"reading {path}", check_files)
 
 
 def check_sizes(folder: str | os.PathLike[str]) -> None:
@@ -223,6 +224,42 @@ def complete_in(root: Path) -> tuple[list[Path], dict[Path, str]]:
     return newest_last(complete), reasons
 
 
+def check_is_shared(folder: Path) -> None:
+    """Check that every rank sees the marker that rank 0 has just written to `folder`.
+
+    Raises:
+        ValueError: on every rank, if a rank does not see it. Without this check, ranks of other
+            nodes would write their shards to their own disks, and the save would fail at its end.
+    """
+
+    def check() -> None:
+        if not (folder / STARTED).is_file():
+            raise ValueError(
+                f"rank {this_rank()} does not see {folder / STARTED}, which rank 0 has written: "
+                f"all ranks save one checkpoint together, so the folder must be on a disk that all "
+                f"nodes share, and save_on_each_node must be False"
+            )
+
+    together(f"saving {folder}", check)
+
+
+def try_to_delete(folder: Path) -> bool:
+    """Delete an old checkpoint; warn and return False if it cannot be deleted.
+
+    Such a folder must not end a run. The manifest is deleted first, so that a folder that is only
+    half deleted counts as unfinished.
+    """
+    try:
+        (folder / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    except OSError as error:
+        warnings.warn(
+            f"{folder} could not be deleted, and counts as unfinished: {error}", stacklevel=2
+        )
+        return False
+    return True
+
+
 def read_saved(folder: Path) -> Saved:
     """Read the number and the time of a checkpoint; raise ValueError without a valid manifest."""
     content = read(folder)
@@ -242,13 +279,8 @@ def _neighbour_numbers(folder: Path) -> Iterator[int]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that a checkpoint depends on."""
-    by_package = {}
-    for package in ("hf_moe_ep", "torch", "transformers"):
-        try:
-            by_package[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            by_package[package] = "from source"
-    return by_package
+    packages = ("hf_moe_ep", "torch", "transformers")
+    return {package: installed_version(package) or "from source" for package in packages}
 
 
 def _list_files_to_hash(
@@ -263,6 +295,7 @@ def _list_files_to_hash(
         for name, size in sizes.items()
         if name not in (MANIFEST, PARTIAL)
         and name not in known
+        and not Path(name).name.startswith(_DELETED_ON_NFS)
         and (belongs is None or belongs(name))
     }
 

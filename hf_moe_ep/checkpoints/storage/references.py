@@ -19,14 +19,14 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
+    DTYPE_NAMES,
+    DTYPES,
     FileTensor,
-    dtype_name,
-    dtype_named,
     tensor_sha256,
 )
 
@@ -78,7 +78,7 @@ class FileReferences:
             [
                 key,
                 number[_name_in(folder, tensor)],
-                dtype_name(tensor.dtype),
+                DTYPE_NAMES[tensor.dtype],
                 *tensor.shape,
                 tensor.start,
             ]
@@ -107,7 +107,7 @@ class FileReferences:
         names, rows = self._rows()
         paths = [self.folder / name for name in names]
         return {
-            key: FileTensor(paths[file], dtype_named(dtype), tuple(shape), start)
+            key: FileTensor(paths[file], DTYPES[dtype], tuple(shape), start)
             for key, file, dtype, *shape, start in rows
         }
 
@@ -153,29 +153,27 @@ class FileReferences:
         if self._digests is None:
             self.check_unchanged()
             self._digests = b"".join(tensor_sha256(tensor) for tensor in self.tensors().values())
-        return dict(zip(self.tensors(), self._known_hashes(), strict=True))
+        return {key: digest.hex() for key, digest in self.known_digests().items()}
 
     def known_digests(self) -> dict[str, bytes]:
         """Return the sha256 of each tensor by key if `hashes` or `learn` was called, else none."""
         if self._digests is None:
             return {}
-        return dict(zip(self.tensors(), map(bytes.fromhex, self._known_hashes()), strict=True))
+        starts = range(0, len(self._digests), _DIGEST)
+        digests = (self._digests[start : start + _DIGEST] for start in starts)
+        return dict(zip(self.tensors(), digests, strict=True))
 
     def learn(self, digests: Mapping[str, bytes]) -> None:
         """Keep the sha256 of all tensors, which another reader of their bytes has computed."""
         self._digests = b"".join(digests[key] for key in self.tensors())
 
-    def _known_hashes(self) -> Iterator[str]:
-        assert self._digests is not None
-        for start in range(0, len(self._digests), _DIGEST):
-            yield self._digests[start : start + _DIGEST].hex()
-
     def _compare_hashes(self, name: str) -> None:
-        for (key, tensor), known in zip(self.tensors().items(), self._known_hashes(), strict=True):
-            if (
-                _name_in(self.folder, tensor) == name
-                and (actual := tensor_sha256(tensor).hex()) != known
-            ):
+        hashes = self.hashes()
+        for key, tensor in self.tensors().items():
+            if _name_in(self.folder, tensor) != name:
+                continue
+            actual, known = tensor_sha256(tensor).hex(), hashes[key]
+            if actual != known:
                 raise ValueError(f"{tensor.file}: {key} has changed: sha256 {actual}, was {known}")
 
     def moved(self, folder: Path, tensors: Mapping[str, FileTensor]) -> FileReferences:
@@ -194,7 +192,7 @@ class FileReferences:
             "tensors": {
                 key: {
                     "file": _name_in(self.folder, tensor),
-                    "dtype": dtype_name(tensor.dtype),
+                    "dtype": DTYPE_NAMES[tensor.dtype],
                     "shape": list(tensor.shape),
                     "start": tensor.start,
                     "sha256": hashes[key],

@@ -38,7 +38,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -50,7 +49,8 @@ from hf_moe_ep.upstream.named_weights import named_weights
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-_DTYPES = {
+# The dtypes by their names in safetensors files, and the names by dtype.
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -69,7 +69,7 @@ _DTYPES = {
     "C64": torch.complex64,
     "BOOL": torch.bool,
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # the library's own limit
 # A fingerprint reads this many bytes of up to this many tensors of each kind.
 _SAMPLE_BYTES, _SAMPLES = 4096, 32
@@ -206,7 +206,7 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
         raise ValueError(f"{path} has a damaged header: {reason}") from error
     tensors, end = {}, 0
     for start, stop, key, name, shape in rows:
-        dtype = _DTYPES.get(name)
+        dtype = DTYPES.get(name)
         if dtype is None:
             raise ValueError(f"{path}: {key} has dtype {name}, which is not supported")
         tensor = FileTensor(path, dtype, shape, 8 + length + start)
@@ -274,19 +274,9 @@ def same_values(tensor: FileTensor, other: FileTensor) -> bool:
     return True
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name that safetensors files have for a dtype: "BF16"."""
-    return _DTYPE_NAMES[dtype]
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype that has the name `name` in safetensors files."""
-    return _DTYPES[name]
-
-
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise ValueError if safetensors files cannot hold a dtype."""
-    if dtype not in _DTYPE_NAMES:
+    if dtype not in DTYPE_NAMES:
         raise ValueError(f"{name} is {dtype}, which safetensors files cannot hold")
 
 
@@ -381,7 +371,7 @@ class Writer:
             tensors.append((key, FileTensor(path, dtype, shape, end)))
             offsets = [end, end + tensors[-1][1].nbytes]
             table[key] = {
-                "dtype": _DTYPE_NAMES[dtype],
+                "dtype": DTYPE_NAMES[dtype],
                 "shape": list(shape),
                 "data_offsets": offsets,
             }
@@ -472,12 +462,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 missing = self._num_missing

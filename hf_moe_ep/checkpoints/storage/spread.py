@@ -24,7 +24,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -136,9 +135,7 @@ class Spread:
 
 
 def choose_writers(
-    tensors: Mapping[str, Tensor],
-    ranks: Sequence[int],
-    apart: Mapping[str, int] = MappingProxyType({}),
+    tensors: Mapping[str, Tensor], ranks: Sequence[int], apart: Mapping[str, int]
 ) -> dict[str, tuple[Spread, int]]:
     """Return the sharding of each tensor and the replica that writes it, the same on all `ranks`.
 

@@ -106,28 +106,6 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _build_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
-    """Read `.metadata` as FileSystemReader.read_metadata does, but build only metadata classes.
-
-    Raises:
-        ValueError: the file holds other classes, or is damaged.
-    """
-    path = metadata_path(self, kwargs.get("rank"))
-    with self.fs.create_stream(path, "rb") as file:
-        try:
-            loaded = _Unpickler(file).load()
-            loaded.storage_meta = loaded.storage_meta or StorageMeta()
-            loaded.storage_meta.load_id = self.load_id
-            # The file names the folder of the save. Errors must name the folder that is read now.
-            loaded.storage_meta.checkpoint_id = os.fspath(self.path)
-        except _UNREADABLE as error:
-            raise ValueError(
-                f"{path} cannot be loaded: {error}; load an older checkpoint"
-            ) from error
-    metadata: Metadata = loaded
-    return metadata
-
-
 def _load_value(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
     """Load a byte item as DefaultLoadPlanner.load_bytes does, but only plain values.
 
@@ -160,7 +138,21 @@ class MetadataReader(FileSystemReader):
     """Reads a folder as DCP's reader does, but builds only metadata classes from `.metadata`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return _build_metadata(self, *args, **kwargs)
+        """Read `.metadata`; raise ValueError if it holds other classes, or is damaged."""
+        path = metadata_path(self, kwargs.get("rank"))
+        with self.fs.create_stream(path, "rb") as file:
+            try:
+                loaded = _Unpickler(file).load()
+                loaded.storage_meta = loaded.storage_meta or StorageMeta()
+                loaded.storage_meta.load_id = self.load_id
+                # The file names the folder of the save. Errors must name the one that is read now.
+                loaded.storage_meta.checkpoint_id = os.fspath(self.path)
+            except _UNREADABLE as error:
+                raise ValueError(
+                    f"{path} cannot be loaded: {error}; load an older checkpoint"
+                ) from error
+        metadata: Metadata = loaded
+        return metadata
 
 
 class ValuesPlanner(DefaultLoadPlanner):

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits, sum_over_shards
 from hf_moe_ep.checkpoints.training.stages import join_by_name
 from hf_moe_ep.placement.hub_order import placement_by_tensor
-from hf_moe_ep.ranks.boxes import local_box, local_tensor
+from hf_moe_ep.ranks.boxes import local_box, local_tensor, number_elements
 from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import KnownSums, find_state, quantised_matrices
 from hf_moe_ep.upstream.models import source_of
@@ -95,14 +94,14 @@ def _hash_experts(model: nn.Module, known: dict[str, KnownSums]) -> dict[str, st
     }
 
 
-def base_file(index: int) -> str:
-    """Return the file name for model `index` of a folder, numbered as Accelerate numbers files."""
-    return BASE if index == 0 else f"{Path(BASE).stem}_{index}.json"
+def numbered(name: str, index: int) -> str:
+    """Return the name of a JSON file of model `index`, numbered as Accelerate numbers files."""
+    return name if index == 0 else f"{Path(name).stem}_{index}.json"
 
 
 def check_base(folder: Path, model: nn.Module, index: int = 0) -> None:
     """Raise ValueError on every rank if a checkpoint was saved by a run on another base."""
-    saved = on_first(f"reading {folder}", lambda: _read(folder / base_file(index)))
+    saved = on_first(f"reading {folder}", lambda: _read(folder / numbered(BASE, index)))
     base = describe_base(model, anew=True)
     if saved == base:
         return
@@ -184,8 +183,8 @@ def _compute_sums(tensor: Tensor, slots: Tensor | None = None) -> Tensor:
     for slot, rows in enumerate(local, first_slot):
         # One expert at a time, because every word becomes several int64 values.
         words = rows.contiguous().view(torch.uint8).view(word).to(torch.int64)
-        ranges = [*inner, (ends[0], ends[1])]
-        positions = _find_word_positions(expert_of[slot], ranges, sizes, words.device)
+        expert = torch.tensor(expert_of[slot], device=words.device)
+        positions = number_elements(expert, [*inner, (ends[0], ends[1])], sizes)
         for index, seed in enumerate(SEEDS):
             total[index] += mix_bits(words + mix_bits(positions + seed)).sum()
     return total
@@ -200,16 +199,3 @@ def _with_whole_rows(tensor: Tensor) -> tuple[Tensor, bool]:
             placements[axis] = Replicate()
             counts = counts and mesh.get_local_rank(axis) == 0
     return tensor.redistribute(placements=placements), counts
-
-
-def _find_word_positions(
-    expert: int, ranges: Sequence[tuple[int, int]], sizes: Sequence[int], device: torch.device
-) -> Tensor:
-    """Return the position in the whole tensor of each word of an expert.
-
-    `ranges` has the words of this rank, by dim, and `sizes` the numbers of words of all ranks.
-    """
-    positions = torch.tensor(expert, device=device)
-    for (start, stop), size in zip(ranges, sizes, strict=True):
-        positions = positions.unsqueeze(-1) * size + torch.arange(start, stop, device=device)
-    return positions

@@ -24,11 +24,6 @@ EXTRA = "extra_tensors.json"
 _logger = logging.getLogger("hf_moe_ep")
 
 
-def extra_file(index: int) -> str:
-    """Return the file name for model `index` of a folder, numbered as Accelerate numbers files."""
-    return EXTRA if index == 0 else f"{Path(EXTRA).stem}_{index}.json"
-
-
 def describe_extra(state: ModelState) -> dict[str, Any] | None:
     """Return the content of extra_tensors.json; None for a model without extra tensors.
 
@@ -82,17 +77,14 @@ def restore_extra(state: ModelState, path: Path) -> None:
     except ValueError as error:
         _logger.warning("%s", error)
         return
-    own: FileReferences | None = state.extra
     if saved is None:
         return
-    if own is None:
+    own: FileReferences | None = state.extra
+    # The hashes of the checkpoint show if the files have changed since the first run.
+    if own is None or own.tensors() == saved.tensors():
         state.extra = saved
         return
     own_tensors, saved_tensors = own.tensors(), saved.tensors()
-    if own_tensors == saved_tensors:
-        # The hashes of the checkpoint show if the files have changed since the first run.
-        state.extra = saved
-        return
     own_hashes, saved_hashes = own.hashes(), saved.hashes()
     for key in own_hashes.keys() & saved_hashes.keys():
         if own_hashes[key] != saved_hashes[key]:

@@ -18,7 +18,7 @@ their own process group, because the collectives of two threads in one group wou
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,20 +55,19 @@ from hf_moe_ep.state import ModelState, computing_device, patched_state
 _FILE_BYTES = 1 << 30
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Snapshot:
-    """The part of a checkpoint that one rank writes: tensors by file, and the rest as JSON.
+    """The part of a checkpoint that one rank writes.
 
-    `content` describes the tensors of this rank's pipeline stage, `state` those of all stages.
+    Attributes:
+        files: the rank's tensors, by file.
+        values: the content of the JSON files that the rank writes, by their names; None: no file.
+        layout: the layout of all ranks, for the manifest.
     """
 
     files: list[Shards]
-    content: StateFile
-    random: dict[str, Any]
+    values: dict[str, Any]
     layout: dict[str, Any]
-    base: dict[str, Any] | None = None
-    extra: dict[str, Any] | None = None
-    state: dict[str, Any] = field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -119,28 +118,30 @@ def save_checkpoint(
     saver.wait()
     reshard(model)
 
-    def prepare() -> _Snapshot:
+    def prepare() -> tuple[list[Shards], StateFile, dict[str, Any]]:
+        values: dict[str, Any] = {}
         if is_first():
             folder.check_free(path)
-            extra = describe_extra(state)
-        else:
-            extra = None
-        snapshot = _take_snapshot(model, optimizer, scheduler, progress, state)
-        snapshot.extra = extra
+            values = {BASE: base, EXTRA: describe_extra(state)}
+        files, own = _collect_state(model, optimizer, scheduler, progress, state)
+        random = random_state.capture(computing_device(model))
+        values[folder.random_file(this_rank())] = encode(random, "random state")
         if asynchronous:
-            snapshot.files = [
-                {name: (box, values.to("cpu", copy=True)) for name, (box, values) in shards.items()}
-                for shards in snapshot.files
+            files = [
+                {name: (box, x.to("cpu", copy=True)) for name, (box, x) in shards.items()}
+                for shards in files
             ]
-        return snapshot
+        return files, own, values
 
     base = describe_base(model)
     with experts_in_hub_order(model, optimizer):
-        snapshot = together("save_checkpoint", prepare)
-        content = join_stages(snapshot.content, state)
-        snapshot.state = together("save_checkpoint", content.to_json)
-        snapshot.base = base
-        _check_equal(digest(snapshot.state))
+        files, own, values = together("save_checkpoint", prepare)
+        joined = join_stages(own, state)
+        content = together("save_checkpoint", joined.to_json)
+        _check_equal(digest(content))
+        if is_first():
+            values[folder.STATE] = content
+        snapshot = _Snapshot(files, values, own.layout)
         on_first(f"clearing {path}", lambda: folder.clear(path, model))
         if not asynchronous:
             _write(path, snapshot, None)
@@ -149,31 +150,27 @@ def save_checkpoint(
     return SaveHandle(path)
 
 
-def _take_snapshot(
+def _collect_state(
     model: nn.Module,
     optimizer: Any,
     scheduler: Any,
     progress: dict[str, Any] | None,
     state: ModelState,
-) -> _Snapshot:
+) -> tuple[list[Shards], StateFile]:
+    """Return this rank's tensors by file, and the state of its pipeline stage."""
     if not isinstance(progress, dict | None):
         raise ValueError(f"progress is {progress!r}; make it a dict, like {{'step': 100}}")
     named = collect(model, optimizer)
-    layout, forms = folder.layout_of(state), named.forms()
+    forms = named.forms()
     own = StateFile(
-        layout=layout,
+        layout=folder.layout_of(state),
         progress=progress or {},
         scheduler=None if scheduler is None else scheduler.state_dict(),
         tensors=forms,
         scalars=named.scalars,
         optimizer=named.optimizer,
     )
-    return _Snapshot(
-        files=named.files(forms, _FILE_BYTES),
-        content=own,
-        random=encode(random_state.capture(computing_device(model)), "random state"),
-        layout=layout,
-    )
+    return named.files(forms, _FILE_BYTES), own
 
 
 def _check_equal(state_digest: str) -> None:
@@ -191,13 +188,9 @@ def _write(path: Path, snapshot: _Snapshot, group: dist.ProcessGroup | None) -> 
         return folder.write_tensors(path, snapshot.files)
 
     def write_other_files() -> None:
-        folder.write_json(path / folder.random_file(this_rank()), snapshot.random)
-        if is_first():
-            folder.write_json(path / folder.STATE, snapshot.state)
-            if snapshot.base is not None:
-                folder.write_json(path / BASE, snapshot.base)
-            if snapshot.extra is not None:
-                folder.write_json(path / EXTRA, snapshot.extra)
+        for name, value in snapshot.values.items():
+            if value is not None:
+                folder.write_json(path / name, value)
 
     written = together(f"saving {path}", write_tensors, group)
     together(f"saving {path}", write_other_files, group)

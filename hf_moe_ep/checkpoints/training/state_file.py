@@ -174,7 +174,7 @@ def read(path: Path) -> StateFile:
 
 
 def _form_to_json(form: SavedTensor, numbers: dict[Spread, int]) -> dict[str, Any]:
-    fields = {"shape": form.shape, "dtype": _dtype_name(form.dtype)}
+    fields = {"shape": form.shape, "dtype": str(form.dtype).removeprefix("torch.")}
     if form.spread is None:
         return fields
     return {**fields, "spread": numbers[form.spread], "replica": form.replica}
@@ -228,7 +228,3 @@ def _value_from_json(entry: dict[str, Any]) -> OptimizerValue:
     if "__in_file__" in entry:
         return OptimizerValue(in_file=entry["__in_file__"])
     return OptimizerValue(value=decode(entry["value"]), on_device=entry.get("on") == _PARAMETER)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

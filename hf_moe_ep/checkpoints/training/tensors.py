@@ -35,7 +35,7 @@ from hf_moe_ep.checkpoints.training.state_file import (
     SavedTensor,
 )
 from hf_moe_ep.etp import find_apart, stock_parts, stock_shape
-from hf_moe_ep.lora.computed import stacked_factors
+from hf_moe_ep.lora.computed import pack_conversion, stack_conversion, stacked_factors
 from hf_moe_ep.lora.factors import is_stacked
 from hf_moe_ep.ranks.boxes import Box
 from hf_moe_ep.ranks.together import this_rank, world_size
@@ -419,7 +419,7 @@ def _find_converters(
 ) -> dict[nn.Parameter, tuple[Convert | None, Convert | None]]:
     """Return (to_file, from_file) of `StateTensor` for each packed LoRA factor of experts."""
     return {
-        factor.parameter: (factor.stack, factor.pack)
+        factor.parameter: (stack_conversion(factor), pack_conversion(factor))
         for factor in stacked_factors(model)
         if not is_stacked(factor.parameter)
     }

@@ -1,16 +1,15 @@
-"""Replace attributes of modules and classes for the duration of a block."""
+"""Replace an attribute of an object, class or module for the duration of a block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 
 @contextmanager
-def replace_attribute(owner: ModuleType | type, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or class inside the block."""
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give the attribute `name`, which `owner` itself has, another value inside the block."""
     stock = vars(owner)[name]
     setattr(owner, name, value)
     try:
