@@ -15,6 +15,7 @@ compared when the state is loaded.
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -76,9 +77,8 @@ def save_model(
         RuntimeError: on every rank that called this: another rank did not, or a rank failed.
     """
     state = find_state(self.model)
-    sharded = state is not None and state.meshes is not None
     of_checkpoint = _internal_call and output_dir is not None
-    if not sharded or not self.is_fsdp_enabled:
+    if state is None or state.meshes is None or not self.is_fsdp_enabled:
         original(self, output_dir, _internal_call)
         return
     if of_checkpoint:  # with FULL_STATE_DICT rank 0 writes, and the next step is a collective
@@ -90,7 +90,7 @@ def save_model(
         state_dict = gather_state_dict(self.model)
     else:
         state_dict = _SavedAlready()
-        save_pretrained(self.model, folder)
+        save_pretrained(self.model, folder, extra_tensors=_can_copy_extra(state, folder))
 
     def save_other_files() -> None:
         if self.args.should_save:
@@ -99,6 +99,31 @@ def save_model(
     together(f"saving {folder}", save_other_files)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+def _can_copy_extra(state: ModelState, folder: str) -> bool:
+    """Return True if the tensors that the model's class ignores can be copied into a save.
+
+    If their files are gone, rank 0 warns: what was trained must be saved in any case, and a user of
+    the Trainer cannot pass `extra_tensors=False`.
+    """
+
+    def find_problem() -> str | None:
+        try:
+            if state.extra is not None:
+                state.extra.check_unchanged()
+        except ValueError as error:
+            return str(error)
+        return None
+
+    problem = on_first(f"saving {folder}", find_problem)
+    if problem is not None and is_first():
+        warnings.warn(
+            f"{folder} is saved without the tensors of {state.extra.source} that the model's class "
+            f"ignores: {problem}",
+            stacklevel=2,
+        )
+    return problem is None
 
 
 @contextmanager
