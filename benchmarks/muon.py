@@ -150,7 +150,7 @@ def _bytes_by_hand(assignment: Any) -> int:
     """
     nbytes = 0
     for entry in assignment.matrices:
-        shard = entry.shard
+        shard = entry.sharding
         if shard.group is not None:
             elements = shard.experts * entry.layout.parts * entry.shape[0] * entry.shape[1]
             ranks = len(shard.bounds)

@@ -30,7 +30,7 @@ from hf_moe_ep.checkpoints.hub.unread import shard_and_read
 from hf_moe_ep.config import ParallelConfig, launched_local_rank, resolve_config
 from hf_moe_ep.integrations.install import wrap_adapters
 from hf_moe_ep.patch import check_unsharded, patch_model
-from hf_moe_ep.ranks.together import is_distributed, together
+from hf_moe_ep.ranks.together import check_everyone_calls, is_distributed, together
 from hf_moe_ep.sharding.options import ShardOptions, default_device, default_policy, kept_whole
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
@@ -213,10 +213,14 @@ def from_pretrained(
     call = f"from_pretrained({os.fspath(name_or_dir)!r})"
 
     def fetch() -> Path | None:
-        if peft_config is not None:
-            check_attachable(peft_config)
-        is_first_on_machine = launched_local_rank() in (None, 0)
-        return local_folder(name_or_dir, download) if is_first_on_machine else None
+        try:
+            if peft_config is not None:
+                check_attachable(peft_config)
+            is_first_on_machine = launched_local_rank() in (None, 0)
+            return local_folder(name_or_dir, download) if is_first_on_machine else None
+        finally:
+            # A download may take longer than the timeout of a collective.
+            check_everyone_calls("from_pretrained", _DOWNLOAD)
 
     def build() -> tuple[Path, nn.Module]:
         folder = downloaded or local_folder(name_or_dir, download, after_another=True)
@@ -229,7 +233,7 @@ def from_pretrained(
 
     # The first rank of each machine downloads for the other ranks, because the hub would refuse the
     # requests of, say, 512 ranks at the same time.
-    downloaded = together(call, fetch, patience=_DOWNLOAD)
+    downloaded = together(call, fetch)
     folder, model = together(call, build)
     return apply_ep_fsdp2(
         model,

@@ -69,6 +69,7 @@ from hf_moe_ep.integrations.install import install
 from hf_moe_ep.lora.computed import check_gets_whole_rows
 from hf_moe_ep.loss import attach as loss
 from hf_moe_ep.moe import attach as moe
+from hf_moe_ep.moe.aux_loss import detach_aux_loss
 from hf_moe_ep.moe.recompute import unwatch_checkpoints
 from hf_moe_ep.moe.stacked import stack_experts, unstack_experts
 from hf_moe_ep.mtp import attach as mtp
@@ -275,7 +276,7 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 def _detach(model: nn.Module, state: ModelState) -> None:
     """Undo what the features have attached."""
-    moe.detach(model)
+    detach_aux_loss(model)
     restore_classes(model)
     for module in model.modules():
         remove_hooks(module, lambda hook: isinstance(hook, Ours))

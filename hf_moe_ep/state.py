@@ -17,7 +17,8 @@ the row above.
     moe/recompute.py | _gradient_checkpointing_func checkpoint_fn | wrapped at a forward
     moe/aux_loss.py | load_balancing_loss_func | a switch, in the file of the model's forward
     upstream/experts_interface.py | _experts_implementation_internal register | names our forward
-    upstream/attention_interface.py | _attn_implementation_internal _hf_moe_ep_stock register | same
+    upstream/attention_interface.py | _attn_implementation_internal register | the same
+    upstream/attention_interface.py | _hf_moe_ep_stock _hf_moe_ep_wrapped_attention | the same
     -- set later in a ModelState or MoELayer --
     sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
     sharding/shard.py | whole_weights weights_dtype buffers | the same
@@ -152,6 +153,7 @@ the row above.
     integrations/axolotl.py | experts_implementation | of axolotl's configuration, before loading
     integrations/engines.py | _hf_moe_ep_sent setattr | of TRL's objects that sent extra tensors
     integrations/new_adapters.py | target_parameters | of a LoraConfig that --lora-experts extends
+    integrations/saving.py | replaced | Accelerate's functions that save, during a save
     integrations/references.py | _hf_moe_ep_policy meshes_beside | the policy of a reference model
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
@@ -604,14 +606,19 @@ class OfModel(Ours):
         return copied
 
 
-class ShardedOnly(Ours):
+class StateHook(Ours):
+    """A hook that reads or changes the state of a model."""
+
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+
+
+class ShardedOnly(StateHook):
     """A hook that does nothing on a model that is not sharded.
 
     torch.compile can trace such a model through the hook. On a sharded model the hook calls `run`,
     which is not traced.
     """
-
-    state: ModelState
 
     def __call__(self, *args: Any) -> Any:
         return None if self.state.meshes is None else _not_traced(self.run, *args)

@@ -6,6 +6,7 @@
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,25 @@ def test_one_rank_per_machine_downloads(tmp_path: Path) -> None:
     repository = str(tmp_path / "repository")
     assert run_ranks(_download, 2, repository, shared) == [[False] * 2, [True] * 2]
     assert run_ranks(_download, 2, repository, per_rank) == [[False] * 2, [True, False, False]]
+
+
+def _download_slowly(rank: int, world: int, folder: str) -> None:
+    """The rank that downloads takes longer than the timeout of the process group."""
+    fake = FakeHub(Path(folder), Path(folder) / "cache")
+
+    def download(*args: Any, **kwargs: Any) -> str:
+        if rank == 0:
+            time.sleep(4)
+        return fake(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(hub, "snapshot_download", download)
+        from_pretrained("owner/model", ep_size=2)
+
+
+def test_a_download_may_take_longer_than_the_timeout_of_a_collective(tmp_path: Path) -> None:
+    _write_repository(tmp_path / "repository", 3)
+    run_ranks(_download_slowly, 2, str(tmp_path / "repository"), group_timeout=2.0)
 
 
 TARGETS = ["q_proj", "v_proj"]

@@ -196,7 +196,8 @@ def save_in_hub_layout(
     if state.meshes is None and not needs_ours:
         original(self, save_directory, *args, **kwargs)
         return
-    options = _bind_options(original, self, save_directory, args, kwargs)
+    options = dict(signature(original).bind(self, save_directory, *args, **kwargs).arguments)
+    options |= options.pop("kwargs", {})
     state_dict = options.get("state_dict")
     size = {name: options[name] for name in ("max_shard_size",) if name in options}
     size["extra_tensors"] = extra_tensors
@@ -214,18 +215,6 @@ def save_in_hub_layout(
         if needs_ours:
             _check_options(options)
         save_state_dict(self, save_directory, state_dict, **size)
-
-
-def _bind_options(
-    original: Callable[..., Any],
-    model: transformers.PreTrainedModel,
-    save_directory: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> dict[str, Any]:
-    """Return all arguments of a call of `save_pretrained` by name."""
-    bound = dict(signature(original).bind(model, save_directory, *args, **kwargs).arguments)
-    return bound | bound.pop("kwargs", {})
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.etp import check_cut
-from hf_moe_ep.moe.aux_loss import attach_aux_loss, detach_aux_loss
+from hf_moe_ep.moe.aux_loss import attach_aux_loss
 from hf_moe_ep.moe.counting import attach_counting
 from hf_moe_ep.moe.dispatch.deepep import load_deep_ep
 from hf_moe_ep.moe.experts import choose_compute
@@ -92,11 +92,6 @@ def _attach_to_block(experts: StackedExperts, state: ModelState) -> None:
     state.in_described_block = False
     block.register_forward_pre_hook(EnterBlock(state))
     block.register_forward_hook(LeaveBlock(state), always_call=True)
-
-
-def detach(model: nn.Module) -> None:
-    """Undo what `attach` has changed outside of the model."""
-    detach_aux_loss(model)
 
 
 def _check_ep_size(parts: Parts, config: ParallelConfig) -> None:

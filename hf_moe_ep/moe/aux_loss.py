@@ -87,34 +87,6 @@ _FUNCTION = "load_balancing_loss_func"
 _MAX_STACKED, _MAX_STACKED_ON_CPU = 2**26, 2**20
 
 
-def global_aux_loss(
-    router_logits: tuple[Tensor, ...],
-    num_experts: int,
-    top_k: int,
-    attention_mask: Tensor | None = None,
-    *,
-    world_size: int,
-    per_layer: bool = False,
-    sequence: Slice | None = None,
-) -> Tensor:
-    """Compute the loss of the module docstring from this rank's logits (T, E) of every layer.
-
-    The positional arguments are those of transformers' `load_balancing_loss_func`. If `sequence` is
-    given (sp_size > 1), the logits are those of this rank's slice, but `attention_mask` is that of
-    the whole sequence.
-    """
-    own_sums = sum_over_layers(
-        router_logits,
-        num_experts,
-        top_k,
-        attention_mask,
-        per_layer=per_layer,
-        sequence=sequence,
-    )
-    (term,), _ = terms_of_sums([own_sums], top_k, world_size=world_size)
-    return term
-
-
 def sum_over_layers(
     router_logits: tuple[Tensor, ...],
     num_experts: int,
@@ -126,8 +98,10 @@ def sum_over_layers(
 ) -> Tensor:
     """Sum pairs and probabilities of each expert over this rank's tokens: [layers, 2, E].
 
-    The sums of the layers are added up to [1, 2, E] unless `per_layer` is True. The arguments are
-    those of `global_aux_loss`.
+    The sums of the layers are added up to [1, 2, E] unless `per_layer` is True. The positional
+    arguments are those of transformers' `load_balancing_loss_func`, first the logits (T, E) of all
+    layers. If `sequence` is given (sp_size > 1), the logits are those of this rank's slice, but
+    `attention_mask` is that of the whole sequence.
     """
     if sequence is not None:
         if attention_mask is None:
@@ -374,25 +348,15 @@ class GlobalAuxLoss(Ours):
             router_logits = tuple(map(second_runs.second_logits, router_logits))
             second_runs.end()
         forward.learns = any(logits.requires_grad for logits in router_logits)
-        per_layer = self.state.config.aux_loss_per_layer
         if self._boundary is not None:
             forward.learns |= not router_logits  # a stage of dense layers
-            loss = self._compute_on_stage(forward, router_logits, *args, **kwargs)
-        else:
-            loss = global_aux_loss(
-                router_logits,
-                *args,
-                **kwargs,
-                world_size=self._world_size,
-                per_layer=per_layer,
-                sequence=forward.sequence,
-            )
+        loss = self._compute_term(forward, router_logits, *args, **kwargs)
         if forward.divisor == 1:
             return loss
         forward.undivided, forward.returned = loss, loss / forward.divisor
         return forward.returned
 
-    def _compute_on_stage(
+    def _compute_term(
         self,
         forward: _Forward,
         router_logits: tuple[Tensor, ...],
@@ -400,14 +364,14 @@ class GlobalAuxLoss(Ours):
         top_k: int,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Add this stage's sums to those of earlier stages; the last stage computes the loss.
+        """Compute this rank's term of the loss (`terms_of_sums`).
 
-        Every other stage returns zero. With "gpipe" the last stage returns zero as well, and
+        A pipeline stage adds its sums to those of earlier stages, and the last stage computes the
+        loss; every other stage returns zero. With "gpipe" the last stage returns zero as well, and
         `finish_batch` computes the loss of all micro-batches.
         """
         boundary, per_layer = self._boundary, self.state.config.aux_loss_per_layer
-        assert boundary is not None
-        sums = boundary.received_sums
+        sums = None if boundary is None else boundary.received_sums
         if router_logits:
             own_sums = sum_over_layers(
                 router_logits,
@@ -424,9 +388,9 @@ class GlobalAuxLoss(Ours):
         if sums is None:
             num_layers, device = 0 if per_layer else 1, self.state.device
             sums = torch.zeros(num_layers, 2, num_experts, dtype=torch.float32, device=device)
-        if not boundary.is_last:
+        if boundary is not None and not boundary.is_last:
             boundary.sent_sums = sums
-        elif boundary.defers_aux_loss:
+        elif boundary is not None and boundary.defers_aux_loss:
             boundary.deferred.append(sums)
             factor = self._coefficient(fused=forward.has_fused_head) / forward.divisor
             boundary.finish_aux_loss = functools.partial(self.finish_batch, top_k, factor)

@@ -29,42 +29,33 @@ from hf_moe_ep.architectures import Parts
 from hf_moe_ep.dispatcher import Planning
 from hf_moe_ep.etp import count_whole
 from hf_moe_ep.sequence.slices import SLICE, Slice
-from hf_moe_ep.state import ModelState, MoELayer, Ours
+from hf_moe_ep.state import ModelState, MoELayer, StateHook
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 from hf_moe_ep.upstream.models import bind_forward, find_tokens, given_cache
 
 
-class BeginCounting(Ours):
+class BeginCounting(StateHook):
     """Pre-forward hook of the root: records whether this forward leads to gradients."""
-
-    def __init__(self, state: ModelState) -> None:
-        self.state = state
 
     def __call__(self, root: nn.Module, args: tuple[Any, ...]) -> None:
         self.state.leads_to_gradients = torch.is_grad_enabled()
 
 
-class EndCounting(Ours):
+class EndCounting(StateHook):
     """Forward hook of the root: clears the record of `BeginCounting`.
 
     A layer that is called outside of the root's forward is counted if it has gradients enabled.
     """
 
-    def __init__(self, state: ModelState) -> None:
-        self.state = state
-
     def __call__(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.state.leads_to_gradients = False
 
 
-class FindCounted(Ours):
+class FindCounted(StateHook):
     """Pre-forward hook of the model that gets a batch: finds the tokens that are counted.
 
     It runs after the hook that adds a `Slice`, so with sp_size > 1 it finds those of this rank.
     """
-
-    def __init__(self, state: ModelState) -> None:
-        self.state = state
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if model.training and torch.compiler.is_compiling():
@@ -77,15 +68,12 @@ class FindCounted(Ours):
         self.state.counted_tokens = find_counted_tokens(bind_forward(model, args, kwargs))
 
 
-class ForgetCounted(Ours):
+class ForgetCounted(StateHook):
     """Forward hook of the same model: forgets the tokens that `FindCounted` has found.
 
     For compiled layers they stay until the next forward: without them, the recompute of a layer
     would need a graph of its own.
     """
-
-    def __init__(self, state: ModelState) -> None:
-        self.state = state
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.state.counted_tokens is not None and self.state.is_counted is None:

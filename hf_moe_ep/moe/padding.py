@@ -32,7 +32,7 @@ cannot trace it, so compiled blocks compute all tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from torch.nn import functional
 
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.sequence.slices import SLICE, Slice
-from hf_moe_ep.state import ModelState, Ours
+from hf_moe_ep.state import ModelState, Ours, StateHook
 from hf_moe_ep.upstream.autograd_modes import saved_tensors_are_hooked
 from hf_moe_ep.upstream.models import IGNORED_LABEL, asks_for, bind_forward, given_cache
 
@@ -59,10 +59,6 @@ class RealTokens:
     is_kept: bool = False
     _positions: list[Tensor | None] = field(default_factory=list)
     _padding: list[Tensor] = field(default_factory=list)
-
-    def kept(self) -> RealTokens:
-        """Return the same tokens for a checkpointed function that keeps them."""
-        return replace(self, is_kept=True)
 
     def padding_T1(self, device: torch.device) -> Tensor:
         """Return a mask [T, 1] of all other tokens, which is computed once per forward."""
@@ -115,11 +111,8 @@ class FindPadding(Ours):
         return self.state.loss_is_fused and not shows_hidden
 
 
-class ForgetPadding(Ours):
+class ForgetPadding(StateHook):
     """Forward hook of the causal LM: clears the tokens that `FindPadding` has found."""
-
-    def __init__(self, state: ModelState) -> None:
-        self.state = state
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.state.real_tokens is not None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -210,7 +210,7 @@ class CheckpointedTokens:
 
     def __init__(self, state: ModelState, function: Callable[..., Any]) -> None:
         self._state, self._function = state, function
-        self._tokens = state.real_tokens.kept()
+        self._tokens = replace(state.real_tokens, is_kept=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outer, self._state.real_tokens = self._state.real_tokens, self._tokens

@@ -31,9 +31,9 @@ from torch import Tensor
 from hf_moe_ep.ops.quantised import (
     BLOCK_SCALE,
     NESTED_SCALE,
+    Quantisation,
     Quantised,
     dequantise,
-    dequantised_shape,
 )
 
 # The tensors of ExpertWeights, in the order of the operators' arguments.
@@ -165,9 +165,8 @@ class ExpertWeights:
     def matrix_shape(self, name: str) -> tuple[int, int]:
         """Return (O, I) of the matrices `name`."""
         stored: Tensor = getattr(self, name)
-        if self.quantised:
-            return dequantised_shape(stored, self.quantised)
-        return stored.shape[1], stored.shape[2]
+        per_byte = Quantisation(self.quantised).values_per_byte if self.quantised else 1
+        return stored.shape[1], stored.shape[2] * per_byte
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are not None, in the order of WEIGHT_NAMES."""

@@ -218,11 +218,6 @@ def plain_scales(stack: Quantised) -> Tensor:
     return (values[:, : scales.shape[1]] + offset[:, 0]).view(experts, *shape)
 
 
-def dequantised_shape(stored: Tensor, kind: str) -> tuple[int, int]:
-    """Return (O, I) of the matrices of a stack whose bytes are `stored`."""
-    return stored.shape[1], stored.shape[2] * _VALUES_PER_BYTE[kind]
-
-
 def rows_and_columns_of_blocks(quantisation: Quantisation) -> tuple[int, int]:
     """Return the size of the blocks (rows, columns) whose values share a scale."""
     return _BLOCKS[quantisation.kind]

@@ -197,7 +197,9 @@ def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode
         )
     assert state.meshes is not None
     # With CPU offload the parameters are on the host.
-    if trains and _autocasts_to_fp16(state.meshes.device.type):
+    device = state.meshes.device.type
+    casts = torch.is_autocast_enabled(device)
+    if trains and casts and torch.get_autocast_dtype(device) == torch.float16:
         raise ValueError(
             f"pp_size={size} computes gradients before a gradient scaler has multiplied the "
             f"loss, so gradients in fp16 would become zero; train in bf16"
@@ -242,10 +244,6 @@ def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode
         )
     if (state.config.pp_microbatches or size) > 1 and len(tokens) > 1:
         check_can_be_cut(given, len(tokens))
-
-
-def _autocasts_to_fp16(device: str) -> bool:
-    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
 
 
 def _trains_tied_weight(state: ModelState, mode: int) -> int:

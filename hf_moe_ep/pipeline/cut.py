@@ -12,7 +12,6 @@ on every stage. A tied embedding lies on the first and on the last stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -117,7 +116,8 @@ def cut_model(
     boundary = Boundary(index == size - 1)
     names = {id(module): name for name, module in model.named_modules()}
     stage = Stage(index, size, own, len(parts.layers), boundary)
-    stage.moe_names = _names_in(parts.root, parts.experts.values())
+    stock_names = {id(module): stock_name(name) for name, module in parts.root.named_modules()}
+    stage.moe_names = tuple(stock_names[id(module)] for module in parts.experts.values())
     stage.tensors = _list_tensors(model, stage_of_names(model, parts, stages))
     if parts.tied and index in (0, size - 1):
         owner = parts.embedding if index == 0 else parts.head
@@ -138,11 +138,6 @@ def cut_model(
     parts.layers[own.stop - 1].register_forward_hook(CheckOutput(names[id(parts.layers[own[-1]])]))
     _forget_removed(model, parts, state, stage)
     return stage
-
-
-def _names_in(root: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:
-    names = {id(module): stock_name(name) for name, module in root.named_modules()}
-    return tuple(names[id(module)] for module in modules)
 
 
 def _list_tensors(model: nn.Module, stage_of: dict[str, int | None]) -> dict[str, WholeTensor]:

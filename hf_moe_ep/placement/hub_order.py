@@ -33,7 +33,7 @@ from hf_moe_ep.placement.move import (
 )
 from hf_moe_ep.ranks.together import together
 from hf_moe_ep.sharding.units import reshard
-from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, find_state
+from hf_moe_ep.state import STATE, ModelState, MoELayer, StateHook, find_state
 
 _GUARDED = "_hf_moe_ep_guarded"
 
@@ -192,14 +192,11 @@ def _guard(optimizer: Any, state: ModelState) -> None:
         unwrapped.register_load_state_dict_pre_hook(hook)
 
 
-class NotInHubOrder(Ours):
+class NotInHubOrder(StateHook):
     """Hook that refuses to make or load a state dict while experts are not in hub order.
 
     It is registered on experts modules and on optimizers.
     """
-
-    def __init__(self, state: ModelState) -> None:
-        self.state = state
 
     def __call__(self, owner: Any, *args: Any) -> None:
         if not isinstance(owner, nn.Module):

@@ -154,21 +154,10 @@ def check_own_gpu(gpu: str) -> None:
         raise ValueError(store.get(f"{key}/shared").decode())
 
 
-def together(
-    what: str,
-    part: Callable[[], Value],
-    group: dist.ProcessGroup | None = None,
-    *,
-    patience: timedelta | None = None,
-) -> Value:
+def together(what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
     """Run `part` on every rank of `group` and return the value of this rank.
 
-    Args:
-        what: describes the work in errors: "saving out/step-100".
-        part: the work of each rank.
-        group: the ranks; None is all ranks.
-        patience: how long ranks wait for the slowest one, if this may be longer than the timeout of
-            the process group. None: that timeout.
+    `what` describes the work in errors: "saving out/step-100".
 
     Raises:
         ValueError: on every rank, if all errors were ValueErrors (a mistake of the user).
@@ -187,8 +176,6 @@ def together(
         user_error = next((kind for kind in _USER_ERRORS if isinstance(error, kind)), None)
         failure, cause = _Failure(one_line(error), user_error), error
     try:
-        if patience is not None:
-            check_everyone_calls(what, patience, group=group)
         failed = _any_rank(failure is not None, group)
         failures = gather(failure, group) if failed else []
     except RuntimeError as error:

@@ -29,7 +29,6 @@ Every rank plans the calls of all ranks, so it knows which keys and values the o
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,7 +42,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from hf_moe_ep.ranks.collectives import gather_counts
 from hf_moe_ep.sequence.gather import find_documents
-from hf_moe_ep.sequence.partial_attention import QueryKeyRange, slice_block_mask
+from hf_moe_ep.sequence.partial_attention import QueryKeyRange, once, slice_block_mask
 from hf_moe_ep.sequence.slices import Slice
 from hf_moe_ep.upstream.attention_interface import is_eager, uses_flash_attention, uses_sdpa
 from hf_moe_ep.upstream.autograd_modes import hidden_from_modes
@@ -100,17 +99,8 @@ class _Layer:
         return bool(getattr(self.module, "is_causal", True) if given is None else given)
 
     def once(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """Return what an earlier layer with this mask has computed in this forward, or compute it.
-
-        Masks are found by their ids. A layer may have a mask of its own, which is not kept alive;
-        another mask with its id is then recognised by the weak reference.
-        """
-        known, key = self.context.computed, (*key, id(self.mask))
-        found = known.get(key)
-        if found is None or (self.mask is not None and found[0]() is not self.mask):
-            reference = None if self.mask is None else weakref.ref(self.mask)
-            found = known[key] = reference, compute()
-        return found[1]
+        """Return what was computed from this mask before in this forward, or compute it."""
+        return once(self.context.computed, key, self.mask, compute)
 
 
 def plan_calls(

@@ -28,19 +28,13 @@ from torch.nn import functional
 
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.sequence.slices import SLICE, Slice
+from hf_moe_ep.sequence.split import EndForward, RunningSlice
 from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.attention_interface import builds_dense_masks, config_with_own_masks
 
 
-class MaskRows:
-    """Builds masks for the slice of the forward that runs.
-
-    Attributes:
-        part: the slice, during the forward of a module that builds masks.
-    """
-
-    def __init__(self) -> None:
-        self.part: Slice | None = None
+class MaskRows(RunningSlice):
+    """Builds masks for the slice of the forward of a module that builds masks."""
 
     def __call__(self, stock: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
         """Call a stock mask function for the rows of this rank, or for all rows.
@@ -109,16 +103,6 @@ class BeginMasks(Ours):
         self.rows.part = kwargs.get(SLICE)
 
 
-class EndMasks(Ours):
-    """Forward hook of such a module, also after an error: removes the slice."""
-
-    def __init__(self, rows: MaskRows) -> None:
-        self.rows = rows
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.rows.part = None
-
-
 def attach_mask_rows(parts: Parts, state: ModelState) -> None:
     """Give the modules around the decoder layers a config that builds the rows of this rank."""
     in_mixers = {m for mixers in parts.mixers for child in mixers.values() for m in child.modules()}
@@ -134,4 +118,4 @@ def attach_mask_rows(parts: Parts, state: ModelState) -> None:
             continue
         state.replace(module, "config", config_with_own_masks(config, rows))
         module.register_forward_pre_hook(BeginMasks(rows), with_kwargs=True)
-        module.register_forward_hook(EndMasks(rows), always_call=True)
+        module.register_forward_hook(EndForward(rows), always_call=True)

@@ -17,6 +17,7 @@ plain PyTorch on a CPU, where FlexAttention has no backward.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -77,7 +78,7 @@ def attend_to_part(
     """
     if query.device.type == "cpu":
         return _attend_plainly(query, key, value, scores, box, known)
-    mask = _once(known, ("flex", box), scores.mask, lambda: slice_block_mask(scores.mask, box))
+    mask = once(known, ("flex", box), scores.mask, lambda: slice_block_mask(scores.mask, box))
     out, aux = _compiled_flex_attention()(
         query,
         key,
@@ -105,7 +106,7 @@ def _attend_plainly(
         sizes = box.q_stop - box.q_start, box.k_stop - box.k_start
         return create_mask(_shift(scores.mask, box), rows, heads, *sizes, device=query.device)
 
-    visible = _once(known, ("plain", box), scores.mask, make)
+    visible = once(known, ("plain", box), scores.mask, make)
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
@@ -156,13 +157,8 @@ def grads_of_part(
     share = weight(lse_part.detach(), lse)
     difference = (grad_out * (out_part.detach() - out)).sum(-1)
     grad_lse_part = share.squeeze(-1) * (difference + grad_lse)
-    outputs, grads_of_outputs = (
-        (out_part, lse_finite),
-        (
-            (share * grad_out).to(out_part.dtype),
-            grad_lse_part.to(lse_finite.dtype),
-        ),
-    )
+    outputs = out_part, lse_finite
+    grads_of_outputs = (share * grad_out).to(out_part.dtype), grad_lse_part.to(lse_finite.dtype)
     return torch.autograd.grad(outputs, inputs, grads_of_outputs)
 
 
@@ -200,12 +196,15 @@ def _compiled_flex_attention() -> Any:
     return torch.compile(flex_attention)
 
 
-def _once(known: dict[Any, Any], key: Any, mask: BlockMask, compute: Callable[[], Any]) -> Any:
-    """Return what was computed from a mask before, or compute it.
+def once(known: dict[Any, Any], key: Any, mask: Any, compute: Callable[[], Any]) -> Any:
+    """Return what was computed from a mask (or from None) before, or compute it.
 
-    The mask is kept, so that no other one gets its id.
+    Masks are found by their ids, and are not kept alive; another mask with the id of an earlier one
+    is recognised by the weak reference.
     """
     key = (*key, id(mask))
-    if key not in known:
-        known[key] = mask, compute()
-    return known[key][1]
+    found = known.get(key)
+    if found is None or (mask is not None and found[0]() is not mask):
+        reference = None if mask is None else weakref.ref(mask)
+        found = known[key] = reference, compute()
+    return found[1]

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from hf_moe_ep.sequence.gather import GatherArguments, Split
 from hf_moe_ep.sequence.slices import Slice, gather_slices
 from hf_moe_ep.sequence.states import passes_states, run_pieces
-from hf_moe_ep.sequence.ulysses import exchange_all_for_heads, exchange_for_tokens
+from hf_moe_ep.sequence.ulysses import exchange_for_heads, exchange_for_tokens
 from hf_moe_ep.upstream.recurrences import (
     CONVOLUTION,
     FUSED,
@@ -140,7 +140,7 @@ def _exchange(
             heads = _repeat_heads(_by_head(x, layouts[key]), part.size)
             by_dtype.setdefault(x.dtype, {})[key] = heads
     for heads_of in by_dtype.values():
-        exchanged = exchange_all_for_heads([*heads_of.values()], part)
+        exchanged = exchange_for_heads([*heads_of.values()], part)
         for key, x in zip(heads_of, exchanged, strict=True):
             whole[key] = _as_given(x, tensors[key], layouts[key])
     return whole

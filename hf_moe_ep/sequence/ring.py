@@ -46,6 +46,7 @@ from hf_moe_ep.sequence.partial_attention import (
     attend_to_part,
     grads_of_part,
     merge,
+    once,
 )
 from hf_moe_ep.sequence.slices import Slice
 
@@ -132,7 +133,7 @@ class _Ring(torch.autograd.Function):
                     values[:, :, columns],
                     (out[rows], lse[rows]),
                     (grad_out[rows], grad_lse[rows]),
-                    partial(_attend, scores, pair.box, context),
+                    partial(attend_to_part, scores=scores, box=pair.box, known=context.computed),
                 )
                 grad_query[rows] += grads[0]
                 grad_keys[:, :, columns] += grads[1]
@@ -158,12 +159,6 @@ class _Ring(torch.autograd.Function):
         grad_key, grad_value = grad_own.split(widths, -1)
         grad_key, grad_value = grad_key.to(key.dtype), grad_value.to(value.dtype)
         return grad_query.to(query.dtype), grad_key, grad_value, None, None
-
-
-def _attend(
-    scores: Scores, box: QueryKeyRange, context: Slice, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
-    return attend_to_part(query, key, value, scores, box, context.computed)
 
 
 def _travel(key: Tensor, value: Tensor, context: Slice) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -203,22 +198,20 @@ def find_seen_pieces(scores: Scores, context: Slice) -> set[tuple[int, int]]:
 
     The blocks of the BlockMask are larger than a token, so pieces may be listed that see nothing.
     """
-    key = ("seen pieces", id(scores.mask))
-    if key not in context.computed:
+
+    def find() -> set[tuple[int, int]]:
         blocks = scores.mask.to_dense().flatten(0, -3).any(0).cpu()
         query_block, key_block = scores.mask.BLOCK_SIZE
         spans = [s for rank in range(context.size) for s in context.spans_of(rank) if s[0] < s[1]]
-        context.computed[key] = (
-            scores.mask,
-            {
-                (q_start, k_start)
-                for q_start, q_stop in spans
-                for k_start, k_stop in spans
-                if blocks[
-                    q_start // query_block : -(-q_stop // query_block),
-                    k_start // key_block : -(-k_stop // key_block),
-                ].any()
-            },
-        )
-    seen: set[tuple[int, int]] = context.computed[key][1]
+        return {
+            (q_start, k_start)
+            for q_start, q_stop in spans
+            for k_start, k_stop in spans
+            if blocks[
+                q_start // query_block : -(-q_stop // query_block),
+                k_start // key_block : -(-k_stop // key_block),
+            ].any()
+        }
+
+    seen: set[tuple[int, int]] = once(context.computed, ("seen pieces",), scores.mask, find)
     return seen

@@ -34,7 +34,7 @@ from hf_moe_ep.sequence.layer_arguments import LayerArguments
 from hf_moe_ep.sequence.mixer_arguments import describes_packing
 from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices, zigzag_order
-from hf_moe_ep.state import ModelState, OfModel, Ours
+from hf_moe_ep.state import ModelState, OfModel, Ours, StateHook
 from hf_moe_ep.upstream.frameworks import how_to_keep_all_logits
 from hf_moe_ep.upstream.models import (
     IGNORED_LABEL,
@@ -144,7 +144,7 @@ class SplitSequence(Ours):
 
 
 class EndForward(Ours):
-    """Forward hook of the causal LM, also after an error: forgets the slice of its forward."""
+    """Forward hook, also after an error: forgets the slice of the forward that has ended."""
 
     def __init__(self, running: RunningSlice) -> None:
         self.running = running
@@ -229,14 +229,11 @@ class PassDocuments(Ours):
         return args, {name: value for name, value in kwargs.items() if name != SLICE}
 
 
-class JoinLogits(Ours):
+class JoinLogits(StateHook):
     """Forward hook of the causal LM: gathers the outputs.
 
     If there is a loss, the outputs are dropped, unless `gather_logits` is set.
     """
-
-    def __init__(self, state: ModelState) -> None:
-        self.state = state
 
     @torch.compiler.disable
     def __call__(

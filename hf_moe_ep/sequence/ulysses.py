@@ -70,7 +70,7 @@ def split_attention(
         query, key, value = _HeadsToSequence.apply(heads, query, key, value)
         key, value = whole_order(key, part), whole_order(value, part)
     elif heads.size > 1:
-        query, key, value = exchange_for_heads(query, key, value, heads)
+        query, key, value = exchange_for_heads([query, key, value], heads)
     # Stock code reads from the module how often each key and value head is repeated.
     module.num_key_value_groups = query.shape[1] // key.shape[1]
     if part.context is None:
@@ -82,20 +82,11 @@ def split_attention(
     return (exchange_for_tokens(out_BSQW, heads) if heads.size > 1 else out_BSQW), None
 
 
-def exchange_for_heads(
-    query: Tensor, key: Tensor, value: Tensor, part: Slice
-) -> tuple[Tensor, ...]:
+def exchange_for_heads(tensors: Sequence[Tensor], part: Slice) -> tuple[Tensor, ...]:
     """Exchange all heads of this rank's tokens for this rank's heads of all tokens.
 
-    The three tensors are (B, Q, S / sp, W), the results (B, Q / sp, S, W).
-    """
-    return exchange_all_for_heads([query, key, value], part)
-
-
-def exchange_all_for_heads(tensors: Sequence[Tensor], part: Slice) -> tuple[Tensor, ...]:
-    """Exchange any number of tensors of one dtype, as `exchange_for_heads` does, in one all-to-all.
-
-    sp_size must divide the heads of each tensor.
+    The tensors are (B, Q, S / sp, W), the results (B, Q / sp, S, W). All have one dtype, and are
+    exchanged in one all-to-all; sp_size must divide the heads of each.
     """
     whole: tuple[Tensor, ...] = _HeadsToSequence.apply(part, *tensors)
     return tuple(part.join(x, 2) for x in whole)

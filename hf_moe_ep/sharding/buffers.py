@@ -26,7 +26,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,12 +34,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.upstream.sharded_models import empty_of_group
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from hf_moe_ep.ranks.mesh import Meshes
 
 _NUM_BUFFERS = 2
 # The second names are those of torch 2.11.
@@ -187,13 +183,9 @@ def use_buffers(
         return None
     buffers = FixedBuffers(register=config.nccl_ub)
     for unit in units:
-        group = _shard_group(meshes.ep_fsdp if unit in experts else meshes.dense)
+        mesh = meshes.ep_fsdp if unit in experts else meshes.dense
+        group = mesh.get_group(mesh.ndim - 1)  # FSDP2 shards over the last axis
         # Only a private module of torch names the abstract classes of these two.
         unit.set_custom_all_gather(_AllGather(buffers, group))  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(_ReduceScatter(buffers, group))  # type: ignore[arg-type]
     return buffers
-
-
-def _shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of the mesh's last axis, over which FSDP2 shards."""
-    return mesh.get_group(mesh.ndim - 1)

@@ -143,13 +143,15 @@ def materialize(
         value = entry.stack(value)
     is_split = entry.over_ep and meshes.expert_axes.size() > 1
     if entry.over_ep and meshes.ep_size > 1:
-        value = _local_experts(value, meshes)
+        # A slice would keep the memory of all experts allocated.
+        value = value.chunk(meshes.ep_size)[meshes.ep_rank].clone()
     held_cut = Cut(None)
     if entry.over_ep and meshes.etp_size > 1:
         assert entry.cut is not None and entry.held_cut is not None
         held_cut = entry.held_cut
         value = entry.cut.take(value, meshes.etp_rank, meshes.etp_size)
-    if _wants_master(entry.parameter, options):
+    parameter = entry.parameter
+    if options.fp32_masters and parameter.requires_grad and parameter.is_floating_point():
         value = value.to(torch.float32)
     new_parameters = []
     for suffix, tensor in _quantise(value, entry).items():
@@ -192,15 +194,6 @@ def broadcast_from_first(tensor: Tensor, meshes: Meshes) -> Tensor:
         value = torch.empty(tensor.shape, dtype=tensor.dtype, device=meshes.device)
     dist.broadcast(value, src=meshes.first_rank, group=meshes.stage_group)
     return value
-
-
-def _local_experts(value: Tensor, meshes: Meshes) -> Tensor:
-    """Copy the experts of this ep rank. A slice would keep the memory of all experts allocated."""
-    return value.chunk(meshes.ep_size)[meshes.ep_rank].clone()
-
-
-def _wants_master(parameter: nn.Parameter, options: ShardOptions) -> bool:
-    return options.fp32_masters and parameter.requires_grad and parameter.is_floating_point()
 
 
 def _register(value: Tensor, entry: ParameterEntry, suffix: str) -> nn.Parameter:

@@ -444,7 +444,7 @@ def factors_on_host() -> Iterator[None]:
     stored: dict[tuple[nn.Module, str], Tensor] = {}
     with ExitStack() as stack:
         for kind in (BaseTunerLayer, ParamWrapper):
-            move = partialmethod(_store_and_move, stored, vars(kind)[method])
+            move = partialmethod(_store_and_move, stored, getattr(kind, method))
             stack.enter_context(replaced(kind, method, move))
         yield
     for (module, name), values in stored.items():

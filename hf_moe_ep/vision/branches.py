@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice
-from hf_moe_ep.state import ModelState, ShardedOnly
+from hf_moe_ep.state import ShardedOnly
 from hf_moe_ep.upstream.models import bind_forward
 from hf_moe_ep.upstream.towers import EXPERTS_OF_PICTURES, TOKEN_KINDS
 from hf_moe_ep.vision.zero_gradients import ZeroGradients
@@ -30,9 +30,6 @@ _ONLY_OTHERS_HAVE_PICTURES = "_hf_moe_ep_others_see"
 
 class MarkTextOnlyRanks(ShardedOnly):
     """Pre-forward hook of the decoder: marks the token types if only other ranks have pictures."""
-
-    def __init__(self, state: ModelState) -> None:
-        self.state = state
 
     def run(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -66,9 +63,6 @@ def _own_kinds(kinds_BS: Tensor, part: Slice | None) -> Tensor:
 
 class RunPictureExperts(ShardedOnly):
     """Forward hook of a block: on a marked rank, runs the experts for pictures on no rows."""
-
-    def __init__(self, state: ModelState) -> None:
-        self.state = state
 
     def run(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any

@@ -139,7 +139,7 @@ def patch_attention(
     part: PatchSlice | None = kwargs.pop(SLICE, None)
     module = stock_attention(module)
     if part is not None:
-        query, key, value = exchange_for_heads(query, key, value, part)
+        query, key, value = exchange_for_heads([query, key, value], part)
     if varlen:
         kwargs |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         kwargs |= {"max_length_q": max_length_q, "max_length_k": max_length_k}

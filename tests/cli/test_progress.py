@@ -57,7 +57,7 @@ def test_verify_without_hashes_says_that_contents_were_not_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = Found("whole", {"tensors": "1", "hashes": "none are known"})
-    monkeypatch.setattr(verify_module, "verify", lambda _, ignore_unexpected: result)
+    monkeypatch.setattr(verify_module, "verify", lambda *_, **__: result)
     assert main(["verify", "base"]) == 0
     assert "base: headers only, contents were not checked\n" in capsys.readouterr().out
 

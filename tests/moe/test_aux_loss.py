@@ -40,13 +40,20 @@ from hf_moe_ep import (
     unpatch,
 )
 from hf_moe_ep.moe import aux_loss as module
-from hf_moe_ep.moe.aux_loss import global_aux_loss
+from hf_moe_ep.moe.aux_loss import sum_over_layers, terms_of_sums
 from hf_moe_ep.state import find_state
 
 COEFFICIENT = 5.0
 FP32 = 1e-6  # stock computes the aux loss in fp32, and HF the cross-entropy
 MODEL = {"router_aux_loss_coef": COEFFICIENT, "output_router_logits": True}
 Batch = dict[str, Tensor]
+
+
+def _own_aux_loss(*args: Any, per_layer: bool = False) -> Tensor:
+    """Compute the loss of one process; the arguments are those of stock's function."""
+    sums = sum_over_layers(*args, per_layer=per_layer)
+    (loss,), _ = terms_of_sums([sums], args[2], world_size=1)
+    return loss
 
 
 def _reference_aux(
@@ -471,8 +478,8 @@ def test_two_layers_with_opposite_loads_by_hand() -> None:
     log_3 = torch.log(torch.tensor(3.0, dtype=torch.float64))
     first = torch.stack([log_3, 0 * log_3]).expand(3, 2)  # probabilities 3/4, 1/4
     layers = [rows.clone().requires_grad_() for rows in (first, first.flip(1))]
-    over_layers = global_aux_loss(tuple(layers), 2, 1, world_size=1)
-    per_layer = global_aux_loss(tuple(layers), 2, 1, world_size=1, per_layer=True)
+    over_layers = _own_aux_loss(tuple(layers), 2, 1)
+    per_layer = _own_aux_loss(tuple(layers), 2, 1, per_layer=True)
     assert_close("over layers", over_layers, torch.tensor(2 * (0.5 * 0.5 + 0.5 * 0.5)), 1e-12)
     assert_close("per layer", per_layer, torch.tensor(2 * 0.75), 1e-12)
     (grad,) = torch.autograd.grad(over_layers, layers[0], retain_graph=True)
@@ -513,7 +520,7 @@ def test_the_formula_by_hand() -> None:
     logits_TE = torch.tensor([[0.0, log_3], [0.0, 0.0], [9.0, -9.0]])
     logits_TE[1, 0] = -log_3  # probabilities (1/4, 3/4) twice, then a token that must not count
     mask = torch.tensor([[1, 1, 0]])
-    got = global_aux_loss((logits_TE,), 2, 1, mask, world_size=1)
+    got = _own_aux_loss((logits_TE,), 2, 1, mask)
     assert_close("aux", got, torch.tensor(2 * (0 * 0.25 + 1 * 0.75)), 1e-6)  # fp32
 
 
@@ -540,7 +547,7 @@ def test_the_number_of_operators_does_not_depend_on_the_number_of_layers(per_lay
     for num_layers in (2, 48):
         logits, mask = _logits_of(num_layers), torch.ones(3, 5)
         with _CountOperators() as operators:
-            global_aux_loss(logits, 128, 8, mask, world_size=1, per_layer=per_layer)
+            _own_aux_loss(logits, 128, 8, mask, per_layer=per_layer)
         counts.append(operators.calls)
     assert counts[0] == counts[1] <= 40
 
@@ -555,7 +562,7 @@ def test_stacked_layers_have_the_loss_of_a_loop_over_layers(
     monkeypatch.setattr(module, "_MAX_STACKED_ON_CPU", stacked * 15 * 128)
     leaves, mask = _logits_of(6), torch.tensor([[1, 1, 0, 1, 0]] * 3)
     logits = tuple(x.float() if two_dtypes and index % 2 else x for index, x in enumerate(leaves))
-    got = global_aux_loss(logits, 128, 8, mask, world_size=1, per_layer=per_layer)
+    got = _own_aux_loss(logits, 128, 8, mask, per_layer=per_layer)
     got_grads = torch.autograd.grad(got, leaves)
     pairs, probabilities, tokens = [], [], mask.sum()
     for rows in logits:

@@ -1,8 +1,6 @@
 """`together`, `everyone` and `on_first` return values, and raise one rank's error on all ranks."""
 
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -87,31 +85,6 @@ def test_an_error_of_one_rank_is_an_error_of_all() -> None:
     disk = "saving failed on rank 0: OSError: [Errno 28] full"
     by_case["on_first: disk"] = ("RuntimeError", disk)
     assert run_ranks(_errors, 3) == [by_case] * 3
-
-
-def _slow_download(rank: int, world: int) -> tuple[str, str]:
-    """Rank 0 works longer than the timeout of the process group, and then fails."""
-
-    def download() -> str:
-        if rank == 0:
-            time.sleep(3)
-        return "folder"
-
-    def fail() -> None:
-        if rank == 0:
-            raise ValueError("no such model")
-
-    value = together("downloading", download, patience=timedelta(seconds=30))
-    started = time.monotonic()
-    with pytest.raises(ValueError) as caught:
-        together("downloading", fail, patience=timedelta(seconds=30))
-    assert time.monotonic() - started < 15
-    return value, str(caught.value)
-
-
-def test_patience_is_longer_than_the_timeout_of_the_group() -> None:
-    for value, error in run_ranks(_slow_download, 2, group_timeout=1.0):
-        assert value == "folder" and "no such model" in error
 
 
 def test_one_process_without_a_process_group() -> None:

@@ -158,9 +158,9 @@ def ring_equals_dense(name: str, rank: int, world: int) -> None:
 
         return SimpleNamespace(wait=wait)
 
-    def attend(*args: Any) -> tuple[Tensor, Tensor]:
+    def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         events.append(("attend", 0))
-        return attend_to_part(*args)
+        return attend_to_part(*args, **kwargs)
 
     with (
         mock.patch.object(ring, "send_to_next", counted),

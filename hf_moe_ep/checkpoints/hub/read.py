@@ -71,7 +71,7 @@ def model_from_config(
     folder: Path,
     find_dtype: Callable[[], torch.dtype] = torch.get_default_dtype,
     *,
-    trust_remote_code: bool,
+    trust_remote_code: bool = False,
 ) -> tuple[nn.Module, ModelPlan]:
     """Build a model on the meta device from the config in a folder; return it and its plan.
 

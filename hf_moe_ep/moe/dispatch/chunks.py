@@ -22,9 +22,10 @@ from the next forward on and does not change, even if later batches have another
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -113,9 +114,7 @@ def choose_at_first_forward(
         top_k = tokens.ids_TK.shape[1]
         times = _measure(layer, group, like, most_tokens, top_k, weights, where)
         ours = torch.tensor(astuple(times), dtype=torch.float64, device=like.device)
-        longest = max_over_ranks(ours, group).tolist()
-    names = [field.name for field in fields(LayerTimes)]
-    times = LayerTimes(**dict(zip(names, longest, strict=True)))
+        times = LayerTimes(*max_over_ranks(ours, group).tolist())
     state.num_chunks = choose_num_chunks(times, most_tokens)
     milliseconds = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in vars(times).items())
     _logger.info(
@@ -160,7 +159,7 @@ def _measure(
     latency = _time_transfer(group, like, 1, where)
     transfer = max(0.0, _time_transfer(group, like, measured, where) - latency)
     transfer *= to_each / measured
-    values = sum(_values_of_expert(weights, name) for name in ("up", "down"))
+    values = sum(math.prod(weights.matrix_shape(name)) for name in ("up", "down"))
     per_value = _seconds_per_value(like, weights, num_tokens * top_k // len(weights.up))
     launch = _time(lambda: like.add_(0.0), like.device)
     matrices = sum(t.nbytes for t in weights.named_tensors().values())
@@ -173,11 +172,6 @@ def _measure(
         chunk=_LAUNCHES / 2 * launch + 2 * matrices * _seconds_per_byte(like),
         shared=num_tokens * shared * per_value,
     )
-
-
-def _values_of_expert(weights: ExpertWeights, name: str) -> int:
-    rows, columns = weights.matrix_shape(name)
-    return rows * columns
 
 
 def _time_transfer(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -58,8 +59,8 @@ class CountsExchange:
             counts_DX, rows_DD = counts_DX.tensor_split([-num_ranks], dim=1)
             vectors.append(rows_DD.sum(0))
         vectors += summarise(counts_DX)
-        numbers = self.transfer.read(torch.cat(vectors))
-        (differ,), *values = _split(numbers, [len(vector) for vector in vectors])
+        numbers = iter(self.transfer.read(torch.cat(vectors)))
+        (differ,), *values = [list(islice(numbers, len(vector))) for vector in vectors]
         if differ:
             raise self._describe_headers(self.transfer.read(headers))
         if self.max_rows is not None:
@@ -100,12 +101,6 @@ def exchange_counts(
         columns.append(sum(rows_D[1:], start=rows_D[0]).expand(num_ranks, -1))
     transfer = start_counts(torch.cat(columns, dim=1), group, where=header)
     return CountsExchange(transfer, group, header, fields, max_rows)
-
-
-def _split(numbers: list[int], sizes: list[int]) -> list[list[int]]:
-    """Split a list into lists of the given sizes."""
-    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    return [numbers[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 def check_max_rows(rows: list[int], max_rows: int, group: dist.ProcessGroup, where: object) -> None:

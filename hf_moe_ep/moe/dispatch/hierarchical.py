@@ -107,7 +107,10 @@ class Hierarchical:
         rows_of_chunks = [chunk.rows_D for chunk in chunks]
         counts = exchange_counts(tables, rows_of_chunks, self.group, header, self.max_rows)
         # Meanwhile the device computes everything that needs no counts, as in `all_to_all.py`.
-        num_slots = min(position.num_nodes, top_k)
+        num_slots, device = min(position.num_nodes, top_k), expert_ids_TK.device
+        num_local = self.num_experts // position.num_ranks
+        num_on_node = num_local * position.ranks_per_node
+        number_experts = self.constants.number_experts
         return HierarchicalPlanning(
             self,
             position,
@@ -117,9 +120,8 @@ class Hierarchical:
                 order_rows(chunk.sends_VT, position.node, num_slots, self.constants)
                 for chunk in chunks
             ],
-            number_experts_of_legs(
-                position, self.num_experts, expert_ids_TK.device, self.constants
-            ),
+            number_experts(self.num_experts, num_on_node, position.node, device),
+            number_experts(num_on_node + 1, num_local, position.local_rank, device),
         )
 
     @property
@@ -148,6 +150,10 @@ class HierarchicalPlanning:
 
     Attributes:
         chunks, orders: the destinations of each chunk, and the order of its rows in the first leg.
+        on_node_E: the number of each expert on this node, from 0; all experts of other nodes share
+            the number after the last.
+        on_rank_X: the number of each expert on this rank, indexed by the number on this node; L for
+            experts of other ranks.
     """
 
     dispatcher: Hierarchical
@@ -155,7 +161,8 @@ class HierarchicalPlanning:
     counts: CountsExchange
     chunks: Sequence[LegDestinations]
     orders: Sequence[Order]
-    expert_numbers: ExpertNumbers
+    on_node_E: Tensor
+    on_rank_X: Tensor
 
     @property
     def pairs_E(self) -> Tensor:
@@ -190,7 +197,7 @@ class HierarchicalPlanning:
             position.node,
             sends=counts.to_nodes,
             receives=counts.from_nodes,
-            local_id_E=self.expert_numbers.on_node_E,
+            local_id_E=self.on_node_E,
             counts_L=[],
             where=where,
         )
@@ -198,7 +205,7 @@ class HierarchicalPlanning:
             dispatcher.inside,
             position.local_rank,
             counts,
-            self.expert_numbers.on_rank_X,
+            self.on_rank_X,
             where,
             dispatcher.constants,
         )
@@ -282,32 +289,6 @@ def compute_leg_counts(
     )
 
 
-class ExpertNumbers(NamedTuple):
-    """The numbers by which experts are identified in the two legs.
-
-    Attributes:
-        on_node_E: the number of each expert on this node, from 0; all experts of other nodes share
-            the number after the last.
-        on_rank_X: the number of each expert on this rank, indexed by the number on this node; L for
-            experts of other ranks.
-    """
-
-    on_node_E: Tensor
-    on_rank_X: Tensor
-
-
-def number_experts_of_legs(
-    position: NodePosition, num_experts: int, device: torch.device, constants: Constants
-) -> ExpertNumbers:
-    """Number the experts of this node, and the experts of this rank."""
-    num_local = num_experts // position.num_ranks
-    num_on_node = num_local * position.ranks_per_node
-    return ExpertNumbers(
-        constants.number_experts(num_experts, num_on_node, position.node, device),
-        constants.number_experts(num_on_node + 1, num_local, position.local_rank, device),
-    )
-
-
 @dataclass(frozen=True)
 class SecondLeg:
     """The second leg, as far as it is known before the first leg has ended.
@@ -315,7 +296,7 @@ class SecondLeg:
     Attributes:
         group, local_rank: the ranks of this node, and the local rank of this rank.
         counts: the counts of both legs.
-        on_rank_X: see `ExpertNumbers`.
+        on_rank_X: see `HierarchicalPlanning`.
         where: the position in the model. Its text is made only for an error.
     """
 

@@ -18,7 +18,6 @@ while the gradients of the rows are transferred.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -43,12 +42,7 @@ class OverlappedChunks:
     def __enter__(self) -> OverlappedChunks:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._abandon()
 
