@@ -23,7 +23,7 @@ from support.ranks import run_ranks
 from support.tiny_models import tiny
 from transformers import AutoModelForCausalLM
 
-from hf_moe_ep import from_pretrained, save_pretrained
+from hf_moe_ep import apply, from_pretrained, save_pretrained
 from hf_moe_ep.upstream import hub
 
 
@@ -219,6 +219,22 @@ def test_one_rank_per_machine_downloads(tmp_path: Path) -> None:
     repository = str(tmp_path / "repository")
     assert run_ranks(_download, 2, repository, shared) == [[False] * 2, [True] * 2]
     assert run_ranks(_download, 2, repository, per_rank) == [[False] * 2, [True, False, False]]
+
+
+def test_a_gpu_is_chosen_before_any_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NCCL alone, every rank would otherwise gather on the first GPU."""
+    called: list[str] = []
+
+    def stop(*args: Any) -> None:
+        called.append("together")
+        raise InterruptedError
+
+    monkeypatch.setattr(apply, "is_distributed", lambda: True)
+    monkeypatch.setattr(apply, "default_device", lambda: called.append("default_device"))
+    monkeypatch.setattr(apply, "together", stop)
+    with pytest.raises(InterruptedError):
+        from_pretrained("owner/model")
+    assert called == ["default_device", "together"]
 
 
 def _download_slowly(rank: int, world: int, folder: str) -> None:

@@ -226,6 +226,10 @@ def test_packed_documents_are_as_each_alone(base: Path) -> None:
             options["output_router_logits"] = False
         ids = data["input_ids"]
         packed = model(input_ids=ids, labels=labels, position_ids=positions, **options).loss
+        if model.config.model_type == "qwen3_5_moe_text":  # the text, and time, row and column
+            axes = positions.expand(4, -1, -1)
+            again = model(input_ids=ids, labels=labels, position_ids=axes, **options).loss
+            assert_close("positions of four axes", again, packed, FP64_MODEL)
         options["num_items_in_batch"] = count.reshape(1)  # callers also pass a tensor [1]
         for start, length in zip(starts.tolist(), lengths, strict=True):
             part = slice(start, start + length)
