@@ -30,7 +30,7 @@ from hf_moe_ep.checkpoints.hub.unread import shard_and_read
 from hf_moe_ep.config import ParallelConfig, launched_local_rank, resolve_config
 from hf_moe_ep.integrations.install import wrap_adapters
 from hf_moe_ep.patch import check_unsharded, patch_model
-from hf_moe_ep.ranks.together import check_everyone_calls, is_distributed, together
+from hf_moe_ep.ranks.all_ranks import check_everyone_calls, is_distributed, run_on_all
 from hf_moe_ep.sharding.options import ShardOptions, default_device, default_policy, kept_whole
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
@@ -101,7 +101,7 @@ def apply_ep_fsdp2(
         return state, shard_options, [*empty]
 
     # If one rank fails, for example because it lacks a package, all ranks raise its error.
-    state, options, empty_names = together("apply_ep_fsdp2", prepare)
+    state, options, empty_names = run_on_all("apply_ep_fsdp2", prepare)
     if weights is None:
         return shard_and_read(model, state, options, device)
     found = find_weights(model, weights, state.plan, empty_names, ignore_unexpected)
@@ -233,8 +233,8 @@ def from_pretrained(
 
     # The first rank of each machine downloads for the other ranks, because the hub would refuse the
     # requests of, say, 512 ranks at the same time.
-    downloaded = together(call, fetch)
-    folder, model = together(call, build)
+    downloaded = run_on_all(call, fetch)
+    folder, model = run_on_all(call, build)
     return apply_ep_fsdp2(
         model,
         config,

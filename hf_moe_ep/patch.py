@@ -75,8 +75,8 @@ from hf_moe_ep.moe.stacked import stack_experts, unstack_experts
 from hf_moe_ep.mtp import attach as mtp
 from hf_moe_ep.pipeline import attach as pipeline
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.ranks.all_ranks import rank_of_launch, world_size_of_launch
 from hf_moe_ep.ranks.mesh import check_world
-from hf_moe_ep.ranks.together import rank_of_launch, world_size_of_launch
 from hf_moe_ep.routing import bias
 from hf_moe_ep.sequence import attach as sequence
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, check_is_model

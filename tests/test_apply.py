@@ -226,15 +226,15 @@ def test_a_gpu_is_chosen_before_any_collective(monkeypatch: pytest.MonkeyPatch) 
     called: list[str] = []
 
     def stop(*args: Any) -> None:
-        called.append("together")
+        called.append("run_on_all")
         raise InterruptedError
 
     monkeypatch.setattr(apply, "is_distributed", lambda: True)
     monkeypatch.setattr(apply, "default_device", lambda: called.append("default_device"))
-    monkeypatch.setattr(apply, "together", stop)
+    monkeypatch.setattr(apply, "run_on_all", stop)
     with pytest.raises(InterruptedError):
         from_pretrained("owner/model")
-    assert called == ["default_device", "together"]
+    assert called == ["default_device", "run_on_all"]
 
 
 def _download_slowly(rank: int, world: int, folder: str) -> None:

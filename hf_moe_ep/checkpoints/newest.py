@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.order import Saved, newest_last
-from hf_moe_ep.ranks.together import is_first, on_first
+from hf_moe_ep.ranks.all_ranks import is_first, run_on_first
 
 # Names of checkpoints of the Trainer and of Accelerate.
 _STOCK_NAME = re.compile(r"checkpoint[-_]\d+")
@@ -59,7 +59,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """
     root = Path(folder)
     what = f"looking for a checkpoint in {root}"
-    complete, reasons = on_first(what, lambda: _search_folder(root))
+    complete, reasons = run_on_first(what, lambda: _search_folder(root))
     newest = complete[-1] if complete else None
     skipped = [reason for path, reason in reasons.items() if is_first() and _looks_unfinished(path)]
     if skipped:

@@ -59,7 +59,7 @@ from hf_moe_ep.integrations.saving import (
     writes_meet,
 )
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
-from hf_moe_ep.ranks.together import on_first, together
+from hf_moe_ep.ranks.all_ranks import run_on_all, run_on_first
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import prepared_models, prepared_optimizers
 from hf_moe_ep.upstream.replaced import replaced
@@ -107,7 +107,7 @@ def save_state(
         manifest.begin(folder)
         _remove_files_of_ranks(folder)
 
-    on_first(f"saving {folder}", begin)
+    run_on_first(f"saving {folder}", begin)
     manifest.check_is_shared(folder)
 
     def save() -> Any:
@@ -118,11 +118,11 @@ def save_state(
     apart = _names_apart(self)
     with _all_experts_in_hub_order(self), planned_by_each(apart), _no_automatic_names(self):
         with writes_meet(accelerate.accelerator):
-            saved = together(f"saving {folder}", save)
+            saved = run_on_all(f"saving {folder}", save)
     manifest.write(folder, layout_of(states[0]), belongs=_is_written_by_accelerate)
     if automatic and project.total_limit is not None:
         limit = project.total_limit
-        on_first("deleting older checkpoints", lambda: _delete_older(folder, limit))
+        run_on_first("deleting older checkpoints", lambda: _delete_older(folder, limit))
     return saved
 
 
@@ -150,7 +150,7 @@ def load_state(
         named_folder = Path(input_dir).expanduser()
         return named_folder, is_verifiable(named_folder)
 
-    folder, verifiable = on_first("load_state", choose)
+    folder, verifiable = run_on_first("load_state", choose)
     check_resumable(folder, verifiable)
     check_state_dict_type(self)
     apart = _names_apart(self)
@@ -159,7 +159,7 @@ def load_state(
         restore_all_extra(prepared_models(self), folder)
         loaded = original(self, os.fspath(folder), *args, **kw)
     # Accelerate reads the step from the file of this rank's random states, and ignores errors.
-    self.step = on_first("load_state", lambda: self.step)
+    self.step = run_on_first("load_state", lambda: self.step)
     reseed_on_other_ranks(folder, _find_states(self)[0], _random_file, "torch_manual_seed")
     return loaded
 

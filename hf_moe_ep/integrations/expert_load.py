@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 from hf_moe_ep.placement.balance import balance_experts, check_has_ep
-from hf_moe_ep.ranks.together import on_first
+from hf_moe_ep.ranks.all_ranks import run_on_first
 from hf_moe_ep.routing.counts import reset_counts
 from hf_moe_ep.routing.load import ExpertLoad, check_counts, load_of_reader
 from hf_moe_ep.state import ModelState, find_state
@@ -155,7 +155,7 @@ class ExpertLoadCallback(transformers.TrainerCallback):
 
     def _draw(self) -> None:
         if self.heat_map is not None and self._maps:
-            on_first(f"drawing {self.heat_map}", partial(_draw_maps, self.heat_map, self._maps))
+            run_on_first(f"drawing {self.heat_map}", partial(_draw_maps, self.heat_map, self._maps))
 
 
 def log(

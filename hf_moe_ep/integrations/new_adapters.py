@@ -20,7 +20,7 @@ from torch import nn
 from hf_moe_ep.checkpoints.hub.unread import read_whole
 from hf_moe_ep.lora import computed
 from hf_moe_ep.moe.stacked import check_adapters
-from hf_moe_ep.ranks.together import rank_of_launch
+from hf_moe_ep.ranks.all_ranks import rank_of_launch
 from hf_moe_ep.routing.bias import refuse_adapters
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapter_files import why_values_are_needed

@@ -38,7 +38,7 @@ from hf_moe_ep.compiled.options import check_compile_kwargs
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
 from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.uneven_loaders import check_even
-from hf_moe_ep.ranks.together import together
+from hf_moe_ep.ranks.all_ranks import run_on_all
 from hf_moe_ep.sharding.options import ShardOptions, kept_whole
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import (
@@ -114,7 +114,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         if state.meshes is None or plugin is None:
             prepared = original(self, *args, **kwargs)
         else:
-            together("accelerator.prepare", partial(_check_sharded_before, models, plugin))
+            run_on_all("accelerator.prepare", partial(_check_sharded_before, models, plugin))
             with _without_wrap_policy(plugin):
                 prepared = original(self, *args, **kwargs)
         if compile_kwargs is not None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from hf_moe_ep.checkpoints.hub.gather import gather_tensor
-from hf_moe_ep.ranks.together import PATIENCE_OF_RANK_0, check_everyone_calls
+from hf_moe_ep.ranks.all_ranks import PATIENCE_OF_RANK_0, check_everyone_calls
 from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS, prompt_encoders
 from hf_moe_ep.upstream.sharded_models import begin_with_root
 

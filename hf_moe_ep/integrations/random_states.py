@@ -25,7 +25,7 @@ from accelerate.utils import load as load_values
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.training import rng
 from hf_moe_ep.checkpoints.training.folder import layout_of
-from hf_moe_ep.ranks.together import is_first, on_first, this_rank
+from hf_moe_ep.ranks.all_ranks import is_first, run_on_first, this_rank
 from hf_moe_ep.state import ModelState
 
 
@@ -66,7 +66,7 @@ def reseed_on_other_ranks(
                 return _describe(saved, missing), bytes(of_torch.numpy().tobytes())
         return None
 
-    found = on_first(f"reading the random states in {folder}", look)
+    found = run_on_first(f"reading the random states in {folder}", look)
     if found is None:
         return False
     reason, of_torch = found

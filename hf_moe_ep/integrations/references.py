@@ -36,8 +36,8 @@ from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.prepare import build_options, check_parallelism, without_dynamo
 from hf_moe_ep.moe.stacked import count_blocks
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
+from hf_moe_ep.ranks.all_ranks import differing, run_on_all
 from hf_moe_ep.ranks.boxes import local_tensor
-from hf_moe_ep.ranks.together import differing, together
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.models import output_head
@@ -64,7 +64,9 @@ def shard_reference(original: Original, model: nn.Module, accelerator: Accelerat
     policy: ModelState | None = getattr(accelerator, _POLICY, None)
     if not accelerator.is_fsdp2 or (find_state(model) is None and policy is None):
         return original(model, accelerator)
-    kind = together("the reference model", partial(_classify_reference, model, policy, accelerator))
+    kind = run_on_all(
+        "the reference model", partial(_classify_reference, model, policy, accelerator)
+    )
     if kinds := differing(kind):
         other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
         raise ValueError(
@@ -77,7 +79,7 @@ def shard_reference(original: Original, model: nn.Module, accelerator: Accelerat
         assert policy is not None and policy.patch_alike is not None
         # A reference model computes no loss, so it needs no head for multi-token prediction.
         without_head = {"mtp_layers": 0, "mtp_from_scratch": False}
-        together("the reference model", partial(policy.patch_alike, model, **without_head))
+        run_on_all("the reference model", partial(policy.patch_alike, model, **without_head))
     _shard_frozen(model, accelerator, policy)
     model.eval()
     return model
@@ -159,7 +161,7 @@ def prepare_evaluated(
     """
     state = find_state(model) if evaluation_mode and self.is_fsdp2 else None
     if state is not None and state.meshes is None:
-        together("accelerator.prepare_model", partial(_check_shares_batches, state, self))
+        run_on_all("accelerator.prepare_model", partial(_check_shares_batches, state, self))
         policy: ModelState | None = getattr(self, _POLICY, None)
         _shard(model, self, policy, frozen=policy is not None and policy is not state)
     with without_dynamo(self):  # only layers that are trained are compiled

@@ -41,12 +41,12 @@ from hf_moe_ep.etp import in_stock_shapes, names_apart
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
-from hf_moe_ep.ranks.together import (
+from hf_moe_ep.ranks.all_ranks import (
     PATIENCE_OF_RANK_0,
     check_everyone_calls,
     is_first,
-    on_first,
-    together,
+    run_on_all,
+    run_on_first,
 )
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state, holds_quantised_experts
@@ -82,7 +82,7 @@ def save_model(
         original(self, output_dir, _internal_call)
         return
     if of_checkpoint:  # with FULL_STATE_DICT rank 0 writes, and the next step is a collective
-        together(f"saving {output_dir}", lambda: original(self, output_dir, _internal_call))
+        run_on_all(f"saving {output_dir}", lambda: original(self, output_dir, _internal_call))
         return
     check_everyone_calls("save_model of the Trainer", patience_of_rank_0=PATIENCE_OF_RANK_0)
     folder = output_dir or self.args.output_dir
@@ -96,7 +96,7 @@ def save_model(
         if self.args.should_save:
             call_stock_save(self, folder, state_dict)
 
-    together(f"saving {folder}", save_other_files)
+    run_on_all(f"saving {folder}", save_other_files)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -116,7 +116,7 @@ def _can_copy_extra(state: ModelState, folder: str) -> bool:
             return str(error)
         return None
 
-    problem = on_first(f"saving {folder}", find_problem)
+    problem = run_on_first(f"saving {folder}", find_problem)
     if problem is not None and is_first():
         warnings.warn(
             f"{folder} is saved without the tensors of {state.extra.source} that the model's class "
@@ -142,7 +142,7 @@ def writes_meet(module: ModuleType) -> Iterator[None]:
 
 
 def _call_on_all(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return together(what, partial(function, *args, **kwargs))
+    return run_on_all(what, partial(function, *args, **kwargs))
 
 
 def check_saves_once(args: transformers.TrainingArguments) -> None:
@@ -402,7 +402,7 @@ def set_model_state_dict(
         # gathered parameters after a forward (torch/distributed/checkpoint/state_dict.py).
         reshard(model)
         if not adapter_only and sd_options is not None and holds_quantised_experts(model):
-            on_first("loading a model", partial(_check_complete, model, state_dict))
+            run_on_first("loading a model", partial(_check_complete, model, state_dict))
             sd_options = replace(sd_options, strict=False)
     return original(model, state_dict, adapter_only=adapter_only, sd_options=sd_options)
 
@@ -429,7 +429,7 @@ def write_bases(models: Iterable[nn.Module], folder: Path) -> None:
             base = describe_base(model)
             path = folder / numbered(BASE, index)
             if base is not None:
-                on_first(f"saving {path}", partial(write_json, path, base))
+                run_on_first(f"saving {path}", partial(write_json, path, base))
 
 
 def check_bases(models: Iterable[nn.Module], folder: Path) -> None:
@@ -450,7 +450,7 @@ def write_extra(models: Iterable[nn.Module], folder: Path) -> None:
             if extra is not None:
                 write_json(folder / numbered(EXTRA, index), extra)
 
-    on_first(f"saving {folder}", write)
+    run_on_first(f"saving {folder}", write)
 
 
 def restore_all_extra(models: Iterable[nn.Module], folder: Path) -> None:
@@ -466,7 +466,7 @@ def restore_all_extra(models: Iterable[nn.Module], folder: Path) -> None:
             if state is not None:
                 restore_extra(state, folder / numbered(EXTRA, index))
 
-    on_first(f"reading {folder}", restore)
+    run_on_first(f"reading {folder}", restore)
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -40,8 +40,8 @@ from torch.utils.data import IterableDataset, RandomSampler
 from hf_moe_ep.config import launched_world_size
 from hf_moe_ep.integrations.uneven_loaders import check_even
 from hf_moe_ep.pipeline.caller_loss import CallerLoss, take_loss
+from hf_moe_ep.ranks.all_ranks import run_on_first
 from hf_moe_ep.ranks.mesh import check_world
-from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import generates_in_training, prepared_loaders
 from hf_moe_ep.upstream.frameworks import (
@@ -527,7 +527,7 @@ def _seed_by_data_rank(init: Any, accelerator: Accelerator) -> Any:
 
 def _share_seed_of_rank_0(seed: int) -> int:
     """Return the seed of rank 0 on every rank."""
-    return on_first("accelerator.prepare", lambda: int(seed))
+    return run_on_first("accelerator.prepare", lambda: int(seed))
 
 
 def _are_all_tensors(data: Any) -> bool:

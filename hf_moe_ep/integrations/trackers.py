@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from hf_moe_ep.ranks.together import one_line, this_rank
+from hf_moe_ep.ranks.all_ranks import one_line, this_rank
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import prepared_models
 

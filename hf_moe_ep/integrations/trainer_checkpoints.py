@@ -66,7 +66,7 @@ from hf_moe_ep.integrations.saving import (
     writes_meet,
 )
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
-from hf_moe_ep.ranks.together import on_first, together
+from hf_moe_ep.ranks.all_ranks import run_on_all, run_on_first
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import SAVE_IN_PROGRESS, checkpoint_folder
@@ -106,13 +106,13 @@ def save_checkpoint(
         _remove_files_of_ranks(folder)
         save_configs(self.model, folder)
 
-    on_first(f"saving {folder}", begin)
+    run_on_first(f"saving {folder}", begin)
     manifest.check_is_shared(folder)
     postponed = _held_back[os.path.abspath(folder.parent)] = []
     try:
         with experts_in_hub_order(self.model, self.optimizer), planned_by_each(apart):
             with writes_meet(transformers.trainer):
-                together(f"saving {folder}", lambda: original(self, model, trial))
+                run_on_all(f"saving {folder}", lambda: original(self, model, trial))
             if (names := _names_with_adapters(self)) is not None:
                 write_beside(self.model, folder, names)
     finally:
@@ -120,11 +120,11 @@ def save_checkpoint(
     if state.config.experts_dtype is not None:
         reshard(self.model)
         base = describe_base(self.model)
-        on_first(f"saving {folder}", lambda: write_json(Path(folder, BASE), base))
+        run_on_first(f"saving {folder}", lambda: write_json(Path(folder, BASE), base))
     write_extra([self.model], folder)
     layout = layout_of(state) | {_ROWS: _rows_per_step(self)}
     manifest.write(folder, layout, belongs=lambda name: name != SAVE_IN_PROGRESS)
-    together(f"pushing {folder}, deleting older ones", lambda: [call() for call in postponed])
+    run_on_all(f"pushing {folder}, deleting older ones", lambda: [call() for call in postponed])
 
 
 def push(original: Callable[..., Any], self: transformers.Trainer, checkpoint_folder: str) -> None:
@@ -196,9 +196,9 @@ def train(
         _check_is_of_trainer(named_folder)
         return named_folder, verifiable
 
-    folder, verifiable = on_first("resuming", choose)
+    folder, verifiable = run_on_first("resuming", choose)
     check_resumable(folder, verifiable)
-    on_first("resuming", lambda: _warn_of_other_rows(self, folder))
+    run_on_first("resuming", lambda: _warn_of_other_rows(self, folder))
     return original(self, os.fspath(folder), *args, **kwargs)
 
 
@@ -296,7 +296,7 @@ def load_random(
         return original(self, checkpoint, *args, **kwargs)
     if not reseed_on_other_ranks(Path(checkpoint), state, _random_file, "cpu"):
         load = partial(original, self, checkpoint, *args, **kwargs)
-        return together(f"loading the random states of {checkpoint}", load)
+        return run_on_all(f"loading the random states of {checkpoint}", load)
     return None
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.lora.factors import Adapter, pack_a, pack_b, stack_a, stack_b
-from hf_moe_ep.ranks.together import rank_of_launch
+from hf_moe_ep.ranks.all_ranks import rank_of_launch
 from hf_moe_ep.state import STATE, ModelState, MoELayer, find_state
 from hf_moe_ep.upstream.adapters import (
     ParameterFactor,

@@ -35,9 +35,9 @@ from hf_moe_ep.optim.owners import (
     find_sharding,
     whole_ranges,
 )
+from hf_moe_ep.ranks.all_ranks import check_alike, check_everyone_calls
 from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.collectives import Transfer, start_all_to_all
-from hf_moe_ep.ranks.together import check_alike, check_everyone_calls
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import computing_device, patched_state
 

@@ -29,7 +29,12 @@ from hf_moe_ep.placement.move import (
     move_layers,
     slots_of,
 )
-from hf_moe_ep.ranks.together import PATIENCE_OF_RANK_0, check_alike, check_everyone_calls, together
+from hf_moe_ep.ranks.all_ranks import (
+    PATIENCE_OF_RANK_0,
+    check_alike,
+    check_everyone_calls,
+    run_on_all,
+)
 from hf_moe_ep.routing.load import ExpertLoad, slots_of_layers
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, patched_state
@@ -81,7 +86,7 @@ def balance_experts(
     state = patched_state(model)
     check_has_ep(state, "balance_experts")
     check_everyone_calls("balance_experts", patience_of_rank_0=PATIENCE_OF_RANK_0)
-    optimizers = together("balance_experts", lambda: _as_list(optimizer))
+    optimizers = run_on_all("balance_experts", lambda: _as_list(optimizer))
     reshard(model)
 
     def check() -> list[ExpertTensors]:
@@ -93,10 +98,10 @@ def balance_experts(
         check_movable(tensors, optimizers)
         return tensors
 
-    tensors = together("balance_experts", check)
+    tensors = run_on_all("balance_experts", check)
     check_alike("balance_experts", threshold=threshold, load=_digest(load))
     assert state.meshes is not None
-    together(
+    run_on_all(
         "balance_experts",
         partial(check_same_tensors, "balance_experts", tensors, optimizers, state.meshes),
     )

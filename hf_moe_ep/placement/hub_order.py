@@ -31,7 +31,7 @@ from hf_moe_ep.placement.move import (
     find_expert_tensors,
     move_layers,
 )
-from hf_moe_ep.ranks.together import together
+from hf_moe_ep.ranks.all_ranks import run_on_all
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import STATE, ModelState, MoELayer, StateHook, find_state
 
@@ -125,10 +125,10 @@ def _move_all(
     optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
     tensors = find_expert_tensors(model)
     # The state of an optimizer may have been replaced since the experts were moved. If a check
-    # fails on one rank, `together` raises the error on all ranks.
+    # fails on one rank, `run_on_all` raises the error on all ranks.
     what = "experts_in_hub_order"
-    together(what, lambda: check_movable(tensors, optimizers))
-    together(what, functools.partial(check_same_tensors, what, tensors, optimizers, state.meshes))
+    run_on_all(what, lambda: check_movable(tensors, optimizers))
+    run_on_all(what, functools.partial(check_same_tensors, what, tensors, optimizers, state.meshes))
     move_layers(tensors, placements, state, optimizers)
 
 

@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from hf_moe_ep.ranks.all_ranks import check_alike
 from hf_moe_ep.ranks.collectives import start_all_to_all
 from hf_moe_ep.ranks.mesh import EP, EP_FSDP, Meshes
-from hf_moe_ep.ranks.together import check_alike
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
 

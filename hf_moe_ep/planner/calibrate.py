@@ -45,7 +45,7 @@ from hf_moe_ep.planner.counted import make_counter
 from hf_moe_ep.planner.hardware import KINDS, PRODUCTS, Hardware
 from hf_moe_ep.planner.seconds import time_of_work
 from hf_moe_ep.planner.work import Collective, Operator, StepWork, WorkCounter
-from hf_moe_ep.ranks.together import everyone
+from hf_moe_ep.ranks.all_ranks import gather_from_all
 from hf_moe_ep.upstream.graph import tensors_in
 from hf_moe_ep.upstream.operators import group_of, operator_name, work_of
 
@@ -178,7 +178,7 @@ def measure_rates(
     samples = [sample for timer in timers for sample in timer.samples]
     launch_seconds = _time_launches(make_counter(model), step) if device.type == "cuda" else 0.0
     result = samples, dict(timers[0].repeated), statistics.median(seconds), launch_seconds
-    results = everyone("measuring rates", lambda: result)
+    results = gather_from_all("measuring rates", lambda: result)
     return fit(
         [sample for samples_of_rank, *_ in results for sample in samples_of_rank],
         timers[0].counted(),

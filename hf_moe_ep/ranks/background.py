@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hf_moe_ep.ranks.all_ranks import one_line, this_rank, world_size
 from hf_moe_ep.ranks.missing import name_missing_ranks
-from hf_moe_ep.ranks.together import one_line, this_rank, world_size
 from hf_moe_ep.upstream.gloo import one_worker_thread
 from hf_moe_ep.upstream.process_groups import default_timeout
 

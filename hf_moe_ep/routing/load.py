@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.config import check_choice
-from hf_moe_ep.ranks.together import PATIENCE_OF_RANK_0, check_everyone_calls, world_size
+from hf_moe_ep.ranks.all_ranks import PATIENCE_OF_RANK_0, check_everyone_calls, world_size
 from hf_moe_ep.routing.counts import counts_of_all_ranks, reset_counts
 from hf_moe_ep.state import STATE, ModelState, MoELayer, patched_state
 from hf_moe_ep.upstream.adapters import without_adapters

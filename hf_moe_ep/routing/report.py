@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_moe_ep.ranks.together import gather
+from hf_moe_ep.ranks.all_ranks import gather
 
 
 @dataclass(frozen=True)

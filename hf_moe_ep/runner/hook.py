@@ -139,7 +139,7 @@ def _patch(model: Any, this_load: Any) -> None:
     """Patch a model that has experts, and log on rank 0 what was done."""
     from hf_moe_ep.architectures import find_block
     from hf_moe_ep.derive import has_experts
-    from hf_moe_ep.ranks.together import rank_of_launch
+    from hf_moe_ep.ranks.all_ranks import rank_of_launch
     from hf_moe_ep.upstream.frameworks import problem_of_version
 
     _show_log()

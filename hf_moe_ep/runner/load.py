@@ -27,7 +27,7 @@ from hf_moe_ep.config import ParallelConfig, RunOptions
 from hf_moe_ep.derive import has_experts
 from hf_moe_ep.moe.stacked import changes_parameters
 from hf_moe_ep.patch import check_loadable, patch
-from hf_moe_ep.ranks.together import world_size_of_launch
+from hf_moe_ep.ranks.all_ranks import world_size_of_launch
 from hf_moe_ep.state import ModelState, patched_state
 from hf_moe_ep.upstream.loading import OnMeta, WeightFiles, before_weights
 from hf_moe_ep.upstream.modules import explain_moves

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.config import ParallelConfig, launched_local_rank, launched_local_world_size
-from hf_moe_ep.ranks.together import differing, is_first, this_rank, together
+from hf_moe_ep.ranks.all_ranks import differing, is_first, run_on_all, this_rank
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.values import ParameterEntries
 from hf_moe_ep.state import STATE, ModelState, MoELayer
@@ -94,7 +94,7 @@ def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions
                 f"{values[rank]}; every rank must patch the same model with the same arguments (a "
                 f"size or an environment variable may depend on the rank)"
             )
-    together("sharding", partial(_check_rank0_has_values, len(on_meta), len(tensors)))
+    run_on_all("sharding", partial(_check_rank0_has_values, len(on_meta), len(tensors)))
 
 
 def _check_rank0_has_values(num_on_meta: int, num_tensors: int) -> None:
@@ -113,7 +113,7 @@ def check_nodes(config: ParallelConfig) -> None:
     differs from the launcher's LOCAL_WORLD_SIZE is the user's own choice and is not checked.
     """
     if config.dispatcher == "hierarchical" and (config.ep_size or 1) > 1:
-        together("checking the ranks of a node", lambda: _check_local_rank(config.node_size))
+        run_on_all("checking the ranks of a node", lambda: _check_local_rank(config.node_size))
 
 
 def _check_local_rank(node_size: int | None) -> None:

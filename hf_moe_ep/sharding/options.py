@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from hf_moe_ep.config import launched_local_rank
-from hf_moe_ep.ranks.together import check_own_gpu
+from hf_moe_ep.ranks.all_ranks import check_own_gpu
 from hf_moe_ep.upstream.models import packed_parameters
 
 

@@ -55,7 +55,7 @@ from hf_moe_ep.checkpoints.storage.references import FileReferences
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, read_index
 from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.cli.main import main
-from hf_moe_ep.ranks import together as together_module
+from hf_moe_ep.ranks import all_ranks as together_module
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.models import persistent_buffers
 

@@ -28,7 +28,7 @@ from hf_moe_ep.checkpoints.training import folder as training_folder
 from hf_moe_ep.checkpoints.training import save as training_save
 from hf_moe_ep.checkpoints.training.load import load_checkpoint
 from hf_moe_ep.checkpoints.training.save import save_checkpoint
-from hf_moe_ep.ranks import together as meet
+from hf_moe_ep.ranks import all_ranks as meet
 
 BUDGET = 1e-10  # fp64; another layout sums in another order
 SMALL_DISK = 2 * 2**20  # room for one checkpoint of 1.36 MB, not for two

@@ -30,7 +30,7 @@ from hf_moe_ep.checkpoints.hub import save as checkpoint
 from hf_moe_ep.checkpoints.hub.pieces import whole_piece
 from hf_moe_ep.checkpoints.hub.write import TensorGroup, write_checkpoint
 from hf_moe_ep.checkpoints.storage import safetensors_file
-from hf_moe_ep.ranks import together as together_module
+from hf_moe_ep.ranks import all_ranks as together_module
 from hf_moe_ep.ranks.boxes import whole
 
 INDEX = "model.safetensors.index.json"
@@ -311,7 +311,7 @@ def _save_with_different_arguments(rank: int, world: int, folder: str) -> None:
 
 
 def _fail_on_one_rank(rank: int, world: int) -> None:
-    """Rank 1 runs out of memory and raises, while rank 0 is busy and never calls `together`."""
+    """Rank 1 runs out of memory and raises, while rank 0 is busy and never calls `run_on_all`."""
     if rank == 0:
         time.sleep(5)
         return
@@ -354,7 +354,7 @@ def _save_to_full_disk(rank: int, world: int, folder: str) -> None:
 
 
 def test_a_rank_that_dies_after_the_commit_leaves_the_committed_files(tmp_path: Path) -> None:
-    """Rank 0 notices the death in the next `together`. Files that it committed before must stay."""
+    """Rank 0 notices the death in the next `run_on_all`. Files that it has committed must stay."""
     state = {"a": torch.arange(6.0), "b": torch.arange(3.0)}
     for calls in (1, 2, 3):  # the first file, the second, the commit
         folder, results = tmp_path / str(calls), []
@@ -373,7 +373,7 @@ def test_a_rank_that_dies_after_the_commit_leaves_the_committed_files(tmp_path: 
             for key, t in state.items()
         ]
         with pytest.raises(RuntimeError, match="a rank is gone"):
-            write_checkpoint(folder, files, together=fail_at_call)
+            write_checkpoint(folder, files, run_on_all=fail_at_call)
         if calls == 3:
             assert_equal(read_all(folder), state)
         else:

@@ -26,7 +26,7 @@ from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.training import folder as training_folder
 from hf_moe_ep.checkpoints.training.load import load_checkpoint
 from hf_moe_ep.checkpoints.training.save import save_checkpoint
-from hf_moe_ep.ranks import together as together_module
+from hf_moe_ep.ranks import all_ranks as together_module
 from hf_moe_ep.ranks.background import SaveHandle
 
 # Kind of run: the layouts of even and odd rounds, and the number of layers.

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hf_moe_ep import apply_ep_fsdp2, patch, save_pretrained
-from hf_moe_ep.ranks import together as together_module
+from hf_moe_ep.ranks import all_ranks as together_module
 
 
 def _largest_of_a_step(model: nn.Module) -> int:

@@ -31,7 +31,7 @@ from torch import Tensor
 from hf_moe_ep import newest_checkpoint
 from hf_moe_ep.checkpoints.storage import manifest, unpickle
 from hf_moe_ep.integrations.prepare import fsdp_on_cpu
-from hf_moe_ep.ranks.together import gather
+from hf_moe_ep.ranks.all_ranks import gather
 
 WORLD = 2
 SHARDED = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}

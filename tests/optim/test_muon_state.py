@@ -242,7 +242,7 @@ def only_one_rank_has_other_gradients(rank: int, world: int) -> None:
     model(**inputs).loss.backward()
     if rank == 1:
         model.model.layers[0].self_attn.q_proj.weight.grad = None
-    with mock.patch("hf_moe_ep.ranks.together.PATIENCE", timedelta(seconds=1)):
+    with mock.patch("hf_moe_ep.ranks.all_ranks.PATIENCE", timedelta(seconds=1)):
         optimizer.step()
 
 

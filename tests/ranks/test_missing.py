@@ -11,9 +11,9 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 
 from hf_moe_ep.ranks import missing
+from hf_moe_ep.ranks.all_ranks import run_on_all
 from hf_moe_ep.ranks.background import Saver
 from hf_moe_ep.ranks.collectives import start_counts
-from hf_moe_ep.ranks.together import together
 from hf_moe_ep.upstream.process_groups import default_store
 
 PATIENCE = 2.0
@@ -26,7 +26,7 @@ def _wait_there(place: str, group: dist.ProcessGroup) -> None:
         counts = torch.ones(dist.get_world_size(group), 2, dtype=torch.int64)
         start_counts(counts, group, where="MoE layer 0 of forward 1").wait()
     elif place == "together":
-        together("saving out/step-1", lambda: None, group)
+        run_on_all("saving out/step-1", lambda: None, group)
     else:
         Saver().start(Path("out/step-1"), lambda _: None, torch.device("cpu"))
 
@@ -55,7 +55,7 @@ def errors() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_the_missing_rank_is_named(errors: list[dict[str, str]], place: str) -> None:
-    """Ranks wait in a layer's exchange, in `together`, or where a save creates its group."""
+    """Ranks wait in a layer's exchange, in `run_on_all`, or where a save creates its group."""
     for rank in (0, 2):
         assert "rank 1 stopped, or " in errors[rank][place]
 

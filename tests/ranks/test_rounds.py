@@ -16,13 +16,13 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
 from hf_moe_ep.checkpoints.storage import manifest
-from hf_moe_ep.ranks.together import (
+from hf_moe_ep.ranks.all_ranks import (
     check_alike,
     differing,
-    everyone,
-    for_first,
-    on_first,
-    together,
+    gather_from_all,
+    gather_on_first,
+    run_on_all,
+    run_on_first,
 )
 from hf_moe_ep.sharding.checks import check_ranks_agree
 from hf_moe_ep.sharding.options import ShardOptions, default_policy
@@ -72,8 +72,8 @@ def test_bytes_do_not_depend_on_the_world_size(tmp_path: Any) -> None:
     calls = {
         "arguments": lambda: check_alike("load_checkpoint", verify=True, directory="x" * 1000),
         "models": lambda: _agree(model),
-        "errors": lambda: together("reading", lambda: "x" * 1000),
-        "a choice": lambda: on_first("looking", lambda: "x" * 1000),
+        "errors": lambda: run_on_all("reading", lambda: "x" * 1000),
+        "a choice": lambda: run_on_first("looking", lambda: "x" * 1000),
     }
     results: dict[str, list[list[tuple[str, int]]]] = {name: [] for name in calls}
     for world in WORLDS:
@@ -119,8 +119,8 @@ def _compare_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
         "differ": differ,
         "equal": equal,
         "messages": messages,
-        "everyone": everyone("counting", lambda: 10 + rank),
-        "for_first": for_first("counting", lambda: 10 + rank),
+        "everyone": gather_from_all("counting", lambda: 10 + rank),
+        "gather_on_first": gather_on_first("counting", lambda: 10 + rank),
         "manifest": _write_manifest(rank, world, folder),
     }
 
@@ -138,5 +138,5 @@ def test_errors_name_the_ranks_that_differ(tmp_path: Any) -> None:
         "manifest": ["broadcast_object_list", "gather_object", "broadcast_object_list"],
     }
     results = run_ranks(_compare_ranks, 3, str(tmp_path))
-    assert [result.pop("for_first") for result in results] == [[10, 11, 12], None, None]
+    assert [result.pop("gather_on_first") for result in results] == [[10, 11, 12], None, None]
     assert results == [shared] * 3

@@ -47,7 +47,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     read_weights,
 )
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.ranks.together import StillHere, is_first, rank_of_launch
+from hf_moe_ep.ranks.all_ranks import StillHere, is_first, rank_of_launch
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import (

@@ -40,6 +40,7 @@ from hf_moe_ep.etp import in_stock_shapes
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.moe.stacked import as_stock
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
+from hf_moe_ep.ranks.all_ranks import is_first, run_on_first, this_rank
 from hf_moe_ep.ranks.boxes import (
     Box,
     box_at,
@@ -51,7 +52,6 @@ from hf_moe_ep.ranks.boxes import (
     whole_box,
 )
 from hf_moe_ep.ranks.mesh import Stages
-from hf_moe_ep.ranks.together import is_first, on_first, this_rank
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapters import adapter_names, has_adapters, keys_of_adapters
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
@@ -79,7 +79,7 @@ def gather_state_dict(
             return _gather_stages(inner, state, state.meshes.stages, save_embedding_layers)
         state_dict = inner.state_dict()
         # Rank 0 decides, because PEFT reads files that other ranks may not have.
-        names = on_first(
+        names = run_on_first(
             "gathering adapters", lambda: adapter_names(inner, state_dict, save_embedding_layers)
         )
         return _gather_named(inner, state_dict, names, keep=is_first())
@@ -117,7 +117,7 @@ def _gather_stages(
             return wanted != never
 
         # The first stage has the embedding, so rank 0 can decide for all.
-        option = on_first("gathering adapters", saves_embeddings)
+        option = run_on_first("gathering adapters", saves_embeddings)
         keys = keys_of_adapters(model, state_dict, option)
         names = list(dict.fromkeys(name for of_one in keys.values() for name in of_one.values()))
     keep = this_rank() in stages.first_ranks

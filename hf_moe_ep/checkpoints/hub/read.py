@@ -47,8 +47,8 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
 from hf_moe_ep.etp import find_apart, stock_parts
 from hf_moe_ep.moe.stacked import stack_experts
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.ranks.all_ranks import differing, gather, is_first, run_on_all
 from hf_moe_ep.ranks.boxes import local_tensor
-from hf_moe_ep.ranks.together import differing, gather, is_first, together
 from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.conversion import other_names
@@ -130,7 +130,7 @@ def find_weights(
             )
         return found, fingerprint(found.file_tensors)
 
-    found, own_fingerprint = together(f"reading {directory}", find)
+    found, own_fingerprint = run_on_all(f"reading {directory}", find)
     check_same_weights(own_fingerprint, os.fspath(directory))
     return found
 
@@ -412,4 +412,4 @@ def load_weights(
                         stored.read_into(part, box, reader)
                 progress.update(sizes[name])
 
-    together("reading weights", read)
+    run_on_all("reading weights", read)

@@ -46,14 +46,14 @@ from hf_moe_ep.checkpoints.hub.write import (
 from hf_moe_ep.checkpoints.storage.atomic import check_is_no_file
 from hf_moe_ep.etp import find_apart, slabs_in_stock_shape
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
-from hf_moe_ep.ranks.boxes import whole
-from hf_moe_ep.ranks.together import (
+from hf_moe_ep.ranks.all_ranks import (
     check_alike,
     check_everyone_calls,
     is_first,
-    on_first,
-    together,
+    run_on_all,
+    run_on_first,
 )
+from hf_moe_ep.ranks.boxes import whole
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapters import has_adapters
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
@@ -163,14 +163,14 @@ def _save_weights(
         configs = prepare_configs(model, folder, first_dtype(groups), processors)
         return configs, file_names(len(files) + len(extra_files))
 
-    configs, names = on_first(what, prepare)
+    configs, names = run_on_first(what, prepare)
     own_files = share_files(files, len(names), state)
     files.extend(extra_files)
     # Every rank takes part in writing each file, but only rank 0 reads and writes extra tensors.
     files.extend([] for _ in range(len(names) - len(files)))
     if own_files is not None:
         try:
-            together(what, partial(check_folder_is_shared, folder, configs, state))
+            run_on_all(what, partial(check_folder_is_shared, folder, configs, state))
         except ValueError:
             if is_first():
                 shutil.rmtree(configs)
@@ -179,7 +179,7 @@ def _save_weights(
         folder,
         files,
         writes=is_writer(state),
-        together=together,
+        run_on_all=run_on_all,
         configs=configs,
         names=names,
         stage=own_files,
@@ -258,4 +258,4 @@ def _save_adapters(
         if not switch_files(folder, staged):
             publish(staged, folder)
 
-    on_first(f"saving to {folder}", write)
+    run_on_first(f"saving to {folder}", write)

@@ -24,9 +24,9 @@ from hf_moe_ep.checkpoints.hub.gather import Change, list_slabs, slabs_for_all
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
 from hf_moe_ep.checkpoints.hub.write import StageFiles, TensorGroup
 from hf_moe_ep.pipeline.stage import Stage
+from hf_moe_ep.ranks.all_ranks import gather, this_rank
 from hf_moe_ep.ranks.boxes import Box, box_sizes
 from hf_moe_ep.ranks.mesh import Stages
-from hf_moe_ep.ranks.together import gather, this_rank
 from hf_moe_ep.state import ModelState
 
 Value = TypeVar("Value")

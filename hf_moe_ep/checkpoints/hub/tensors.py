@@ -55,16 +55,16 @@ from hf_moe_ep.etp import find_apart, for_each_half, slabs_in_stock_shape
 from hf_moe_ep.lora.merged import add_updates, with_whole_factors
 from hf_moe_ep.ops.quantised import encode_blocks
 from hf_moe_ep.placement.hub_order import placement_by_tensor
-from hf_moe_ep.ranks.boxes import Box, box_sizes
-from hf_moe_ep.ranks.together import (
+from hf_moe_ep.ranks.all_ranks import (
     StillHere,
     check_alike,
     check_everyone_calls,
     gather,
-    on_first,
     one_line,
-    together,
+    run_on_all,
+    run_on_first,
 )
+from hf_moe_ep.ranks.boxes import Box, box_sizes
 from hf_moe_ep.state import ModelState, computing_device, patched_state
 from hf_moe_ep.upstream.adapters import (
     LowRank,
@@ -433,7 +433,7 @@ class _Source:
         """
         if self._state.stage is None:
             return self._find_own_names()
-        together("hub_tensors", lambda: _check_adapters(self._model, self._merge_adapters))
+        run_on_all("hub_tensors", lambda: _check_adapters(self._model, self._merge_adapters))
         of_stages = gather_stages(self._find_own_names(), self._state)
         # A stage may have no adapter at all.
         adapters = [names.adapters for names in of_stages if names.adapters]
@@ -512,7 +512,7 @@ class _Source:
         groups = self._describe(names)
         fp8_keys = self._find_fp8(groups, names)
         find_extra = partial(self._find_extra, groups)
-        extra = find_extra() if state.meshes is None else on_first("hub_tensors", find_extra)
+        extra = find_extra() if state.meshes is None else run_on_first("hub_tensors", find_extra)
         self._extra = extra
         fingerprints: dict[str, str] = {}
         if self._since is not None:

@@ -52,8 +52,8 @@ from hf_moe_ep.checkpoints.storage.atomic import write_atomically
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, FileTensor, Writer
 from hf_moe_ep.etp import find_apart, stock_shape
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.ranks.all_ranks import gather_on_first, is_first
 from hf_moe_ep.ranks.boxes import Box, box_sizes, slices
-from hf_moe_ep.ranks.together import for_first, is_first
 from hf_moe_ep.upstream.hub import checkpoint_name, progress_bar
 
 _logger = logging.getLogger("hf_moe_ep")
@@ -248,7 +248,7 @@ def write_checkpoint(
     files: list[list[TensorGroup]],
     *,
     writes: bool = True,
-    together: Callable[[str, Callable[[], None]], Any] = _run_alone,
+    run_on_all: Callable[[str, Callable[[], None]], Any] = _run_alone,
     configs: Path | None = None,
     names: Sequence[str] | None = None,
     what: str | None = None,
@@ -259,7 +259,7 @@ def write_checkpoint(
     Args:
         writes: True on the process that writes the files (with pipeline stages, on one process of
             each stage). All other processes only iterate over the slabs.
-        together: runs a step on all ranks and raises an error of one rank on every rank.
+        run_on_all: runs a step on all ranks and raises an error of one rank on every rank.
         configs: the folder that `prepare_configs` returned; the commit publishes its files, and an
             error removes it.
         names: the names of the files. All ranks pass the same names, and no checkpoint in the
@@ -283,17 +283,17 @@ def write_checkpoint(
     try:
         with progress_bar(total, what, commits) as progress:
             for number in own:
-                together(what, partial(_write_file, writer, number, files[number], progress))
+                run_on_all(what, partial(_write_file, writer, number, files[number], progress))
             for _ in range(num_waits):
-                together(what, _do_nothing)
+                run_on_all(what, _do_nothing)
         if stage is not None:
             # From here on rank 0 may commit, and only rank 0 knows if it has.
             abandon = abandon if commits else _do_nothing
-            written = for_first(what, lambda: None if writer is None else writer.written)
+            written = gather_on_first(what, lambda: None if writer is None else writer.written)
             for other in written or ():
                 if other is not None and writer is not None:
                     writer.written.add(other)
-        together(what, writer.commit if writer is not None and commits else _do_nothing)
+        run_on_all(what, writer.commit if writer is not None and commits else _do_nothing)
     except (OSError, RuntimeError, ValueError):
         abandon()
         raise

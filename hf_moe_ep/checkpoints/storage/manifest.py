@@ -41,7 +41,13 @@ from hf_moe_ep.checkpoints.storage.atomic import (
     write_atomically,
 )
 from hf_moe_ep.checkpoints.storage.order import Saved, newest_last
-from hf_moe_ep.ranks.together import for_first, on_first, this_rank, together, world_size
+from hf_moe_ep.ranks.all_ranks import (
+    gather_on_first,
+    run_on_all,
+    run_on_first,
+    this_rank,
+    world_size,
+)
 from hf_moe_ep.upstream.requirements import installed_version
 
 MANIFEST = "manifest.json"
@@ -96,10 +102,14 @@ def write(
     path = Path(folder)
     known: dict[str, dict[str, Any]] = {}
     if written is not None:
-        for rank_files in for_first(f"writing {path / MANIFEST}", lambda: written, group) or ():
+        for rank_files in (
+            gather_on_first(f"writing {path / MANIFEST}", lambda: written, group) or ()
+        ):
             known |= rank_files
-    sizes = on_first(f"listing {path}", lambda: _list_files_to_hash(path, known, belongs), group)
-    parts = for_first(
+    sizes = run_on_first(
+        f"listing {path}", lambda: _list_files_to_hash(path, known, belongs), group
+    )
+    parts = gather_on_first(
         f"writing {path / MANIFEST}",
         lambda: {name: _sync_and_hash(path, name) for name in _choose_files(sizes, group)},
         group,
@@ -116,7 +126,7 @@ def write(
         }
         _sync_and_write(path, manifest)
 
-    on_first(f"writing {path / MANIFEST}", commit, group)
+    run_on_first(f"writing {path / MANIFEST}", commit, group)
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -178,7 +188,7 @@ def check(
                     f"says {expected}; load an older checkpoint"
                 )
 
-    together(f"reading {path}", check_files)
+    run_on_all(f"reading {path}", check_files)
 
 
 def check_sizes(folder: str | os.PathLike[str]) -> None:
@@ -240,7 +250,7 @@ def check_is_shared(folder: Path) -> None:
                 f"nodes share, and save_on_each_node must be False"
             )
 
-    together(f"saving {folder}", check)
+    run_on_all(f"saving {folder}", check)
 
 
 def try_to_delete(folder: Path) -> bool:

@@ -63,8 +63,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from hf_moe_ep.checkpoints.storage.spread import Spread, choose_writers
 from hf_moe_ep.etp import stock_parts, stock_shape
+from hf_moe_ep.ranks.all_ranks import gather, this_rank, world_size
 from hf_moe_ep.ranks.boxes import box_sizes, local_tensor
-from hf_moe_ep.ranks.together import gather, this_rank, world_size
 from hf_moe_ep.upstream.replaced import replaced
 
 # The names that DCP gives to the lists of parameters of an optimizer's groups.

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from hf_moe_ep.ranks.together import on_first, one_line
+from hf_moe_ep.ranks.all_ranks import one_line, run_on_first
 from hf_moe_ep.upstream.checkpoint_files import file_of_item, metadata_path, put_value
 
 METADATA_FILE = ".metadata"
@@ -190,7 +190,7 @@ def loading_values(folder: Path) -> Iterator[None]:
         RuntimeError: loading failed for another reason. It replaces DCP's CheckpointException,
             which is not derived from Exception, so few callers would catch it.
     """
-    on_first(f"loading {folder}", lambda: check_values(folder))
+    run_on_first(f"loading {folder}", lambda: check_values(folder))
     try:
         yield
     except CheckpointException as error:

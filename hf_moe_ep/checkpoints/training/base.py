@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits, sum_over_shards
 from hf_moe_ep.checkpoints.training.stages import join_by_name
 from hf_moe_ep.placement.hub_order import placement_by_tensor
+from hf_moe_ep.ranks.all_ranks import run_on_first
 from hf_moe_ep.ranks.boxes import local_box, local_tensor, number_elements
-from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import KnownSums, find_state, quantised_matrices
 from hf_moe_ep.upstream.models import source_of
 from hf_moe_ep.upstream.module_names import stock_name, unwrap
@@ -101,7 +101,7 @@ def numbered(name: str, index: int) -> str:
 
 def check_base(folder: Path, model: nn.Module, index: int = 0) -> None:
     """Raise ValueError on every rank if a checkpoint was saved by a run on another base."""
-    saved = on_first(f"reading {folder}", lambda: _read(folder / numbered(BASE, index)))
+    saved = run_on_first(f"reading {folder}", lambda: _read(folder / numbered(BASE, index)))
     base = describe_base(model, anew=True)
     if saved == base:
         return

@@ -40,7 +40,14 @@ from hf_moe_ep.checkpoints.training.tensors import (
     trained_names,
 )
 from hf_moe_ep.etp import stock_parts
-from hf_moe_ep.ranks.together import gather, is_first, on_first, this_rank, together, world_size
+from hf_moe_ep.ranks.all_ranks import (
+    gather,
+    is_first,
+    run_on_all,
+    run_on_first,
+    this_rank,
+    world_size,
+)
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import patched_state
 
@@ -71,13 +78,13 @@ def write_beside(model: nn.Module, folder: Path, saved_elsewhere: Collection[str
         content = StateFile(layout_of(state), tensors=forms, scalars=selected.scalars)
         return content, selected.files(forms, _FILE_BYTES)
 
-    own, files = together(what, select)
+    own, files = run_on_all(what, select)
     content = join_stages(own, state)
     if not content.tensors and not content.scalars:
         return
-    on_first(what, lambda: (folder / BESIDE).mkdir(parents=True, exist_ok=True))
-    together(what, lambda: write_parts(folder / BESIDE, this_rank(), files))
-    on_first(what, lambda: write_json(folder / BESIDE / _TENSORS, content.to_json()))
+    run_on_first(what, lambda: (folder / BESIDE).mkdir(parents=True, exist_ok=True))
+    run_on_all(what, lambda: write_parts(folder / BESIDE, this_rank(), files))
+    run_on_first(what, lambda: write_json(folder / BESIDE / _TENSORS, content.to_json()))
 
 
 def check_beside(
@@ -112,7 +119,7 @@ def check_beside(
             )
         return saved, lacking
 
-    saved, lacking = together(what, compare)
+    saved, lacking = run_on_all(what, compare)
     missing = sorted({name for names in gather(lacking) for name in names})
     if missing and is_first():
         warnings.warn(
@@ -143,7 +150,7 @@ def read_beside(model: nn.Module, folder: Path, saved: StateFile) -> None:
         read_parts((path / name for name in ordered), parts)
         fill_model(entries, targets, saved.scalars)
 
-    together(f"reading {path}", read)
+    run_on_all(f"reading {path}", read)
 
 
 def _names(saved: StateFile) -> set[str]:

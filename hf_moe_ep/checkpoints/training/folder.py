@@ -42,8 +42,8 @@ from hf_moe_ep.checkpoints.training import state_file
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.extra import EXTRA
 from hf_moe_ep.checkpoints.training.state_file import StateFile
+from hf_moe_ep.ranks.all_ranks import this_rank, world_size
 from hf_moe_ep.ranks.background import is_written
-from hf_moe_ep.ranks.together import this_rank, world_size
 from hf_moe_ep.state import ModelState
 
 TENSORS, STATE = "tensors", "state.json"

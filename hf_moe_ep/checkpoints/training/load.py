@@ -42,13 +42,13 @@ from hf_moe_ep.checkpoints.training.tensors import (
 )
 from hf_moe_ep.etp import stock_parts
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
-from hf_moe_ep.ranks.together import (
+from hf_moe_ep.ranks.all_ranks import (
     check_alike,
     check_everyone_calls,
     is_first,
-    on_first,
+    run_on_all,
+    run_on_first,
     this_rank,
-    together,
 )
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, computing_device, patched_state
@@ -97,13 +97,13 @@ def load_checkpoint(
     if state.saver is not None:
         state.saver.wait()
     reshard(model)
-    path = on_first(
+    path = run_on_first(
         f"looking for a checkpoint in {directory}", lambda: manifest.newest_complete(directory)
     )
     if verify:
         manifest.check(path)
     check_base(path, model)
-    on_first(f"reading {path}", lambda: restore_extra(state, path / EXTRA))
+    run_on_first(f"reading {path}", lambda: restore_extra(state, path / EXTRA))
 
     def compare() -> tuple[StateFile, tuple[dict[str, Tensor], dict[str, int]]]:
         saved = folder.read_state(path)
@@ -128,10 +128,10 @@ def load_checkpoint(
     # In hub order, row e of a stacked tensor is expert e. The optimizer's new state is read in hub
     # order; at the end of the block it is moved with its experts.
     with experts_in_hub_order(model, optimizer):
-        saved, (targets, apart) = together(f"reading {path}", compare)
+        saved, (targets, apart) = run_on_all(f"reading {path}", compare)
         parts = {name: stock_parts(tensor, apart.get(name)) for name, tensor in targets.items()}
-        together(f"reading {path}", lambda: folder.read_tensors(path, parts, saved))
-        together(f"reading {path}", restore)
+        run_on_all(f"reading {path}", lambda: folder.read_tensors(path, parts, saved))
+        run_on_all(f"reading {path}", restore)
     return saved.progress
 
 

@@ -37,16 +37,16 @@ from hf_moe_ep.checkpoints.training.stages import join_stages
 from hf_moe_ep.checkpoints.training.state_file import StateFile, digest
 from hf_moe_ep.checkpoints.training.tensors import collect
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
-from hf_moe_ep.ranks.background import SaveHandle, Saver
-from hf_moe_ep.ranks.together import (
+from hf_moe_ep.ranks.all_ranks import (
     check_alike,
     check_everyone_calls,
     differing,
     is_first,
-    on_first,
+    run_on_all,
+    run_on_first,
     this_rank,
-    together,
 )
+from hf_moe_ep.ranks.background import SaveHandle, Saver
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, computing_device, patched_state
 
@@ -135,14 +135,14 @@ def save_checkpoint(
 
     base = describe_base(model)
     with experts_in_hub_order(model, optimizer):
-        files, own, values = together("save_checkpoint", prepare)
+        files, own, values = run_on_all("save_checkpoint", prepare)
         joined = join_stages(own, state)
-        content = together("save_checkpoint", joined.to_json)
+        content = run_on_all("save_checkpoint", joined.to_json)
         _check_equal(digest(content))
         if is_first():
             values[folder.STATE] = content
         snapshot = _Snapshot(files, values, own.layout)
-        on_first(f"clearing {path}", lambda: folder.clear(path, model))
+        run_on_first(f"clearing {path}", lambda: folder.clear(path, model))
         if not asynchronous:
             _write(path, snapshot, None)
     if asynchronous:
@@ -192,6 +192,6 @@ def _write(path: Path, snapshot: _Snapshot, group: dist.ProcessGroup | None) -> 
             if value is not None:
                 folder.write_json(path / name, value)
 
-    written = together(f"saving {path}", write_tensors, group)
-    together(f"saving {path}", write_other_files, group)
+    written = run_on_all(f"saving {path}", write_tensors, group)
+    run_on_all(f"saving {path}", write_other_files, group)
     manifest.write(path, snapshot.layout, written=written, group=group)

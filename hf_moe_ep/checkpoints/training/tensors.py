@@ -37,8 +37,8 @@ from hf_moe_ep.checkpoints.training.state_file import (
 from hf_moe_ep.etp import find_apart, stock_parts, stock_shape
 from hf_moe_ep.lora.computed import pack_conversion, stack_conversion, stacked_factors
 from hf_moe_ep.lora.factors import is_stacked
+from hf_moe_ep.ranks.all_ranks import this_rank, world_size
 from hf_moe_ep.ranks.boxes import Box
-from hf_moe_ep.ranks.together import this_rank, world_size
 from hf_moe_ep.state import find_state, quantised_matrices
 from hf_moe_ep.upstream.adapters import adapter_parameters, wraps_for_adapters
 from hf_moe_ep.upstream.models import persistent_buffers

@@ -11,11 +11,14 @@ check_own_gpu          no two ranks compute on the same GPU, as NCCL requires (b
 
 Four functions run a part of the work on each rank. If one rank fails, all ranks raise its error:
 
-function    who works     what is returned                   example
-together    every rank    each rank: its own value           model = together("loading", build)
-everyone    every rank    each rank: the values of all       sizes = everyone("counting", count)
-on_first    rank 0        each rank: the value of rank 0     newest = on_first("looking", find)
-for_first   every rank    rank 0: the values of all          parts = for_first("hashing", read)
+function           who works     what is returned
+run_on_all         every rank    each rank: its own value
+gather_from_all    every rank    each rank: the values of all
+run_on_first       rank 0        each rank: the value of rank 0
+gather_on_first    every rank    rank 0: the values of all
+
+    model = run_on_all("loading", build)
+    newest = run_on_first("looking for a checkpoint", find)
 
 `StillHere` is for a loop with collectives. A rank that leaves the loop early informs the other
 ranks.
@@ -23,8 +26,8 @@ ranks.
 An all-reduce of 8 bytes shows if any rank failed, and an all-reduce of 64 bytes (a hash and its
 complement) shows if values differ (`differing`). If a rank failed or values differ, the errors or
 values of all ranks are gathered. Otherwise the bytes that a rank receives do not depend on the
-number of ranks. But `everyone` and `gather` always send all values to all ranks, padded to the
-longest value.
+number of ranks. But `gather_from_all` and `gather` always send all values to all ranks, padded to
+the longest value.
 """
 
 from __future__ import annotations
@@ -154,7 +157,9 @@ def check_own_gpu(gpu: str) -> None:
         raise ValueError(store.get(f"{key}/shared").decode())
 
 
-def together(what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
+def run_on_all(
+    what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None
+) -> Value:
     """Run `part` on every rank of `group` and return the value of this rank.
 
     `what` describes the work in errors: "saving out/step-100".
@@ -201,18 +206,18 @@ def _describe_missing_ranks(
     )
 
 
-def everyone(
+def gather_from_all(
     what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None
 ) -> list[Value]:
-    """Run `part` on every rank and return all values, by rank; raise as `together` does."""
-    return gather(together(what, part, group), group)
+    """Run `part` on every rank and return all values, by rank; raise as `run_on_all` does."""
+    return gather(run_on_all(what, part, group), group)
 
 
-def for_first(
+def gather_on_first(
     what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None
 ) -> list[Value] | None:
     """Run `part` on every rank and return all values on rank 0, and None on all other ranks."""
-    value = together(what, part, group)
+    value = run_on_all(what, part, group)
     if not is_distributed():
         return [value]
     by_rank: list[Any] | None = [None] * world_size(group) if is_first() else None
@@ -220,9 +225,11 @@ def for_first(
     return by_rank
 
 
-def on_first(what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
-    """Run `part` on rank 0 and return its value on every rank; raise as `together` does."""
-    value = together(what, lambda: part() if is_first() else None, group)
+def run_on_first(
+    what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None
+) -> Value:
+    """Run `part` on rank 0 and return its value on every rank; raise as `run_on_all` does."""
+    value = run_on_all(what, lambda: part() if is_first() else None, group)
     if not is_distributed():
         return cast(Value, value)
     values = [value]

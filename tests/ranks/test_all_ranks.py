@@ -1,4 +1,4 @@
-"""`together`, `everyone` and `on_first` return values, and raise one rank's error on all ranks."""
+"""The functions of `all_ranks.py` return values, and raise the error of one rank on all ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from support.ranks import run_ranks
 
-from hf_moe_ep.ranks.together import everyone, on_first, together
+from hf_moe_ep.ranks.all_ranks import gather_from_all, run_on_all, run_on_first
 
 VERBS: dict[str, Callable[..., Any]] = {
-    "together": together,
-    "everyone": everyone,
-    "on_first": on_first,
+    "run_on_all": run_on_all,
+    "gather_from_all": gather_from_all,
+    "run_on_first": run_on_first,
 }
 
 
@@ -24,13 +24,13 @@ class NotPickled:
 
 def _values(rank: int, world: int) -> dict[str, Any]:
     value = NotPickled()
-    assert together("keeping", lambda: value) is value
+    assert run_on_all("keeping", lambda: value) is value
     called = []
-    first = on_first("choosing", lambda: called.append(rank) or f"of rank {rank}")
+    first = run_on_first("choosing", lambda: called.append(rank) or f"of rank {rank}")
     return {
-        "together": together("counting", lambda: 10 + rank),
-        "everyone": everyone("counting", lambda: 10 + rank),
-        "on_first": first,
+        "run_on_all": run_on_all("counting", lambda: 10 + rank),
+        "gather_from_all": gather_from_all("counting", lambda: 10 + rank),
+        "run_on_first": first,
         "called": called,
     }
 
@@ -38,9 +38,9 @@ def _values(rank: int, world: int) -> dict[str, Any]:
 def test_which_rank_gets_which_value() -> None:
     assert run_ranks(_values, 3) == [
         {
-            "together": 10 + rank,
-            "everyone": [10, 11, 12],
-            "on_first": "of rank 0",
+            "run_on_all": 10 + rank,
+            "gather_from_all": [10, 11, 12],
+            "run_on_first": "of rank 0",
             "called": [0] if rank == 0 else [],
         }
         for rank in range(3)
@@ -59,13 +59,13 @@ def _errors(rank: int, world: int) -> dict[str, tuple[str, str]]:
     }
     errors = {}
     for name, failing in cases.items():
-        for verb in ("together", "everyone"):
+        for verb in ("run_on_all", "gather_from_all"):
             with pytest.raises((ValueError, RuntimeError)) as caught:
                 VERBS[verb]("saving", lambda failing=failing: fail(failing))
             errors[f"{verb}: {name}"] = (type(caught.value).__name__, str(caught.value))
     for name, error in {"user's": ValueError("no folder"), "disk": OSError(28, "full")}.items():
         with pytest.raises((ValueError, RuntimeError)) as caught:
-            on_first("saving", lambda error=error: fail({0: error, 1: error}))
+            run_on_first("saving", lambda error=error: fail({0: error, 1: error}))
         errors[f"on_first: {name}"] = (type(caught.value).__name__, str(caught.value))
     return errors
 
@@ -79,7 +79,7 @@ def test_an_error_of_one_rank_is_an_error_of_all() -> None:
             "saving failed on rank 0: OSError: [Errno 28] full; rank 2: of 2",
         ),
     }
-    verbs = ("together", "everyone")
+    verbs = ("run_on_all", "gather_from_all")
     by_case = {f"{verb}: {name}": text for name, text in errors.items() for verb in verbs}
     by_case["on_first: user's"] = ("ValueError", "no folder")
     disk = "saving failed on rank 0: OSError: [Errno 28] full"
@@ -88,8 +88,8 @@ def test_an_error_of_one_rank_is_an_error_of_all() -> None:
 
 
 def test_one_process_without_a_process_group() -> None:
-    assert together("counting", lambda: 3) == 3
-    assert everyone("counting", lambda: 3) == [3]
-    assert on_first("counting", lambda: 3) == 3
+    assert run_on_all("counting", lambda: 3) == 3
+    assert gather_from_all("counting", lambda: 3) == [3]
+    assert run_on_first("counting", lambda: 3) == 3
     with pytest.raises(RuntimeError, match=r"saving failed on rank 0: OSError: \[Errno 28\] full"):
-        together("saving", lambda: (_ for _ in ()).throw(OSError(28, "full")))
+        run_on_all("saving", lambda: (_ for _ in ()).throw(OSError(28, "full")))
