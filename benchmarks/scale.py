@@ -68,6 +68,7 @@ from hf_moe_ep.checkpoints.storage.spread import Spread
 from hf_moe_ep.checkpoints.training.folder import ranks_needed
 from hf_moe_ep.checkpoints.training.state_file import SavedTensor, StateFile, digest
 from hf_moe_ep.checkpoints.training.tensors import collect
+from hf_moe_ep.etp import stock_parts
 from hf_moe_ep.sharding import checks
 from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.process_groups import fake_group
@@ -283,7 +284,8 @@ def read_ours(
             if ranks is not None:
                 names = [name for name in names if part_files.writer_of(name) in ranks]
             number = part_files.read_parts(
-                (folder / name for name in nearest_first(names, rank, world)), targets
+                (folder / name for name in nearest_first(names, rank, world)),
+                {name: stock_parts(tensor, None) for name, tensor in targets.items()},
             )
     return watch.seconds, watch.mib, number
 
