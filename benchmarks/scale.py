@@ -280,12 +280,12 @@ def read_ours(
         saved = StateFile({}, tensors=dict.fromkeys(targets, form))
         names = [file_name(writer, 1, 1) for writer in range(saved_by)]
         with Watch() as watch:
-            ranks = ranks_needed(targets, saved)
+            parts = {name: stock_parts(tensor, None) for name, tensor in targets.items()}
+            ranks = ranks_needed(parts, saved)
             if ranks is not None:
                 names = [name for name in names if part_files.writer_of(name) in ranks]
             number = part_files.read_parts(
-                (folder / name for name in nearest_first(names, rank, world)),
-                {name: stock_parts(tensor, None) for name, tensor in targets.items()},
+                (folder / name for name in nearest_first(names, rank, world)), parts
             )
     return watch.seconds, watch.mib, number
 
