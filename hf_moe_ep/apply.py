@@ -30,7 +30,12 @@ from hf_moe_ep.checkpoints.hub.unread import shard_and_read
 from hf_moe_ep.config import ParallelConfig, launched_local_rank, resolve_config
 from hf_moe_ep.integrations.install import wrap_adapters
 from hf_moe_ep.patch import check_unsharded, patch_model
-from hf_moe_ep.ranks.all_ranks import check_everyone_calls, is_distributed, run_on_all
+from hf_moe_ep.ranks.all_ranks import (
+    PATIENCE_OF_LOADING,
+    check_everyone_calls,
+    is_distributed,
+    run_on_all,
+)
 from hf_moe_ep.sharding.options import ShardOptions, default_device, default_policy, kept_whole
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
@@ -220,7 +225,7 @@ def from_pretrained(
             return local_folder(name_or_dir, download) if is_first_on_machine else None
         finally:
             # A download may take longer than the timeout of a collective.
-            check_everyone_calls("from_pretrained", _DOWNLOAD)
+            check_everyone_calls("the download of from_pretrained", _DOWNLOAD)
 
     def build() -> tuple[Path, nn.Module]:
         folder = downloaded or local_folder(name_or_dir, download, after_another=True)
@@ -233,6 +238,7 @@ def from_pretrained(
 
     # The first rank of each machine downloads for the other ranks, because the hub would refuse the
     # requests of, say, 512 ranks at the same time.
+    check_everyone_calls("from_pretrained", PATIENCE_OF_LOADING)
     downloaded = run_on_all(call, fetch)
     folder, model = run_on_all(call, build)
     return apply_ep_fsdp2(

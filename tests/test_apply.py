@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -231,10 +232,27 @@ def test_a_gpu_is_chosen_before_any_collective(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(apply, "is_distributed", lambda: True)
     monkeypatch.setattr(apply, "default_device", lambda: called.append("default_device"))
+    monkeypatch.setattr(apply, "check_everyone_calls", lambda *_: called.append("check"))
     monkeypatch.setattr(apply, "run_on_all", stop)
     with pytest.raises(InterruptedError):
         from_pretrained("owner/model")
-    assert called == ["default_device", "run_on_all"]
+    assert called == ["default_device", "check", "run_on_all"]
+
+
+def _call_on_rank_0(rank: int, world: int, folder: str) -> None:
+    fake = FakeHub(Path(folder), Path(folder) / "cache")
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(hub, "snapshot_download", fake)
+        patches.setattr(apply, "PATIENCE_OF_LOADING", timedelta(seconds=2))
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="from_pretrained was called on only 1 of 2"):
+                from_pretrained("owner/model", ep_size=2)
+    assert not fake.calls
+
+
+def test_a_rank_that_does_not_call_it_is_an_error(tmp_path: Path) -> None:
+    _write_repository(tmp_path / "repository", 3)
+    run_ranks(_call_on_rank_0, 2, str(tmp_path / "repository"))
 
 
 def _download_slowly(rank: int, world: int, folder: str) -> None:

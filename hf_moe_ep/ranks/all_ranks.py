@@ -53,8 +53,9 @@ PATIENCE = timedelta(minutes=5)
 # How long rank 0 waits for the first other rank in a function that scripts often call inside
 # `if is_main_process:` by mistake.
 PATIENCE_OF_RANK_0 = timedelta(seconds=20)
-# How long ranks wait for each other at the start of sharding, after each has loaded a model.
-_LOADING = timedelta(minutes=30)
+# How long ranks wait for each other at the start of loading, and of sharding after each rank has
+# loaded a model.
+PATIENCE_OF_LOADING = timedelta(minutes=30)
 # Errors that all ranks raise with their own class: a wrong argument, and a missing package.
 _USER_ERRORS = (ValueError, ImportError)
 
@@ -152,7 +153,7 @@ def check_own_gpu(gpu: str) -> None:
             f"with torchrun or accelerate launch, and in each process call "
             f"torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before anything else",
         )
-    check_everyone_calls("apply_ep_fsdp2 or from_pretrained", _LOADING)
+    check_everyone_calls("apply_ep_fsdp2 or from_pretrained", PATIENCE_OF_LOADING)
     if store.check([f"{key}/shared"]):
         raise ValueError(store.get(f"{key}/shared").decode())
 
