@@ -72,6 +72,8 @@ def fake_group(rank: int, world_size: int) -> Iterator[None]:
 
     The other ranks do not exist. Collectives return at once and transfer nothing.
     """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     # The import registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -80,3 +82,5 @@ def fake_group(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # DTensor's cache has meshes of this group, and finds them for equal meshes of a later one.
+        _clear_sharding_prop_cache()
