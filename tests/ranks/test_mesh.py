@@ -16,12 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_moe_ep import ParallelConfig
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes, check_world
-from hf_moe_ep.upstream.process_groups import take_default_timeout
+from hf_moe_ep.upstream.process_groups import fake_group, take_default_timeout
 
 CPU = torch.device("cpu")
 Groups = list[list[int]]
@@ -487,3 +488,12 @@ def test_ep_times_etp_must_divide_a_replica() -> None:
     match = r"etp_size \(4\) times ep_size \(4\).*8 / 1 = 8.*ep_size 4 try etp_size 1, 2,.*16 proc"
     with pytest.raises(ValueError, match=match):
         check_world(ParallelConfig(ep_size=4, etp_size=4), 8)
+
+
+def test_a_fake_group_leaves_no_mesh_in_the_cache_of_dtensor() -> None:
+    """The cache would give the mesh of a destroyed group to the sums of a later, equal mesh."""
+    for _ in range(2):
+        with fake_group(0, 4):
+            mesh = init_device_mesh("cpu", (4,))
+            tensor = DTensor.from_local(torch.ones(2, 3), mesh, (Shard(0),))
+            assert (tensor + tensor).device_mesh is mesh
