@@ -47,14 +47,21 @@ class PositionCollator:
             function that can be pickled.
 
     Raises:
-        ValueError: the model has no `get_rope_index`; or, when the collator is called, the batch
-            has pictures but no `mm_token_type_ids`.
+        ValueError: the model has no `get_rope_index`, or numbers pictures together with sound; or,
+            when the collator is called, the batch has pictures but no `mm_token_type_ids`.
     """
 
     def __init__(self, model: nn.Module, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
-        self._bare = _make_without_weights(_find_inner(model))
+        inner = _find_inner(model)
+        self._bare = _make_without_weights(inner)
         self._wanted = [*inspect.signature(self._bare.get_rope_index).parameters]
+        if "audio_seqlens" in self._wanted:
+            raise ValueError(
+                f"{type(inner).__name__} numbers the tokens of pictures together with those of "
+                f"sound, whose lengths are known only in its forward; use the collate function "
+                f"itself"
+            )
 
     def __call__(self, samples: list[Any]) -> MutableMapping[str, Any]:
         """Collate `samples`; add `position_ids` if the batch has pictures and no positions yet."""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.architectures.models import tiny as tiny_of_type
 from support.ranks import run_ranks
 from support.tiny_models import Row, tiny, vision_batch
 from torch.utils.data import DataLoader
@@ -132,6 +133,12 @@ def test_a_collator_of_a_peft_model(name: str) -> None:
 def test_a_text_model_is_refused() -> None:
     with pytest.raises(ValueError, match="Qwen3MoeForCausalLM is not a vision-language model"):
         PositionCollator(tiny(), first_sample)
+
+
+def test_a_model_with_sound_is_refused() -> None:
+    """Its forward computes the lengths of sound, which no batch has."""
+    with pytest.raises(ValueError, match="numbers the tokens of pictures together with those of"):
+        PositionCollator(tiny_of_type("qwen3_omni_moe_thinker"), list)
 
 
 def test_pictures_without_token_types_are_refused() -> None:
