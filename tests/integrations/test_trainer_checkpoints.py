@@ -445,9 +445,10 @@ def test_a_checkpoint_that_cannot_be_deleted_ends_no_run(
     manifest.begin(torn)
 
     def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
-        if Path(path) == torn:
+        if Path(path) != torn:
+            stock(path, *args, **kwargs)
+        elif not kwargs.get("ignore_errors"):  # stock rotates by time, and ignores errors
             raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
-        stock(path, *args, **kwargs)
 
     monkeypatch.setattr(manifest.shutil, "rmtree", rmtree)
     trainer = _trainer(tmp_path, True)
