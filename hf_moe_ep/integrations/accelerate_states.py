@@ -54,9 +54,9 @@ from hf_moe_ep.integrations.saving import (
     check_bases,
     check_state_dict_type,
     restore_all_extra,
+    share_write_errors,
     write_bases,
     write_extra,
-    writes_meet,
 )
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import run_on_all, run_on_first
@@ -117,7 +117,7 @@ def save_state(
 
     apart = _names_apart(self)
     with _all_experts_in_hub_order(self), planned_by_each(apart), _no_automatic_names(self):
-        with writes_meet(accelerate.accelerator):
+        with share_write_errors(accelerate.accelerator):
             saved = run_on_all(f"saving {folder}", save)
     manifest.write(folder, layout_of(states[0]), belongs=_is_written_by_accelerate)
     if automatic and project.total_limit is not None:

@@ -127,7 +127,7 @@ def _can_copy_extra(state: ModelState, folder: str) -> bool:
 
 
 @contextmanager
-def writes_meet(module: ModuleType) -> Iterator[None]:
+def share_write_errors(module: ModuleType) -> Iterator[None]:
     """Let all ranks raise the error of a rank that writes, inside the block.
 
     `module` saves models and optimizers with two functions of Accelerate. With FULL_STATE_DICT each

@@ -61,9 +61,9 @@ from hf_moe_ep.integrations.random_states import reseed_on_other_ranks, saved_la
 from hf_moe_ep.integrations.saving import (
     check_state_dict_type,
     restore_all_extra,
+    share_write_errors,
     state_dict_type,
     write_extra,
-    writes_meet,
 )
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import run_on_all, run_on_first
@@ -111,7 +111,7 @@ def save_checkpoint(
     postponed = _held_back[os.path.abspath(folder.parent)] = []
     try:
         with experts_in_hub_order(self.model, self.optimizer), planned_by_each(apart):
-            with writes_meet(transformers.trainer):
+            with share_write_errors(transformers.trainer):
                 run_on_all(f"saving {folder}", lambda: original(self, model, trial))
             if (names := _names_with_adapters(self)) is not None:
                 write_beside(self.model, folder, names)
@@ -164,7 +164,7 @@ def rotate(
             if _CHECKPOINT.fullmatch(folder.name) and started and not complete:
                 num_left += not manifest.try_to_delete(folder)
         # Stock would count the folders that are left, and delete complete ones instead.
-        limit = save_total_limit if save_total_limit is None else save_total_limit + num_left
+        limit = None if save_total_limit is None else save_total_limit + num_left
         original(output_dir, limit, *args, **kwargs)
 
     postponed.append(delete)

@@ -35,24 +35,16 @@ def test_the_trainer_with_etp_equals_stock_and_resumes_elsewhere(tmp_path: Path,
     assert_same_log(runs["whole"][0], stock)
     resumed = [
         Case(
-            "from etp",
+            name,
             ("resume",),
-            ep=4,
+            ep=ep,
             lora=lora,
             seed=0 if lora else 1,  # a checkpoint of adapters has no base
             arguments=SAVE,
-            folder=tmp_path / "etp",
-        ),
-        Case(
-            "to etp",
-            ("resume",),
-            ep=2,
-            lora=lora,
-            seed=0 if lora else 1,  # a checkpoint of adapters has no base
-            arguments=SAVE,
-            environment=ETP,
-            folder=tmp_path / "ep",
-        ),
+            environment=halves[other],
+            folder=tmp_path / saved,
+        )
+        for name, saved, other, ep in (("from etp", "etp", "ep", 4), ("to etp", "ep", "etp", 2))
     ]
     for name, results in launch(resumed, tmp_path / "again", CPU_4, timeout=500).items():
         for key in ("loss", "grad_norm"):
