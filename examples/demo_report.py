@@ -15,7 +15,7 @@ Modeling", 1998.
 
 The script exits with an error if the model's loss is not below the bigrams' loss, or if the
 reloaded checkpoint has another loss than the Trainer logged. `--one_process DIR` also compares the
-run, step by step, with the same training in one stock process.
+first 20 losses and the last held-out loss with those of the same training in one stock process.
 """
 
 import argparse

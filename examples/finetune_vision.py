@@ -1,7 +1,8 @@
 """Fine-tune a vision-language Mixture-of-Experts model with the stock Trainer.
 
     accelerate launch --config_file examples/accelerate/cpu_4.yaml examples/finetune_vision.py \
-        --model out/demo_vision/start --ep_size 2 --sp_size 2 --output_dir out/demo_vision/trained
+        --model out/demo_vision/start --ep_size 2 --sp_size 2 --output_dir out/demo_vision/trained \
+        --use_cpu
 
 This is a stock script except for the lines that use hf_moe_ep. Any flag of TrainingArguments works.
 `run_vision_demo.sh` runs the script on four CPU processes.
