@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -60,34 +59,26 @@ class Finding:
     text: str
 
 
-@dataclass(frozen=True)
-class Section:
-    """Findings under one title."""
-
-    title: str
-    findings: list[Finding]
-
-
-def examine() -> list[Section]:
-    """Run the checks of all sections."""
+def examine() -> dict[str, list[Finding]]:
+    """Run all checks, and return the findings of each section by its title."""
     checks: dict[str, Callable[[], list[Finding]]] = {
         "packages": _packages,
         "wraps": _wrapped_functions,
         "machine": _machine,
         "launch": _launch,
     }
-    sections = []
+    sections = {}
     for title, check in checks.items():
         findings, error = _attempt(check)
         if findings is None:
             findings = [Finding(FAIL, title, f"could not be checked: {error}")]
-        sections.append(Section(title, findings))
+        sections[title] = findings
     return sections
 
 
-def list_failures(sections: list[Section]) -> list[Finding]:
+def list_failures(sections: Mapping[str, list[Finding]]) -> list[Finding]:
     """List the problems that would stop training."""
-    findings = (finding for section in sections for finding in section.findings)
+    findings = (finding for section in sections.values() for finding in section)
     return [finding for finding in findings if finding.mark == FAIL]
 
 
@@ -288,14 +279,13 @@ def _next_launch() -> Finding:
         text = "no default accelerate config; name a file: accelerate launch --config_file FILE"
         return Finding(NOTE, name, text)
     path, config = default_config
-    file = os.fspath(path)
     problem = _launch_problem(config)
     if problem:
-        return Finding(FAIL, name, f"{file}: {problem}")
+        return Finding(FAIL, name, f"{path}: {problem}")
     if config.get("distributed_type") == "FSDP":
         text = f"{config.get('num_processes')} processes with FSDP2: a patched model is sharded"
-        return Finding(OK, name, f"{file}: {text}")
-    return Finding(NOTE, name, f"{file}: one process, nothing is sharded")
+        return Finding(OK, name, f"{path}: {text}")
+    return Finding(NOTE, name, f"{path}: one process, nothing is sharded")
 
 
 def _launch_problem(config: Mapping[str, Any]) -> str:

@@ -14,7 +14,6 @@ from hf_moe_ep.planner.options import published_configs
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add this command to the parser."""
     parser = subparsers.add_parser(
         "architecture",
         description="Show where the layers, experts and router of a model are, as derived from its "
@@ -28,15 +27,10 @@ def add_parser(subparsers: Any) -> None:
         f"need no download: {models}",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the architecture of a model and the features that are supported for it.
-
-    Raises:
-        ValueError: there is no such config, or no plan can be derived from it.
-    """
+    """Print the architecture of a model and the features that are supported for it."""
     from hf_moe_ep.planner.architecture import format_architecture, inspect_architecture
 
     architecture = inspect_architecture(options.model)

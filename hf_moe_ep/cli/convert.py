@@ -14,7 +14,6 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add this command to the parser."""
     parser = subparsers.add_parser(
         "convert",
         description="Convert a training checkpoint (of the Trainer, accelerator.save_state or "
@@ -26,12 +25,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--config",
         metavar="FOLDER",
-        help="folder of the model's config and tokenizer",
+        help="folder of the model's config and tokenizer; needed if the checkpoint has no "
+        "config.json (accelerator.save_state)",
     )
     parser.add_argument(
         "--dtype",
         choices=_DTYPES,
-        help="dtype of the written weights; default: the dtype in the config",
+        help="dtype of the written weights; default: the dtype in which from_pretrained loads "
+        "each of them",
     )
     parser.add_argument(
         "--max-shard-size",
@@ -51,7 +52,6 @@ def add_parser(subparsers: Any) -> None:
         "prediction) from the checkpoint that the run had loaded",
     )
     add_trust_remote_code(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -11,21 +11,19 @@ import textwrap
 from typing import Any
 
 from hf_moe_ep.config import launched_rank
-from hf_moe_ep.doctor import Section, examine, list_failures
+from hf_moe_ep.doctor import Finding, examine, list_failures
 
 _WIDTH = 98
 _INDENT = 26
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add this command to the parser."""
-    parser = subparsers.add_parser(
+    subparsers.add_parser(
         "doctor",
         description="Check the installed versions, the GPUs and libraries of this machine and the "
         "launch configuration, and show which code paths they lead to. The exit code is 1 if "
         "training would fail.",
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,12 +35,12 @@ def run(options: argparse.Namespace) -> int:
     return 1 if list_failures(sections) else 0
 
 
-def as_text(sections: list[Section]) -> str:
+def as_text(sections: dict[str, list[Finding]]) -> str:
     """Format the report in ASCII, in lines of at most 98 characters."""
     lines = []
-    for section in sections:
-        lines.append(section.title)
-        for finding in section.findings:
+    for title, findings in sections.items():
+        lines.append(title)
+        for finding in findings:
             label = f"  {finding.mark:<4}  {finding.name:<16}  "
             lines += textwrap.wrap(
                 label + finding.text,

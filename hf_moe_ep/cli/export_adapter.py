@@ -11,7 +11,6 @@ from typing import Any
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add this command to the parser."""
     parser = subparsers.add_parser(
         "export-adapter",
         description="Convert a PEFT adapter folder without loss: LoRA on stacked experts "
@@ -28,7 +27,6 @@ def add_parser(subparsers: Any) -> None:
         help="per-expert: the form that inference servers read; fused: the form that training "
         "uses; default: %(default)s",
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

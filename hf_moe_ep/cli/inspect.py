@@ -13,7 +13,6 @@ from hf_moe_ep.cli.printing import print_found
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add this command to the parser."""
     parser = subparsers.add_parser(
         "inspect",
         description="Show which program wrote a checkpoint, when, and at which parallel layout. "
@@ -21,15 +20,10 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("folder", help="folder of a model or of a training checkpoint")
     parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the facts about a checkpoint.
-
-    Raises:
-        ValueError: the folder holds no checkpoint.
-    """
+    """Print the facts about a checkpoint."""
     from hf_moe_ep.checkpoints.verify import look
 
     checkpoint = look(options.folder)

@@ -1,16 +1,5 @@
 """The command `hf-moe-ep`, also `python -m hf_moe_ep`.
 
-    hf-moe-ep doctor
-    hf-moe-ep run --ep-size 8 -- axolotl train cfg.yml
-    hf-moe-ep export-adapter out/adapter out/adapter-for-vllm
-    hf-moe-ep merge-adapter Qwen/Qwen3-30B-A3B out/adapter out/model
-    hf-moe-ep convert out/checkpoint-300 out/model --config Qwen3-30B-A3B
-    hf-moe-ep verify out/model
-    hf-moe-ep inspect out/checkpoint-300
-    hf-moe-ep architecture mixtral
-    hf-moe-ep memory Qwen/Qwen3-30B-A3B --gpus 64 --ep-size 8 --gpu-memory 80
-    hf-moe-ep plan out/config.json --gpus 64 --gpu-memory 80 --seq 4096 --batch 64
-
 Each command is a module with `add_parser(subparsers)` and `run(options)`, which returns the exit
 code. A module is imported only when its command is used, and modules that need torch are imported
 in `run`. So help and mistyped commands do not wait for torch, and `doctor` starts even if the rest
@@ -36,7 +25,7 @@ COMMANDS = {
     "run": "run another project's training command with expert parallelism",
     "architecture": "show which features are supported for a model, from its config",
     "memory": "plan the memory per GPU that training needs at one parallel layout",
-    "plan": "list the parallel layouts that fit on N GPUs, the fastest first",
+    "plan": "list parallel layouts that fit on N GPUs, the best first",
     "inspect": "show which program wrote a checkpoint, when, and at which layout",
     "verify": "read all files of a checkpoint and check them for damage",
     "convert": "convert a training checkpoint into a Hugging Face model folder",
@@ -59,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         if unknown:
-            raise ValueError(_about_unknown(arguments[0], unknown, usage))
+            raise ValueError(_unknown_argument_error(arguments[0], unknown, usage))
         code: int = options.run(options)
     except (ValueError, ImportError, OSError) as error:
         print(f"hf-moe-ep: error: {error}", file=sys.stderr)
@@ -70,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _about_unknown(command: str, unknown: Sequence[str], usage: str) -> str:
+def _unknown_argument_error(command: str, unknown: Sequence[str], usage: str) -> str:
     """Return the error about arguments that a command does not have, from the command's usage."""
     name = unknown[0].partition("=")[0]
     meant = suggestion(name, re.findall(r"--[a-z][\w-]*", usage), "--")
@@ -78,9 +67,10 @@ def _about_unknown(command: str, unknown: Sequence[str], usage: str) -> str:
 
 
 def _parser(used_command: str) -> tuple[argparse.ArgumentParser, str]:
-    """Build the parser of all commands, and return it with the usage of the used command.
+    """Build the parser of all commands, and return it with the usage of `used_command`.
 
-    Only the used command gets its options.
+    Only the module of `used_command` is imported, so only that command gets its options. The others
+    have their line in the help.
     """
     parser = argparse.ArgumentParser(
         prog="hf-moe-ep",
@@ -98,6 +88,7 @@ def _parser(used_command: str) -> tuple[argparse.ArgumentParser, str]:
         if command == used_command:
             module = import_module(f"hf_moe_ep.cli.{command.replace('-', '_')}")
             module.add_parser(subparsers)
+            subparsers.choices[command].set_defaults(run=module.run)
         else:
             subparsers.add_parser(command, help=summary)
     used = subparsers.choices.get(used_command, parser)

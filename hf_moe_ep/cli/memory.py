@@ -42,7 +42,6 @@ _GIB = 2**30
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add this command to the parser."""
     parser = subparsers.add_parser(
         "memory",
         description="Plan the memory per GPU that training a model needs at one parallel layout. "
@@ -78,15 +77,10 @@ def add_parser(subparsers: Any) -> None:
         help="use TRL's chunked loss, which never holds all logits in memory",
     )
     add_training(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a plan.
-
-    Raises:
-        ValueError: arguments are wrong or missing, or `plan_memory` or `plan_step` raised it.
-    """
+    """Print a plan."""
     from hf_moe_ep.planner.held import plan_memory
 
     _check_options(options)

@@ -12,7 +12,6 @@ from hf_moe_ep.cli.printing import add_ignore_unexpected, add_trust_remote_code
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add this command to the parser."""
     parser = subparsers.add_parser(
         "merge-adapter",
         description="Merge a LoRA adapter (of hf_moe_ep, PEFT or transformers) into its base "
@@ -21,14 +20,15 @@ def add_parser(subparsers: Any) -> None:
         "similar adapters, and quantised base models, are refused. The target folder appears only "
         "when it is complete.",
     )
-    parser.add_argument("base", help="folder of the base model in bf16, or its name on the hub")
+    parser.add_argument(
+        "base", help="folder of the base model, which must not be quantised, or its name on the hub"
+    )
     parser.add_argument(
         "adapter", help="folder with adapter_config.json and adapter_model.safetensors"
     )
     parser.add_argument("target", help="folder to write; it must be missing or empty")
     add_ignore_unexpected(parser)
     add_trust_remote_code(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`hf-moe-ep plan`: list the parallel layouts of a model that fit on N GPUs, the fastest first.
+"""`hf-moe-ep plan`: list parallel layouts of a model that fit on N GPUs, the best first.
 
     hf-moe-ep plan Qwen/Qwen3-30B-A3B --gpus 16 --gpu h100 --seq 4096 --batch 64 --write fsdp.yaml
 
@@ -51,6 +51,11 @@ _FOR_SHARDED = (
     "  # For a model of hf_moe_ep.from_pretrained, which is sharded already, write false here and\n"
     "  # call model.gradient_checkpointing_enable() in the script."
 )
+# Without this setting FSDP2 keeps unsharded gradients until the last micro-batch.
+_SYNC_EACH_BATCH = (
+    "# With the Trainer, the plan needs accelerator_config=\n"
+    "#   {'gradient_accumulation_kwargs': {'sync_each_batch': True}}"
+)
 # Names of the parts of `StepTime` in the output.
 _PART_NAMES = {
     "matmul": "matrix products",
@@ -71,11 +76,11 @@ _PART_NAMES = {
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add this command to the parser."""
     parser = subparsers.add_parser(
         "plan",
-        description="List the parallel layouts of a model that training accepts on N GPUs, with "
-        "the peak memory of a whole step in each. Only the config is downloaded, and the step runs "
+        description="List parallel layouts of a model that training accepts on N GPUs, with the "
+        "peak memory of a whole step in each. Sizes that are not given are searched; an ep_size "
+        "larger than a node must be given. Only the config is downloaded, and the step runs "
         "on tensors without memory, which takes minutes for a large model. With --gpu the layouts "
         "are sorted by planned seconds per step. The seconds are computed from the speed of the "
         "GPU and not measured; trust their order more than their values.",
@@ -139,15 +144,10 @@ def add_parser(subparsers: Any) -> None:
         help="write a config file of the best layout for accelerate launch",
     )
     add_training(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the layouts that fit and the layouts that do not; return 1 if no layout fits.
-
-    Raises:
-        ValueError: arguments are wrong, or training would not accept any layout.
-    """
+    """Print the layouts that fit and the layouts that do not; return 1 if no layout fits."""
     _check_nothing_is_missing(options)
     _check_options(options)
     hardware = _read_hardware(options)
@@ -167,16 +167,12 @@ def run(options: argparse.Namespace) -> int:
     draw = None if options.plot is None else _import_draw_memory()
     progress = Progress("layout")
     request = LayoutRequest(
-        shape=options.model,
+        model=options.model,
         gpus=options.gpus,
         limit=int(options.gpu_memory * _GIB),
         seq=options.seq,
         batch=options.batch,
-        ep=options.ep,
-        etp=options.etp,
-        sp=options.sp,
-        cp=options.cp,
-        dp_replicate=options.dp_replicate,
+        **{name: getattr(options, name) for name in _SIZES},
         pp=tuple(dict.fromkeys(options.pp)),
         only_loss_is_read=not options.whole_logits,
         options={name: getattr(options, name) for name in _OPTIONS}
@@ -326,6 +322,7 @@ def launch_config(
             f"# {layout.patch_line(**extra)}",
             f"# sequences per forward of a data rank: {layout.per_forward}, "
             f"gradient_accumulation_steps: {layout.accumulated}",
+            *[_SYNC_EACH_BATCH] * (layout.accumulated > 1),
             *(multi_node_lines if machines > 1 else ["main_process_port: 0"]),
             "compute_environment: LOCAL_MACHINE",
             "distributed_type: FSDP",
@@ -354,7 +351,7 @@ def _format_result(
         f"{options.model} on {options.gpus} GPUs of {options.gpu_memory:.4g} GiB, {options.batch} "
         f"sequences of {options.seq} tokens per step",
         "",
-        *_table(shown, result, request, with_host=options.offload),
+        *_table(shown, result, request),
         "",
     ]
     lines += _about_search(shown, result, request, with_host=options.offload)
@@ -372,7 +369,7 @@ def _format_result(
     if request.only_loss_is_read:
         lines.append(NO_WHOLE_LOGITS)
     if best.layout.pp > 1 and request.hardware is not None:
-        lines.append(_about_layers(best, request.shape, request.hardware))
+        lines.append(_about_layers(best, request.model, request.hardware))
     if best.layout.cp > 1:
         lines += _about_context(best.layout, request)
     if options.fsdp_double_buffer:
@@ -386,29 +383,19 @@ def _format_result(
     return lines
 
 
-def _table(
-    shown: list[PlannedLayout], result: SearchResult, request: LayoutRequest, *, with_host: bool
-) -> list[str]:
+def _table(shown: list[PlannedLayout], result: SearchResult, request: LayoutRequest) -> list[str]:
     """Return the table of the layouts in `shown`, and the legend of its columns."""
-    names = ["ep", "sp", "replicas", "chunks", "sequences", "layers run", "peak, GiB", "left, GiB"]
     with_cp = any(planned.layout.cp > 1 for planned in shown)
     with_stages = max(request.pp) > 1
-    if with_cp:
-        names.insert(2, "cp")
-    names += ["host, GiB"] if with_host else []
-    names += ["s/step", "tokens/s/GPU", "exposed"] if request.hardware is not None else []
-    names = ["stages", "bubble", "sent, MiB", *names] if with_stages else names
-    rows = [
-        tuple(names),
-        *(_row(planned, with_cp=with_cp, with_stages=with_stages) for planned in shown),
-    ]
+    cells = [_cells(planned, with_cp=with_cp, with_stages=with_stages) for planned in shown]
+    rows = [list(cells[0]), *(list(by_name.values()) for by_name in cells)]
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     lines = []
     reasons = ["", *(_why_not_best(planned, result, request) for planned in shown)]
     for row, why in zip(rows, reasons, strict=True):
-        cells = "".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append(f"{cells}   {why}".rstrip())
-    return [*lines, "", *_legend(names)]
+        line = "".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(f"{line}   {why}".rstrip())
+    return [*lines, "", *_legend(rows[0])]
 
 
 def _about_search(
@@ -482,13 +469,13 @@ def _about_buffers(layout: Layout, request: LayoutRequest) -> str:
     )
 
 
-def _about_layers(planned: PlannedLayout, shape: Any, hardware: Hardware) -> str:
+def _about_layers(planned: PlannedLayout, model: Any, hardware: Hardware) -> str:
     """Return the layers per stage with which all stages take equally long."""
     from hf_moe_ep.planner.config import find_config
     from hf_moe_ep.planner.stages import layers_of_equal_time
     from hf_moe_ep.upstream.models import text_config
 
-    num_layers = text_config(find_config(shape)).num_hidden_layers
+    num_layers = text_config(find_config(model)).num_hidden_layers
     layers = layers_of_equal_time(planned.step, hardware, num_layers, planned.layout.pp)
     return (
         f"The last stage also computes the head. With pp_layers={layers} all stages take about "
@@ -539,33 +526,33 @@ def _about_seconds(hardware: Hardware) -> list[str]:
     ]
 
 
-def _row(planned: PlannedLayout, *, with_cp: bool, with_stages: bool) -> tuple[str, ...]:
+def _cells(planned: PlannedLayout, *, with_cp: bool, with_stages: bool) -> dict[str, str]:
+    """Return the cells of a layout by the names of their columns."""
     from hf_moe_ep.planner.work import PURPOSES
 
     layout, time = planned.layout, planned.time
-    stages = (f"{layout.pp}", f"{planned.bubble:.1%}", f"{planned.sent / 2**20:.1f}")
-    cells = (
-        *(stages if with_stages else ()),
-        f"{layout.ep}{_etp(layout)}" + " by node" * (layout.node_size is not None),
-        str(layout.sp),
-        *[str(layout.cp)] * with_cp,
-        *(str(size) for size in (layout.dp_replicate, layout.chunks)),
-        f"{layout.per_forward} x {layout.accumulated}",
-        "twice" if layout.checkpointing else "once",
-        f"{planned.step.peak / _GIB:.3f}",
-        f"{planned.left / _GIB:.3f}",
-    )
+    cells: dict[str, str] = {}
+    if with_stages:
+        cells |= {"stages": f"{layout.pp}", "bubble": f"{planned.bubble:.1%}"}
+        cells["sent, MiB"] = f"{planned.sent / 2**20:.1f}"
+    etp = "" if layout.etp == 1 else f" x etp {layout.etp}"
+    cells["ep"] = f"{layout.ep}{etp}" + " by node" * (layout.node_size is not None)
+    cells["sp"] = str(layout.sp)
+    if with_cp:
+        cells["cp"] = str(layout.cp)
+    cells |= {"replicas": str(layout.dp_replicate), "chunks": str(layout.chunks)}
+    cells["sequences"] = f"{layout.per_forward} x {layout.accumulated}"
+    cells["layers run"] = "twice" if layout.checkpointing else "once"
+    cells["peak, GiB"] = f"{planned.step.peak / _GIB:.3f}"
+    cells["left, GiB"] = f"{planned.left / _GIB:.3f}"
     if planned.step.host_peak:
-        cells = (*cells, f"{planned.step.host_peak / _GIB:.3f}")
-    if time is None:
-        return cells
-    exposed = sum(time.parts.get(purpose, 0.0) for purpose in PURPOSES) / time.seconds
-    rate = f"{time.tokens_per_second_per_gpu:.4g}"
-    return (*cells, f"{time.seconds:.4g}", rate, f"{exposed:.0%}")
-
-
-def _etp(layout: Layout) -> str:
-    return "" if layout.etp == 1 else f" x etp {layout.etp}"
+        cells["host, GiB"] = f"{planned.step.host_peak / _GIB:.3f}"
+    if time is not None:
+        exposed = sum(time.parts.get(purpose, 0.0) for purpose in PURPOSES) / time.seconds
+        cells["s/step"] = f"{time.seconds:.4g}"
+        cells["tokens/s/GPU"] = f"{time.tokens_per_second_per_gpu:.4g}"
+        cells["exposed"] = f"{exposed:.0%}"
+    return cells
 
 
 def _why_not_best(planned: PlannedLayout, result: SearchResult, request: LayoutRequest) -> str:

@@ -24,7 +24,6 @@ DESCRIPTION = (
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add this command to the parser."""
     parser = subparsers.add_parser("run", description=DESCRIPTION, allow_abbrev=False)
     add_settings(parser)
     add_dry_run(parser)
@@ -34,7 +33,6 @@ def add_parser(subparsers: Any) -> None:
         metavar="-- COMMAND ...",
         help="the command with all its options, unchanged",
     )
-    parser.set_defaults(run=run)
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:

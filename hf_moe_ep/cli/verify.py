@@ -13,7 +13,6 @@ from hf_moe_ep.cli.printing import add_ignore_unexpected, add_trust_remote_code,
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add this command to the parser."""
     parser = subparsers.add_parser(
         "verify",
         description="Read every file of a model or training checkpoint and compare it with the "
@@ -22,7 +21,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("folder", help="folder of a model or of a training checkpoint")
     add_ignore_unexpected(parser)
     add_trust_remote_code(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_moe_ep.architectures import Parts, experts_per_token, find_block, find_parts
 from hf_moe_ep.moe.stacked import stack_experts
@@ -24,8 +23,7 @@ from hf_moe_ep.patch import patch
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.planner.config import attach_lora, find_architecture_config, meta_model
 from hf_moe_ep.sequence.attach import mixers_by_split
-from hf_moe_ep.sequence.gather import Split
-from hf_moe_ep.upstream.models import has_tower
+from hf_moe_ep.sequence.mixers import MixerSplit
 
 YES = "yes"
 # The sizes, besides ep_size, that a model may refuse.
@@ -66,26 +64,27 @@ class Architecture:
         return result
 
 
-def inspect_architecture(shape: str) -> Architecture:
+def inspect_architecture(name: str) -> Architecture:
     """Derive the plan of a model and try every feature on it.
 
     Args:
-        shape: a model type, a hub id, a folder or a config.json. A model type is built with the
+        name: a model type, a hub id, a folder or a config.json. A model type is built with the
             default sizes of its config.
 
     Raises:
         ValueError: there is no such model, or no plan can be derived; the message says why.
     """
-    config = find_architecture_config(shape)
+    config = find_architecture_config(name)
     model = meta_model(config, torch.bfloat16)
     stack_experts(model, find_block(model))
     parts = find_parts(model)
     mixers = mixers_by_split(parts)
-    kinds = {"sequences": Split.WHOLE, "keys": Split.QUERIES}
+    kinds = {"sequences": MixerSplit.WHOLE, "keys": MixerSplit.QUERIES}
+    twos: dict[str, dict[str, Any]] = {size: {size: 2} for size in SIZES}
     granted = {
         "ep": _try_feature(partial(patch, model)),
         "lora": "",
-        **{size: _try_feature(partial(_patch_with, model, size)) for size in SIZES},
+        **{size: _try_feature(partial(patch, model, **two)) for size, two in twos.items()},
         "vision": _vision_support(config, parts),
     }
     if granted["ep"] == YES:  # LoRA is tried last, because PEFT wraps the model.
@@ -113,11 +112,6 @@ def inspect_architecture(shape: str) -> Architecture:
     )
 
 
-def _patch_with(model: nn.Module, size: str) -> None:
-    options: dict[str, Any] = {size: 2}
-    patch(model, **options)
-
-
 def _try_feature(attempt: Callable[[], Any]) -> str:
     """Return "yes" if the attempt succeeds, else the message of its error."""
     try:
@@ -130,12 +124,12 @@ def _try_feature(attempt: Callable[[], Any]) -> str:
 def _vision_support(config: Any, parts: Parts) -> str:
     if parts.tower is not None:
         return YES
-    if has_tower(config):
+    if "vision_config" in config.sub_configs:
         return "only text is supported: this vision tower cannot be made to run on all ranks"
     return "the model has no vision tower"
 
 
-def format_architecture(result: Architecture, shape: str) -> list[str]:
+def format_architecture(result: Architecture, name: str) -> list[str]:
     """Return the lines to print."""
     plan = result.plan
     tower = plan.vision.tower if plan.vision is not None else ""
@@ -166,7 +160,7 @@ def format_architecture(result: Architecture, shape: str) -> list[str]:
     }
     reasons = dict(zip(granted, result.granted.values(), strict=True))
     return [
-        f"{shape}: {result.kind} ({plan.model_type}); plan {plan.origin}",
+        f"{name}: {result.kind} ({plan.model_type}); plan {plan.origin}",
         *(f"  {name:<11} {value or 'none'}" for name, value in facts.items()),
         "supported",
         *(f"  {name:<11} {value or 'no: ' + reasons[name]}" for name, value in granted.items()),

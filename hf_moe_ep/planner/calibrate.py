@@ -83,7 +83,7 @@ class OperatorTimer(WorkCounter):
         self._device = device
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out, self._seconds = self._timed(func, args, kwargs)
+        out, self._seconds = _run_timed(self._device, func, *args, **kwargs)
         self._kwargs = kwargs
         return out
 
@@ -110,17 +110,18 @@ class OperatorTimer(WorkCounter):
             # The first run in a dtype is a warm-up.
             for _ in range(2):
                 # overloadpacket chooses the overload without an `out` argument.
-                seconds = self._timed(func.overloadpacket, copies, kwargs)[1]
+                seconds = _run_timed(self._device, func.overloadpacket, *copies, **kwargs)[1]
             total = self.repeated[item.kind, dtype]
             total[0] += item.flops or item.nbytes * _itemsize(dtype) / _itemsize(item.dtype)
             total[1] += seconds
 
-    def _timed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, float]:
-        _wait_for(self._device)
-        start = time.perf_counter()
-        out = func(*args, **kwargs)
-        _wait_for(self._device)
-        return out, time.perf_counter() - start
+
+def _run_timed(device: torch.device, func: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, float]:
+    _wait_for(device)
+    start = time.perf_counter()
+    out = func(*args, **kwargs)
+    _wait_for(device)
+    return out, time.perf_counter() - start
 
 
 def _can_repeat(
@@ -150,8 +151,7 @@ def _copy_in_dtype(x: Any, dtype: str) -> Any:
 
 
 def _itemsize(dtype: str) -> int:
-    size: int = getattr(torch, dtype).itemsize
-    return size
+    return getattr(torch, dtype).itemsize
 
 
 def measure_rates(
@@ -176,7 +176,7 @@ def measure_rates(
         with timers[-1]:
             step()
     samples = [sample for timer in timers for sample in timer.samples]
-    launch_seconds = _time_launches(make_counter(model), step) if device.type == "cuda" else 0.0
+    launch_seconds = _time_launches(step) if device.type == "cuda" else 0.0
     result = samples, dict(timers[0].repeated), statistics.median(seconds), launch_seconds
     results = gather_from_all("measuring rates", lambda: result)
     return fit(
@@ -263,11 +263,7 @@ def timed(step: Callable[[], Any], device: torch.device) -> float:
     """Run one step, which all ranks start together, and return its seconds."""
     if dist.is_initialized():
         dist.barrier()
-    _wait_for(device)
-    start = time.perf_counter()
-    step()
-    _wait_for(device)
-    return time.perf_counter() - start
+    return _run_timed(device, step)[1]
 
 
 def _product_rates(
@@ -337,14 +333,12 @@ def _fit_line(points: list[tuple[float, float]]) -> tuple[float, float]:
 
     If the latency or the slope would be negative, the line goes through the origin.
     """
-    mean_x = statistics.mean(x for x, _ in points)
-    mean_y = statistics.mean(y for _, y in points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
-    latency = mean_y - slope * mean_x
-    if slope <= 0 or latency < 0:
-        return 0.0, sum(x for x, _ in points) / sum(y for _, y in points)
-    return latency, 1 / slope
+    sizes, seconds = zip(*points, strict=True)
+    if len(set(sizes)) > 1:
+        slope, latency = statistics.linear_regression(sizes, seconds)
+        if slope > 0 and latency >= 0:
+            return latency, 1 / slope
+    return 0.0, sum(sizes) / sum(seconds)
 
 
 def hardware_of_rates(rates: dict[str, Any], name: str = "measured") -> Hardware:
@@ -371,17 +365,16 @@ def _host_or_overlap(rates: dict[str, Any], work: StepWork, seconds: float) -> d
     return {"overlap": min(max((planned - seconds) / hideable, 0.0), 1.0) if hideable > 0 else 0.0}
 
 
-def _time_launches(counter: WorkCounter, step: Callable[[], Any]) -> float:
+def _time_launches(step: Callable[[], Any]) -> float:
     """Return the median seconds that the host takes per launch. The device is not synchronised."""
-    timer = _LaunchTimer(counter)
-    with timer:
+    with _LaunchTimer() as timer:
         step()
     return statistics.median(timer.seconds)
 
 
 class _LaunchTimer(WorkCounter):
-    def __init__(self, settings: WorkCounter) -> None:
-        super().__init__(chunks=settings.chunks, experts_train=settings.experts_train)
+    def __init__(self) -> None:
+        super().__init__()
         self.seconds: list[float] = []
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

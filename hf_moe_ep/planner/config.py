@@ -38,48 +38,39 @@ from hf_moe_ep.upstream.models import is_causal_lm, takes_images
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
-def find_config(shape: str | os.PathLike[str] | Mapping[str, Any] | PreTrainedConfig) -> Any:
+def find_config(model: str | os.PathLike[str] | Mapping[str, Any] | PreTrainedConfig) -> Any:
     """Return the config of a model.
 
     Args:
-        shape: a hub id, a folder, a config.json or a dict with `model_type`. A config object is
+        model: a hub id, a folder, a config.json or a dict with `model_type`. A config object is
             returned unchanged.
 
     Raises:
-        ValueError: `shape` names neither a known or reachable model nor an existing file, or the
+        ValueError: `model` names neither a known or reachable model nor an existing file, or the
             installed transformers does not know the model type.
     """
-    if isinstance(shape, PreTrainedConfig):
-        return shape
-    if not isinstance(shape, Mapping):
+    if isinstance(model, PreTrainedConfig):
+        return model
+    if not isinstance(model, Mapping):
         known = published_configs()
-        if str(shape) not in known:
-            return _read_config(Path(shape), known)
-        shape = known[str(shape)]["config"]
-    fields = dict(shape)
+        if str(model) not in known:
+            return _read_config(Path(model), known)
+        model = known[str(model)]["config"]
+    fields = dict(model)
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
-def find_architecture_config(shape: str) -> PreTrainedConfig:
-    """Return the default config of a model type, or the config of a model.
-
-    Args:
-        shape: a model type, such as "qwen3_moe", or a name that `find_config` accepts.
-
-    Raises:
-        ValueError: `shape` names neither a model type nor a model.
-    """
-    if shape in CONFIG_MAPPING and not os.path.exists(shape):
-        default_config: PreTrainedConfig = AutoConfig.for_model(shape)
-        return default_config
-    if shape not in published_configs() and not (os.path.exists(shape) or _HUB_ID.fullmatch(shape)):
+def find_architecture_config(name: str) -> PreTrainedConfig:
+    """Return the default config of a model type such as "qwen3_moe", or the config of a model."""
+    if name in CONFIG_MAPPING and not os.path.exists(name):
+        return AutoConfig.for_model(name)
+    if name not in published_configs() and not (os.path.exists(name) or _HUB_ID.fullmatch(name)):
         raise ValueError(
-            f"{shape!r} is no model type of the installed transformers and no folder with a "
+            f"{name!r} is no model type of the installed transformers and no folder with a "
             f"config.json; name a model of the hub as OWNER/NAME, or use one of "
             f"{', '.join(published_configs())}"
         )
-    config: PreTrainedConfig = find_config(shape)
-    return config
+    return find_config(name)
 
 
 def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
@@ -125,8 +116,7 @@ def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
     factory: Any = AutoModelForImageTextToText
     if not takes_images(config):
         factory = AutoModelForCausalLM if is_causal_lm(config) else AutoModel
-    model: nn.Module = on_meta(partial(factory.from_config, config, dtype=dtype))
-    return model
+    return on_meta(partial(factory.from_config, config, dtype=dtype))
 
 
 def attach_lora(

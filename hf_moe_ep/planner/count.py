@@ -5,7 +5,7 @@
         loss = model(**batch).loss
         memory.begin("backward")
         loss.backward()
-    memory.peak, memory.peaks["backward"], memory.alive_at_peak("backward")
+    memory.peak, memory.peaks["backward"], memory.sums_at_peaks(lambda record: record.made_by)
 
 Bytes are counted per storage. A storage counts once, however many tensors share it, from the
 operator that creates it until its last tensor is freed. The sum is the memory that a program
@@ -120,16 +120,6 @@ class TensorMemory(OperatorMode):
         entry = self._alive.get(storage_id(local_tensor(tensor).untyped_storage()))
         return None if entry is None else entry[0]
 
-    def alive_at_peak(self, phase: str) -> list[StorageRecord]:
-        """Return the storages that were alive at the peak of a phase, the largest first."""
-        alive: dict[StorageRecord, None] = {}
-        for record, allocated in self._changes[: self._peak_at[phase]]:
-            if allocated:
-                alive[record] = None
-            else:
-                del alive[record]
-        return sorted(alive, key=lambda record: -record.nbytes)
-
     def sums_at_peaks(self, kind_of: Callable[[StorageRecord], str]) -> dict[str, dict[str, int]]:
         """Return the bytes of each kind that were alive at the peak of each phase."""
         sums: dict[str, int] = {}
@@ -208,20 +198,17 @@ def count_tensors(alive: Iterable[Tensor] = ()) -> Iterator[TensorMemory]:
     """Count the tensors that the block makes, and those in `alive`, which exist before it."""
     memory = TensorMemory(alive)
     resize = torch.UntypedStorage.resize_
-    _replace_resize(_make_counting_resize(memory, resize))
+
+    def resize_and_count(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        memory.resized(storage)
+
+    _replace_resize(resize_and_count)
     try:
         with memory:
             yield memory
     finally:
         _replace_resize(resize)
-
-
-def _make_counting_resize(memory: TensorMemory, resize: Callable[..., None]) -> Callable[..., None]:
-    def resize_and_count(storage: torch.UntypedStorage, size: int) -> None:
-        resize(storage, size)
-        memory.resized(storage)
-
-    return resize_and_count
 
 
 def _replace_resize(function: Callable[..., None]) -> None:

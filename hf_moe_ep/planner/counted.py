@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,32 +178,23 @@ def _begin_at_layers(layers: Sequence[nn.Module], begin: Callable[[str], None]) 
     """Begin a phase at each layer's forward, and when the gradient of its output arrives."""
     handles = []
 
-    def before_forward(number: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            # With activation checkpointing, a layer's forward runs again in backward.
-            if not backward_is_running():
-                begin(f"forward, layer {number}")
+    def before_forward(number: int, *_: Any) -> None:
+        # With activation checkpointing, a layer's forward runs again in backward.
+        if not backward_is_running():
+            begin(f"forward, layer {number}")
 
-        return hook
-
-    def after_forward(number: int) -> Callable[..., None]:
-        def on_gradient(_: Tensor) -> None:
-            begin(f"backward, layer {number}")
-
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            if backward_is_running():
-                return
-            if hidden.requires_grad:
-                hidden.register_hook(on_gradient)
-            if number == len(layers) - 1:
-                begin("forward, head")
-
-        return hook
+    def after_forward(number: int, module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if backward_is_running():
+            return
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: begin(f"backward, layer {number}"))
+        if number == len(layers) - 1:
+            begin("forward, head")
 
     for number, layer in enumerate(layers):
-        handles.append(layer.register_forward_pre_hook(before_forward(number)))
-        handles.append(layer.register_forward_hook(after_forward(number)))
+        handles.append(layer.register_forward_pre_hook(partial(before_forward, number)))
+        handles.append(layer.register_forward_hook(partial(after_forward, number)))
     try:
         yield
     finally:

@@ -40,7 +40,7 @@ from hf_moe_ep.planner.choices import Choices
 from hf_moe_ep.planner.work import Operator, WorkCounter
 from hf_moe_ep.ranks import collectives
 from hf_moe_ep.sequence import context_calls, same_batch
-from hf_moe_ep.state import STATE, MoELayer, Ours
+from hf_moe_ep.state import experts_modules
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.dispatch_modes import (
     OperatorMode,
@@ -107,30 +107,21 @@ class DrawnChoicesMode(OperatorMode):
         return on_real_tensors(lambda: drawn.clone().view(shape))
 
 
-class DrawIds(Ours):
-    """Pre-forward hook of an experts module: draws ids if those of the router have no values.
+def draw_missing_ids(model: nn.Module, choices: Choices) -> None:
+    """Give all experts modules drawn ids where those of the router have no values.
 
     Routers that choose by topk over all experts get drawn ids already. Others do not: PhiMoE and
     ZAYA choose in another way, and LongCat-Flash has more columns than experts.
     """
 
-    def __init__(self, choices: Choices, layer: int) -> None:
-        self._choices, self._layer = choices, layer
-
-    def __call__(self, experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def draw(index: int, experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         x_TH, ids_TK, *rest = args
         if not is_fake(ids_TK):
             return None
-        drawn_TK = on_real_tensors(self._choices.draw, self._layer, len(ids_TK))
-        return (x_TH, drawn_TK, *rest)
+        return (x_TH, on_real_tensors(choices.draw, index, len(ids_TK)), *rest)
 
-
-def draw_missing_ids(model: nn.Module, choices: Choices) -> None:
-    """Register `DrawIds` for the experts of all MoE layers."""
-    for module in model.modules():
-        layer = vars(module).get(STATE)
-        if isinstance(layer, MoELayer):
-            module.register_forward_pre_hook(DrawIds(choices, layer.index))
+    for _, module, layer in experts_modules(model):
+        module.register_forward_pre_hook(partial(draw, layer.index))
 
 
 def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -168,9 +159,7 @@ def _join_copies(parts: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = 
 
 
 @contextmanager
-def alone_on_fake_tensors(
-    choices: Choices, *, like_gpu: bool, work: WorkCounter | None = None
-) -> Iterator[None]:
+def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool, work: WorkCounter) -> Iterator[None]:
     """Inside the block, run this rank without other ranks, on tensors without memory.
 
     Args:
@@ -178,7 +167,6 @@ def alone_on_fake_tensors(
         like_gpu: compute all pairs of a layer in one block, as the torch path does on a GPU.
         work: the counter to which the work of the experts that do not run is added.
     """
-    work = work or WorkCounter()
 
     def split(block: torch_mlp.Block, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         return split_in_three(block, *tensors, work=work)
@@ -230,10 +218,11 @@ def split_in_three(
     largest = sorted(order[:2])
     operators: dict[int, list[Operator]] = {}
     for index in largest if len(order) < 3 else (order[-1], *largest):
-        start, num_before = sum(block.sizes[:index]), work.num_operators
+        start = sum(block.sizes[:index])
         rows = slice(start, start + block.sizes[index])
-        yield block.experts[index], tuple(tensor[rows] for tensor in tensors)
-        operators[block.sizes[index]] = work.take(num_before)
+        with work.taken() as taken:
+            yield block.experts[index], tuple(tensor[rows] for tensor in tensors)
+        operators[block.sizes[index]] = taken
     if operators:
         work.add_for_sizes(operators, block.sizes)
 

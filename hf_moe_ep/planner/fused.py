@@ -35,7 +35,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any
 
 import torch
@@ -256,21 +255,12 @@ def _need_two_kernels(node: _Node, last: _Node) -> bool:
 def mark_compiled_regions(fusion: Fusion) -> Iterator[None]:
     """Inside the block, torch.compile marks the code of a function as a region of `fusion`."""
 
+    # As decorators, contextlib's context managers are entered anew at each call.
     def mark(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-        @wraps(function)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            with fusion.region(compiled=True):
-                return function(*args, **kwargs)
-
-        return marked
+        return fusion.region(compiled=True)(function)
 
     def mark_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def outside(*args: Any, **kwargs: Any) -> Any:
-            with fusion.region(compiled=False):
-                return function(*args, **kwargs)
-
-        return outside
+        return fusion.region(compiled=False)(function)
 
     replacements: list[tuple[Any, str, Any]] = [
         (torch, "compile", mark),

@@ -42,7 +42,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.architectures import experts_per_token, find_parts
@@ -56,7 +61,7 @@ from hf_moe_ep.ranks.mesh import EP, EP_FSDP, FSDP, Meshes, build_meshes
 from hf_moe_ep.sharding.options import ShardOptions, default_policy
 from hf_moe_ep.sharding.shard import shard_units
 from hf_moe_ep.sharding.units import Units, find_units
-from hf_moe_ep.state import STATE, ModelState, MoELayer, quantised_matrices
+from hf_moe_ep.state import STATE, ModelState, experts_modules, quantised_matrices
 from hf_moe_ep.upstream.models import text_config
 from hf_moe_ep.upstream.process_groups import fake_group
 
@@ -125,7 +130,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    shape: Any,
+    model: Any,
     parallel: ParallelConfig | None = None,
     *,
     world_size: int,
@@ -138,7 +143,7 @@ def plan_memory(
     """Plan the bytes that each of `world_size` ranks holds between steps; no weights are loaded.
 
     Args:
-        shape: the model: a hub name, a folder, a config.json, a dict with `model_type`, or a
+        model: the model: a hub name, a folder, a config.json, a dict with `model_type`, or a
             config object.
         parallel: the arguments of `patch`.
         dtype: the dtype in which the model is loaded and computes.
@@ -155,7 +160,7 @@ def plan_memory(
             refuses a size.
     """
     request = PlanRequest(
-        find_config(shape), parallel, world_size, dtype, masters, optimizer, lora_rank, lora_targets
+        find_config(model), parallel, world_size, dtype, masters, optimizer, lora_rank, lora_targets
     )
     with torch.random.fork_rng(devices=[]):
         first = _Sharded(request, 0)
@@ -175,7 +180,7 @@ def plan_memory(
         kinds=tuple(kinds),
         gathered=first.gathered(),
         unit_gradients=first.largest_unit(first.policy.param_dtype),
-        unit_reduction=first.largest_unit(first.reduce_dtype),
+        unit_reduction=first.largest_unit(first.policy.reduce_dtype),
         buffers=first.fixed_buffers() if first.state.config.fsdp_double_buffer else 0,
     )
 
@@ -275,6 +280,7 @@ class _Sharded:
         axes: for each parameter's id, the mesh axis over which FSDP2 splits it.
         num_values: for the id of each tensor of quantised experts, the number of values in it.
         whole: the ids of expert weights that FSDP2 does not gather.
+        routers: the routers that are units of their own, which FSDP2 gathers in fp32.
     """
 
     def __init__(self, request: PlanRequest, rank: int) -> None:
@@ -290,6 +296,14 @@ class _Sharded:
             self.axes = {id(p): _find_axis(p, meshes.ep_size) for p in self.parameters}
             self.num_values = _count_quantised_values(model)
             self.whole = _find_whole(model)
+        others = {*self.units.layers, *self.units.all_experts}
+        self.routers = [
+            module
+            for layer in self.units.layers
+            for module in layer.modules()
+            if isinstance(module, FSDPModule) and module not in others
+        ]
+        self.in_routers = {id(p) for p in _dtensors(self.routers)}
 
     @property
     def replica(self) -> int:
@@ -332,7 +346,7 @@ class _Sharded:
         """Sum the bytes of parameters that FSDP2 gathers in `dtype`, with padding.
 
         If `dtype` is None, parameters are gathered in the dtypes that they have. Quantised experts
-        and their adapters are always gathered in the dtypes that they have.
+        and their adapters, and `routers`, are always gathered in the dtypes that they have.
         """
         total = 0
         for p in parameters:
@@ -340,6 +354,7 @@ class _Sharded:
                 continue
             axis = self.axes[id(p)]
             keeps_dtype = dtype is None or (self.num_values and axis.name == EP_FSDP)
+            keeps_dtype = keeps_dtype or id(p) in self.in_routers
             gathered_dtype = p.dtype if keeps_dtype else dtype
             assert gathered_dtype is not None
             total += _allocated(p) // p.dtype.itemsize * axis.size * gathered_dtype.itemsize
@@ -370,11 +385,13 @@ class _Sharded:
 
     def expert_bytes(self) -> float:
         """Return the bytes per parameter of the experts' matrices, over one replica."""
+        weights, suffixes = self.state.plan.expert_weights, ("", BLOCK_SCALE, NESTED_SCALE)
+        own_names = {weight + suffix for weight in weights for suffix in suffixes}
         matrices = {
             id(p): p
             for module in self.units.all_experts
             for name, p in module.named_parameters()
-            if isinstance(p, DTensor) and _is_matrix(name, self.state.plan.expert_weights)
+            if isinstance(p, DTensor) and name.rpartition(".")[2] in own_names
         }
         held = sum(map(_allocated, matrices.values()))
         return held * self.replica / self.count(matrices.values())
@@ -435,14 +452,10 @@ class _Sharded:
                 num_bytes = self.gathered_bytes(moved, self.policy.param_dtype)
                 num_units["gathered", self.axes[id(moved[0])].name, num_bytes] += 1
             if trained:
-                num_bytes = self.gathered_bytes(trained, self.reduce_dtype)
+                num_bytes = self.gathered_bytes(trained, self.policy.reduce_dtype)
                 num_units["reduced", self.axes[id(trained[0])].name, num_bytes] += 1
         most = {"gathered": 2, "reduced": 1}
         return sum(min(most[use], n) * size for (use, _, size), n in num_units.items())
-
-    @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        return self.policy.reduce_dtype or self.policy.param_dtype
 
     def _parameters_of_units(self) -> list[list[DTensor]]:
         """List the parameters of each FSDP2 unit without those of the units inside it."""
@@ -450,9 +463,10 @@ class _Sharded:
         experts = [] if self.state.experts_in_layer_units else units.all_experts
         blocks, tower = units.vision[:-1], units.vision[-1:]
         embedding = [] if units.tied else [units.embedding]
+        inner = [*experts, *self.routers]
         return [
-            *(_dtensors([module]) for module in experts),
-            *(_without(_dtensors([layer]), experts) for layer in units.layers),
+            *(_dtensors([module]) for module in inner),
+            *(_without(_dtensors([layer]), inner) for layer in units.layers),
             _without(_dtensors([units.mtp]), units.layers),
             *(_dtensors([block]) for block in blocks),
             _without(_dtensors(tower), blocks),
@@ -511,13 +525,8 @@ def _without(parameters: Iterable[DTensor], modules: Iterable[nn.Module | None])
 
 def _find_whole(model: nn.Module) -> set[int]:
     """Return the ids of the expert weights that FSDP2 does not hold."""
-    layers = ((module, vars(module).get(STATE)) for module in model.modules())
-    return {
-        id(getattr(module, name))
-        for module, layer in layers
-        if isinstance(layer, MoELayer)
-        for name in layer.whole_weights
-    }
+    modules = experts_modules(model)
+    return {id(getattr(module, n)) for _, module, layer in modules for n in layer.whole_weights}
 
 
 def _count_quantised_values(model: nn.Module) -> dict[int, int]:
@@ -528,13 +537,6 @@ def _count_quantised_values(model: nn.Module) -> dict[int, int]:
             num_values[id(tensor)] = 0
         num_values[id(matrix.values)] = quantisation.num_values(matrix.values)
     return num_values
-
-
-def _is_matrix(name: str, weights: Iterable[str]) -> bool:
-    """Return True for the name of a stacked matrix or of its scales."""
-    own_name = name.rpartition(".")[2]
-    suffixes = ("", BLOCK_SCALE, NESTED_SCALE)
-    return own_name in {weight + suffix for weight in weights for suffix in suffixes}
 
 
 def _allocated(parameter: DTensor) -> int:

@@ -39,9 +39,8 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.ops import torch_mlp
-from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, Routing
-from hf_moe_ep.planner.work import Operator, WorkCounter
+from hf_moe_ep.planner.work import Operator, WorkCounter, dtype_name
 from hf_moe_ep.upstream.replaced import replaced
 
 # Columns of the down projection that share a partial sum of a routing weight's gradient.
@@ -182,15 +181,11 @@ class ExpertCall:
         positions_and_weights = self.rows * self.top_k * (4 + _FP32 * weighted)
         nbytes = self.dtype.itemsize * (self.pairs + self.rows) * self.hidden
         nbytes += positions_and_weights
-        return Operator("memory", self._dtype_name, 0, nbytes)
+        return Operator("memory", dtype_name(self.dtype), 0, nbytes)
 
     def _grouped(self, flops: int, moved: int, matrix_bytes: int = 0) -> Operator:
         nbytes = self.dtype.itemsize * moved + matrix_bytes
-        return Operator("grouped", self._dtype_name, flops, nbytes)
-
-    @property
-    def _dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return Operator("grouped", dtype_name(self.dtype), flops, nbytes)
 
 
 @contextmanager
@@ -208,15 +203,8 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
             work.add(ExpertCall.of(rows_RH, expert_ids_RK, experts, routing).route_launches())
         return routing
 
-    def forward(
-        rows_RH: Tensor,
-        weights_RK: Tensor,
-        experts: ExpertWeights,
-        routing: Routing,
-        formula: ExpertFormula,
-        keep_pre: bool,
-    ) -> tuple[Tensor, Tensor]:
-        arguments = (rows_RH, weights_RK, experts, routing, formula, keep_pre)
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        rows_RH, weights_RK, experts, routing, _, keep_pre = arguments
         out: tuple[Tensor, Tensor] = work.run_uncounted(stock_forward, *arguments)
         if routing.pair_A.numel():
             call = ExpertCall.of(rows_RH, weights_RK, experts, routing)
@@ -224,18 +212,9 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         return out
 
     def backward(
-        grad_RH: Tensor,
-        rows_RH: Tensor,
-        weights_RK: Tensor,
-        experts: ExpertWeights,
-        routing: Routing,
-        pre_AG: Tensor | None,
-        formula: ExpertFormula,
-        *,
-        need: set[str],
-        **options: Any,
+        *arguments: Any, need: set[str], **options: Any
     ) -> tuple[dict[str, Tensor], Callable[[ExpertGrads], None] | None]:
-        arguments = (grad_RH, rows_RH, weights_RK, experts, routing, pre_AG, formula)
+        _, rows_RH, weights_RK, experts, routing, pre_AG, _ = arguments
         grads, finish = work.run_uncounted(stock_backward, *arguments, need=need, **options)
         if not routing.pair_A.numel():
             return grads, finish

@@ -50,5 +50,4 @@ def published_configs() -> dict[str, dict[str, Any]]:
         .joinpath("published_models.json")
         .read_text(encoding="utf-8")
     )
-    shapes: dict[str, dict[str, Any]] = json.loads(text)
-    return shapes
+    return json.loads(text)

@@ -73,7 +73,7 @@ class LayoutRequest:
     """The model, the GPUs and the batch for which layouts are searched.
 
     Attributes:
-        shape: the model, as for `plan_memory`.
+        model: the model, as for `plan_memory`.
         gpus: the number of GPUs.
         limit: bytes of memory of one GPU.
         seq: tokens per sequence.
@@ -90,7 +90,7 @@ class LayoutRequest:
         only_loss_is_read: as for `Batch`; True is the Trainer's default.
     """
 
-    shape: Any
+    model: Any
     gpus: int
     limit: int
     seq: int
@@ -126,8 +126,8 @@ class LayoutRequest:
             return self
         check_stages(pp, self.gpus)
         layout = ParallelConfig(pp_size=pp, **self.parallel)
-        shape = stage_config(find_config(self.shape), layout)
-        return replace(self, shape=shape, gpus=self.gpus // pp)
+        model = stage_config(find_config(self.model), layout)
+        return replace(self, model=model, gpus=self.gpus // pp)
 
 
 @dataclass(frozen=True)
@@ -233,24 +233,25 @@ def find_layouts(request: LayoutRequest) -> SearchResult:
         ValueError: training accepts no layout; the message is the reason of the first refusal.
     """
     result = SearchResult([], [], {})
-    searches = {pp: _Search.of(request, pp, result) for pp in request.pp}
+    searches: dict[int, _Search] = {}
+    for pp in request.pp:
+        try:
+            searches[pp] = _Search(request.of_stage(pp), pp, result)
+        except ValueError as error:  # training refuses this number of stages
+            layout = Layout(request.ep or 1, request.sp or 1, request.dp_replicate or 1, pp=pp)
+            result.illegal[layout] = str(error)
     for search in searches.values():
-        if search is not None:
-            search.plan_grids()
+        search.plan_grids()
     if not (result.fit or result.too_large):
         raise ValueError(next(iter(result.illegal.values()), "no layout was tried"))
     order: Callable[[PlannedLayout], float] = _seconds if request.hardware else _memory_used
     for planned in sorted(result.fit, key=order)[:CLOSER_LOOK]:
-        search = searches[planned.layout.pp]
-        assert search is not None
-        search.plan_variants(planned)
+        searches[planned.layout.pp].plan_variants(planned)
     if request.hardware:
         with_ep = [p for p in result.fit if p.layout.ep * p.layout.etp > 1]
         for fastest in sorted(with_ep, key=_seconds)[:1]:
-            search = searches[fastest.layout.pp]
-            assert search is not None
             for chunks in CHUNKS:
-                search.add(replace(fastest.layout, chunks=chunks))
+                searches[fastest.layout.pp].add(replace(fastest.layout, chunks=chunks))
     result.fit.sort(key=_seconds if request.hardware else _order_without_hardware)
     result.too_large.sort(key=_memory_used)
     return result
@@ -262,23 +263,13 @@ class _Search:
 
     Attributes:
         request: the request for one stage.
-        few: the numbers of layers to run for each plan; None until a layout is legal.
+        layers_run: the numbers of layers to run for each plan; None until a layout is legal.
     """
 
     request: LayoutRequest
     pp: int
     result: SearchResult
-    few: tuple[int, ...] | None = None
-
-    @staticmethod
-    def of(request: LayoutRequest, pp: int, result: SearchResult) -> _Search | None:
-        """Begin a search, or return None if training refuses this number of stages."""
-        try:
-            return _Search(request.of_stage(pp), pp, result)
-        except ValueError as error:
-            layout = Layout(request.ep or 1, request.sp or 1, request.dp_replicate or 1, pp=pp)
-            result.illegal[layout] = str(error)
-            return None
+    layers_run: tuple[int, ...] | None = None
 
     def plan_grids(self) -> None:
         """Plan the grids of one sp_size after the other, then of cp_sizes, until a grid fits."""
@@ -307,7 +298,7 @@ class _Search:
             if reason:
                 self.result.illegal[layout] = reason
                 continue
-            self.few = self.few or layers_to_run(_plan_request(layout, self.request))
+            self.layers_run = self.layers_run or layers_to_run(_plan_request(layout, self.request))
             planned.append(self.add(layout))
             if planned[-1].step.held > FAR * self.request.limit:
                 far.add(layout.dp_replicate)
@@ -343,7 +334,7 @@ class _Search:
 
     def add(self, layout: Layout) -> PlannedLayout:
         """Plan a layout and add it to the result."""
-        planned = _plan(layout, self.request, self.few)
+        planned = _plan(layout, self.request, self.layers_run)
         result = self.result
         (result.fit if planned.left >= 0 else result.too_large).append(planned)
         return planned
@@ -394,7 +385,7 @@ def refusal(layout: Layout, request: LayoutRequest) -> str:
 
 def _plan_request(layout: Layout, request: LayoutRequest) -> PlanRequest:
     parallel = request.parallel_config(layout)
-    return PlanRequest(find_config(request.shape), parallel, request.gpus, **request.options)
+    return PlanRequest(find_config(request.model), parallel, request.gpus, **request.options)
 
 
 def _few_layers(request: PlanRequest) -> PlanRequest:
@@ -430,7 +421,7 @@ def fixed_buffers(layout: Layout, request: LayoutRequest) -> int:
     stage = request.of_stage(layout.pp)
     options = {name: value for name, value in stage.options.items() if name != "offload"}
     parallel = stage.parallel_config(layout)
-    return plan_memory(stage.shape, parallel, world_size=stage.gpus, **options).buffers
+    return plan_memory(stage.model, parallel, world_size=stage.gpus, **options).buffers
 
 
 def _count_experts(request: LayoutRequest) -> int:
@@ -474,7 +465,9 @@ def _grids(request: LayoutRequest, sp: int, cp: int, num_experts: int, pp: int) 
                 yield layout
 
 
-def _plan(layout: Layout, request: LayoutRequest, few: tuple[int, ...] | None) -> PlannedLayout:
+def _plan(
+    layout: Layout, request: LayoutRequest, layers_run: tuple[int, ...] | None
+) -> PlannedLayout:
     request.on_plan(layout)
     rows = layout.per_forward // layout.micro_batches
     accumulates = layout.accumulated * layout.micro_batches > 1
@@ -486,11 +479,11 @@ def _plan(layout: Layout, request: LayoutRequest, few: tuple[int, ...] | None) -
         only_loss_is_read=request.only_loss_is_read,
     )
     step = plan_step(
-        request.shape,
+        request.model,
         request.parallel_config(layout),
         world_size=request.gpus,
         batch=batch,
-        few=few,
+        layers_run=layers_run,
         **request.options,
     )
     tokens = max(request.batch * request.seq // (request.gpus * layout.pp), 1)
@@ -508,13 +501,13 @@ def _with_stages(
     """Plan a layout with several stages; `step` is the plan of one micro-batch on one stage."""
     step = with_micro_batches(
         step,
-        find_config(request.shape),
+        find_config(request.model),
         pp_size=layout.pp,
         micro_batches=layout.micro_batches,
         trains_embedding=not request.options.get("lora_rank"),
     )
     rows = layout.per_forward // layout.micro_batches
-    hidden = text_config(find_config(request.shape)).hidden_size
+    hidden = text_config(find_config(request.model)).hidden_size
     dtype: torch.dtype = request.options.get("dtype", torch.bfloat16)
     nbytes = rows * (request.seq // layout.ranks_per_batch) * hidden * dtype.itemsize
     transfers = Transfers(layout.pp, layout.micro_batches, request.gpus, nbytes)

@@ -110,14 +110,10 @@ def _kept_by_layers(step: StepPlan) -> int:
     keeps at most its peak.
     """
     names = [name for name in step.peaks if name.startswith("forward, layer ")]
-    first, last = (_transient(step, name) for name in (names[0], names[-1]))
+    first, last = (step.made_of[name].get(TRANSIENT, 0) for name in (names[0], names[-1]))
     if step.layers == 1:
         return last
     return max(last - first, 0) * step.layers // (step.layers - 1)
-
-
-def _transient(step: StepPlan, name: str) -> int:
-    return step.made_of[name].get(TRANSIENT, 0)
 
 
 def layers_of_equal_time(
@@ -180,12 +176,7 @@ class Transfers:
 def time_of_stages(
     step: StepPlan, hardware: Hardware, transfers: Transfers, *, tokens: int
 ) -> StepTime:
-    """Plan the seconds of an optimizer step.
-
-    Args:
-        step: the plan of one micro-batch on one stage.
-        tokens: tokens per optimizer step of all data ranks, divided by the number of all GPUs.
-    """
+    """Plan an optimizer step as `step_time` does. `tokens` is divided by the GPUs of all stages."""
     time = step_time(step, hardware, micro_batches=transfers.micro_batches, tokens=tokens)
     once, twice = (time_of_work(step.work, hardware, micro_batches=n).seconds for n in (1, 2))
     others = transfers.pp_size - 1

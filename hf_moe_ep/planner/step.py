@@ -72,27 +72,29 @@ from hf_moe_ep.upstream.process_groups import fake_group
 
 @dataclass(frozen=True)
 class Batch:
-    """The micro-batch of one data rank: `batch` sequences of `seq` tokens, with labels.
+    """The micro-batch of one data rank, with labels.
 
     Attributes:
+        seq: the tokens of a sequence.
+        sequences: the number of sequences.
         checkpointing: True for activation checkpointing: backward computes layers again.
         accumulates: True if gradients of an earlier micro-batch exist already.
         fused_head: True for the loss of TRL's SFTTrainer, which never holds the logits of all
-            tokens at once. The plan runs TRL's code without Triton, which needs more memory than
-            TRL's kernels.
+            tokens at once. The plan runs TRL's code that needs no Triton; this code needs more
+            memory than TRL's Triton kernels.
         only_loss_is_read: True for the Trainer, with which `fused_loss="auto"` computes no logits.
             False for label smoothing, and for a loss or a loop of your own.
     """
 
     seq: int
-    batch: int = 1
+    sequences: int = 1
     checkpointing: bool = False
     accumulates: bool = False
     fused_head: bool = False
     only_loss_is_read: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("seq", "batch"):
+        for name in ("seq", "sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be 1 or more; try 1")
 
@@ -145,7 +147,7 @@ class StepPlan:
 
 
 def plan_step(
-    shape: Any,
+    model: Any,
     parallel: ParallelConfig | None = None,
     *,
     world_size: int,
@@ -159,7 +161,7 @@ def plan_step(
     load: ExpertLoad | None = None,
     like_gpu: bool = True,
     all_layers: bool = False,
-    few: tuple[int, ...] | None = None,
+    layers_run: tuple[int, ...] | None = None,
 ) -> StepPlan:
     """Plan a training step of one rank. `plan_memory` documents the arguments not listed here.
 
@@ -175,12 +177,12 @@ def plan_step(
         like_gpu: True plans a GPU: the work of the experts' Triton kernels, and the memory of the
             torch path with all pairs in one block. False plans a CPU.
         all_layers: run all layers instead of extrapolating.
-        few: the result of `layers_to_run` for this model; several plans can share it.
+        layers_run: the result of `layers_to_run` for this model; several plans can share it.
 
     Raises:
         ValueError: as for `plan_memory`, or the model's forward needs the value of an activation.
     """
-    config = find_config(shape)
+    config = find_config(model)
     if not (is_causal_lm(config) or takes_images(config)):
         raise _without_loss(f"transformers has no {config.model_type} with a language model head")
     if parallel is not None and isinstance(parallel.dispatch_chunks, str):
@@ -190,26 +192,25 @@ def plan_step(
     )
     layers = text_config(config).num_hidden_layers + request.mtp_layers
     if all_layers or load is not None:
-        few = (layers,)
-    elif few is None:
-        few = layers_to_run(request)
+        layers_run = (layers,)
+    elif layers_run is None:
+        layers_run = layers_to_run(request)
+    counted = []
     with torch.random.fork_rng(devices=[]):
-        counted = [
-            _run_fake_step(
-                replace(request, config=with_layers(config, number - request.mtp_layers)),
-                batch,
-                load,
-                like_gpu,
-            )
-            for number in few
-        ]
+        for number in layers_run:
+            short = replace(request, config=with_layers(config, number - request.mtp_layers))
+            fusion = Fusion()
+            with mark_compiled_regions(fusion):
+                counted.append(_run_fake_step(short, batch, load, like_gpu, fusion))
     peaks, made_of = [step.peaks() for step in counted], [step.made_of() for step in counted]
     work, host_peaks = [step.work for step in counted], [step.memory.host_peak for step in counted]
-    if len(few) == 1:
-        return StepPlan(peaks[0], made_of[0], layers, few, work[0], host_peaks[0])
+    if len(layers_run) == 1:
+        return StepPlan(peaks[0], made_of[0], layers, layers_run, work[0], host_peaks[0])
     all_peaks, all_parts = extrapolate_peaks(peaks, made_of, layers)
     host_peak = extrapolate_bytes(host_peaks, layers)
-    return StepPlan(all_peaks, all_parts, layers, few, extrapolate_work(work, layers), host_peak)
+    return StepPlan(
+        all_peaks, all_parts, layers, layers_run, extrapolate_work(work, layers), host_peak
+    )
 
 
 def _without_loss(reason: str) -> ValueError:
@@ -220,18 +221,9 @@ def _without_loss(reason: str) -> ValueError:
 
 
 def _run_fake_step(
-    request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu: bool
-) -> CountedStep:
-    """Run and count one step of one rank on fake tensors, with all layers of the request."""
-    fusion = Fusion()
-    with mark_compiled_regions(fusion):
-        return _run_marked_step(request, batch, load, like_gpu, fusion)
-
-
-def _run_marked_step(
     request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu: bool, fusion: Fusion
 ) -> CountedStep:
-    """Run a step in which torch.compile only marks the regions that it would compile."""
+    """Run and count one step of one rank on fake tensors; torch.compile only marks regions."""
     built = Unsharded.of(request)
     model, state, config = built.model, built.state, text_config(request.config)
     state.only_loss_is_read = batch.only_loss_is_read
@@ -256,7 +248,7 @@ def _run_marked_step(
             optimizer = _make_optimizer_with_state(model, request)
             if batch.accumulates:
                 optimizer.set_zero_grads()
-            ids = torch.full((batch.batch, batch.seq), _text_token(request.config))
+            ids = torch.full((batch.sequences, batch.seq), _text_token(request.config))
             inputs = {"input_ids": ids, "labels": ids, "use_cache": False, **head_inputs}
             layers = built.units.layers
             try:
@@ -288,16 +280,16 @@ def _make_choices(built: Unsharded, request: PlanRequest, load: ExpertLoad | Non
 
 
 def _planned_rank(choices: Choices, state: ModelState, request: PlanRequest) -> int:
-    """Return the first rank with the ep coordinate that has the largest load.
+    """Return the rank whose step is planned: the first rank of the ep rank with the largest load.
 
     With 8 ranks and ep_size 2, the first rank with ep coordinate 1 is rank 1 if ep is the inner
     axis, and rank 4 if ep is the outer axis.
     """
     ep_size, etp_size = state.config.ep_size or 1, state.config.etp_size or 1
-    rank = choices.busiest(ep_size)
+    ep_rank = choices.busiest(ep_size)
     if state.config.ep_outside:
-        return rank * (request.world_size // (state.config.dp_replicate_size or 1) // ep_size)
-    return rank * etp_size
+        return ep_rank * (request.world_size // (state.config.dp_replicate_size or 1) // ep_size)
+    return ep_rank * etp_size
 
 
 def _make_optimizer_with_state(model: nn.Module, request: PlanRequest) -> LocalOptimizer:

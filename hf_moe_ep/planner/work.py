@@ -33,7 +33,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -325,22 +325,17 @@ class WorkCounter(OperatorMode):
 
     def run_uncounted(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function without counting its operators."""
-        num_before = self.num_operators
-        with self._not_fused():
-            out = function(*args, **kwargs)
-        self.take(num_before)
-        return out
+        with self._not_fused(), self.taken():
+            return function(*args, **kwargs)
 
-    def take(self, num_before: int) -> list[Operator]:
-        """Remove the operators of this phase except the first `num_before`, and return them."""
-        removed = self._operators_now[num_before:]
+    @contextmanager
+    def taken(self) -> Iterator[list[Operator]]:
+        """Move the operators that the block counts out of this phase, into the yielded list."""
+        operators: list[Operator] = []
+        num_before = len(self._operators_now)
+        yield operators
+        operators += self._operators_now[num_before:]
         del self._operators_now[num_before:]
-        return removed
-
-    @property
-    def num_operators(self) -> int:
-        """The number of operators that were counted in this phase so far."""
-        return len(self._operators_now)
 
     def add_for_sizes(self, ran: Mapping[int, list[Operator]], sizes: Iterable[int]) -> None:
         """Count the operators of experts with `sizes` pairs each.
@@ -400,16 +395,16 @@ def _describe_operator(func: Any, args: tuple[Any, ...], flops: int, nbytes: int
     inputs = [x for x in tensors_in(args) if x.is_floating_point()]
     if not flops:
         dtypes = {x.dtype for x in inputs}
-        return Operator("memory", _dtype_name(dtypes.pop()) if len(dtypes) == 1 else "", 0, nbytes)
+        return Operator("memory", dtype_name(dtypes.pop()) if len(dtypes) == 1 else "", 0, nbytes)
     # The factors of a product are its narrowest inputs. Other inputs may be wider: the addend of
     # addmm, and the fp32 log-sum-exp that the backward of attention reads with its bf16 factors.
-    dtype = _dtype_name(min((x.dtype for x in inputs), key=lambda dtype: dtype.itemsize))
+    dtype = dtype_name(min((x.dtype for x in inputs), key=lambda dtype: dtype.itemsize))
     if "attention" in operator_name(func):
         return Operator("attention", dtype, flops, nbytes)
     return Operator("grouped" if _is_called_by_experts() else "matmul", dtype, flops, nbytes)
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -43,7 +43,7 @@ LATENCIES = ("in_node_latency", "between_nodes_latency", "host_seconds")
 
 def make_request(**more: Any) -> LayoutRequest:
     return LayoutRequest(
-        **({"shape": tiny().config, "gpus": 4, "limit": LARGE, "seq": 16, "batch": 8} | more)
+        **({"model": tiny().config, "gpus": 4, "limit": LARGE, "seq": 16, "batch": 8} | more)
     )
 
 
@@ -142,7 +142,7 @@ def test_experts_behind_many_dense_layers_are_counted() -> None:
     config = tiny_of_type("afmoe").config
     for name, value in layers.items():
         setattr(config, name, value)
-    assert _count_experts(make_request(shape=config)) == 8
+    assert _count_experts(make_request(model=config)) == 8
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
@@ -150,14 +150,14 @@ def test_experts_of_a_model_of_few_layers_are_counted(name: str) -> None:
     """Their configs list the type of each layer, so a model cannot be lengthened."""
     config = tiny_of_type(name).config
     assert config.num_hidden_layers < FEW[-1]
-    assert _count_experts(make_request(shape=config)) == 8
+    assert _count_experts(make_request(model=config)) == 8
 
 
 @pytest.mark.slow
 def test_layouts_with_etp_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A rank of 2 x etp 2 holds as much as a rank of ep 2, and gathers no expert."""
     few = tiny(num_experts=2, num_experts_per_tok=1, hidden_size=64, moe_intermediate_size=512)
-    found = find_layouts(make_request(shape=few.config, gpus=4))
+    found = find_layouts(make_request(model=few.config, gpus=4))
     assert not found.illegal
     peaks = {
         (p.layout.ep, p.layout.etp): p.step.peak
@@ -445,6 +445,8 @@ def test_launch_config_of_two_machines(tmp_path: Path) -> None:
     first, second, *_ = written.read_text().splitlines()
     assert first == "# patch(model, ep_size=8, dp_replicate_size=2, experts_dtype='nf4')"
     assert second.endswith("gradient_accumulation_steps: 4")
+    assert "{'gradient_accumulation_kwargs': {'sync_each_batch': True}}" in written.read_text()
+    assert "sync_each_batch" not in launch_config(replace(layout, accumulated=1), 16)
     assert config.mixed_precision == "bf16"
 
 

@@ -10,7 +10,7 @@ from hf_moe_ep.upstream.dispatch_modes import fake_tensors
 KIB = 256  # fp32 numbers in one KiB
 
 
-def _count_two_phases() -> tuple[dict[str, int], list[tuple[str, int]], int]:
+def _count_two_phases() -> tuple[dict[str, int], dict[str, int], int]:
     """Count two phases: `one` frees 8 KiB after it creates 16 KiB, `two` leaves 1 KiB alive.
 
     4 KiB exist before. The view needs no memory. A storage is resized to 6 KiB and then freed.
@@ -28,7 +28,7 @@ def _count_two_phases() -> tuple[dict[str, int], list[tuple[str, int]], int]:
         remaining = d + d
         d.untyped_storage().resize_(6 * 1024)
         del d
-        alive = [(record.made_by, record.nbytes) for record in memory.alive_at_peak("two")]
+        alive = memory.sums_at_peaks(lambda record: record.made_by)["two"]
         now = memory.now
     del remaining
     return memory.peaks, alive, now
@@ -44,8 +44,7 @@ def test_bytes_by_hand(fake: bool) -> None:
     peaks = {name: size // 1024 for name, size in peaks.items()}
     assert peaks == {BEFORE: 4, "one": 4 + 8 + 16, "two": 4 + 16}
     assert now == (4 + 1) * 1024
-    assert [size // 1024 for _, size in alive] == [16, 4]
-    assert alive[-1][0] == BEFORE
+    assert alive == {BEFORE: 4 * 1024, "aten.cat.default": 16 * 1024}
 
 
 def test_host_and_device_are_counted_separately() -> None:
@@ -73,8 +72,7 @@ def test_torchs_resize_is_restored_after_an_error() -> None:
         x.untyped_storage().resize_(4096)
         memory.begin("resized")
         assert memory.now == 4096
-        (record,) = memory.alive_at_peak("resized")
-        assert record.made_by == RESIZED
+        assert memory.sums_at_peaks(lambda record: record.made_by)["resized"] == {RESIZED: 4096}
         _ = 1 / 0
     assert torch.UntypedStorage.resize_ is stock
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import tiny
 from torch import Tensor
 
 from hf_moe_ep import ParallelConfig
@@ -112,25 +113,12 @@ def test_a_tensor_that_crosses_the_border_of_a_graph_is_written() -> None:
     assert [kernel.nbytes for kernel in fusion.kernels()] == [2 * fp32, 2 * fp32]
 
 
-TINY: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-}
-
-
 def _plan(ep_size: int, *, checkpointing: bool = False, **config: Any) -> StepPlan:
     parallel = ParallelConfig(ep_size=ep_size, **config)
     batch = Batch(64, checkpointing=checkpointing)
-    return plan_step(TINY, parallel, world_size=4, batch=batch)
+    sizes: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 32}
+    model = tiny(num_hidden_layers=6, norm_topk_prob=False, **sizes)
+    return plan_step(model.config, parallel, world_size=4, batch=batch)
 
 
 @pytest.mark.slow

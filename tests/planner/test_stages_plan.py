@@ -113,7 +113,7 @@ def test_seconds_of_stages() -> None:
     """Two stages wait for one micro-batch, and for its hidden states and their gradients."""
     gpu, nbytes = find_hardware("h100"), 10**6
     step = plan_step(
-        SIZES.config(), world_size=8, batch=Batch(SIZES.seq, accumulates=True), few=(6,)
+        SIZES.config(), world_size=8, batch=Batch(SIZES.seq, accumulates=True), layers_run=(6,)
     )
     without = step_time(step, gpu, micro_batches=4, tokens=512)
     far, near = (
