@@ -298,7 +298,10 @@ class _Merging:
 
     def _read(self, tensor: Tensor, box: Box, dtype: torch.dtype) -> Tensor:
         values = torch.empty(box_sizes(box), dtype=dtype)
-        self.stored[id(tensor)].read_into(values, box, self.reader)
+        stored = self.stored.get(id(tensor))
+        if stored is None:  # a buffer that the base may lack has its initial value
+            return values.copy_(tensor[tuple(slice(start, stop) for start, stop in box)])
+        stored.read_into(values, box, self.reader)
         return values
 
 

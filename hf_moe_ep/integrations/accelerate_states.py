@@ -48,7 +48,7 @@ from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.extra import EXTRA
 from hf_moe_ep.checkpoints.training.folder import layout_of
-from hf_moe_ep.etp import names_apart
+from hf_moe_ep.etp import apart_dims_by_name
 from hf_moe_ep.integrations.random_states import reseed_on_other_ranks
 from hf_moe_ep.integrations.saving import (
     check_bases,
@@ -115,8 +115,11 @@ def save_state(
         write_extra(prepared_models(self), folder)
         return original(self, os.fspath(folder), *args, **kw)
 
-    apart = _names_apart(self)
-    with _all_experts_in_hub_order(self), planned_by_each(apart), _no_automatic_names(self):
+    apart = _apart_dims_by_name(self)
+    # With automatic names Accelerate refuses an existing folder, and deletes older folders before
+    # it saves.
+    by_folder = replaced(project, "automatic_checkpoint_naming", False)
+    with _all_experts_in_hub_order(self), planned_by_each(apart), by_folder:
         with share_write_errors(accelerate.accelerator):
             saved = run_on_all(f"saving {folder}", save)
     manifest.write(folder, layout_of(states[0]), belongs=_is_written_by_accelerate)
@@ -153,7 +156,7 @@ def load_state(
     folder, verifiable = run_on_first("load_state", choose)
     check_resumable(folder, verifiable)
     check_state_dict_type(self)
-    apart = _names_apart(self)
+    apart = _apart_dims_by_name(self)
     with loading_values(folder), _all_experts_in_hub_order(self), loaded_in_parts(apart):
         check_bases(prepared_models(self), folder)
         restore_all_extra(prepared_models(self), folder)
@@ -175,10 +178,10 @@ def _find_states(accelerator: Accelerator) -> list[ModelState]:
     return [state for state in states if state is not None]
 
 
-def _names_apart(accelerator: Accelerator) -> dict[str, int]:
-    """Return `etp.names_apart` of all prepared models."""
+def _apart_dims_by_name(accelerator: Accelerator) -> dict[str, int]:
+    """Return `etp.apart_dims_by_name` of all prepared models."""
     models = prepared_models(accelerator)
-    return {name: dim for model in models for name, dim in names_apart(model).items()}
+    return {name: dim for model in models for name, dim in apart_dims_by_name(model).items()}
 
 
 def _automatic_parent(accelerator: Accelerator) -> Path:
@@ -194,17 +197,13 @@ def _is_written_by_accelerate(name: str) -> bool:
 
 def _clear_unfinished(folder: Path) -> None:
     """Remove `folder` if a killed job left it unfinished; any other existing folder is an error."""
-    if _is_unfinished(folder):
+    if manifest.is_unfinished(folder):
         shutil.rmtree(folder)
     elif folder.exists():
         raise ValueError(
             f"{folder} already exists; set accelerator.project_configuration.iteration to one "
             f"more than the number of the checkpoint that the run resumes from"
         )
-
-
-def _is_unfinished(folder: Path) -> bool:
-    return (folder / manifest.STARTED).exists() and not (folder / manifest.MANIFEST).exists()
 
 
 def _remove_files_of_ranks(folder: Path) -> None:
@@ -220,23 +219,11 @@ def _remove_files_of_ranks(folder: Path) -> None:
 def _delete_older(written: Path, limit: int) -> None:
     """Delete unfinished checkpoints beside `written`, then the oldest until `limit` are left."""
     others = [path for path in in_series(written.parent, _AUTOMATIC_NAME) if path != written]
-    for unfinished in filter(_is_unfinished, others):
+    for unfinished in filter(manifest.is_unfinished, others):
         manifest.try_to_delete(unfinished)
     complete = [path for path in others if path.exists()]
     for old in complete[: max(len(complete) + 1 - limit, 0)]:
         manifest.try_to_delete(old)
-
-
-@contextmanager
-def _no_automatic_names(accelerator: Accelerator) -> Iterator[None]:
-    """Disable automatic names inside the block, so that Accelerate saves to the given folder.
-
-    With automatic names Accelerate refuses an existing folder, and deletes older folders before it
-    saves.
-    """
-    project = accelerator.project_configuration
-    with replaced(project, "automatic_checkpoint_naming", False):
-        yield
 
 
 @contextmanager

@@ -9,8 +9,10 @@ parameters, as it does when it loads a checkpoint.
 
     class or attribute in TRL         engine
     VLLMGeneration                    vLLM in the same process, or in a server (GRPO, RLOO, ..)
-    AsyncGRPOTrainer.weight_transfer  any object with TRL's WeightTransferProtocol; TRL's own sends
-                                      to a server of vLLM
+    weight_transfer of                any object with TRL's WeightTransferProtocol; TRL's own sends
+      AsyncGRPOTrainer and            to a server of vLLM
+      AsyncDistillationTrainer
+    OnlineDPOTrainer                  vLLM in the same process, or in a server
 """
 
 from __future__ import annotations
@@ -34,8 +36,7 @@ _SENT = "_hf_moe_ep_sent"
 def iter_named_params(original: Callable[..., Any], self: Any) -> Iterator[tuple[str, Tensor]]:
     """Wrap `VLLMGeneration._iter_named_params`: yield hub names and whole, merged tensors."""
     if find_state(self.model) is None:
-        params: Iterator[tuple[str, Tensor]] = original(self)
-        return params
+        return original(self)
     return _stream(self, self.model)
 
 
@@ -78,28 +79,57 @@ def sync_weights(original: Callable[..., None], self: Any) -> None:
         raise
 
 
+def move_model(original: Callable[..., None], self: Any) -> None:
+    """Wrap `OnlineDPOTrainer._move_model_to_vllm`: send the tensors of `hub_tensors`."""
+    model = self.accelerator.unwrap_model(self.model)
+    if find_state(model) is None:
+        original(self)
+        return
+    is_server = self.vllm_mode == "server"
+    client = self.vllm_client if is_server and self.accelerator.is_main_process else None
+    if not is_server and self.args.vllm_enable_sleep_mode:
+        setattr(self, _SENT, False)  # the engine has slept at level 2, which discards all weights
+    # Closing the stream after an error makes the other ranks raise, too.
+    with contextlib.closing(_stream(self, model)) as stream, _announced_update(client):
+        for key, tensor in stream:
+            if client is not None:
+                client.update_named_param(key, tensor)
+            elif not is_server:
+                runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
+                runner.model.load_weights([(key, tensor)])
+    setattr(self, _SENT, True)
+    if client is not None:
+        client.reset_prefix_cache()
+    elif not is_server:
+        self.llm.reset_prefix_cache()
+
+
+def _announced_update(client: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that tells TRL's server of one update of the whole model."""
+    announce = getattr(client, "weight_update", None)  # TRL before 1.16 has none
+    return contextlib.nullcontext() if announce is None else announce()
+
+
 def list_params(original: Callable[..., Any], model: Any) -> Iterator[tuple[str, Tensor]]:
     """Wrap `_iter_vllm_named_params`: yield hub names, and tensors that only have a shape.
 
     Rank 0 alone calls this for the list of tensors that a server is to receive.
     """
     if find_state(model) is None:
-        params: Iterator[tuple[str, Tensor]] = original(model)
-        return params
+        return original(model)
     infos = hub_tensors(model, merge_adapters=True).metadata_of_rank()
     return ((info.key, torch.empty(info.shape, dtype=info.dtype, device="meta")) for info in infos)
 
 
 def sync_merged(original: Callable[..., Any], self: Any, t0: float) -> tuple[float, float, float]:
-    """Wrap `AsyncGRPOTrainer._sync_weight_merged`: send the tensors of `hub_tensors`.
+    """Wrap `_sync_weight_merged` of an asynchronous trainer: send the tensors of `hub_tensors`.
 
     Returns the times at which the engine was paused, all ranks had arrived, and the weights had
     been sent, as stock does.
     """
     model = self.accelerator.unwrap_model(self.model)
     if find_state(model) is None:
-        times: tuple[float, float, float] = original(self, t0)
-        return times
+        return original(self, t0)
     transfer = self.weight_transfer if self.accelerator.is_main_process else None
     if transfer:
         transfer.pause()

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_moe_ep.dispatcher import Header, Tokens
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
-from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
-from hf_moe_ep.moe.experts import choose_compute, local_weights, run_experts
+from hf_moe_ep.moe.experts import choose_compute
+from hf_moe_ep.moe.layer import compute_and_combine
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 
 NAME = "hf_moe_ep"
@@ -88,19 +88,11 @@ class _Experts:
         planning = self._dispatcher.start_plan(expert_ids_TK, header, hidden_bytes=hidden_bytes)
         self._dispatcher.prepare(tokens)
         exchanges = planning.finish()
-        with OverlappedChunks() as chunks:
-            for chunk in chunks.overlapped(exchanges, tokens):
-                weights = local_weights(self._experts, self._compute, x_TH, self._first_expert)
-                rows_RH, weights_RK, expert_ids_RK = chunk.finish()
-                out_RH = run_experts(
-                    self._experts,
-                    self._compute,
-                    rows_RH,
-                    expert_ids_RK,
-                    weights_RK,
-                    counts_L=chunk.counts_L,
-                    grad_scale=1.0,  # FSDP2 divides these gradients, as transformers sets it up
-                    weights=weights,
-                )
-                chunks.send(chunk, out_RH)
-        return chunks.finish()
+        return compute_and_combine(
+            self._experts,
+            self._compute,
+            exchanges,
+            tokens,
+            first_expert=self._first_expert,
+            grad_scale=1.0,  # FSDP2 divides these gradients, as transformers sets it up
+        )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -156,22 +155,6 @@ class ExpertLoadCallback(transformers.TrainerCallback):
     def _draw(self) -> None:
         if self.heat_map is not None and self._maps:
             run_on_first(f"drawing {self.heat_map}", partial(_draw_maps, self.heat_map, self._maps))
-
-
-def log(
-    original: Callable[..., Any],
-    self: transformers.Trainer,
-    logs: dict[str, float],
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Wrap `Trainer.log`: add the values of each `ExpertLoadCallback` to the training logs."""
-    # Logs of an evaluation hold "eval_loss" instead, and the summary at the end "train_loss".
-    if "loss" in logs:
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, ExpertLoadCallback):
-                logs.update(callback.values(self.model, self.state.global_step))
-    original(self, logs, *args, **kwargs)
 
 
 def _check_steps(name: str, steps: Any, remedy: str) -> None:

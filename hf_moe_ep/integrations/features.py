@@ -142,6 +142,7 @@ SLICES = _feature("sp_size, cp_size or pp_size > 1 under Accelerate", prepare=_p
 TRAINER_SLICES = _feature("sp_size, cp_size or pp_size > 1 in the Trainer", train=_trains_sp_model)
 STAGES = _feature("gradient norms over pipeline stages in the Trainer", train=_has_stages)
 LOGITS = _feature("a loss without the logits of whole batches in the Trainer")
+FULL_EVAL = _feature("bf16_full_eval and fp16_full_eval of a model that is not sharded yet")
 TRACKERS = _feature("the error that names a failing tracker")
 EXPERT_LOAD = _feature("ExpertLoadCallback", train=_has_load_callback)
 BIASES = _feature("bias_update_rate under Accelerate and the Trainer", prepare=_prepares_biases)

@@ -3,18 +3,8 @@
 The table has one row (`Wrap`) per function; the rows form groups, which are constants below.
 `import hf_moe_ep` replaces no function. `patch` sets methods of its model, such as
 `save_pretrained`; from then on, a group's functions are replaced as soon as the process uses the
-group's library. A training loop that uses only PyTorch replaces no function. The groups:
-
-    group        time of the replacement                              functions replaced
-    ACCELERATE   when the process shows a sign of using Accelerate    3
-    CPU_RANKS    with ACCELERATE or a Trainer, if FSDP is asked for   1
-    QUANTISED    when `prepare` or a Trainer is given a model with    2
-                 quantised experts
-    TRAINER      when transformers.trainer is imported                4
-    ROTATION     when a Trainer is given a patched model              1
-    PEFT         when peft is imported                                2
-    TRL          when the module of each row is imported              6
-    AXOLOTL      when the module of the row is imported               1
+group's library, as the comment on the group says. A training loop that uses only PyTorch replaces
+no function.
 
 Such a function is replaced for the whole process. Its wrapper first checks if it was given a
 patched model. If not, it calls the stock function and does nothing else. With a patched model it
@@ -155,23 +145,26 @@ def evaluate(
 
 
 def log_expert_load(
-    original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    self: transformers.Trainer,
+    logs: dict[str, float],
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
-    """Wrap `Trainer.log`: add the values of an ExpertLoadCallback."""
+    """Wrap `Trainer.log`: add the values of each `ExpertLoadCallback` to the training logs."""
     # This module is slow to import, so it is imported at the first call.
-    from hf_moe_ep.integrations import expert_load
+    from hf_moe_ep.integrations.expert_load import ExpertLoadCallback
 
-    expert_load.log(original, self, *args, **kwargs)
+    # Logs of an evaluation hold "eval_loss" instead, and the summary at the end "train_loss".
+    if "loss" in logs:
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ExpertLoadCallback):
+                logs.update(callback.values(self.model, self.state.global_step))
+    original(self, logs, *args, **kwargs)
 
 
 def adopt_trainer(trainer: transformers.Trainer, model: Any) -> None:
-    """Add our methods to a Trainer that has a patched model, and to its Accelerator.
-
-    Raises:
-        ValueError: several ranks share batches (sp_size, cp_size or pp_size > 1), but the Trainer
-            lets each rank generate its own completions, or reads the logits of whole sequences; or
-            the Trainer would save on each of several nodes.
-    """
+    """Add our methods to a Trainer that has a patched model, and to its Accelerator."""
     state = find_state(model) if isinstance(model, nn.Module) else None
     if state is None:
         return
@@ -461,6 +454,15 @@ TRAINER_METHODS = (
     ),
     *_build_rows(
         _TRAINER,
+        features.FULL_EVAL,
+        (
+            "_move_model_to_device",
+            prepare.move_to_device,
+            "leaves a model to sharding, which moves it unit by unit",
+        ),
+    ),
+    *_build_rows(
+        _TRAINER,
         features.LOGITS,
         (
             "compute_loss",
@@ -594,12 +596,42 @@ ADAPTER_METHODS = (
         ),
     ),
 )
+
+
+def _rows_of_async(module: str, trainer: str) -> tuple[Wrap, ...]:
+    """Build the rows of a trainer of TRL that sends weights to a server while it generates."""
+    return (
+        *_build_rows(
+            module,
+            features.ENGINES,
+            ("_iter_vllm_named_params", engines.list_params, "lists hub names for a server"),
+        ),
+        *_build_rows(
+            f"{module}:{trainer}",
+            features.ENGINES,
+            ("_sync_weight_merged", engines.sync_merged, "sends merged tensors under hub names"),
+        ),
+    )
+
+
+_ASYNC_TRAINERS = (
+    ("trl.experimental.async_grpo.async_grpo_trainer", "AsyncGRPOTrainer"),
+    (
+        "trl.experimental.async_distillation.async_distillation_trainer",
+        "AsyncDistillationTrainer",
+    ),
+)
 # Process: each row is installed when its module is imported.
 TRL = (
     *_build_rows(
         "trl.models.utils",
         features.EVALUATED,
         ("prepare_fsdp", references.shard_reference, "shards a reference model layer by layer"),
+    ),
+    *_build_rows(
+        "trl.trainer.utils",
+        features.EVALUATED,
+        ("hash_module", references.hash_weights, "reads layers on meta before TRL hashes them"),
     ),
     *_build_rows(
         "trl.trainer.callbacks:SyncRefModelCallback",
@@ -612,15 +644,11 @@ TRL = (
         ("_iter_named_params", engines.iter_named_params, "sends merged tensors under hub names"),
         ("sync_weights", engines.sync_weights, "raises on every rank if one rank fails"),
     ),
+    *(row for module, trainer in _ASYNC_TRAINERS for row in _rows_of_async(module, trainer)),
     *_build_rows(
-        "trl.experimental.async_grpo.async_grpo_trainer",
+        "trl.experimental.online_dpo.online_dpo_trainer:OnlineDPOTrainer",
         features.ENGINES,
-        ("_iter_vllm_named_params", engines.list_params, "lists hub names for a server"),
-    ),
-    *_build_rows(
-        "trl.experimental.async_grpo.async_grpo_trainer:AsyncGRPOTrainer",
-        features.ENGINES,
-        ("_sync_weight_merged", engines.sync_merged, "sends merged tensors under hub names"),
+        ("_move_model_to_vllm", engines.move_model, "sends merged tensors under hub names"),
     ),
 )
 

@@ -37,13 +37,7 @@ def inject_adapter(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Wrap `BaseTuner.inject_adapter`, which PEFT calls to attach any adapter to layers.
-
-    Raises:
-        ValueError: the model is sharded; the biases of its routers are updated (bias_update_rate);
-            modules_to_save contains experts; or --lora-experts is set, and the adapter cannot be
-            one of experts.
-    """
+    """Wrap `BaseTuner.inject_adapter`, which PEFT calls to attach any adapter to layers."""
     state = find_state(model)
     if state is None:
         original(self, model, adapter_name, *args, **kwargs)

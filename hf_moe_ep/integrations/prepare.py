@@ -30,7 +30,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.checkpoints.hub.unread import cut_before_sharding, shard_and_read
 from hf_moe_ep.compiled.layers import compile_layers
@@ -44,8 +43,9 @@ from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import (
     count_as_shards,
     declare_fsdp,
+    distinct_data_ptrs,
     has_chunked_loss,
-    set_distinct_data_ptrs,
+    was_prepared,
 )
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.frameworks import (
@@ -100,22 +100,27 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         for model in models:
             _check_loss(model)
     shared_batches.share_batches(self, state)
-    for model in models:
-        if find_state(model) is not None:
-            set_distinct_data_ptrs(model)
     plugin = getattr(self.state, "fsdp_plugin", None)  # no attribute on one CPU (accelerate 1.15)
     if plugin is not None and self.is_fsdp2:
         for model in models:
             _remove_other_stages(self, model, args)
-    with without_dynamo(self) as compile_kwargs:
+    patched = [model for model in models if find_state(model) is not None]
+    with distinct_data_ptrs(patched), without_dynamo(self) as compile_kwargs:
         if compile_kwargs is not None:
             for patched_state in states:
                 _choose_compilation(patched_state, compile_kwargs)
         if state.meshes is None or plugin is None:
             prepared = original(self, *args, **kwargs)
         else:
-            run_on_all("accelerator.prepare", partial(_check_sharded_before, models, plugin))
-            with _without_wrap_policy(plugin):
+            check = partial(_check_no_activation_checkpointing, models, plugin)
+            run_on_all("accelerator.prepare", check)
+            # Accelerate would search for the layer classes of the wrap policy, which FSDP2 changed,
+            # and add activation checkpointing, which a model that it prepares again has already.
+            # The next model, such as a stock reference model, needs both settings.
+            with (
+                replaced(plugin, "auto_wrap_policy", None),
+                replaced(plugin, "activation_checkpointing", False),
+            ):
                 prepared = original(self, *args, **kwargs)
         if compile_kwargs is not None:
             for model in models:
@@ -182,50 +187,20 @@ def _compile_as_configured(model: nn.Module) -> None:
         compile_layers(model, **(state.config.compile_kwargs or {}))
 
 
-@contextmanager
-def _without_wrap_policy(plugin: FullyShardedDataParallelPlugin) -> Iterator[None]:
-    """Unset the user's wrap policy inside the block, in which Accelerate prepares a sharded model.
-
-    Accelerate would search the model for the layer classes of the policy. FSDP2 has changed the
-    classes of the layers, so the search would fail. The policy is restored afterwards, because the
-    next model, such as a stock reference model, needs it.
-    """
-    with replaced(plugin, "auto_wrap_policy", None):
-        yield
-
-
-def _check_sharded_before(
+def _check_no_activation_checkpointing(
     models: Iterable[nn.Module], plugin: FullyShardedDataParallelPlugin
 ) -> None:
-    """Raise if Accelerate cannot prepare a model that is sharded already."""
-    _check_no_activation_checkpointing(plugin)
-    _check_no_empty_shards(models)
+    """Raise if Accelerate should insert activation-checkpointing wrappers into sharded layers.
 
-
-def _check_no_activation_checkpointing(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Raise if Accelerate would insert activation-checkpointing wrappers into sharded layers."""
-    if plugin.activation_checkpointing:
+    A model that Accelerate has prepared before has these wrappers.
+    """
+    if plugin.activation_checkpointing and not all(map(was_prepared, models)):
         raise ValueError(
             "Accelerate's fsdp_activation_checkpointing wraps layers before they are "
             "sharded, and this model is sharded already; set it to false and call "
             "model.gradient_checkpointing_enable(), or let Accelerate shard: load the model with "
             "transformers' from_pretrained and call patch(model)"
         )
-
-
-def _check_no_empty_shards(models: Iterable[nn.Module]) -> None:
-    """Raise if a rank has an empty shard.
-
-    Accelerate matches parameters by their data pointers, and an empty shard has none.
-    """
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if isinstance(parameter, DTensor) and parameter.to_local().numel() == 0:
-                raise ValueError(
-                    f"{name} {tuple(parameter.shape)} has an empty shard on this rank, and "
-                    f"Accelerate cannot prepare such a model; load it with transformers' "
-                    f"from_pretrained and call patch(model)"
-                )
 
 
 def fsdp2_prepare_model(
@@ -241,9 +216,18 @@ def fsdp2_prepare_model(
     return model
 
 
+def move_to_device(
+    original: Callable[..., None], self: Any, model: nn.Module, device: torch.device
+) -> None:
+    """Wrap `Trainer._move_model_to_device`, which `bf16_full_eval` calls before sharding."""
+    if find_state(model) is None or not self.is_fsdp_enabled:
+        original(self, model, device)
+
+
 def build_options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
     """Translate the settings of Accelerate's FSDP plugin into our sharding options."""
     plugin = accelerator.state.fsdp_plugin
+    state = find_state(model)
     ignored = get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device)
     quantized = packed_parameters(model)
     ignored |= kept_whole(model)
@@ -251,7 +235,9 @@ def build_options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
         mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         offload_policy=_offload_policy(plugin.cpu_offload, accelerator.device),
         fp32_masters=accelerator.mixed_precision != "no" and not quantized,
-        reshard_after_forward=plugin.reshard_after_forward,
+        # Both settings are True by default, so each of them can switch it off.
+        reshard_after_forward=plugin.reshard_after_forward
+        and (state is None or state.config.reshard_after_forward),
         ignored_params=frozenset(ignored),
     )
 
@@ -307,6 +293,8 @@ def _check_loss(model: nn.Module) -> None:
 
 # The sizes that mean the same in Accelerate's ParallelismConfig and in ParallelConfig.
 _SHARED_SIZES = ("cp_size", "sp_size")
+# An attribute of a ParallelismConfig: the sizes that models have taken over, for the next models.
+_TAKEN_SIZES = "_hf_moe_ep_taken_sizes"
 # The end of an error that asks to set a size to 1: it names our own setting for this size.
 _REMEDIES = {"ep_size": ", and use ep_size of hf_moe_ep"}
 
@@ -316,6 +304,7 @@ def take_over_sizes(parallelism: ParallelismConfig | None, objects: Iterable[Any
 
     The patched models among `objects` are patched again with these sizes, and the sizes in
     `parallelism` become 1, so that Accelerate and the Trainer leave attention and batches alone.
+    Models that come later, such as those of `Trainer(model_init=)`, get the sizes as well.
 
     Raises:
         ValueError: a model was patched with another size, or is sharded; or the framework that runs
@@ -325,6 +314,7 @@ def take_over_sizes(parallelism: ParallelismConfig | None, objects: Iterable[Any
         return
     sizes = {name: getattr(parallelism, name, 1) for name in _SHARED_SIZES}
     asked = {name: size for name, size in sizes.items() if size > 1}
+    asked = vars(parallelism).get(_TAKEN_SIZES, {}) | asked
     models = [model for model in objects if isinstance(model, nn.Module) and find_state(model)]
     for model in models if asked else ():
         state = find_state(model)
@@ -347,6 +337,7 @@ def take_over_sizes(parallelism: ParallelismConfig | None, objects: Iterable[Any
         state.patch_alike(unwrap(model), **asked)
     if asked and models:
         count_as_shards(parallelism, asked)
+        setattr(parallelism, _TAKEN_SIZES, asked)
 
 
 def check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) -> None:

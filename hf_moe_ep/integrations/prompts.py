@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from hf_moe_ep.checkpoints.hub.gather import gather_tensor
 from hf_moe_ep.ranks.all_ranks import PATIENCE_OF_RANK_0, check_everyone_calls
-from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS, prompt_encoders
+from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS
 from hf_moe_ep.upstream.sharded_models import begin_with_root
 
 
@@ -45,7 +45,7 @@ def compute_prompt(original: Callable[..., Any], self: Any, *args: Any, **kwargs
         return call()
     with torch.no_grad():
         whole = {name: gather_tensor(parameter) for name, parameter in sharded.items()}
-        return _call_with(prompt_encoders(self), whole, call)
+        return _call_with(self.prompt_encoder, whole, call)
 
 
 def begin_generation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,34 +69,24 @@ def save_prompts(model: Any, state_dict: Mapping[str, Tensor], save: Callable[[]
         for name, tensor in state_dict.items()
         if name.startswith(prefix)
     }
-    if values.keys() != dict(prompt_encoders(model).named_parameters()).keys():
+    if values.keys() != dict(model.prompt_encoder.named_parameters()).keys():
         raise ValueError(
             f"state_dict does not have exactly the tensors of this model named {prefix}*, which "
             f"save_pretrained of a sharded model with prompts needs; on every rank pass "
             f"state_dict=accelerator.get_state_dict(model) as it is, or omit state_dict"
         )
-    _call_with(prompt_encoders(model), values, save)
+    _call_with(model.prompt_encoder, values, save)
 
 
 def _sharded_parameters(model: Any) -> dict[str, DTensor]:
     """Return by name the parameters of the prompt encoders that are sharded at the moment."""
-    named = prompt_encoders(model).named_parameters()
+    named = model.prompt_encoder.named_parameters()
     return {name: parameter for name, parameter in named if isinstance(parameter, DTensor)}
-
-
-class _CallWithEncoders(nn.Module):
-    """A module whose forward is `call`, so that `functional_call` can replace parameters."""
-
-    def __init__(self, encoders: nn.Module, call: Callable[[], Any]) -> None:
-        super().__init__()
-        self.encoders = encoders
-        self._call = call
-
-    def forward(self) -> Any:
-        return self._call()
 
 
 def _call_with(encoders: nn.Module, values: Mapping[str, Tensor], call: Callable[[], Any]) -> Any:
     """Run `call` while `values` are the parameters of the encoders."""
+    holder = nn.ModuleDict({"encoders": encoders})  # functional_call replaces those of a module
+    setattr(holder, "forward", call)  # noqa: B010  mypy: a method
     named = {f"encoders.{name}": tensor for name, tensor in values.items()}
-    return functional_call(_CallWithEncoders(encoders, call), named, ())
+    return functional_call(holder, named, ())

@@ -36,7 +36,7 @@ from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.prepare import build_options, check_parallelism, without_dynamo
 from hf_moe_ep.moe.stacked import count_blocks
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
-from hf_moe_ep.ranks.all_ranks import differing, run_on_all
+from hf_moe_ep.ranks.all_ranks import differing, rank_of_launch, run_on_all
 from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state
@@ -51,6 +51,16 @@ Original = Callable[..., Any]
 def remember_policy(trainer: transformers.Trainer, state: ModelState) -> None:
     """Store the state of the policy (the trained model) on its Accelerator: references need it."""
     setattr(trainer.accelerator, _POLICY, state)
+
+
+def hash_weights(original: Callable[[nn.Module], str], module: nn.Module) -> str:
+    """Wrap TRL's `hash_module`, the key of log-probabilities in a cache: read unread layers."""
+    state = find_state(module)
+    if state is not None and state.unread is not None:
+        if rank_of_launch() == 0:
+            _logger.info("every process reads the whole model, because TRL hashes its weights")
+        state.unread.read_whole(module)
+    return original(module)
 
 
 def shard_reference(original: Original, model: nn.Module, accelerator: Accelerator) -> nn.Module:
@@ -154,11 +164,7 @@ def prepare_evaluated(
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
 ) -> Any:
-    """Wrap `Accelerator.prepare_model`: shard a patched model that is only evaluated (a teacher).
-
-    Raises:
-        ValueError: the model was patched with an sp_size > 1 that is not the trained model's.
-    """
+    """Wrap `Accelerator.prepare_model`: shard a patched model that is only evaluated, a teacher."""
     state = find_state(model) if evaluation_mode and self.is_fsdp2 else None
     if state is not None and state.meshes is None:
         run_on_all("accelerator.prepare_model", partial(_check_shares_batches, state, self))

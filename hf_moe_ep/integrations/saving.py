@@ -37,7 +37,7 @@ from hf_moe_ep.checkpoints.training.extra import EXTRA, describe_extra, restore_
 from hf_moe_ep.checkpoints.training.folder import write_json
 from hf_moe_ep.checkpoints.training.tensors import model_state_tensors
 from hf_moe_ep.config import launched_local_world_size, launched_world_size
-from hf_moe_ep.etp import in_stock_shapes, names_apart
+from hf_moe_ep.etp import apart_dims_by_name, in_stock_shapes
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
@@ -348,7 +348,7 @@ def check_state_dict_type(accelerator: Accelerator) -> None:
                 f"{state.stage.size} pipeline stages; write fsdp_state_dict_type: "
                 f"SHARDED_STATE_DICT (trainer.save_model and save_pretrained write the whole model)"
             )
-        if apart := names_apart(model):
+        if apart := apart_dims_by_name(model):
             raise ValueError(
                 f"fsdp_state_dict_type {kind} saves optimizer states in the shapes of this layout, "
                 f"and with etp_size > 1 gate and up are separate dims of a parameter "
@@ -454,11 +454,7 @@ def write_extra(models: Iterable[nn.Module], folder: Path) -> None:
 
 
 def restore_all_extra(models: Iterable[nn.Module], folder: Path) -> None:
-    """Restore each model's references to extra tensors from the checkpoint in a folder.
-
-    Raises:
-        ValueError: on every rank: a model was loaded from a checkpoint with other extra tensors.
-    """
+    """Restore each model's references to extra tensors from the checkpoint in a folder."""
 
     def restore() -> None:
         for index, model in enumerate(models):

@@ -5,16 +5,7 @@ processes with sp_size 2 are 2 data ranks. With pp_size > 1, ranks with the same
 pipeline stages work on the same batch as well: 4 processes with pp_size 2 are the data ranks {0 2}
 and {1 3}. `share_batches` stores the number of processes per batch on one Accelerator, and
 `processes_per_batch` returns this number. Accelerate assumes that every process has its own
-batches, so the functions below are corrected for that Accelerator and its Trainer:
-
-    function              what it does after the correction
-    prepare_data_loader   splits samples over the data ranks instead of the processes
-    gather_for_metrics    takes each sample once, from the first process of its data rank
-    prepare_scheduler     steps once per data rank and optimizer step, not once per process
-    get_train_dataloader  does the same as prepare_data_loader, for the loaders of ms-swift
-    Trainer               counts data ranks in its number of tokens, loss scale, total batch size,
-                          `num_input_tokens_seen` and `total_flos`; `predict()` returns the logits
-                          of whole sequences
+batches, so the functions below correct that Accelerator and its Trainer.
 
 The Trainer divides its counts by the result of `get_tp_size()`, the only number of processes per
 batch that it knows. This package multiplies that result by the number of processes per data rank.
@@ -116,8 +107,7 @@ def processes_per_batch(accelerator: Accelerator) -> int:
 
 def sizes_of_shared_batch(accelerator: Accelerator) -> str:
     """Return the sizes for which ranks share a batch, for errors: "sp_size=2, pp_size=2"."""
-    sizes: str = getattr(accelerator, _SIZES_TEXT, "sp_size=1")
-    return sizes
+    return getattr(accelerator, _SIZES_TEXT, "sp_size=1")
 
 
 def _num_stages(accelerator: Accelerator) -> int:
@@ -481,6 +471,10 @@ class _Stream(IterableDataset[Any]):
             self.rows.add_(1)
             yield sample
 
+    def __len__(self) -> int:
+        """Return the length of the data set. If it has none, a TypeError is raised, as in stock."""
+        return len(self.dataset)
+
     def __getattr__(self, name: str) -> Any:
         if name in ("dataset", "rows"):  # copy and pickle look them up before __init__
             raise AttributeError(name)
@@ -511,8 +505,8 @@ def _set_stream_remainder(accelerator: Accelerator) -> None:
     shard = getattr(loader, "dataset", None)
     if not (isinstance(shard, IterableDatasetShard) and isinstance(shard.dataset, _Stream)):
         return
-    if loader.num_workers > 1:
-        return  # each worker pads its own last batch, so their common count says nothing
+    if loader.num_workers > 1 or shard.drop_last:
+        return  # Each worker pads its own last batch. With drop_last nothing is padded.
     if accelerator.gradient_state.end_of_dataloader:
         loader.remainder = int(shard.dataset.rows) % (shard.batch_size * shard.num_processes)
 
@@ -523,6 +517,22 @@ def _seed_by_data_rank(init: Any, accelerator: Accelerator) -> Any:
         rank = data_rank_of(accelerator, init.keywords["rank"])
         return partial(init.func, *init.args, **init.keywords | {"rank": rank})
     return init
+
+
+def share_generators(accelerator: Accelerator) -> None:
+    """Give samplers that draw from torch's generator one of their own, equal on all ranks.
+
+    Each data rank takes its batches from the same list of all batches, so all ranks must draw the
+    same list. After `rng.reseed`, torch's generators of the data ranks differ.
+    """
+    seed = _share_seed_of_rank_0(torch.initial_seed() % 2**63)
+    for loader in prepared_loaders(accelerator):
+        batches: Any = getattr(loader, "batch_sampler", None)
+        while hasattr(batches, "batch_sampler"):
+            batches = batches.batch_sampler
+        sampler: Any = getattr(batches, "sampler", None)
+        if getattr(sampler, "generator", seed) is None:
+            sampler.generator = torch.Generator().manual_seed(seed)
 
 
 def _share_seed_of_rank_0(seed: int) -> int:

@@ -1,7 +1,8 @@
 """Name the experiment tracker (tensorboard, wandb, ..) and the rank when a tracker fails.
 
 Accelerate calls trackers only on the main process. If a tracker raises there, the other ranks wait
-in the next collective until the launcher ends them. The error on rank 0 says so.
+in the next collective until the launcher ends them. `log` therefore names the tracker in the error
+of rank 0, and says there that the other ranks wait.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ from hf_moe_ep.checkpoints.training.beside_adapters import (
     write_beside,
 )
 from hf_moe_ep.checkpoints.training.folder import STATE, layout_of, write_json
-from hf_moe_ep.etp import names_apart
+from hf_moe_ep.etp import apart_dims_by_name
+from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.random_states import reseed_on_other_ranks, saved_layout
 from hf_moe_ep.integrations.saving import (
     check_state_dict_type,
@@ -99,7 +100,7 @@ def save_checkpoint(
         return
     check_state_dict_type(self.accelerator)
     folder = checkpoint_folder(self, trial)
-    apart = names_apart(self.model)
+    apart = apart_dims_by_name(self.model)
 
     def begin() -> None:
         manifest.begin(folder)
@@ -159,9 +160,7 @@ def rotate(
     def delete() -> None:
         num_left = 0
         for folder in Path(output_dir).iterdir() if (save_total_limit or 0) > 0 else ():
-            started = (folder / manifest.STARTED).exists()
-            complete = (folder / manifest.MANIFEST).exists()
-            if _CHECKPOINT.fullmatch(folder.name) and started and not complete:
+            if _CHECKPOINT.fullmatch(folder.name) and manifest.is_unfinished(folder):
                 num_left += not manifest.try_to_delete(folder)
         # Stock would count the folders that are left, and delete complete ones instead.
         limit = None if save_total_limit is None else save_total_limit + num_left
@@ -218,8 +217,8 @@ def _warn_of_other_rows(trainer: transformers.Trainer, folder: Path) -> None:
     train half of the rows of this epoch for a second time.
     """
     saved, rows = saved_layout(folder).get(_ROWS), _rows_per_step(trainer)
-    if saved is None or saved == rows:
-        return
+    if saved is None or saved == rows or trainer.args.auto_find_batch_size:
+        return  # With auto_find_batch_size the Trainer restores the batch size of the checkpoint.
     size, accumulation = trainer.args.train_batch_size, trainer.args.gradient_accumulation_steps
     data_ranks = rows // (size * accumulation)
     rows_per_rank, rest = divmod(saved, data_ranks)
@@ -274,7 +273,7 @@ def load_optimizer(
     with (
         loading_values(Path(checkpoint)),
         experts_in_hub_order(self.model, self.optimizer),
-        loaded_in_parts(names_apart(self.model)),
+        loaded_in_parts(apart_dims_by_name(self.model)),
     ):
         return original(self, checkpoint, *args, **kwargs)
 
@@ -297,6 +296,7 @@ def load_random(
     if not reseed_on_other_ranks(Path(checkpoint), state, _random_file, "cpu"):
         load = partial(original, self, checkpoint, *args, **kwargs)
         return run_on_all(f"loading the random states of {checkpoint}", load)
+    shared_batches.share_generators(self.accelerator)
     return None
 
 
@@ -325,7 +325,7 @@ def load_model(
         with (
             loading_values(Path(folder)),
             experts_in_hub_order(self.model, self.optimizer),
-            loaded_in_parts(names_apart(self.model)),
+            loaded_in_parts(apart_dims_by_name(self.model)),
         ):
             if (names := _names_with_adapters(self)) is None:
                 return original(self, *args, **kwargs)

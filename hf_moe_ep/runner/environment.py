@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -78,6 +79,9 @@ def run_command(
     else:
         sys.stdout.flush()
         sys.stderr.flush()
+        # Python ignores these signals, and the command would inherit that.
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(ignored, signal.SIG_DFL)
         os.execve(program, list(command), new)
     return 0
 

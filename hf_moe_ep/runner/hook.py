@@ -64,10 +64,11 @@ def load(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> 
     if not _is_top_level():
         return original(cls, *args, **kwargs)
     from hf_moe_ep.runner.load import Load
+    from hf_moe_ep.upstream.loading import before_weights
 
     config, options = _settings()
     this_load = Load(config, options)
-    with _building(), this_load.intercept():
+    with _building(), before_weights(this_load.choose):
         result = original(cls, *args, **kwargs)
     # With output_loading_info=True, the result is the model and a report.
     _patch(result[0] if isinstance(result, tuple) else result, this_load)

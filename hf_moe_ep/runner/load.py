@@ -12,8 +12,7 @@ if there is a single process, or if this package could not read the layers' tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from hf_moe_ep.moe.stacked import changes_parameters
 from hf_moe_ep.patch import check_loadable, patch
 from hf_moe_ep.ranks.all_ranks import world_size_of_launch
 from hf_moe_ep.state import ModelState, patched_state
-from hf_moe_ep.upstream.loading import OnMeta, WeightFiles, before_weights
+from hf_moe_ep.upstream.loading import OnMeta, WeightFiles
 from hf_moe_ep.upstream.modules import explain_moves
 
 
@@ -50,16 +49,6 @@ class Load:
     unread: Unread | None = None
     why_stock: str = ""
 
-    @contextmanager
-    def intercept(self) -> Iterator[None]:
-        """Check the model and choose its unread parameters when from_pretrained has built it.
-
-        Raises:
-            ValueError: the model cannot be patched with these settings.
-        """
-        with before_weights(self._choose):
-            yield
-
     def patch(self, model: nn.Module) -> ModelState:
         """Patch the model that from_pretrained has returned, and return its state."""
         unread = None if self.unread is None else finish_loading(model, self.unread)
@@ -74,7 +63,12 @@ class Load:
             explain_moves(model, state.replace, state.never_sharded)
         return state
 
-    def _choose(self, model: nn.Module, weights: WeightFiles) -> OnMeta | None:
+    def choose(self, model: nn.Module, weights: WeightFiles) -> OnMeta | None:
+        """Check the model, and choose its unread parameters when from_pretrained has built it.
+
+        Raises:
+            ValueError: the model cannot be patched with these settings.
+        """
         block = find_block(model)
         if not has_experts(model) and block is None:
             return None

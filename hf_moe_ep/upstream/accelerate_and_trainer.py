@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.config import launch_environment, launched_with_fsdp
 from hf_moe_ep.upstream.replaced_forwards import forward_functions
@@ -123,32 +125,42 @@ def declare_fsdp(state: AcceleratorState) -> None:
 
 def prepared_loaders(accelerator: Accelerator) -> list[Any]:
     """Return the data loaders that `accelerator` prepared (accelerate/accelerator.py)."""
-    loaders: list[Any] = accelerator._dataloaders
-    return loaders
+    return accelerator._dataloaders
 
 
 def prepared_models(accelerator: Accelerator) -> list[nn.Module]:
     """Return the models that `accelerator` prepared (accelerate/accelerator.py)."""
-    models: list[nn.Module] = accelerator._models
-    return models
+    return accelerator._models
 
 
 def prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
     """Return the optimizers that `accelerator` prepared (accelerate/accelerator.py)."""
-    optimizers: list[AcceleratedOptimizer] = accelerator._optimizers
-    return optimizers
+    return accelerator._optimizers
 
 
-def set_distinct_data_ptrs(model: nn.Module) -> None:
-    """Give each parameter of `model` that is on meta a different negative `data_ptr`.
+def was_prepared(model: nn.Module) -> bool:
+    """Return True if an Accelerator has prepared a model (accelerate/accelerator.py)."""
+    return bool(getattr(model, "_is_accelerate_prepared", False))
+
+
+@contextmanager
+def distinct_data_ptrs(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Give parameters without memory different negative `data_ptr`s inside the block.
 
     `Accelerator.prepare` finds the sharded parameters of an optimizer by the addresses that the
-    parameters had before (accelerate/accelerator.py). Without this call all tensors on meta have
-    the address 0. Sharding replaces the parameters, so this change ends with it.
+    parameters had before (accelerate/accelerator.py). All tensors on meta, and all empty shards,
+    have the address 0.
     """
-    for number, parameter in enumerate(model.parameters(), start=1):
-        if parameter.is_meta:
-            setattr(parameter, "data_ptr", partial(int, -number))  # noqa: B010  mypy: a method
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    parts = [p._local_tensor if isinstance(p, DTensor) else p for p in parameters]
+    without_memory = [part for part in parts if part.is_meta or part.numel() == 0]
+    for number, part in enumerate(without_memory, start=1):
+        setattr(part, "data_ptr", partial(int, -number))  # noqa: B010  mypy: a method
+    try:
+        yield
+    finally:
+        for part in without_memory:
+            vars(part).pop("data_ptr", None)
 
 
 def clips_over_meshes(accelerator: Accelerator) -> bool:

@@ -147,8 +147,7 @@ def attach_without_values(model: nn.Module, config: Any) -> nn.Module:
         inference_mode=True,
         base_model_name_or_path=model.__dict__.get("name_or_path") or None,
     )
-    adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=True)
-    return adapted
+    return get_peft_model(model, config, low_cpu_mem_usage=True)
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -28,11 +28,6 @@ def wraps_for_adapters(module: nn.Module) -> bool:
     return hasattr(module, "get_base_layer") and hasattr(module, "base_layer")
 
 
-def parts_of_wrapper(wrapper: nn.Module) -> set[str]:
-    """Return the names of the wrapper's children except for the wrapped module: lora_A, ..."""
-    return {name for name, _ in wrapper.named_children() if name != "base_layer"}
-
-
 def returns_output_of_child(module: nn.Module) -> bool:
     """Return True for PEFT's wrappers whose output is that of the module in them.
 
@@ -59,15 +54,6 @@ def has_adapters(model: Any) -> bool:
 def learns_prompts(model: Any) -> bool:
     """Return True if `model` is a PeftModel with prompts or prefixes (peft/peft_model.py)."""
     return bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
-
-
-def prompt_encoders(model: Any) -> nn.Module:
-    """Return the modules that compute the prompts of a PeftModel, by adapter name.
-
-    `learns_prompts(model)` must be True. The inner model does not contain these modules.
-    """
-    encoders: nn.Module = model.prompt_encoder
-    return encoders
 
 
 def adapter_names(
@@ -309,8 +295,7 @@ def check_mergeable(model: nn.Module) -> None:
 
 
 def _adapted_parameter(layer: Any) -> Tensor:
-    parameter: Tensor = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
-    return parameter
+    return getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
 
 
 def left_out_by_merging(model: nn.Module) -> set[str]:

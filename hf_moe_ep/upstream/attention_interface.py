@@ -67,13 +67,16 @@ def builds_dense_masks(config: Any) -> bool:
     return getattr(config, "_attn_implementation", None) in (_EAGER, "sdpa")
 
 
-def config_with_own_masks(config: Any, build: Callable[..., Any]) -> Any:
+def config_with_own_masks(config: Any, build: Any) -> Any:
     """Return a view of `config`, for modules that build masks, that selects `build`.
 
     The view has the same attributes as `config`, also those that are set later, except its
     attention implementation. Transformers' functions for masks pass the config on to the mask
     function of this implementation (masking_utils.py, create_causal_mask), which calls
     `build(stock mask function, **arguments)`.
+
+    While `build.applies()` is False, the view names the stock implementation too, because some
+    models compute something else if the name is not "sdpa".
     """
     stock = config._attn_implementation
     name = f"{EXPERTS_IMPLEMENTATION}_rows_{stock}"
@@ -85,12 +88,13 @@ def config_with_own_masks(config: Any, build: Callable[..., Any]) -> Any:
 
         @property
         def _attn_implementation(self) -> str:
-            return name
+            own = getattr(self, _OWN_MASKS, None)  # None while a copy is made
+            return name if own is not None and own.applies() else stock
 
         def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
             text = super().get_text_config(*args, **kwargs)
             is_view = text is self or not builds_dense_masks(text)
-            return text if is_view else config_with_own_masks(text, build)
+            return text if is_view else config_with_own_masks(text, getattr(self, _OWN_MASKS))
 
     view = object.__new__(ConfigView)
     object.__setattr__(view, "__dict__", vars(config))

@@ -34,14 +34,12 @@ def hidden_from_modes() -> AbstractContextManager[Any]:
     Selective activation checkpointing, for example, has a mode that needs the same operators in
     forward and in its recompute.
     """
-    modes: AbstractContextManager[Any] = _disable_current_modes()
-    return modes
+    return _disable_current_modes()
 
 
 def hidden_from_function_modes() -> AbstractContextManager[Any]:
     """Return a context manager inside which no `TorchFunctionMode` sees calls of torch."""
-    hidden: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
-    return hidden
+    return torch._C.DisableTorchFunction()
 
 
 def assert_later(condition: Tensor, message: str) -> None:
@@ -68,8 +66,7 @@ def is_view(tensor: Tensor) -> bool:
 
 def next_sequence_number() -> int:
     """Return the sequence number of the next autograd node that this thread makes in forward."""
-    number: int = vars(torch.autograd)["_get_sequence_nr"]()
-    return number
+    return vars(torch.autograd)["_get_sequence_nr"]()
 
 
 def running_sequence_number() -> int | None:

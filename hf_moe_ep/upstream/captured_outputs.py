@@ -9,45 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from transformers.utils import output_capturing
+from transformers.utils.output_capturing import _active_collector
+
+from hf_moe_ep.upstream.replaced import replaced
 
 
 def collected_outputs() -> set[str]:
     """Return the names of the outputs that the current forward collects, such as router_logits."""
-    collector = _collector()
-    outputs = None if collector is None else collector.get()
-    return {name for name in outputs or () if not name.startswith("_")}
+    return {name for name in _active_collector.get() or () if not name.startswith("_")}
 
 
 @contextmanager
 def without_collector() -> Iterator[None]:
     """Make hooks collect nothing inside the block, and let torch.compile trace these hooks."""
-    collector = _collector()
-    if collector is None or collector.compiling:
+    if _active_collector.compiling:
         yield
         return
-    collector.compiling, collector.global_var = True, None
-    try:
+    _active_collector.global_var = None
+    with replaced(_active_collector, "compiling", True):
         yield
-    finally:
-        collector.compiling = False
 
 
 @contextmanager
 def with_collector() -> Iterator[None]:
     """Undo `without_collector` inside the block."""
-    collector = _collector()
-    if collector is None or not collector.compiling or collector.global_var is not None:
+    if not _active_collector.compiling or _active_collector.global_var is not None:
         yield
         return
-    collector.compiling = False
-    try:
+    with replaced(_active_collector, "compiling", False):
         yield
-    finally:
-        collector.compiling = True
-
-
-def _collector() -> Any:
-    return getattr(output_capturing, "_active_collector", None)

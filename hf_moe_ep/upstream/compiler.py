@@ -25,11 +25,6 @@ def compile_arguments() -> list[str]:
     return [name for name in inspect.signature(torch.compile).parameters if name != "model"]
 
 
-def compile_backends() -> list[str]:
-    """Return the names of all backends of torch.compile, including those for debugging."""
-    return list(torch.compiler.list_backends(exclude_tags=()))
-
-
 def is_compile_error(error: Exception) -> bool:
     """Return True if torch.compile raised `error`, and not the function that it compiles."""
     return isinstance(error, TorchDynamoException)
@@ -70,6 +65,6 @@ def has_reached_limit(function: Any, limit: int | None) -> bool:
     return any(len(eval_frame._debug_get_cache_entry_list(code)) >= limit for code in parts)
 
 
-def is_decorator_of_layers(function: Any) -> bool:
-    """Return True if `function` is a decorator of transformers around the forward of a layer."""
+def is_wrapper_of_layers(function: Any) -> bool:
+    """Return True if a decorator of transformers made `function`, around the forward of a layer."""
     return getattr(function, "__globals__", {}).get("__name__") in _DECORATORS

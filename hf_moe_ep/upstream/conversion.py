@@ -56,6 +56,15 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
     return revert_weight_conversion(stand_in, dict(tensors))
 
 
+def names_in_model(model: Any, keys: Iterable[str]) -> dict[str, str]:
+    """Map keys of a checkpoint to the names that renamings in from_pretrained give them."""
+    keys = sorted(keys, key=dot_natural_key)
+    if not isinstance(model, PreTrainedModel):
+        return {key: key for key in keys}
+    renamings = [c for c in _conversions(model) if isinstance(c, WeightRenaming)]
+    return {key: rename_source_key(key, renamings, [])[0] for key in keys}
+
+
 def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
     """Map each of a checkpoint's `keys` to the key in `wanted` that names the same tensor.
 

@@ -34,8 +34,7 @@ NoValue = (DataDependentOutputException, DynamicOutputShapeException)
 
 def fake_tensors() -> AbstractContextManager[Any]:
     """Return a mode inside which operators create fake tensors, from fake or real inputs."""
-    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
-    return mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_fake(x: object) -> bool:

@@ -46,11 +46,6 @@ def refuse_experts_implementation(model: Any, implementation: str | dict[str, st
     type(model).set_experts_implementation(model, implementation)
 
 
-def models_with_experts_implementation(root: nn.Module) -> list[nn.Module]:
-    """Return the modules of `root` that have a method `set_experts_implementation`."""
-    return [m for m in root.modules() if hasattr(type(m), "set_experts_implementation")]
-
-
 def is_experts_module(module: nn.Module) -> bool:
     """Return True if `module` uses transformers' experts interface, or is Liger's experts class."""
     if is_experts_class_of_liger(module):
@@ -102,8 +97,7 @@ def hides_transposition(module: nn.Module) -> bool:
 
 def post_expert_norm(module: nn.Module) -> nn.Module | None:
     """Return the norm after the experts, one module for all experts of a layer, or None."""
-    norm: nn.Module | None = getattr(module, "post_expert_norm", None)
-    return norm
+    return getattr(module, "post_expert_norm", None)
 
 
 def experts_gate(module: Any) -> Callable[[Tensor], Tensor]:

@@ -37,7 +37,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from hf_moe_ep.config import ParallelConfig, suggestion
 from hf_moe_ep.plan import MTP_HEAD
 from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.module_names import stock_name
+from hf_moe_ep.upstream.conversion import names_in_model
+from hf_moe_ep.upstream.module_names import stock_name, without_copies
 from hf_moe_ep.upstream.named_weights import FIELD, named_weights
 
 # Matches paths. The name of a model on the hub, "model" or "owner/model", does not match.
@@ -61,8 +62,6 @@ _ONLY_IN_STOCK = {
 _PEFT_PREFIX = "base_model.model."
 # The name of a parameter in our head for multi-token prediction. Files store the head as a layer.
 _HEAD = re.compile(rf"^{MTP_HEAD}\.model\.(layers\.\d+\.)(?:mtp_block\.)?")
-# The components that PEFT adds to the names of modules in modules_to_save.
-_COPIES = re.compile(r"\.(?:original_module|modules_to_save\.[^.]+)(?=\.)")
 # The options of snapshot_download that callers may pass.
 _DOWNLOAD_OPTIONS = (
     "cache_dir",
@@ -84,6 +83,12 @@ _HTTPError: Any = HfHubHTTPError.__bases__[0]
 _ANSWER_SECONDS = 8.0
 # Fields of a config with the number of layers for multi-token prediction behind the last layer.
 _MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+# The ends of the names of buffers that models compute, and stock's patterns for checkpoints that
+# contain such buffers.
+_OLD_BUFFERS = {
+    "rotary_emb.inv_freq": r"rotary_emb\.inv_freq",
+    "position_ids": r"(^|\.)position_ids$",
+}
 
 
 def download_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -283,6 +288,10 @@ def empty_model(
         dtype = getattr(config, "dtype", None) or find_dtype()
     elif isinstance(dtype, str):
         dtype = _dtype_named(dtype)
+    # As in stock, a text model gets the text part of a composite config.
+    text_class = config.sub_configs.get("text_config")
+    if text_class is not None and getattr(model_class, "config_class", None) is text_class:
+        config = config.get_text_config()
     build = model_class._from_config if hasattr(model_class, "_from_config") else None
     if build is None:  # an Auto class
         build = partial(model_class.from_config, trust_remote_code=trusted)
@@ -321,13 +330,19 @@ def initialise(model: Any, module: nn.Module) -> None:
         module.apply(model._init_weights)
 
 
+def kept_in_fp32(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
+    """Return patterns of the tensors that stock keeps in fp32 in a model of `dtype`.
+
+    The patterns are searched in names (modeling_utils.py). A model of no stock class has none.
+    """
+    find_plan = getattr(without_adapters(model), "_get_dtype_plan", None)
+    plan: dict[str, torch.dtype] = {} if find_plan is None else find_plan(dtype)
+    return [re.compile(n.replace("*", ".*")) for n, kept in plan.items() if kept == torch.float32]
+
+
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
     """Convert the tensors that stock keeps in fp32 to fp32 (modeling_utils.py)."""
-    patterns = [
-        re.compile(name.replace("*", ".*"))
-        for name, stock_dtype in model._get_dtype_plan(dtype).items()
-        if stock_dtype == torch.float32
-    ]
+    patterns = kept_in_fp32(model, dtype)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and any(pattern.search(name) for pattern in patterns):
             tensor.data = tensor.data.float()
@@ -429,7 +444,7 @@ def checkpoint_name(name: str) -> str:
 
     Some heads for multi-token prediction are stored as decoder layers (`mtp_head.py`).
     """
-    in_file = _COPIES.sub("", stock_name(name)).removeprefix(_PEFT_PREFIX)
+    in_file = without_copies(stock_name(name)).removeprefix(_PEFT_PREFIX)
     return _HEAD.sub(r"model.\1", in_file)
 
 
@@ -459,9 +474,32 @@ def ignored_patterns(model: Any) -> list[str]:
 
 
 def unexpected_keys(model: Any, keys: Iterable[str], ignored: Iterable[str] = ()) -> list[str]:
-    """Return `keys` without those that the class ignores and those that match one of `ignored`."""
+    """Return `keys` without those that stock ignores and those that match one of `ignored`.
+
+    As in stock (modeling_utils.py, _adjust_missing_and_unexpected_keys), patterns are searched in
+    the renamed keys, and buffers of older versions are ignored in every model that computes them.
+    """
     patterns = [re.compile(pattern) for pattern in (*ignored_patterns(model), *ignored)]
-    return [key for key in keys if not any(pattern.search(key) for pattern in patterns)]
+    left = [key for key in keys if not any(pattern.search(key) for pattern in patterns)]
+    old, names = old_buffers(model, left), names_in_model(without_adapters(model), left)
+    return [
+        key
+        for key in left
+        if key not in old and not any(pattern.search(names[key]) for pattern in patterns)
+    ]
+
+
+def old_buffers(model: Any, keys: Iterable[str]) -> set[str]:
+    """Return those of `keys` that name buffers of older versions, which the model computes now."""
+    names = [name for name, _ in without_adapters(model).named_buffers()]
+    old = [re.compile(p) for end, p in _OLD_BUFFERS.items() if any(n.endswith(end) for n in names)]
+    return {key for key in keys if any(pattern.search(key) for pattern in old)}
+
+
+def may_be_missing(model: Any, name: str) -> bool:
+    """Return True if a model's class allows that a checkpoint lacks the tensor `name`."""
+    patterns = getattr(without_adapters(model), "_keys_to_ignore_on_load_missing", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def progress_bar(total: int, what: str, shown: bool) -> AbstractContextManager[Any]:
@@ -473,5 +511,4 @@ def progress_bar(total: int, what: str, shown: bool) -> AbstractContextManager[A
     options: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
     if not shown:
         options["disable"] = True  # disable=False would take precedence over TQDM_DISABLE
-    bar: AbstractContextManager[Any] = logging.tqdm(total=total, desc=what, **options)
-    return bar
+    return logging.tqdm(total=total, desc=what, **options)

@@ -1,4 +1,4 @@
-"""Stop transformers' from_pretrained before it loads weights, and leave some of them on meta.
+"""Call a function in transformers' from_pretrained before weights are loaded; leave some on meta.
 
 The private names come from transformers/modeling_utils.py: from_pretrained builds the model on the
 meta device and then calls `_load_pretrained_model` with the files of the weights.
@@ -7,7 +7,6 @@ meta device and then calls `_load_pretrained_model` with the files of the weight
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from hf_moe_ep.upstream.replaced import replaced
 
 _LOAD = "_load_pretrained_model"
 
@@ -47,7 +48,8 @@ class OnMeta:
 
     Attributes:
         module: the name of a module. All its parameters and buffers in the files stay on meta.
-        tensors: tensors on meta, by their keys in the files, in place of those of the files.
+        tensors: tensors on meta that replace tensors of the files, by the keys of the files.
+            from_pretrained does not read the replaced tensors.
     """
 
     module: str
@@ -62,7 +64,7 @@ def before_weights(choose: Callable[[nn.Module, WeightFiles], OnMeta | None]) ->
     casts tensors on meta as it does with values. The weights of an adapter that from_pretrained
     loads afterwards are not affected.
     """
-    stock = inspect.getattr_static(PreTrainedModel, _LOAD)
+    stock = vars(PreTrainedModel)[_LOAD]
 
     def load(
         model: nn.Module,
@@ -77,15 +79,15 @@ def before_weights(choose: Callable[[nn.Module, WeightFiles], OnMeta | None]) ->
         if on_meta is None:
             return stock.__func__(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         device_map = load_config.device_map or {"": "cpu"}
+        for conversion in load_config.weight_mapping or ():
+            if getattr(conversion, "force_cpu", False):
+                conversion.force_cpu = False  # it would copy tensors on meta to the CPU
         config = dataclasses.replace(load_config, device_map=device_map | {on_meta.module: "meta"})
         state_dict = _lazy_tensors(checkpoint_files or (), on_meta.tensors)
         return stock.__func__(model, state_dict, checkpoint_files, config, *args, **kwargs)
 
-    setattr(PreTrainedModel, _LOAD, staticmethod(load))
-    try:
+    with replaced(PreTrainedModel, _LOAD, staticmethod(load)):
         yield
-    finally:
-        setattr(PreTrainedModel, _LOAD, stock)
 
 
 def _weight_files(

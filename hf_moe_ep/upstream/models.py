@@ -75,12 +75,6 @@ def token_classifier(model: nn.Module) -> nn.Module | None:
     return model if isinstance(model, GenericForTokenClassification) else None
 
 
-def pipeline_plan(config: Any) -> dict[str, Any]:
-    """Return the inputs and outputs of the parts of a base model, by name (base_model_pp_plan)."""
-    plan: dict[str, Any] | None = getattr(config, "base_model_pp_plan", None)
-    return plan or {}
-
-
 def base_model_prefix(model: Any) -> str:
     """Return the name of the attribute that holds the base model; "" if there is none."""
     prefix = str(getattr(model, "base_model_prefix", ""))
@@ -341,8 +335,3 @@ def takes_images(config: Any) -> bool:
 def is_causal_lm(config: Any) -> bool:
     """Return True if transformers has a causal language model for `config` (modeling_auto.py)."""
     return type(config) in AutoModelForCausalLM._model_mapping
-
-
-def has_tower(config: Any) -> bool:
-    """Return True if `config` contains the config of a vision tower (configuration_utils.py)."""
-    return "vision_config" in config.sub_configs

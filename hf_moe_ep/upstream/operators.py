@@ -79,8 +79,7 @@ _COLLECTIVES = {
 
 def operator_name(operator: Any) -> str:
     """Return the name of an operator without its overload, such as "mm"."""
-    name: str = operator.overloadpacket.__name__
-    return name
+    return operator.overloadpacket.__name__
 
 
 def is_made_of_others(operator: Any) -> bool:
@@ -89,8 +88,7 @@ def is_made_of_others(operator: Any) -> bool:
     Dispatch modes usually see `mm`. They see `matmul` instead if an operator of torch.library calls
     it.
     """
-    is_composite: bool = operator.namespace == "aten" and operator._can_decompose()
-    return is_composite
+    return operator.namespace == "aten" and operator._can_decompose()
 
 
 def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
@@ -183,8 +181,7 @@ def payload_of(operator: Any, args: tuple[Any, ...]) -> int:
 def group_of(operator: Any, args: tuple[Any, ...]) -> dist.ProcessGroup:
     """Return the process group of a collective."""
     boxed = args[1 if operator_name(operator) in ("allreduce_", "broadcast_") else 2]
-    group: dist.ProcessGroup = dist.ProcessGroup.unbox(boxed)
-    return group
+    return dist.ProcessGroup.unbox(boxed)
 
 
 def work_of(out: Any) -> Any:

@@ -51,8 +51,7 @@ def default_timeout(device: torch.device) -> timedelta | None:
     """
     backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
     # Fake groups and lazy NCCL groups have no options.
-    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
-    return timeout
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def take_default_timeout(mesh: DeviceMesh) -> None:

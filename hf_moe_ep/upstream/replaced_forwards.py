@@ -46,11 +46,6 @@ def _wrapped_method(wrapper: Any, module: Any) -> Any:
     return next(methods, None)
 
 
-def forward_of_class(module: nn.Module) -> Callable[..., Any]:
-    function: Callable[..., Any] = type(module).forward
-    return function
-
-
 def class_with_forward(module: nn.Module) -> tuple[type, Callable[..., Any]]:
     """Return the class that defines the forward of `module`, and this forward."""
     owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))

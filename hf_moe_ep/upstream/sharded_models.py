@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
@@ -87,11 +87,6 @@ def devices_of_parts(model: nn.Module) -> list[str]:
 def inside_ddp_forward() -> bool:
     """Return True inside a forward of DDP (torch/nn/parallel/distributed.py)."""
     return DistributedDataParallel._active_ddp_module is not None
-
-
-def is_fsdp1(model: nn.Module) -> bool:
-    """Return True if FSDP1 wraps the model or a part of it."""
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def is_refused_by_dtensor(error: Exception) -> bool:

@@ -1,6 +1,6 @@
 """The hub layout is derived from transformers' conversion. Files equal those that stock writes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.architectures import MODEL_TYPES, few_fast, tiny
 from support.hub_files import assert_equal, read_all
+from support.resident import Resident
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     Chunk,
+    Concatenate,
     ConversionOps,
     Interleave,
     PermuteForRope,
@@ -23,6 +25,7 @@ from transformers.core_model_loading import (
 from hf_moe_ep.checkpoints.hub.layout import PADDING, distinct_tensors, hub_layout
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
+from hf_moe_ep.checkpoints.hub.traced import Tracer, Untraceable
 from hf_moe_ep.checkpoints.hub.write import group_tensors, split_files, write_checkpoint
 from hf_moe_ep.plan import ModelPlan, Stored
 from hf_moe_ep.ranks.boxes import Box
@@ -231,3 +234,72 @@ def test_an_error_names_the_missing_keys_and_the_keys_that_are_there(tmp_path: P
     )
     with pytest.raises(ValueError, match=text):
         _read(transformers.MixtralForCausalLM, tmp_path)
+
+
+def test_a_text_class_takes_the_text_part_of_a_config(tmp_path: Path) -> None:
+    tiny("qwen3_5_moe").save_pretrained(tmp_path)
+    want = transformers.Qwen3_5MoeForCausalLM.from_pretrained(tmp_path)
+    got = _read(transformers.Qwen3_5MoeForCausalLM, tmp_path)
+    assert_equal(dict(got.state_dict()), dict(want.state_dict()))
+
+
+def _change_files(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Replace the files of a checkpoint by one file with changed tensors."""
+    tensors = change(_read_stock_files(folder))
+    for file in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _with_old_buffers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add the buffers that Moonlight's and Kimi's files contain."""
+    return tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+
+
+def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Change files as those of A.X-K1 are (modeling_axk1.py): no biases, and a norm too many."""
+    kept = {key: x for key, x in tensors.items() if "e_score_correction_bias" not in key}
+    assert len(kept) < len(tensors)
+    return kept | {"model.layers.0.post_mlp_layernorm.weight": torch.ones(4)}
+
+
+def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Name tensors as DeepSeek-V4's own files do."""
+    return {key.removeprefix("model."): x for key, x in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change"),
+    [
+        ("deepseek_v3", _with_old_buffers),
+        ("axk1", _as_published),
+        ("deepseek_v4", _without_prefix),
+    ],
+)
+def test_published_files_are_read_as_stock_reads_them(
+    model_type: str, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    if model_type not in MODEL_TYPES:
+        pytest.skip(f"this transformers has no {model_type}")
+    model = tiny(model_type)
+    model.save_pretrained(tmp_path)
+    _change_files(tmp_path, change)
+    want = type(model).from_pretrained(tmp_path)
+    found = find_weights(model, tmp_path, PLAN, [name for name, _ in model.named_parameters()])
+    assert not [key for key in found.extra if key.endswith("inv_freq")]
+    got = _read(type(model), tmp_path)
+    assert_equal(dict(got.state_dict()), dict(want.state_dict()))
+
+
+def test_a_long_dim_takes_memory_for_its_index_alone(stock: PreTrainedModel) -> None:
+    """The n-gram embedding of Qwen4-Exp has 320 million rows."""
+    join = WeightConverter(["a.one", "a.two"], "a.emb", [Concatenate(dim=0)])
+    with Resident() as resident:
+        _layout(stock, {"a.emb": (20_000_000, 2)}, join)
+    assert resident.grown < 700 * 2**20
+
+
+def test_a_reshape_across_dims_is_refused() -> None:
+    """[6, 2] to [4, 3]: rows of the result begin in the middle of rows of the parameter."""
+    with pytest.raises(Untraceable, match=r"reshape of \(6, 2\) into \(4, 3\)"):
+        Tracer().tensor(0, (6, 2)).reshape(4, 3)

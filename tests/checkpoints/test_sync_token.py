@@ -6,18 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from support import architectures
 from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.extra_files import is_of_head, write_with_extra
 from support.fp8_files import quantised, stock_product
 from support.hub_files import assert_equal
+from support.largest_tensor import LargestTensor
 from support.tiny_models import batch, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import ExpertLoad, SyncToken, apply_ep_fsdp2, balance_experts, hub_tensors, patch
+from hf_moe_ep.checkpoints.hub import sync_token
 from hf_moe_ep.checkpoints.hub.sync_token import checksums
-from hf_moe_ep.ops.quantised import encode_blocks
+from hf_moe_ep.ops.quantised import _encode_rows, encode_blocks
 
 BF16 = torch.bfloat16
 
@@ -92,6 +95,18 @@ def moved_experts_have_not_changed(rank: int, world: int) -> None:
     assert not list(hub_tensors(model, since=token))
 
 
+def experts_that_move_after_the_list_are_refused(rank: int, world: int) -> None:
+    """The rows of the list would be those of other experts."""
+    model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
+    stream = hub_tensors(model)
+    stream.metadata()
+    names = [n for n, m in model.named_modules() if n.endswith("mlp.experts")]
+    load = ExpertLoad(torch.tensor([[900, 800, 700, 600, 4, 3, 2, 1]] * 2), tuple(names))
+    assert balance_experts(model, None, load).slots is not None
+    with pytest.raises(RuntimeError, match="moved experts since hub_tensors listed"):
+        list(stream)
+
+
 def metadata_lists_the_stream(rank: int, world: int) -> None:
     """Keys, dtypes and shapes in their order, for slabs of any size, and in FP8."""
     model = apply_ep_fsdp2(tiny(dtype=BF16, **WIDE), ep_size=2)
@@ -120,6 +135,7 @@ CHECKS = (
     only_adapted_weights_are_sent_again,
     an_interrupted_sync_is_sent_whole,
     moved_experts_have_not_changed,
+    experts_that_move_after_the_list_are_refused,
     metadata_lists_the_stream,
     fp8_blocks_at_two_ranks,
 )
@@ -231,3 +247,33 @@ def test_the_config_names_the_extra_tensors_that_are_not_in_fp8(tmp_path: Path) 
         kept = {k for k in head if k not in scaled and not k.endswith("_scale_inv")}
         named = {key for key in config["modules_to_not_convert"] if is_of_head(key, model)}
         assert named == {key.removesuffix(".weight") for key in kept}
+
+
+def test_biases_of_128_experts_are_no_matrices() -> None:
+    """gpt-oss-120b has biases [128, 5760], which have as many dims as a matrix."""
+    sizes = {"num_local_experts": 128, "hidden_size": 256, "intermediate_size": 128}
+    model = patch(architectures.tiny("gpt_oss", dtype=BF16, **sizes))
+    sent = dict(hub_tensors(model, dtype="fp8"))
+    in_fp8 = {key for key, tensor in sent.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert {key for key in in_fp8 if "experts" in key} == {
+        f"model.layers.{layer}.mlp.experts.{name}"
+        for layer in range(model.config.num_hidden_layers)
+        for name in ("gate_up_proj", "down_proj")
+    }
+    assert not [key for key in sent if "_bias" in key and key.endswith("_scale_inv")]
+
+
+def test_large_tensors_are_summed_and_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(2, 2048, 2048, dtype=BF16)
+    with LargestTensor([weight]) as largest:
+        in_parts = checksums([(weight, None)])
+    assert largest.nbytes <= 8 * 2**20
+    monkeypatch.setattr(sync_token, "_ELEMENTS", weight.numel())
+    assert checksums([(weight, None)]) == in_parts
+    weight = torch.randn(3, 300, 520, dtype=BF16)
+    want = [_encode_rows(matrix) for matrix in weight]
+    with LargestTensor([weight]) as largest:
+        values, scales = encode_blocks(weight)
+    assert largest.nbytes <= 2**20
+    assert torch.equal(values.float(), torch.stack([v for v, _ in want]).float())
+    assert torch.equal(scales, torch.stack([s for _, s in want]))

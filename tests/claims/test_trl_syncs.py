@@ -7,6 +7,7 @@ has a layer for multi-token prediction: the first sync sends its tensors too, by
 import os
 import re
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,16 +127,22 @@ def _merged(base: Path, adapter: Path) -> dict[str, Tensor]:
     return read_files(folder)
 
 
-def a_protocol_of_trl_gets_the_same(rank: int, world: int, folder: str) -> None:
-    """AsyncGRPOTrainer sends through any object with TRL's WeightTransferProtocol."""
-    from trl.experimental.async_grpo import async_grpo_trainer
+ASYNC = {
+    "AsyncGRPOTrainer": "trl.experimental.async_grpo.async_grpo_trainer",
+    "AsyncDistillationTrainer": ("trl.experimental.async_distillation.async_distillation_trainer"),
+}
 
+
+def a_protocol_of_trl_gets_the_same(kind: str, rank: int, world: int, folder: str) -> None:
+    """Asynchronous trainers send through any object with TRL's WeightTransferProtocol."""
+    module = import_module(ASYNC[kind])
+    trainer_class = getattr(module, kind)
     root, engine, calls = Path(folder), Recorder(), []
     if rank == 0:
         write_with_extra(root / "base", "qwen3_next", dtype=torch.bfloat16)
     dist.barrier()
     model = patch(AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.bfloat16))
-    named = list(async_grpo_trainer._iter_vllm_named_params(model))
+    named = list(module._iter_vllm_named_params(model))
     from hf_moe_ep import apply_ep_fsdp2
 
     apply_ep_fsdp2(model, ep_size=2)
@@ -168,7 +175,7 @@ def a_protocol_of_trl_gets_the_same(rank: int, world: int, folder: str) -> None:
         ),
     )
     for _ in range(2):
-        async_grpo_trainer.AsyncGRPOTrainer._sync_weight_merged(trainer, 0.0)
+        trainer_class._sync_weight_merged(trainer, 0.0)
     saved = dict(hub_tensors(model))
     if rank == 0:
         assert_same_bytes(engine.held, saved)
@@ -179,7 +186,7 @@ def a_protocol_of_trl_gets_the_same(rank: int, world: int, folder: str) -> None:
         assert left and all(key.startswith("mtp.") for key in left)
         trainer.weight_transfer.send_weights = _fails
     with pytest.raises(KeyError if rank == 0 else RuntimeError, match=r"no room|stopped iterating"):
-        async_grpo_trainer.AsyncGRPOTrainer._sync_weight_merged(trainer, 0.0)
+        trainer_class._sync_weight_merged(trainer, 0.0)
     assert find_state(model) is not None and len(list(hub_tensors(model))) == len(saved)
 
 
@@ -204,6 +211,9 @@ def test_after_each_sync_the_engine_holds_the_checkpoint(found: Found, claim: Ch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("claim", on_ranks(2, a_protocol_of_trl_gets_the_same))
+@pytest.mark.parametrize(
+    "claim",
+    on_ranks(2, {kind: partial(a_protocol_of_trl_gets_the_same, kind) for kind in ASYNC}),
+)
 def test_the_weight_transfer_protocol(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -17,7 +17,6 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
-from peft import LoraConfig, get_peft_model
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.launched import FP32_BUDGET, launched, prepared
@@ -127,6 +126,13 @@ def _duty_ignored_modules(rank: int) -> None:
     assert isinstance(model.lm_head.weight, DTensor)
 
 
+def _duty_ignored_experts(rank: int) -> None:
+    """Each rank would hold all experts, and compute with the first ones."""
+    match = r"gate_up_proj of \w+ is not split .* take the experts out of ignored_modules"
+    with pytest.raises(ValueError, match=match):
+        prepared(tiny(dtype=torch.float32), ep_size=2)
+
+
 def _duty_4bit(rank: int) -> None:
     """Packed 4-bit weights are not sharded or changed, and no parameter is cast to fp32."""
 
@@ -180,6 +186,10 @@ DUTIES: dict[str, tuple[Callable[[int], None], dict[str, str]]] = {
     "fp32 upcast": (_duty_fp32_upcast, {}),
     "optimizer swap": (_duty_optimizer_swap, {}),
     "ignored modules": (_duty_ignored_modules, {"FSDP_IGNORED_MODULES": "model.norm"}),
+    "ignored experts": (
+        _duty_ignored_experts,
+        {"FSDP_IGNORED_MODULES": r"model\.layers\.0\.mlp\.experts"},
+    ),
     "4-bit": (_duty_4bit, {}),
     "ram efficient": (partial(_duty_ram_efficient, on_meta=False), RAM_EFFICIENT),
     "ram efficient, on meta": (partial(_duty_ram_efficient, on_meta=True), RAM_EFFICIENT),
@@ -239,28 +249,24 @@ def _does_its_duty(name: str, rank: int, world: int) -> None:
 
 def _saves_and_loads(kind: str, rank: int, world: int, folder: str) -> None:
     with launched(FSDP_STATE_DICT_TYPE=kind):
-        _save_and_load_as(kind, rank, f"{folder}/{kind}")
+        accelerator, model, optimizer = prepared(tiny(dtype=torch.float32), ep_size=2)
+        micro = batch(model, 2, 7, seed=rank)
 
+        def step() -> None:
+            accelerator.backward(model(**micro).loss)
+            optimizer.step()
+            optimizer.zero_grad()
 
-def _save_and_load_as(kind: str, rank: int, folder: str) -> None:
-    accelerator, model, optimizer = prepared(tiny(dtype=torch.float32), ep_size=2)
-    micro = batch(model, 2, 7, seed=rank)
-
-    def step() -> None:
-        accelerator.backward(model(**micro).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    accelerator.save_state(folder)
-    step()
-    expected = {name: full_tensor(p).clone() for name, p in model.named_parameters()}
-    with torch.no_grad():
-        model(**micro)  # without backward, the last layer stays gathered
-    accelerator.load_state(folder)
-    step()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(full_tensor(parameter), expected[name]), f"{kind}: {name}"
+        step()
+        accelerator.save_state(f"{folder}/state")
+        step()
+        expected = {name: full_tensor(p).clone() for name, p in model.named_parameters()}
+        with torch.no_grad():
+            model(**micro)  # without backward, the last layer stays gathered
+        accelerator.load_state(f"{folder}/state")
+        step()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(full_tensor(parameter), expected[name]), f"{kind}: {name}"
 
 
 def _launches_that_are_refused(rank: int, world: int) -> None:
@@ -292,47 +298,6 @@ def _a_given_plugin_is_kept(rank: int, world: int) -> None:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
         assert accelerator.state.fsdp_plugin is plugin
-
-
-def _with_adapters(model: nn.Module) -> nn.Module:
-    """Wrap the model in a PeftModelForCausalLM; the task type selects this class."""
-    torch.manual_seed(1)
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        target_modules="all-linear",
-        lora_dropout=0,
-        init_lora_weights=False,  # with PEFT's zero lora_B, lora_A has no gradient
-    )
-    return get_peft_model(model, config)
-
-
-def _adapters_with_a_task_type_train_as_stock(rank: int, world: int) -> None:
-    """With a task type, peft 0.20 calls the `forward` of the model, so its hooks do not run."""
-    stock = _with_adapters(tiny(dtype=torch.float32))
-    stock_optimizer = torch.optim.SGD([p for p in stock.parameters() if p.requires_grad], lr=0.1)
-    with launched():
-        accelerator, model, optimizer = prepared(
-            _with_adapters(tiny(dtype=torch.float32)),
-            make_optimizer=torch.optim.SGD,
-            ep_size=2,
-        )
-        for step in range(3):
-            batches = [batch(stock, 2, 7, seed=10 * step + r) for r in range(world)]
-            tokens = global_token_count(model, [batches[rank]["labels"]])
-            accelerator.backward(model(**batches[rank], num_items_in_batch=tokens).loss * world)
-            for inputs in batches:
-                stock(**inputs, num_items_in_batch=tokens).loss.backward()
-            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            expected = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
-            assert expected > 0
-            assert_close("norm", torch.as_tensor(norm), expected, FP32_BUDGET)
-            for either in (optimizer, stock_optimizer):
-                either.step()
-                either.zero_grad()
-        saved = accelerator.get_state_dict(model)  # adapters of experts in PEFT's layout
-        for name, parameter in stock.named_parameters() if rank == 0 else ():
-            if parameter.requires_grad:
-                assert_close(name, saved[name], parameter, FP32_BUDGET)
 
 
 def _the_trainer_unscales(clips: bool, rank: int, world: int) -> None:
@@ -372,7 +337,6 @@ SLOW_ON_TWO_RANKS = {
 ON_TWO_RANKS = {
     "trains as stock: defaults": partial(_trains_as_stock, "defaults"),
     "trains as stock: patched first": _trains_as_stock_patched_first,
-    "trains as stock: adapters with a task type": _adapters_with_a_task_type_train_as_stock,
     "the Trainer unscales before it clips": partial(_the_trainer_unscales, True),
     "the Trainer logs the norm of unscaled gradients": partial(_the_trainer_unscales, False),
     "clips only the given parameters": _clips_only_the_given_parameters,

@@ -6,6 +6,8 @@ The two modes of TRL are "colocate" (an engine on every rank) and "server" (one,
 import copy
 import functools
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +28,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import apply_ep_fsdp2, hub_tensors, patch, save_pretrained
 from hf_moe_ep.integrations import engines
-from hf_moe_ep.integrations.install import TRL
-from hf_moe_ep.upstream.wrap import find_owner
 
 trl = pytest.importorskip("trl", minversion="1.16")
 
@@ -45,6 +45,13 @@ class Client:
             assert next(announced) == (key, dtype, list(tensor.shape))
             self.engine.load_weights([(key, tensor)])
         assert next(announced, None) is None
+
+    def update_named_param(self, key: str, tensor: Tensor) -> None:
+        self.engine.load_weights([(key, tensor)])
+
+    @contextmanager
+    def weight_update(self) -> Iterator[None]:
+        yield
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1
@@ -121,6 +128,32 @@ def adapters_are_merged_into_synced_tensors(name: str, rank: int, world: int) ->
         model.merge_adapter()
 
 
+def online_dpo_sends_the_same(rank: int, world: int) -> None:
+    """OnlineDPOTrainer has a sync of its own, in both modes, with and without LoRA."""
+    from trl.experimental.online_dpo.online_dpo_trainer import OnlineDPOTrainer
+
+    for stock in (tiny(), with_lora(tiny(), seed=1)):
+        engine = Engine.of(tiny())
+        merged = copy.deepcopy(stock)
+        merged = merged.merge_and_unload() if hasattr(merged, "merge_and_unload") else merged
+        expected = load_into_copy(engine, hub_state(merged))
+        model = apply_ep_fsdp2(stock, ep_size=2)
+        for mode in ("colocate", "server"):
+            engine.begin()
+            sync = build_generation(model, mode, engine, rank)
+            trainer: Any = OnlineDPOTrainer.__new__(OnlineDPOTrainer)
+            trainer.model, trainer.vllm_mode, trainer.llm = model, mode, sync.llm
+            trainer.vllm_client = sync.vllm_client
+            trainer.args = SimpleNamespace(vllm_enable_sleep_mode=False)
+            trainer.accelerator = sync.accelerator
+            trainer.accelerator.unwrap_model = lambda module: module
+            trainer._move_model_to_vllm()
+            if mode == "colocate" or rank == 0:
+                assert not engine.missing() and sync.vllm_client.resets == 1
+                for key, tensor in expected.items():
+                    assert_close(key, engine.parameters[key], tensor, 1e-10)
+
+
 def an_unknown_name_is_an_error(rank: int, world: int) -> None:
     """The engine of rank 0 does not know a name: rank 0 raises its error, the other ranks stop."""
     import trl.generation.vllm_generation  # noqa: F401
@@ -192,6 +225,7 @@ CHECKS = {
     "gone": an_engine_that_is_gone_stops_the_check,
     "refused": an_unknown_name_is_an_error,
     "pictures": partial(synced_tensors_equal_saved_files, "qwen3_vl_moe"),
+    "online DPO": online_dpo_sends_the_same,
     "pictures, lora": partial(adapters_are_merged_into_synced_tensors, "qwen3_vl_moe"),
 }
 
@@ -255,32 +289,15 @@ def test_an_engine_that_sleeps_gets_the_extra_tensors_again(sleeps: bool, tmp_pa
         assert extra & set(keys) == (extra if is_first or sleeps else set())
 
 
-def test_patch_wraps_both_functions_of_trl() -> None:
-    import trl.generation.vllm_generation  # noqa: F401
-
-    rows = [wrap for wrap in TRL if ":VLLMGeneration" in wrap.target]
-    assert len(rows) == 2
-    patch(tiny())
-    wrapped = [getattr(*find_owner(wrap)) for wrap in rows]
-    ours = [engines.iter_named_params, engines.sync_weights]
-    assert [function._hf_moe_ep_wrapper for function in wrapped] == ours
-
-
 def test_a_stock_model_is_synced_as_before() -> None:
     import trl.generation.vllm_generation  # noqa: F401
 
     patch(tiny())
     model = tiny(dtype=torch.float32)
     sync = build_generation(model, "colocate", Engine.of(model), 0)
-    sync._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: _NoContext())
+    sync._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
     names = [name for name, _ in sync._iter_named_params()]
     assert names == [name for name, _ in model.named_parameters()]
-
-
-class _NoContext:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

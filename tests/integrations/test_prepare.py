@@ -2,19 +2,22 @@
 
 import importlib.util
 from types import MethodType, SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from support.architectures.steps import build
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
-from support.launched import FP32_BUDGET, launched
+from support.launched import FP32_BUDGET, launched, prepared
 from support.parity import full_tensor
 from support.tiny_models import batch, tiny
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from hf_moe_ep import apply_ep_fsdp2, global_token_count, patch
 from hf_moe_ep.integrations.prepare import check_launch
@@ -49,6 +52,44 @@ def accelerates_activation_checkpointing_is_refused_after_sharding(rank: int, wo
             accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
             with pytest.raises(ValueError, match=remedies):
                 accelerator.prepare(ours, optimizer)
+
+
+def empty_shards_are_prepared(rank: int, world: int) -> None:
+    """A gate of shared experts has one row. All empty shards have the address 0."""
+    losses = []
+    for shard_first in (True, False):
+        with launched():
+            accelerator = Accelerator(cpu=True)
+            model = build("qwen2_moe").float()
+            if shard_first:
+                apply_ep_fsdp2(model, ep_size=2)
+            else:
+                patch(model, ep_size=2)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
+            groups = prepared_optimizer.param_groups
+            trained = {id(p) for group in groups for p in group["params"]}
+            assert trained == {id(p) for p in prepared_model.parameters()}
+            for parameter in prepared_model.parameters():
+                assert "data_ptr" not in vars(parameter.to_local())
+            for _ in range(2):
+                loss = prepared_model(**batch(model, 2, 9, seed=rank)).loss
+                accelerator.backward(loss)
+                prepared_optimizer.step()
+                prepared_optimizer.zero_grad()
+                losses.append(loss.item())
+    assert losses[:2] == losses[2:]
+
+
+def reshard_after_forward_of_patch_is_used(rank: int, world: int) -> None:
+    with launched():
+        _, model, _ = prepared(tiny(dtype=torch.float32), ep_size=2, reshard_after_forward=False)
+    inputs = batch(model, 2, 7, seed=rank)
+    gather = _fsdp_param_group.foreach_all_gather
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", wraps=gather) as gathers:
+        model(**inputs).loss.backward()
+    units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    assert gathers.call_count <= len(units), "backward has gathered units again"
 
 
 def gradient_checkpointing_of_a_sharded_model_equals_stock(rank: int, world: int) -> None:
@@ -96,7 +137,8 @@ def the_chunked_loss_of_older_trl_is_refused_if_it_would_be_wrong(rank: int, wor
 
 def _replace_by_chunked_loss(model: nn.Module) -> None:
     """Replace the forward as older TRL does, or by a function of the same name."""
-    trainers = pytest.importorskip("trl.trainer.sft_trainer") if _has_trl() else None
+    has_trl = importlib.util.find_spec("trl") is not None
+    trainers = pytest.importorskip("trl.trainer.sft_trainer") if has_trl else None
     if (replace := getattr(trainers, "_patch_chunked_ce_lm_head", None)) is not None:
         replace(model, 64)
         return
@@ -106,10 +148,6 @@ def _replace_by_chunked_loss(model: nn.Module) -> None:
     model.forward = MethodType(_chunked_ce_forward, model)
 
 
-def _has_trl() -> bool:
-    return importlib.util.find_spec("trl") is not None
-
-
 def _unit_names(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
 
@@ -117,29 +155,19 @@ def _unit_names(model: nn.Module) -> set[str]:
 ON_TWO_RANKS = [
     a_stock_model_prepared_after_ours_has_a_unit_per_layer,
     accelerates_activation_checkpointing_is_refused_after_sharding,
+    empty_shards_are_prepared,
+    reshard_after_forward_of_patch_is_used,
     gradient_checkpointing_of_a_sharded_model_equals_stock,
     the_chunked_loss_of_older_trl_is_refused_if_it_would_be_wrong,
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "match"),
-    [
-        (DistributedType.DEEPSPEED, r"asks for DEEPSPEED, which .*`distributed_type: FSDP`"),
-        (DistributedType.MEGATRON_LM, r"asks for MEGATRON_LM, which .*`distributed_type: FSDP`"),
-        (DistributedType.FSDP, r"asks for FSDP version 1, .*needs version 2: write `fsdp_version"),
-    ],
-)
-def test_launches_that_would_not_shard_experts_are_refused(
-    kind: DistributedType, match: str
-) -> None:
+@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
+def test_launches_that_would_not_shard_experts_are_refused(kind: DistributedType) -> None:
     """The Accelerator is a stand-in, because these launches need other packages, or GPUs."""
-    plugin = SimpleNamespace(fsdp_version=1)
-    accelerator = SimpleNamespace(
-        distributed_type=kind, is_fsdp2=False, state=SimpleNamespace(fsdp_plugin=plugin)
-    )
-    with pytest.raises(ValueError, match=match):
-        check_launch(cast(Any, accelerator))
+    accelerator: Any = SimpleNamespace(distributed_type=kind)
+    with pytest.raises(ValueError, match=rf"asks for {kind.value}, .*`distributed_type: FSDP`"):
+        check_launch(accelerator)
 
 
 @pytest.mark.parametrize("claim", on_ranks(WORLD, *ON_TWO_RANKS))

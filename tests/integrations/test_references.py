@@ -6,12 +6,12 @@ trains with TRL.
 
 import importlib
 import importlib.util
-import logging
 import sys
 import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -41,17 +41,6 @@ FP32 = {"dtype": torch.float32}
 
 def left_to_trl(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     raise LookupError(f"a {type(model).__name__} was left to TRL")
-
-
-class Listener(logging.Handler):
-    """Collects the messages that are logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def accelerator_of(policy: nn.Module, mixed_precision: str = "no") -> Accelerator:
@@ -105,12 +94,10 @@ def a_stock_reference_is_sharded_like_the_policy(rank: int, world: int) -> None:
         accelerator = accelerator_of(policy)
         # All ranks get the weights of rank 0, as for the policy.
         reference = tiny(seed=3 + rank, num_hidden_layers=LAYERS, **FP32)
-        listener = Listener()
-        logging.getLogger("hf_moe_ep").addHandler(listener)
-        logging.getLogger("hf_moe_ep").setLevel("INFO")
-        check_reference(reference_of(reference, accelerator), seed=3)
-        lines = [line for line in listener.lines if "reference" in line]
-        assert lines == [
+        with mock.patch.object(references._logger, "info") as info:
+            check_reference(reference_of(reference, accelerator), seed=3)
+        lines = [call.args[0] % call.args[1:] for call in info.call_args_list]
+        assert [line for line in lines if "reference" in line] == [
             "the reference Qwen3MoeForCausalLM is frozen, and sharded layer by layer (ep_size 2)"
         ] * (rank == 0)
         prepared(policy, accelerator, ep_size=2)

@@ -23,6 +23,7 @@ from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from hf_moe_ep import data_parallel_rank, data_parallel_size, global_token_count, patch
 from hf_moe_ep.integrations import shared_batches
@@ -121,6 +122,30 @@ def _a_weighted_sampler_draws_every_row_once(rank: int) -> None:
     by_rank = accelerator.gather(torch.cat(list(loader))).view(WORLD, -1)
     assert torch.equal(by_rank[::2], by_rank[1::2])
     assert by_rank[::2].flatten().sort().values.tolist() == list(range(16))
+
+
+def _a_sampler_draws_alike_from_other_seeds(rank: int) -> None:
+    """As after a resume on another number of ranks, which seeds the ranks differently."""
+    accelerator = Accelerator(cpu=True)
+    sampler = LengthGroupedSampler(2, lengths=[3 * i % 7 for i in range(16)])
+    loader = accelerator.prepare(DataLoader(range(16), batch_size=2, sampler=sampler))
+    torch.manual_seed(rank)
+    shared_batches.share_generators(accelerator)
+    rows = accelerator.gather(torch.cat(list(loader)))
+    assert rows.sort().values.tolist() == list(range(16))
+
+
+class _StreamOfLength(_Stream):
+    def __len__(self) -> int:
+        return self.length
+
+
+def _a_stream_keeps_its_length(rank: int) -> None:
+    *_, loader, _ = _prepare(DataLoader(_StreamOfLength(9), batch_size=2))
+    assert len(loader) == 3
+    *_, loader, _ = _prepare(DataLoader(_Stream(9), batch_size=2))
+    with pytest.raises(TypeError, match="no len"):
+        len(loader)
 
 
 def _gather_for_metrics_drops_repeated_rows(rank: int) -> None:
@@ -240,7 +265,9 @@ BY_NAME = {
             _loop_equals_one_process,
             _ranks_of_a_group_shuffle_alike,
             _a_weighted_sampler_draws_every_row_once,
+            _a_sampler_draws_alike_from_other_seeds,
             _a_stream_repeats_rows_at_its_end,
+            _a_stream_keeps_its_length,
             _gather_for_metrics_drops_repeated_rows,
             _loaders_that_cannot_be_shared_are_refused,
         ),
@@ -286,11 +313,16 @@ def test_attributes_that_accelerate_sets_are_the_schedulers() -> None:
     assert shared._step_count == inner._step_count == 3
 
 
-@pytest.mark.parametrize(("num_workers", "remainder"), [(0, 1), (1, 1), (2, -1)])
-def test_a_stream_of_several_workers_has_no_remainder(num_workers: int, remainder: int) -> None:
-    """Each worker pads its own last batch."""
+@pytest.mark.parametrize(
+    ("num_workers", "drop_last", "remainder"),
+    [(0, False, 1), (1, False, 1), (2, False, -1), (0, True, -1)],
+)
+def test_the_remainder_of_a_stream(num_workers: int, drop_last: bool, remainder: int) -> None:
+    """Each worker pads its own last batch. With drop_last nothing is padded."""
     stream = shared_batches._Stream(list(range(25)))
-    shard = IterableDatasetShard(stream, batch_size=4, num_processes=2, process_index=0)
+    shard = IterableDatasetShard(
+        stream, batch_size=4, num_processes=2, process_index=0, drop_last=drop_last
+    )
     list(shard)
     loader = SimpleNamespace(dataset=shard, num_workers=num_workers, remainder=-1)
     state = SimpleNamespace(active_dataloader=loader, end_of_dataloader=True)

@@ -1,7 +1,6 @@
 """The Trainer's checkpoints of a patched model.
 
-Only complete checkpoints are resumed, old ones are deleted after the new one is complete, and
-loading runs no code from the files.
+Only complete checkpoints are resumed, and old ones are deleted after the new one is complete.
 """
 
 import errno
@@ -23,12 +22,10 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from support.close import assert_close
 from support.jobs.trainer import Case, launch, training_rows
-from support.planted import Shell, plant
 from support.scripts import CPU_4
 from support.tiny_models import tiny
-from support.trainer_runs import FP32_BUDGET, Results
+from support.trainer_runs import Results, assert_same_log
 from torch.distributed.checkpoint import metadata
 from transformers import Trainer, TrainingArguments
 
@@ -51,12 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(folder: Path) -> Results:
     """Four ranks train to step 3 and stop. Changed copies of their folder are resumed at ep 4.
 
-    torn             the manifest is missing, as after a save that did not finish
-    flipped          one bit of the optimizer's data is flipped
-    stock            our two files are missing, as the stock Trainer saves
-    code             `.metadata` is a pickle that runs code
-    planted          an item of the optimizer is a pickle that runs code; a new manifest
-    planted, bare    the same, without our two files
+    torn     the manifest is missing, as after a save that did not finish
+    stock    our two files are missing, as the stock Trainer saves
     """
     half = folder / "half"
     results = launch(
@@ -67,35 +60,15 @@ def runs(folder: Path) -> Results:
         folder / "first",
         CPU_4,
     )
-    names = ("torn", "flipped", "stock", "code", "planted", "planted, bare")
-    for name in names:
+    for name in ("torn", "stock"):
         shutil.copytree(half, folder / name)
-    last = {name: folder / name / "checkpoint-3" for name in names}
-    (last["torn"] / manifest.MANIFEST).unlink()
-    shard = next((last["flipped"] / "optimizer_0").glob("*.distcp"))
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    for file in (manifest.MANIFEST, manifest.STARTED):
-        (last["stock"] / file).unlink()
-    metadata = last["code"] / "pytorch_model_fsdp_0" / ".metadata"
-    metadata.write_bytes(pickle.dumps(Shell(folder / "code ran")))
-    manifest.write(last["code"], {})
-    for name in ("planted", "planted, bare"):
-        plant(last[name] / "optimizer_0", folder / "code ran")
-        manifest.write(last[name], {})
-    for file in (manifest.MANIFEST, manifest.STARTED):
-        (last["planted, bare"] / file).unlink()
+        (folder / name / "checkpoint-3" / manifest.MANIFEST).unlink()
+    (folder / "stock" / "checkpoint-3" / manifest.STARTED).unlink()
     resume = {"seed": 1, "arguments": SAVE, "ep": 4}
     return results | launch(
         [
             Case("torn", ("resume",), folder=folder / "torn", **resume),
-            Case("flipped", ("resume 3",), folder=folder / "flipped", fails=True, **resume),
             Case("stock", ("resume 3",), folder=folder / "stock", **resume),
-            *(
-                Case(name, ("resume 3",), folder=folder / name, fails=True, **resume)
-                for name in ("code", "planted", "planted, bare")
-            ),
         ],
         folder / "second",
         CPU_4,
@@ -131,11 +104,7 @@ def test_each_rank_plans_what_it_saves(runs: Results, folder: Path, part: str) -
 @pytest.mark.parametrize("case", ["torn", "stock"])
 def test_resumed_at_another_ep_size(runs: Results, case: str) -> None:
     """resume_from_checkpoint=True skips the torn checkpoint-3. Stock's needs no manifest."""
-    for key in ("loss", "grad_norm"):
-        actual, expected = runs[case][0].series(key), runs["whole"][0].series(key)
-        assert len(actual) == 6
-        for number, pair in enumerate(zip(actual, expected, strict=True), start=1):
-            assert_close(f"{key} of step {number}", *pair, FP32_BUDGET)
+    assert_same_log(runs[case][0], runs["whole"][0])
 
 
 @pytest.mark.slow
@@ -146,39 +115,11 @@ def test_skipped_and_unverified_checkpoints_are_reported(runs: Results, folder: 
     assert output.count("stock/checkpoint-3 cannot be verified: it has no manifest.json") == 1
 
 
-@pytest.mark.slow
-def test_every_rank_names_the_file_with_a_flipped_bit(runs: Results) -> None:
-    assert len(runs["flipped"]) == 4
-    for result in runs["flipped"]:
-        assert "ValueError: " in result.error and ".distcp has changed since" in result.error
-
-
-@pytest.mark.slow
-def test_a_pickle_in_metadata_runs_no_code(runs: Results, folder: Path) -> None:
-    for result in runs["code"]:
-        assert "posix.mkdir is not allowed in the metadata" in result.error, result.error
-    assert not (folder / "code ran").exists()
-    MetadataReader(folder / "half" / "checkpoint-3" / "optimizer_0").read_metadata()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["planted", "planted, bare"])
-def test_a_pickle_in_a_byte_item_runs_no_code(runs: Results, folder: Path, case: str) -> None:
-    """A manifest is no protection: an attacker can write a new one, or none as stock does."""
-    assert len(runs[case]) == 4
-    for result in runs[case]:
-        words = "optimizer_0/__0_0.distcp cannot be loaded: its item optimizer."
-        assert f"ValueError: {folder / case}/checkpoint-3/{words}" in result.error, result.error
-    assert not (folder / "code ran").exists()
-
-
 @pytest.fixture
 def environment() -> Iterator[None]:
     """Restore the environment variables, which the Trainer changes."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def _trainer(path: Path, patched: bool, model: Any = None, **arguments: Any) -> Trainer:
@@ -326,6 +267,11 @@ def test_resuming_with_other_rows_per_step_warns(tmp_path: Path, environment: No
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train(resume_from_checkpoint=folder)
+        # The Trainer then restores the size of the checkpoint, which its finder may have shrunk.
+        finds = dict(zip(_BATCHES, (8, 1), strict=True)) | {"auto_find_batch_size": True}
+        trainer = _trainer(tmp_path / "other", True, **finds)
+        trainer._train_batch_size = 3
+        trainer.train(resume_from_checkpoint=folder)
     assert not [w for w in caught if "rows per optimizer step" in str(w.message)]
 
 
@@ -341,6 +287,8 @@ def test_a_checkpoint_of_more_ranks_reseeds_random_generators(
     draws = []
     for seed in (1, 2):
         trainer = _trainer(tmp_path / "other", True)
+        trainer.args.train_sampling_strategy = "group_by_length"
+        loader = trainer.get_train_dataloader()
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
@@ -348,6 +296,8 @@ def test_a_checkpoint_of_more_ranks_reseeds_random_generators(
         with pytest.warns(UserWarning, match=expected):
             trainer._load_rng_state(os.fspath(folder))
         draws.append((torch.rand(()).item(), random.random(), np.random.rand()))
+        # All data ranks must draw the same order, and torch's generators differ on them.
+        assert loader.batch_sampler.sampler.generator is not None
     assert draws[0] == draws[1]
 
 

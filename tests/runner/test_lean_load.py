@@ -9,12 +9,15 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from support import architectures
 from support.adapters import ATTENTION, EXPERTS
+from support.architectures import MODEL_TYPES
 from support.hooked import hooked
 from support.tiny_models import batch, tiny
 from torch import nn
@@ -25,8 +28,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_moe_ep import patch, unpatch
+from hf_moe_ep import hub_tensors, patch, unpatch
 from hf_moe_ep.checkpoints.hub.unread import read_whole
+from hf_moe_ep.integrations.prepare import move_to_device
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream import loading
 
@@ -105,31 +109,9 @@ def test_only_decoder_layers_are_unread(
 
 def test_buffers_of_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek-V3's correction biases are buffers that the checkpoint stores."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    config = DeepseekV3Config(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=40,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        q_lora_rank=16,
-        kv_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=8,
-        first_k_dense_replace=1,
-    )
-    stock = DeepseekV3ForCausalLM(config).to(torch.bfloat16)
+    stock = architectures.tiny("deepseek_v3", dtype=torch.bfloat16)
     biases = [b for name, b in stock.named_buffers() if name.endswith("correction_bias")]
-    assert len(biases) == 1
-    biases[0].uniform_()
+    assert biases and all(bias.any() for bias in biases)
     stock.save_pretrained(tmp_path)
     want = AutoModelForCausalLM.from_pretrained(tmp_path)
     model = load_lean(tmp_path, monkeypatch)
@@ -421,3 +403,51 @@ def test_copies_and_new_patches_keep_what_is_unread(
         state = find_state(other)
         assert state is not None and state.unread is not None and on_meta(other)
         assert_same_model(unpatch(other), want)
+
+
+def test_trl_hashes_the_weights_of_unread_layers(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """precompute_ref_log_probs names its cache by the weights, before the model is sharded."""
+    utils = pytest.importorskip("trl.trainer.utils")
+    want = utils.hash_module(AutoModelForCausalLM.from_pretrained(folders["text"]))
+    model = load_lean(folders["text"], monkeypatch)
+    assert on_meta(model)
+    assert utils.hash_module(model) == want and not on_meta(model)
+
+
+def test_a_full_evaluation_leaves_unread_layers_to_sharding(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With bf16_full_eval the Trainer moves a model to its device before it is sharded."""
+    model = load_lean(folders["text"], monkeypatch)
+    trainer = SimpleNamespace(is_fsdp_enabled=True)
+    move_to_device(pytest.fail, trainer, model, torch.device("cpu"))
+    trainer.is_fsdp_enabled = False
+    with pytest.raises(ValueError, match="never sharded"):
+        move_to_device(lambda _, m, device: m.to(device), trainer, model, torch.device("cpu"))
+
+
+def test_unread_layers_are_listed_and_not_sent(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AsyncGRPOTrainer lists the tensors for its server before the model is sharded."""
+    model = load_lean(folders["text"], monkeypatch)
+    whole = hub_tensors(patch(AutoModelForCausalLM.from_pretrained(folders["text"])))
+    assert hub_tensors(model).metadata_of_rank() == whole.metadata_of_rank()
+    with pytest.raises(ValueError, match=r"on the meta device.*after accelerator\.prepare"):
+        list(hub_tensors(model))
+
+
+def test_a_conversion_on_the_host_leaves_layers_on_meta(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers joins the shards of Qwen4-Exp's n-gram embedding on the CPU."""
+    if "qwen4_exp_text" not in MODEL_TYPES:
+        pytest.skip("this transformers has no qwen4_exp")
+    architectures.tiny("qwen4_exp_text", dtype=torch.float32).save_pretrained(tmp_path)
+    want = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = load_lean(tmp_path, monkeypatch)
+    assert any("ngram_embedding" in name for name in on_meta(model))
+    read_whole(model)
+    assert_same_model(unpatch(model), want)

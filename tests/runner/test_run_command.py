@@ -148,6 +148,13 @@ def test_the_exit_code_and_the_traceback_are_those_of_the_command() -> None:
     assert start([*RUN, "--", *PYTHON, "raise SystemExit(7)"]).returncode == 7
 
 
+def test_the_command_does_not_inherit_ignored_signals() -> None:
+    """Python ignores SIGPIPE, which ends commands such as `yes` in `yes | head`."""
+    pipe = "yes | head -n 1; echo ${PIPESTATUS[0]}"
+    done = start([*RUN, "--ep-size", "2", "--", "bash", "-c", pipe])
+    assert done.stdout == "y\n141\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_signals_reach_the_command(number: signal.Signals) -> None:
     """The runner becomes the command, so a signal for the runner is one for the command."""

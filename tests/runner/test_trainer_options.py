@@ -79,6 +79,18 @@ def test_context_parallelism_of_the_launch_is_used(
     assert "cp" not in parallelism.non_dp_dim_names
 
 
+def test_later_models_get_the_sizes_of_the_launch_as_well() -> None:
+    """`Trainer(model_init=)` builds a model in `__init__`, and another one in `train`."""
+    parallelism = ParallelismConfig(cp_size=2)
+    for _ in range(2):
+        model = patch(tiny(num_hidden_layers=1))
+        for _ in range(2):  # the Trainer and accelerator.prepare both take the sizes over
+            take_over_sizes(parallelism, [model])
+        state = find_state(model)
+        assert state is not None and state.config.cp_size == 2
+    assert (parallelism.cp_size, parallelism.dp_shard_size) == (1, 2)
+
+
 def test_the_option_for_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert frameworks.how_to_keep_all_logits() == "leave logits_to_keep out"
     runs("swift.arguments", monkeypatch)

@@ -1,17 +1,11 @@
 """TRL's commands by `hf-moe-ep run --ep-size 2` on two ranks train as stock in one process.
 
 The command is the same but for the batch size and `--accelerate_config`: `trl sft ...`. Losses,
-gradient norms (with clipping) and saved tensors of six steps are compared. The fast test runs the
-script of such a command in forked ranks, which saves the start of four processes.
+gradient norms (with clipping) and saved tensors of six steps are compared.
 """
 
-import os
-import runpy
-import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -28,11 +22,7 @@ from support.commands import (
     run_stock,
     training_log,
 )
-from support.launched import launched
-from support.ranks import run_ranks
 from support.scripts import ROOT
-
-from hf_moe_ep.runner import hook
 
 pytest.importorskip("trl", minversion="1.15")
 
@@ -81,6 +71,8 @@ CASES = {
     "sft, LoRA on experts": Case("sft", "chat", f"{LORA} {EXPERTS}"),
     "sft, --lora-experts": Case("sft", "chat", LORA, stock=EXPERTS, ours=("--lora-experts",)),
     "dpo": Case("dpo", "preference"),
+    "dpo, precomputed": Case("dpo", "preference", "--precompute_ref_log_probs"),
+    "sft, evaluation in bf16": Case("sft", "chat", "--bf16_full_eval"),
     "dpo, LoRA": Case("dpo", "preference", f"{LORA} {EXPERTS}"),
     # TRL computes the KL term of its default loss from the batch of each rank.
     "kto": Case("kto", "unpaired", "--loss_type apo_zero_unpaired"),
@@ -128,27 +120,3 @@ def test_a_command_trains_as_stock(name: str, folder: Path) -> None:
     assert all(entry["expert_load/worst_layer"] >= 1 for entry in training_log(ours))
     card = (ours / "README.md").read_text()
     assert "hf_moe_ep" not in card and "hf-moe-ep" not in card
-
-
-def run_script(rank: int, world: int, folder: Path, words: list[str], settings: Any) -> None:
-    """Run the script of `trl sft` in a rank: with settings as below `hf-moe-ep run`, else stock."""
-    os.chdir(folder)
-    os.environ["HF_DATASETS_CACHE"] = os.fspath(folder / "cache")
-    sys.argv = words
-    with launched(**settings) if settings else nullcontext():
-        if settings:
-            hook.install()
-        runpy.run_module("trl.scripts.sft", run_name="__main__")
-
-
-@pytest.mark.slow
-def test_the_script_of_a_command_in_forked_ranks(folder: Path) -> None:
-    """The adapters of the experts come from --lora-experts."""
-    case = CASES["sft, --lora-experts"]
-    stock = command_of(case, "stock", STOCK_BATCH, *case.stock.split())
-    ours = command_of(case, "ours", STOCK_BATCH // RANKS)
-    settings = {"HF_MOE_EP_EP_SIZE": "2", "HF_MOE_EP_LORA_EXPERTS": "true"}
-    run_ranks(run_script, 1, folder, stock[1:], {})
-    run_ranks(run_script, RANKS, folder, ours[1:], settings)
-    assert_same_training(folder / "ours", folder / "stock")
-    assert all(entry["tokens_per_second"] > 0 for entry in training_log(folder / "ours"))

@@ -14,7 +14,7 @@ parameter:
 
     _split_axis       the array is the sum of 0 1 2 (one per pair) and 0 3 (within a pair), so the
                       dim is [3, 2] in the view, with steps 1 and 3
-    _join_dims        joins neighbouring dims if one continues the other; here there are none
+    _join_dims        joins neighbouring dims if one continues the other; it joins none of these
     _find_boxes       two dims of the view run along the rows. The longer dim, [3], stays whole; the
                       other dim, [2], is split up: one box per index
     -> two pieces     w13 viewed as [2, 3, 2, 5]:  [:, :, 0, :] starts at row 0,
@@ -49,15 +49,15 @@ class PieceFinder:
         Args:
             num_dims: the number of dims of each parameter.
         """
-        axes = tuple(id(axis) for axis in tensor.axes)
-        if axes not in self._boxes:
+        ids = tuple(id(axis) for axis in tensor.axes)
+        if ids not in self._boxes:
             runs = [self._find_cached_runs(axis) for axis in tensor.axes]
             shape = tuple(map(len, tensor.axes))
-            self._boxes[axes] = [
+            self._boxes[ids] = [
                 box for chosen in product(*runs) for box in _find_boxes(shape, chosen)
             ]
         base = tensor.base.tolist()
-        for box in self._boxes[axes]:
+        for box in self._boxes[ids]:
             number, *start = map(operator.add, base, box.start)
             ndim = len(start) if number == ZEROS else num_dims[number]
             piece = replace(
@@ -78,6 +78,10 @@ class PieceFinder:
         return axis_and_runs[1]
 
 
+# The number of indices of a long dim that are compared at a time, which bounds the memory.
+_STEPS_AT_A_TIME = 1 << 16
+
+
 @dataclass(frozen=True)
 class _Dim:
     """A range of indices along one dim of a view.
@@ -96,7 +100,7 @@ class _Dim:
 
 @dataclass(frozen=True)
 class _Run:
-    """A range of indices of a tensor's dim along which coordinates grow evenly.
+    """A range of indices of a tensor's dim, as dims of a view with one step each.
 
     Attributes:
         first: the coordinates of the first index.
@@ -117,14 +121,13 @@ def _find_runs(axis: Axis) -> list[_Run]:
     if factors is not None:
         return [_Run(axis[0], [_Dim(size, 0, size, step) for size, step in factors])]
     runs, start = [], 0
-    changes = np.diff(axis, axis=0)
     while start < len(axis):
         stop = start + 1
         if stop < len(axis):
-            step = changes[start]
-            breaks = np.flatnonzero((changes[start:] != step).any(1))
-            stop = start + int(breaks[0]) + 1 if len(breaks) else len(axis)
-            if step[0] and stop < len(axis):  # the next index belongs to another parameter
+            step = axis[stop] - axis[start]
+            stop = start + _count_even_steps(axis[start:], step)
+            # The step leads to another parameter and is not kept to the end: a run of one index.
+            if step[0] and stop < len(axis):
                 stop = start + 1
         step = axis[stop - 1] - axis[stop - 2] if stop > start + 1 else np.zeros_like(axis[0])
         runs.append(_Run(axis[start], [_Dim(len(axis), start, stop - start, step)]))
@@ -146,11 +149,10 @@ def _split_axis(axis: Axis) -> list[tuple[int, np.ndarray]] | None:
     """
     if len(axis) == 1:
         return []
-    changes = np.diff(axis, axis=0)
-    breaks = np.flatnonzero((changes != changes[0]).any(1))
-    if not len(breaks):
-        return [(len(axis), changes[0])]
-    length = int(breaks[0]) + 1
+    step = axis[1] - axis[0]
+    length = _count_even_steps(axis, step)
+    if length == len(axis):
+        return [(length, step)]
     if len(axis) % length:
         return None
     table = axis.reshape(-1, length, axis.shape[1])
@@ -158,7 +160,17 @@ def _split_axis(axis: Axis) -> list[tuple[int, np.ndarray]] | None:
     if not np.array_equal(outer[:, None] + inner[None], table):
         return None
     outer_dims = _split_axis(outer)
-    return None if outer_dims is None else [*outer_dims, (length, changes[0])]
+    return None if outer_dims is None else [*outer_dims, (length, step)]
+
+
+def _count_even_steps(axis: Axis, step: np.ndarray) -> int:
+    """Count the first indices of a dim that follow each other in steps of `step`."""
+    for start in range(0, len(axis) - 1, _STEPS_AT_A_TIME):
+        steps = np.diff(axis[start : start + _STEPS_AT_A_TIME + 1], axis=0)
+        breaks = np.flatnonzero((steps != step).any(1))
+        if len(breaks):
+            return start + int(breaks[0]) + 1
+    return len(axis)
 
 
 def _join_dims(dims: list[_Dim]) -> list[_Dim]:
@@ -216,12 +228,12 @@ def _find_boxes(shape: tuple[int, ...], runs: Sequence[_Run]) -> Iterator[Piece]
         sizes[coordinate - 1] = dims[index].size
         steps[coordinate - 1] = int(dims[index].step[coordinate])
         axes[coordinate - 1] = index
-    for indices in product(*(range(dims[index].size) for index in split)):
+    for offsets in product(*(range(dims[index].size) for index in split)):
         corner = [dim.start for dim in dims]
         first = sum((run.first for run in runs), np.zeros(COORDINATES, np.int64))
-        for dim_index, index in zip(split, indices, strict=True):
-            corner[dim_index] += index
-            first = first + index * dims[dim_index].step
+        for index, offset in zip(split, offsets, strict=True):
+            corner[index] += offset
+            first = first + offset * dims[index].step
         yield Piece(
             key="",
             shape=shape,

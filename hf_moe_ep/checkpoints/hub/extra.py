@@ -56,6 +56,7 @@ from hf_moe_ep.upstream.hub import (
     folders_of_loaded,
     ignored_patterns,
     is_base_model,
+    old_buffers,
     unexpected_keys,
 )
 from hf_moe_ep.upstream.models import (
@@ -130,7 +131,7 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     if loaded is None:
         return None
     folder, tensors = loaded
-    candidates = tensors.keys() - set(unexpected_keys(stock, tensors))
+    candidates = tensors.keys() - set(unexpected_keys(stock, tensors)) - old_buffers(stock, tensors)
     if not candidates:
         return None
     keys = possible_keys(hub_layout(model, plan, shapes_by_name(model)), base_prefix(stock))
@@ -146,8 +147,7 @@ def remember_files(model: nn.Module, files: Sequence[Path]) -> None:
 
 
 def _loaded_files(stock: nn.Module) -> tuple[Path, ...]:
-    files: tuple[Path, ...] = getattr(stock, _LOADED_FILES, ())
-    return files
+    return getattr(stock, _LOADED_FILES, ())
 
 
 def _check_stored_once(extra: Mapping[str, FileTensor], files: Sequence[Path]) -> None:

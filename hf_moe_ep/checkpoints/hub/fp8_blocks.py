@@ -48,7 +48,9 @@ def fp8_weights(model: nn.Module, plan: ModelPlan) -> set[str]:
         if isinstance(module, nn.Linear) and module is not head and not matches(plan.router, stock):
             weights.add(f"{stock}.weight")
         if matches(plan.experts, stock):
-            weights |= {f"{stock}.{weight}" for weight in plan.expert_weights}
+            # Biases and norms of experts are stacked as well, but have two dims.
+            stacks = {weight: getattr(module, weight, None) for weight in plan.expert_weights}
+            weights |= {f"{stock}.{w}" for w, p in stacks.items() if p is not None and p.ndim > 2}
     return weights
 
 

@@ -27,7 +27,7 @@ from hf_moe_ep.checkpoints.hub.fp8 import Fp8Tensor, scales_as_fp32
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
-from hf_moe_ep.etp import find_apart, in_stock_shape, stock_parts, stock_shape
+from hf_moe_ep.etp import apart_dims_by_id, in_stock_shape, stock_parts, stock_shape
 from hf_moe_ep.ops.quantised import Quantisation, Quantised, quantise
 from hf_moe_ep.ranks.boxes import Box, local_tensor
 from hf_moe_ep.state import STATE, Compute, MoELayer, quantised_matrices
@@ -135,7 +135,7 @@ def _rows_of(matrix: Quantised, rows: slice) -> Quantised:
 def find_quantised_shards(model: nn.Module) -> dict[str, HeldAsBytes]:
     """Find this rank's shards of all matrices that a model holds quantised, by parameter name."""
     shards = {}
-    apart = find_apart(model)  # the dims in which gate and up are held apart (`etp.py`)
+    apart = apart_dims_by_id(model)  # the dims in which gate and up are held apart (`etp.py`)
     for name, matrix, quantisation in quantised_matrices(model):
         tensors, dim = matrix.by_name("").values(), apart.get(id(matrix.values))
         _, num_rows, row_bytes = stock_shape(matrix.values.shape, dim)

@@ -44,7 +44,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     read_index,
     same_values,
 )
-from hf_moe_ep.etp import find_apart, stock_parts
+from hf_moe_ep.etp import apart_dims_by_id, stock_parts
 from hf_moe_ep.moe.stacked import stack_experts
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.all_ranks import differing, gather, is_first, run_on_all
@@ -57,6 +57,8 @@ from hf_moe_ep.upstream.hub import (
     checkpoint_name,
     empty_model,
     is_base_model,
+    may_be_missing,
+    old_buffers,
     progress_bar,
     unexpected_keys,
 )
@@ -194,7 +196,7 @@ def match_checkpoint(
     known |= copies_of(model).keys()  # saves write the values of the embedding and the head there
     others = [key for key in tensors if key not in known]
     unexpected = unexpected_keys(model, others, ignore_unexpected)
-    ignored = set(others) - set(unexpected)
+    ignored = set(others) - set(unexpected) - old_buffers(model, others)
     extra = {key: file_tensors[key_in_file.get(key, key)] for key in others if key in ignored}
     extra |= {key: file_tensors[key] for key in ignored_scaled}
     check_extra(extra, layout, stored)
@@ -266,7 +268,9 @@ def _rename_keys(
     # Some keys may be equal with and without the prefix, so the form with more matches is used.
     with_prefix = model_keys & {f"{prefix}{key}" for key in tensors}
     if not is_base_model(stock) and len(with_prefix) > len(model_keys & tensors.keys()):
-        return {f"{prefix}{key}": key for key in tensors}
+        # The head has no prefix.
+        keeps = {key for key in model_keys & tensors.keys() if f"{prefix}{key}" not in model_keys}
+        return {key if key in keeps else f"{prefix}{key}": key for key in tensors}
     if model_keys <= tensors.keys():
         return {key: key for key in tensors}
     unknown, missing = sorted(tensors.keys() - model_keys), sorted(model_keys - tensors.keys())
@@ -308,9 +312,12 @@ def _match_parameters(
     model_names: dict[str, list[str]] = {}
     tied_keys: set[str] = set()
     parameters = [(n, p) for n, p in model.named_parameters() if n in empty]
+    ids = {id(tensor) for _, tensor in parameters}
     for name, tensor in (*parameters, *persistent_buffers(model)):
         names = [checkpoint_name(alias) for alias in aliases.get(id(tensor), [name])]
         present = [alias for alias in names if _find_single_key(alias, layout, tensors)]
+        if not present and id(tensor) not in ids and may_be_missing(model, names[0]):
+            continue  # a buffer keeps its initial value
         keys = [_find_single_key(alias, layout, tensors) for alias in present]
         _check_tied({key: tensors[key] for key in filter(None, keys)})
         tied_keys |= set(filter(None, keys[1:]))
@@ -331,7 +338,6 @@ def _match_parameters(
         ) from error
     known = {piece.key for pieces in pieces_of.values() for piece in pieces} | tied_keys
     # Parameters that are not in `empty` are not read, but the checkpoint may hold them.
-    ids = {id(tensor) for _, tensor in parameters}
     unread = [name for key, names in aliases.items() if key not in ids for name in names]
     known |= {piece.key for name in unread for piece in layout[checkpoint_name(name)]}
     stored = {
@@ -389,7 +395,7 @@ def load_weights(
     """
     allocate_meta(model, device)
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
-    apart = find_apart(model)
+    apart = apart_dims_by_id(model)
     weights = _of_own_stage(model, targets, weights)
     quantised = find_quantised_shards(model)
     compute_device = patched_state(model).device if quantised else device

@@ -44,7 +44,7 @@ from hf_moe_ep.checkpoints.hub.write import (
     write_checkpoint,
 )
 from hf_moe_ep.checkpoints.storage.atomic import check_is_no_file
-from hf_moe_ep.etp import find_apart, slabs_in_stock_shape
+from hf_moe_ep.etp import apart_dims_by_id, slabs_in_stock_shape
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import (
     check_alike,
@@ -143,7 +143,7 @@ def _save_weights(
     processors: Sequence[Any],
     extra_tensors: bool,
 ) -> None:
-    tensors, apart = tensors_of_model(model, state), find_apart(model)
+    tensors, apart = tensors_of_model(model, state), apart_dims_by_id(model)
     groups = group_tensors(
         model,
         state.plan,

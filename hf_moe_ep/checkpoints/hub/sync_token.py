@@ -17,7 +17,7 @@ that of a run with ep 1. Experts that `balance_experts` has moved count in hub o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits, sum_over_shards
-from hf_moe_ep.ranks.boxes import local_box, local_tensor, number_elements
+from hf_moe_ep.ranks.boxes import Box, local_box, local_tensor, number_elements
 
 # The number of elements whose bits are mixed at a time, about 60 bytes of memory for each.
 _ELEMENTS = 1 << 20
@@ -96,13 +96,30 @@ def _sum_shard(tensor: Tensor, slots: Tensor | None) -> Tensor:
     row_of_expert = None if slots is None else slots.argsort().tolist()
     step = max(1, _ELEMENTS // max(1, words[0].numel()))
     for start in range(0, len(words), step):
-        part = words[start : start + step].to(torch.int64)
+        rows_of_part = words[start : start + step]
         first = box[0][0] + start
-        rows: Sequence[int] = range(first, first + len(part))
+        rows: Sequence[int] = range(first, first + len(rows_of_part))
         if row_of_expert is not None:
             rows = [row_of_expert[row] for row in rows]
         outer = torch.tensor(list(rows), dtype=torch.int64, device=local.device)
-        positions = number_elements(outer, box[1:], shape[1:])
-        for index, seed in enumerate(SEEDS):
-            total[index] += mix_bits(part + mix_bits(positions + seed)).sum()
+        for part, inner in _cut_long_rows(rows_of_part, box[1:]):
+            positions = number_elements(outer, inner, shape[1:])
+            for index, seed in enumerate(SEEDS):
+                bits = part.to(torch.int64) + mix_bits(positions + seed)
+                total[index] += mix_bits(bits).sum()
     return total
+
+
+def _cut_long_rows(rows: Tensor, inner: Box) -> Iterator[tuple[Tensor, Box]]:
+    """Cut rows of more than _ELEMENTS elements along dim 1.
+
+    A row of stacked experts is the matrix of an expert. `inner` is the box of the dims behind 0.
+    """
+    if rows.ndim == 1 or rows[0].numel() <= _ELEMENTS:
+        yield rows, inner
+        return
+    step = max(1, _ELEMENTS // max(1, rows[0, 0].numel()))
+    first = inner[0][0]
+    for start in range(0, rows.shape[1], step):
+        part = rows[:, start : start + step]
+        yield part, ((first + start, first + start + part.shape[1]), *inner[1:])

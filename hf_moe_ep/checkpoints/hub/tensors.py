@@ -51,7 +51,7 @@ from hf_moe_ep.checkpoints.hub.stages import (
 from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, checksums
 from hf_moe_ep.checkpoints.hub.write import Slabs, TensorGroup, group_tensors, saved_dtype
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
-from hf_moe_ep.etp import find_apart, for_each_half, slabs_in_stock_shape
+from hf_moe_ep.etp import apart_dims_by_id, for_each_half, slabs_in_stock_shape
 from hf_moe_ep.lora.merged import add_updates, with_whole_factors
 from hf_moe_ep.ops.quantised import encode_blocks
 from hf_moe_ep.placement.hub_order import placement_by_tensor
@@ -145,7 +145,7 @@ def hub_tensors(
             have changed since the model was loaded; ranks pass different arguments (raised on every
             rank).
         RuntimeError: a rank has not begun to iterate within five minutes, or has stopped early;
-            `balance_experts` has moved experts since the first tensor.
+            `balance_experts` has moved experts since `metadata()` or the first tensor.
     """
     model = unwrap(model)
     state = patched_state(model)
@@ -159,12 +159,20 @@ def hub_tensors(
         )
     if since is not None and not isinstance(since, SyncToken):
         raise ValueError(f"since={since!r} is no SyncToken; make one per engine: SyncToken()")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("this model is on the meta device, without values to send; load it first")
+    if state.unread is None:  # tensors of unread layers can be listed already
+        _check_has_values(model)
     refuse_quantised_experts(model, "hub_tensors")
     if state.stage is None:
         _check_adapters(model, merge_adapters)
     return HubTensors(_Source(model, state, merge_adapters, dtype, max_bytes, extra_tensors, since))
+
+
+def _check_has_values(model: nn.Module) -> None:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            "this model is on the meta device, without values to send; load it first, or, below "
+            "hf-moe-ep run, send it after accelerator.prepare or the Trainer has sharded it"
+        )
 
 
 def _check_adapters(model: nn.Module, merge_adapters: bool) -> None:
@@ -224,12 +232,14 @@ class _Contents:
         fingerprints: the texts by which two syncs compare groups (by their first key) and extra
             tensors (by key): for a group a hash of its checksums, for an extra tensor its position
             in its file. Empty without `since`.
+        placements: those of the MoE layers when the groups were described.
     """
 
     groups: list[TensorGroup]
     fp8_keys: set[str]
     extra: dict[str, FileTensor]
     fingerprints: dict[str, str]
+    placements: list[Tensor | None]
 
 
 class HubTensors(Iterator[tuple[str, Tensor]]):
@@ -399,7 +409,8 @@ class _Source:
         names = self._names_of_rank()
         groups = self._describe(names)
         extra = self._find_extra(groups) if self._extra is None else self._extra
-        return _Contents(groups, self._find_fp8(groups, names), extra, {})
+        placements = [layer.placement for layer in self._state.moe_layers]
+        return _Contents(groups, self._find_fp8(groups, names), extra, {}, placements)
 
     def _find_extra(self, groups: list[TensorGroup]) -> dict[str, FileTensor]:
         """Return the extra tensors that this rank's model carries."""
@@ -461,7 +472,7 @@ class _Source:
         slots = placement_by_tensor(model)
         dtypes = {checkpoint_name(name): loaded for name, loaded in state.dtypes.items()}
         # By id of a parameter: the stock dim 2F that the model holds as (2, F) with etp (`etp.py`).
-        apart = find_apart(model)
+        apart = apart_dims_by_id(model)
 
         def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
             return saved_dtype(tensor, dtype or dtypes.get(checkpoint_name(name)))
@@ -494,6 +505,7 @@ class _Source:
         if self._contents is not None:
             return self._contents
         model, state = self._model, self._state
+        _check_has_values(model)
         if state.meshes is not None:
             check_everyone_calls("hub_tensors")
         names = self._names = self._join_names()
@@ -509,6 +521,7 @@ class _Source:
                 since=None if self._since is None else len(self._since),
                 by_module=self._since is not None and self._whole_modules,
             )
+        placements = [layer.placement for layer in state.moe_layers]
         groups = self._describe(names)
         fp8_keys = self._find_fp8(groups, names)
         find_extra = partial(self._find_extra, groups)
@@ -524,7 +537,7 @@ class _Source:
                 changed = [g for g in groups if not modules.isdisjoint(map(_module_of, g.shapes))]
             groups = changed
             extra = {key: tensor for key, tensor in extra.items() if key not in held}
-        self._contents = _Contents(groups, fp8_keys, extra, fingerprints)
+        self._contents = _Contents(groups, fp8_keys, extra, fingerprints, placements)
         return self._contents
 
     def _fingerprint(
@@ -586,17 +599,17 @@ class _Source:
             if was_prepared:
                 check_everyone_calls("hub_tensors")
             still_here = StillHere("hub_tensors", state.device)
-        placements = [layer.placement for layer in state.moe_layers]
         device = computing_device(self._model)
         max_bytes = max(1, self._max_bytes // _SLABS_IN_MEMORY)
         if self._since is not None:
             self._since.clear()
         try:
+            _check_not_moved(contents.placements, state)
             for group in contents.groups:
                 for key, tensor in _assemble(group, still_here):
                     yield from self._encode(key, tensor, contents)
                     del tensor
-                    _check_not_moved(placements, state)
+                    _check_not_moved(contents.placements, state)
             yield from send_extra(contents.extra, device, max_bytes, still_here)
         except GeneratorExit:
             if still_here is not None:
@@ -619,7 +632,7 @@ def _empty_slabs(
     """Return the parameters of a group with slabs that have shapes but no values."""
     tensors = tensors_of_model(model, patched_state(model), left_out_by_merging(model))
     # By id of a parameter: the stock dim 2F that the model holds as (2, F) with etp (`etp.py`).
-    apart = find_apart(model)
+    apart = apart_dims_by_id(model)
 
     def held_slabs(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         for box in list_slabs(tensor, group.dtype, max_bytes):
@@ -647,8 +660,8 @@ def _check_not_moved(before: list[Tensor | None], state: ModelState) -> None:
     layers = zip(state.moe_layers, before, strict=True)
     if any(layer.placement is not placement for layer, placement in layers):
         raise RuntimeError(
-            "balance_experts has moved experts while hub_tensors sent them; call it after the last "
-            "tensor"
+            "balance_experts has moved experts since hub_tensors listed the tensors; call it after "
+            "the last tensor, or make a new iterator"
         )
 
 

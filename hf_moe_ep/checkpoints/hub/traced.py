@@ -31,6 +31,8 @@ import torch
 
 # The number of the parameter and up to five indices (the kernel of a 3d convolution).
 COORDINATES = 6
+# The indices of a long dim that are numbered at a time, which bounds the memory.
+_INDICES_AT_A_TIME = 1 << 20
 
 # The number of a parameter that stands for all zeros.
 ZEROS = -1
@@ -125,7 +127,8 @@ class Traced(torch.Tensor):
         """Take the elements of integers, slices and at most one list of integers, one per dim."""
         indices = index if isinstance(index, tuple) else (index,)
         kinds = [type(i) for i in indices]
-        if not {int, slice, list}.issuperset(kinds) or kinds.count(list) > (int not in kinds):
+        max_lists = 0 if int in kinds else 1  # no list beside an integer
+        if not {int, slice, list}.issuperset(kinds) or kinds.count(list) > max_lists:
             raise Untraceable(f"cannot take the elements {index!r}")
         taken, dim = self, 0
         for i in indices:
@@ -164,16 +167,16 @@ class Traced(torch.Tensor):
         return Traced(self.base, tuple(axes))
 
     def permute(self, *dims: Any) -> Traced:
-        return Traced(self.base, tuple(self.axes[dim] for dim in _flatten_dims(dims)))
+        return Traced(self.base, tuple(self.axes[dim] for dim in _unpack_dims(dims)))
 
     def reshape(self, *shape: Any) -> Traced:
-        return _split_and_merge_dims(self, _flatten_dims(shape))
+        return _split_and_merge_dims(self, _unpack_dims(shape))
 
     def view(self, *shape: Any) -> Traced:
-        return _split_and_merge_dims(self, _flatten_dims(shape))
+        return _split_and_merge_dims(self, _unpack_dims(shape))
 
     def new_zeros(self, *size: Any, **_: Any) -> Traced:
-        return Tracer().tensor(ZEROS, _flatten_dims(size))
+        return Tracer().tensor(ZEROS, _unpack_dims(size))
 
     @classmethod
     def __torch_function__(
@@ -208,13 +211,16 @@ class Tracer:
         """Return the terms of a dim whose index i adds i to one coordinate."""
         if (coordinate, size) not in self._axes:
             axis = _make_zero_terms(size)
-            axis[:, coordinate] = np.arange(size)
+            for start in range(0, size, _INDICES_AT_A_TIME):
+                stop = min(start + _INDICES_AT_A_TIME, size)
+                axis[start:stop, coordinate] = np.arange(start, stop)
             self._axes[coordinate, size] = axis
         return self._axes[coordinate, size]
 
 
 def _make_zero_terms(size: int) -> Axis:
-    return np.zeros((size, COORDINATES), np.int64)
+    # In this order, the columns that stay 0 take no memory.
+    return np.zeros((COORDINATES, size), np.int64).T
 
 
 def _concatenate(tensors: Sequence[Traced], dim: int = 0) -> Traced:
@@ -226,12 +232,12 @@ def _concatenate(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     for tensor in tensors:
         # The base of each tensor becomes part of the terms of the concatenated dim.
         start = sum((axis[0] for axis in tensor.axes), tensor.base)
-        for other, (axis, expected) in enumerate(zip(tensor.axes, first.axes, strict=True)):
+        for number, (axis, expected) in enumerate(zip(tensor.axes, first.axes, strict=True)):
             same = axis is expected or np.array_equal(axis - axis[:1], expected - expected[:1])
-            if other != dim and not same:
+            if number != dim and not same:
                 raise Untraceable("the conversion concatenates tensors of different arrangements")
         parts.append(tensor.axes[dim] - tensor.axes[dim][:1] + start)
-    axes = [axis if axis[0].any() == 0 else axis - axis[:1] for axis in first.axes]
+    axes = [axis - axis[:1] if axis[0].any() else axis for axis in first.axes]
     axes[dim] = np.concatenate(parts)
     return Traced(np.zeros(COORDINATES, np.int64), tuple(axes))
 
@@ -249,6 +255,7 @@ def _split_and_merge_dims(tensor: Traced, shape: Sequence[int]) -> Traced:
     """
     sizes = list(shape)
     if -1 in sizes:
+        # The product contains the -1, so it is the negative product of the other sizes.
         sizes[sizes.index(-1)] = tensor.numel() // -math.prod(sizes)
     if math.prod(sizes) != tensor.numel():
         raise Untraceable(f"cannot reshape {tuple(tensor.shape)} into {tuple(shape)}")
@@ -261,13 +268,14 @@ def _split_and_merge_dims(tensor: Traced, shape: Sequence[int]) -> Traced:
             next_axis = axes.pop(0)
             axis = (axis[:, None] + next_axis[None]).reshape(-1, COORDINATES)
         if len(axis) > size:
+            refusal = f"cannot trace the reshape of {tuple(tensor.shape)} into {tuple(shape)}"
+            if len(axis) % size:
+                raise Untraceable(refusal)
             # A table [size, rest].
             table = axis.reshape(size, -1, COORDINATES)
             outer, inner = table[:, 0], table[0] - table[0, 0]
-            if len(axis) % size or not np.array_equal(outer[:, None] + inner[None], table):
-                raise Untraceable(
-                    f"cannot trace the reshape of {tuple(tensor.shape)} into {tuple(shape)}"
-                )
+            if not np.array_equal(outer[:, None] + inner[None], table):
+                raise Untraceable(refusal)
             axis = outer
             axes.insert(0, inner)
         result.append(axis)
@@ -276,7 +284,7 @@ def _split_and_merge_dims(tensor: Traced, shape: Sequence[int]) -> Traced:
     return Traced(base, tuple(result))
 
 
-def _flatten_dims(dims: Sequence[Any]) -> Sequence[int]:
+def _unpack_dims(dims: Sequence[Any]) -> Sequence[int]:
     return dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
 
 

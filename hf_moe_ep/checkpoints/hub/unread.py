@@ -46,6 +46,7 @@ from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.shard import build_meshes_and_cut_stages, shard_model
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.hub import checkpoint_name
+from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.modules import own_buffers
 from hf_moe_ep.upstream.sharded_models import times_written
 
@@ -94,6 +95,9 @@ def find_unread(
     names = set(names)
     folder = files[0].parent
     found = match_checkpoint(model, folder, plan, names, file_tensors=read_files(files))
+    for name, _ in persistent_buffers(model):
+        if name not in found.stored:  # stock's code gives it its initial value
+            raise ValueError(f"{name} is not in {os.fspath(folder)}")
     key_of = {id(tensor): key for key, tensor in found.file_tensors.items()}
     stored = {checkpoint_name(name): found.stored[name] for name in names}
     keys: dict[str, FileTensor] = {}

@@ -59,6 +59,11 @@ _DELETED_ON_NFS = ".nfs"
 _FORMAT = 1
 
 
+def is_unfinished(folder: Path) -> bool:
+    """Return True if a save of this package began in a folder and did not end."""
+    return (folder / STARTED).exists() and not (folder / MANIFEST).exists()
+
+
 def is_ours(folder: str | os.PathLike[str]) -> bool:
     """Return True if a folder has a manifest, or is an unfinished checkpoint of this package."""
     return Path(folder, MANIFEST).exists() or Path(folder, STARTED).exists()

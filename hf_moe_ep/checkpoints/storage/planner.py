@@ -1,4 +1,4 @@
-"""Plan the writes of a save by torch.distributed.checkpoint (DCP) on each rank separately.
+"""Let each rank plan its own writes when torch.distributed.checkpoint (DCP) saves.
 
 With DCP's own planner every rank sends a list of all its shards to rank 0. Rank 0 merges the lists,
 validates the result and sends each rank its part: 200,000 items for 3,111 tensors on 64 ranks, at
@@ -13,8 +13,10 @@ The files are in DCP's format. After writing, each rank sends a list of its writ
 0, as with DCP's planner. If only some of the ranks hold a tensor, as with pipeline stages, DCP
 plans the whole save.
 
-If a model holds gate and up apart (`etp.py`), a rank writes its shard as two boxes of the stock
-tensor, and `PartsLoadPlanner` reads two boxes. So the files fit any layout.
+With etp_size > 1 a sharded model may hold gate and up *apart*: as [E, 2, F, H] instead of the stock
+shape [E, 2F, H] (`etp.py`). Files have stock shapes, so that they can be loaded at any layout. A
+rank therefore writes its shard as two boxes (index ranges, `ranks/boxes.py`) of the stock tensor,
+and `PartsLoadPlanner` reads two boxes.
 
 `DefaultSavePlanner(enable_plan_caching=True)` is no substitute. Its cache has one entry per class
 of planner, and Accelerate saves a model and an optimizer in turn, so the entry never fits. On 4
@@ -75,7 +77,8 @@ class SpreadPlanner(DefaultSavePlanner):
     """Plans a save of tensors that are sharded over all ranks, without exchanging plans.
 
     Args:
-        apart: the dims that a model holds as two (`etp.py`), by the names of its parameters.
+        apart: for each parameter that holds gate and up apart, by its name, the stock dim that the
+            model holds as two dims (`etp.py`).
     """
 
     _writers: dict[str, tuple[Spread, int]] | None = None
@@ -84,19 +87,23 @@ class SpreadPlanner(DefaultSavePlanner):
         self, *args: Any, apart: Mapping[str, int] = MappingProxyType({}), **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._names_apart = apart
+        self._apart_dims_by_name = apart
         self._apart: dict[str, int] = {}
 
     def create_local_plan(self) -> SavePlan:
-        """Store this rank's plan; return the hash that rank 0 compares."""
+        """Store this rank's plan; return an empty plan with the hash that rank 0 compares.
+
+        If only some of the ranks hold a tensor, return this rank's plan; DCP merges all plans.
+        """
         tensors = {n: value for n, value in self.state_dict.items() if isinstance(value, Tensor)}
-        self._apart = _find_apart(tensors, self._names_apart)
+        self._apart = _find_apart(tensors, self._apart_dims_by_name)
         try:
             self._writers = choose_writers(tensors, range(world_size()), self._apart)
         except ValueError:  # this happens on all ranks or on none, because all know the meshes
             self._join_parameter_groups()
             self.plan = self._plan(self.state_dict)
             return self.plan
+        # Rank 0, the coordinator, writes all entries that are no tensors.
         to_write = {
             name: value
             for name, value in self.state_dict.items()
@@ -213,7 +220,7 @@ def _list_chunks(spread: Spread, replica: int, shape: torch.Size) -> list[ChunkS
 
 
 class PartsLoadPlanner(DefaultLoadPlanner):
-    """Loads the two boxes of a shard in which a model holds gate and up apart.
+    """Loads each shard that holds gate and up apart from two boxes of the stock tensor.
 
     Args:
         apart: as in `SpreadPlanner`.
@@ -221,7 +228,7 @@ class PartsLoadPlanner(DefaultLoadPlanner):
 
     def __init__(self, *args: Any, apart: Mapping[str, int], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._names_apart = apart
+        self._apart_dims_by_name = apart
         self._apart: dict[str, int] = {}
 
     def create_local_plan(self) -> LoadPlan:
@@ -232,7 +239,7 @@ class PartsLoadPlanner(DefaultLoadPlanner):
         """
         assert self.metadata is not None
         tensors = {n: value for n, value in self.state_dict.items() if isinstance(value, Tensor)}
-        self._apart = _find_apart(tensors, self._names_apart)
+        self._apart = _find_apart(tensors, self._apart_dims_by_name)
         # The method of the base class would put back the tensors that are left out here.
         whole = {name: x for name, x in self.state_dict.items() if name not in self._apart}
         plan = create_default_local_load_plan(whole, self.metadata, not self.allow_partial_load)
@@ -242,7 +249,7 @@ class PartsLoadPlanner(DefaultLoadPlanner):
             size = torch.Size(stock_shape(tensors[name].shape, dim))
             if not isinstance(stored, TensorStorageMetadata) or stored.size != size:
                 found = "missing" if stored is None else f"{getattr(stored, 'size', stored)}"
-                raise ValueError(f"{name} is {found} in the checkpoint, the model's is {size}")
+                raise ValueError(f"{name} is {found} in the checkpoint, but {size} in the model")
             chunks = [chunk for chunk, _ in _list_parts(tensors[name], dim)]
             items += create_read_items_for_chunk_list(name, stored, chunks)
         return replace(plan, items=[*plan.items, *items])
@@ -250,23 +257,23 @@ class PartsLoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Return the tensor that a read item fills."""
         if index.fqn not in self._apart:
-            tensor: Tensor = super().lookup_tensor(index)
-            return tensor
+            return super().lookup_tensor(index)
         return _find_part(self.state_dict[index.fqn], self._apart[index.fqn], index)
 
 
-def _find_apart(tensors: Mapping[str, Tensor], names: Mapping[str, int]) -> dict[str, int]:
-    """Return the dims that are held as two, by the names of Accelerate's state dicts.
+def _find_apart(tensors: Mapping[str, Tensor], dims_by_name: Mapping[str, int]) -> dict[str, int]:
+    """Map keys of Accelerate's state dicts to the stock dim that the model holds as two dims.
 
-    These are model.NAME, and optimizer.state.NAME.exp_avg and so on.
+    The keys of a parameter NAME are model.NAME, optimizer.state.NAME.exp_avg and so on.
+    `dims_by_name` has the dim of each such parameter under NAME.
     """
     apart = {}
     for key, tensor in tensors.items():
         name = key.removeprefix("model.")
         if key.startswith("optimizer.state."):
             name = key.removeprefix("optimizer.state.").rpartition(".")[0]
-        if name in names and tensor.ndim:
-            apart[key] = names[name]
+        if name in dims_by_name and tensor.ndim:
+            apart[key] = dims_by_name[name]
     return apart
 
 
@@ -295,7 +302,7 @@ def planned_by_each(apart: Mapping[str, int] = MappingProxyType({})) -> Iterator
 
     Saves of other threads plan with DCP's class. `apart` is the argument of `SpreadPlanner`.
     """
-    with _replaced("DefaultSavePlanner", partial(SpreadPlanner, apart=apart)):
+    with _planner_class_replaced("DefaultSavePlanner", partial(SpreadPlanner, apart=apart)):
         yield
 
 
@@ -305,12 +312,13 @@ def loaded_in_parts(apart: Mapping[str, int]) -> Iterator[None]:
     if not apart:
         yield
         return
-    with _replaced("DefaultLoadPlanner", partial(PartsLoadPlanner, apart=apart)):
+    with _planner_class_replaced("DefaultLoadPlanner", partial(PartsLoadPlanner, apart=apart)):
         yield
 
 
 @contextmanager
-def _replaced(name: str, planner: Any) -> Iterator[None]:
+def _planner_class_replaced(name: str, planner: Any) -> Iterator[None]:
+    """Replace a planner class of DCP inside the block, in this thread only."""
     stock, thread = getattr(default_planner, name), threading.get_ident()
 
     def create(*args: Any, **kwargs: Any) -> Any:

@@ -151,8 +151,7 @@ class MetadataReader(FileSystemReader):
                 raise ValueError(
                     f"{path} cannot be loaded: {error}; load an older checkpoint"
                 ) from error
-        metadata: Metadata = loaded
-        return metadata
+        return loaded
 
 
 class ValuesPlanner(DefaultLoadPlanner):

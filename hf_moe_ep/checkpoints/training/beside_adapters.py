@@ -1,4 +1,4 @@
-"""Save the tensors of a training state that a framework's file of adapters leaves out.
+"""Save the trained tensors that are missing in the adapter file of the Trainer.
 
 The Trainer saves a model with adapters as PEFT does: the active adapter, without the base model. If
 the user also trains a router or a norm of the base, or a second adapter, a checkpoint of the
@@ -59,7 +59,8 @@ _FILE_BYTES = 1 << 30
 def write_beside(model: nn.Module, folder: Path, saved_elsewhere: Collection[str]) -> None:
     """Save the tensors of `model_state_tensors` except `saved_elsewhere`; every rank calls this.
 
-    Experts must be in hub order. `saved_elsewhere` names tensors of this rank's pipeline stage.
+    Experts must be in hub order. `saved_elsewhere` has the names of the tensors, of this rank's
+    pipeline stage, that another file has.
     """
     state = patched_state(model)
     reshard(model)
@@ -67,12 +68,12 @@ def write_beside(model: nn.Module, folder: Path, saved_elsewhere: Collection[str
 
     def select() -> tuple[StateFile, list[Shards]]:
         named = collect(model, None)
-        left = {name for name in model_state_tensors(model) if name not in saved_elsewhere}
-        in_files = {f"model.{name}" for name in left}
+        missing = {name for name in model_state_tensors(model) if name not in saved_elsewhere}
+        # The keys of `tensors` begin with "model.", those of `scalars` do not (`collect`).
         selected = replace(
             named,
-            tensors={name: x for name, x in named.tensors.items() if name in in_files},
-            scalars={name: x for name, x in named.scalars.items() if name in left},
+            tensors={n: x for n, x in named.tensors.items() if n.removeprefix("model.") in missing},
+            scalars={n: x for n, x in named.scalars.items() if n in missing},
         )
         forms = selected.forms()
         content = StateFile(layout_of(state), tensors=forms, scalars=selected.scalars)

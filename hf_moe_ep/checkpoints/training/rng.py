@@ -77,14 +77,12 @@ def saved_rank_of(saved: dict[str, Any], layout: dict[str, Any], rank: int) -> i
 
 def ranks_per_batch(layout: dict[str, Any]) -> int:
     """Return the number of ranks that share a batch; layouts of older files have no cp_size."""
-    size: int = layout["sp_size"] * layout.get("cp_size", 1)
-    return size
+    return layout["sp_size"] * layout.get("cp_size", 1)
 
 
 def _ranks_per_stage(layout: dict[str, Any]) -> int:
     """Return the number of ranks of a pipeline stage; layouts of older files have no pp_size."""
-    size: int = layout["world_size"] // layout.get("pp_size", 1)
-    return size
+    return layout["world_size"] // layout.get("pp_size", 1)
 
 
 def _to_bytes(state: torch.Tensor) -> bytes:

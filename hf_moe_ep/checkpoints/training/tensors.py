@@ -34,7 +34,7 @@ from hf_moe_ep.checkpoints.training.state_file import (
     OptimizerValue,
     SavedTensor,
 )
-from hf_moe_ep.etp import find_apart, stock_parts, stock_shape
+from hf_moe_ep.etp import apart_dims_by_id, stock_parts, stock_shape
 from hf_moe_ep.lora.computed import pack_conversion, stack_conversion, stacked_factors
 from hf_moe_ep.lora.factors import is_stacked
 from hf_moe_ep.ranks.all_ranks import this_rank, world_size
@@ -145,7 +145,7 @@ def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
     inner = unwrap(model)
     has_adapters = any(wraps_for_adapters(module) for module in inner.modules())
     of_adapters = adapter_parameters(inner)
-    converters, apart = _find_converters(inner), find_apart(inner)
+    converters, apart = _find_converters(inner), apart_dims_by_id(inner)
     quantised = {
         id(tensor)
         for name, matrix, _ in quantised_matrices(inner)
@@ -334,7 +334,7 @@ def parameter_names(
         ValueError: the optimizer has a parameter that is not the model's.
     """
     inner = unwrap(model)
-    converters, apart = _find_converters(inner), find_apart(inner)
+    converters, apart = _find_converters(inner), apart_dims_by_id(inner)
     names = {id(p): _whole_name(inner, name) for name, p in inner.named_parameters()}
     trained = {}
     for index, group in enumerate(optimizer.param_groups):
