@@ -7,7 +7,7 @@ A mixer is a module that mixes the tokens of a sequence without transformers' at
 Every model has one decoder layer, whose mixer is measured in three ways:
 
     stock      the unpatched model computes the whole sequence
-    gathered   sp_size 4, and the mixer gets whole sequences (sequence/gather.py)
+    gathered   sp_size 4, and the mixer gets whole sequences (sequence/mixers.py)
     divided    sp_size 4, and the mixer is divided as in training: its keys are gathered
                (gathering_cache.py), or its heads are split and its halo is sent (recurrences.py);
                lightning attention is not divided

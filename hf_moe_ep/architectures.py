@@ -41,12 +41,7 @@ from hf_moe_ep.model_patches.standard import (
 )
 from hf_moe_ep.mtp_head import MtpHead, find_head
 from hf_moe_ep.plan import ModelPlan, MoEBlock, as_pattern, matches
-from hf_moe_ep.upstream.adapters import (
-    copied_experts_error,
-    parts_of_wrapper,
-    without_adapters,
-    wraps_for_adapters,
-)
+from hf_moe_ep.upstream.adapters import copied_experts_error, without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.experts_interface import is_experts_module
 from hf_moe_ep.upstream.models import (
     input_embedding,
@@ -199,8 +194,7 @@ def find_block(model: nn.Module, given: ModelPlan | None = None) -> MoEBlock | N
     """
     if given is not None:
         return given.block
-    block: MoEBlock | None = differences(_model_type(model)).fields.get("block")
-    return block
+    return differences(_model_type(model)).fields.get("block")
 
 
 def _model_type(model: nn.Module) -> str:
@@ -420,7 +414,8 @@ class _Named:
             name = stock_name(wrapped_name)
             self.outermost.setdefault(name, module)
             if wraps_for_adapters(module):
-                adapters |= {f"{wrapped_name}.{part}" for part in parts_of_wrapper(module)}
+                names = (part for part, _ in module.named_children() if part != "base_layer")
+                adapters |= {f"{wrapped_name}.{part}" for part in names}
             else:
                 self.unadapted.setdefault(name, module)
                 self.stock[name] = module

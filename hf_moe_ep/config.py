@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 _PREFIX = "HF_MOE_EP_"
@@ -370,11 +371,17 @@ def variable_of(name: str) -> str:
     return f"{_PREFIX}{name.upper()}"
 
 
-def settings_from_environment(kind: type[Settings], *, without: Collection[str] = ()) -> Settings:
+def settings_from_environment(
+    kind: type[Settings],
+    *,
+    without: Collection[str] = (),
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> Settings:
     """Build `kind` from the variables of its fields that are set; the others have defaults.
 
     Args:
         without: fields whose variables are not read.
+        given: fields and their values, whose variables are not read either.
 
     Raises:
         ValueError: the value of a variable is invalid.
@@ -382,14 +389,14 @@ def settings_from_environment(kind: type[Settings], *, without: Collection[str] 
     texts = {
         field: os.environ.get(variable_of(field.name), "").strip()
         for field in fields(kind)
-        if field.name not in without
+        if field.name not in without and field.name not in given
     }
     values = {
         field.name: parse_setting(field, text, f"{variable_of(field.name)}=")
         for field, text in texts.items()
         if text
     }
-    return kind(**values)
+    return kind(**values, **given)
 
 
 def parse_setting(field: Field[Any], text: str, name: str) -> Any:
@@ -464,8 +471,9 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
     check_variable_names()
     if config is None:
         # Sizes are read below, with an error that names the variable.
-        config = settings_from_environment(ParallelConfig, without=(*_SIZES, *overrides))
-    config = replace(config, **overrides)
+        config = settings_from_environment(ParallelConfig, without=_SIZES, given=overrides)
+    else:
+        config = replace(config, **overrides)
     if config.dispatcher == "hierarchical" and config.node_size is None:
         config = replace(config, node_size=launched_local_world_size())
     if config.pp_layers:

@@ -11,14 +11,7 @@ from hf_moe_ep.pipeline.schedule import bubble
 from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.mesh import ranks_in_node
 from hf_moe_ep.sequence.ways import Way
-from hf_moe_ep.state import (
-    STATE,
-    Compute,
-    ModelState,
-    MoELayer,
-    find_state,
-    quantised_matrices,
-)
+from hf_moe_ep.state import Compute, ModelState, experts_modules, find_state, quantised_matrices
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
 
@@ -61,11 +54,7 @@ def _header(model: nn.Module, state: ModelState) -> str:
 
 def _experts(model: nn.Module, state: ModelState) -> str:
     """Return the line about the MoE layers: number, names, and the backend of the experts."""
-    layers = {
-        canonical_name(name): layer
-        for name, module in model.named_modules()
-        if isinstance(layer := getattr(module, STATE, None), MoELayer)
-    }
+    layers = {canonical_name(name): layer for name, _, layer in experts_modules(model)}
     names = list(layers)
     if not names:
         return "  experts    none: all layers of this pipeline stage are dense"
@@ -116,12 +105,13 @@ def _layout(state: ModelState) -> str:
             + _asked_stages(state)
         )
     group = "ep" if meshes.etp_size == 1 else "dispatch"
-    local = state.num_experts // meshes.ep_size
-    first = meshes.ep_rank * local
+    own = meshes.local_experts(state.num_experts)
+    were_moved = any(layer.placement is not None for layer in state.moe_layers)
+    what = "slots" if were_moved else "experts"
     return (
         f"  layout     {meshes.world_size} ranks = dp_replicate {config.dp_replicate_size} x "
         f"ep_fsdp {meshes.ep_fsdp_size} x ep {meshes.ep_size}{_etp(state)}; this rank: "
-        f"{_part(state)}experts {first} .. {first + local - 1}, {group} group "
+        f"{_part(state)}{what} {own[0]} .. {own[-1]}, {group} group "
         f"{meshes.dispatch.mesh.tolist()}{_nodes(state)}, sp group "
         f"{meshes.sp.mesh.tolist()}{_cp_group(state)}"
     )
@@ -220,9 +210,9 @@ def _nodes(state: ModelState) -> str:
     return f" (nodes x ranks: {grid}, a token is sent to each node at most once)"
 
 
-# How the ranks of a batch divide mixers, by the mixers' `Split` (sequence/gather.py).
+# How the ranks of a batch divide mixers, by their `MixerSplit` (sequence/mixers.py).
 _DIVISION = {
-    "not": "gathered for {}; the computation and activations of these modules are not divided",
+    "whole": "gathered for {}; the computation and activations of these modules are not divided",
     "queries": "keys gathered for {}; everything, except keys, values and packed rows, is divided",
     "heads": "heads split in {}; everything, except packed rows, is divided",
     "halo": "tokens of the previous rank sent for {}; everything, except packed rows, is divided",
@@ -293,7 +283,8 @@ def _parameters(model: nn.Module) -> str:
         local += local_tensor(parameter).numel() * num_values
     state = find_state(model)
     if state is not None and state.stage is not None:
-        whole = sum(math.prod(tensor.shape) for tensor in state.stage.tensors.values())
+        tensors = state.stage.tensors.values()
+        whole = sum(math.prod(tensor.shape) for tensor in tensors if tensor.is_parameter)
     return f"  parameters {whole:,} in the model, {local:,} on this rank"
 
 

@@ -100,7 +100,7 @@ class Tokens:
         self._messages_TI = messages_TI
 
     @property
-    def wide_dtype(self) -> torch.dtype:
+    def routing_dtype(self) -> torch.dtype:
         """The dtype in which weights and ids are sent: fp32, or wider if rows or weights are wider.
 
         fp32 represents all ids up to 2**24. In bf16, ids above 256 would be rounded.
@@ -119,7 +119,7 @@ class Tokens:
                 self.weights_TK,
                 self.ids_TK,
                 dtype=self.row_dtype,
-                right_dtype=self.wide_dtype,
+                right_dtype=self.routing_dtype,
             )
 
     def take_messages(self) -> Tensor:

@@ -10,7 +10,7 @@ the result, rounds it to the dtype of the rows, and combine adds up the parts. F
                                       and of up
     the same, interleaved             rows F .. 2F-1             Shard(1)
     down_proj    [E, H, F]            columns F/2 .. F-1         Shard(2)
-    bias of gate_up_proj [E, 2F]      as its rows                as its rows
+    bias of gate_up_proj [E, 2F]      as the rows of the weight  as the rows of the weight
     bias of down_proj [E, H]          columns H/2 .. H-1         Shard(1)
     lora_A of gate_up_proj            everything                 Replicate()
     lora_B of gate_up_proj [E, 2F, r] as the rows of the weight  as the rows of the weight
@@ -46,7 +46,7 @@ from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, rows_and_columns_
 from hf_moe_ep.ranks.boxes import Box, local_box, local_tensor
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.ranks.mesh import Meshes
-from hf_moe_ep.state import STATE, Compute, MoELayer, find_state
+from hf_moe_ep.state import STATE, Compute, experts_modules, find_state
 from hf_moe_ep.upstream.adapters import has_adapters, keys_of_adapters, learns_prompts
 from hf_moe_ep.upstream.experts_interface import post_expert_norm
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
@@ -62,33 +62,41 @@ class Cut:
 
     Attributes:
         dim: the dim of the stock tensor that is cut; None if every rank has the whole tensor.
-        apart: True if this dim has the rows of gate and then those of up. The model then holds the
-            tensor with one more dim: (2, F) instead of 2F.
+        is_apart: True if this dim has the rows of gate and then those of up. The model then holds
+            the tensor with one more dim: (2, F) instead of 2F.
     """
 
     dim: int | None
-    apart: bool = False
+    is_apart: bool = False
+
+    @property
+    def apart_dim(self) -> int | None:
+        """The stock dim that the model holds as two dims, (2, F); None if there is none."""
+        return self.dim if self.is_apart else None
 
     @property
     def held_dim(self) -> int | None:
         """The dim of the held tensor that is cut."""
-        return None if self.dim is None else self.dim + self.apart
+        return None if self.dim is None else self.dim + self.is_apart
 
     def take(self, value: Tensor, rank: int, size: int) -> Tensor:
         """Copy the part of a rank from a tensor of stock shape. The part has stock dims, too."""
         if self.dim is None:
             return value
-        if not self.apart:
+        if not self.is_apart:
             return value.chunk(size, self.dim)[rank].clone()
         halves = value.unflatten(self.dim, (2, -1)).chunk(size, self.dim + 1)
         return halves[rank].flatten(self.dim, self.dim + 1)
 
     def hold(self, part: Tensor) -> Tensor:
         """View a part as the model holds it."""
-        return part.unflatten(self.dim, (2, -1)) if self.apart and self.dim is not None else part
+        return part if self.apart_dim is None else part.unflatten(self.apart_dim, (2, -1))
 
     def placements(self, meshes: Meshes) -> list[Any]:
-        """Return the placements on `meshes.expert_axes` of a tensor whose dim 0 counts experts."""
+        """Return the placements on `meshes.expert_axes` of a tensor whose dim 0 counts experts.
+
+        `expert_axes` has several ranks.
+        """
         on_ep = [] if meshes.ep_size == 1 else [Shard(0)]
         if meshes.etp is None:
             return on_ep
@@ -102,10 +110,10 @@ def cut_of_tensor(compute: Compute, name: str, *, quantised: bool = False) -> Cu
     """
     up, down = compute.parameters
     out_dim, in_dim = (2, 1) if compute.transposed and not quantised else (1, 2)
-    apart = compute.formula.gated and not compute.formula.interleaved
+    is_apart = compute.formula.gated and not compute.formula.interleaved
     cuts = {
-        up: Cut(out_dim, apart),
-        up + _BIAS: Cut(1, apart),
+        up: Cut(out_dim, is_apart),
+        up + _BIAS: Cut(1, is_apart),
         down: Cut(in_dim),
         down + _BIAS: Cut(1),
     }
@@ -119,8 +127,8 @@ def cut_of_factor(compute: Compute, parameter: str, *, is_b: bool) -> Cut:
     holds_out = is_b != compute.turns_factors
     if (parameter == up) != holds_out:
         return Cut(None)
-    apart = parameter == up and compute.formula.gated and not compute.formula.interleaved
-    return Cut(1 if is_b else 2, apart)
+    is_apart = parameter == up and compute.formula.gated and not compute.formula.interleaved
+    return Cut(1 if is_b else 2, is_apart)
 
 
 def find_cuts(model: nn.Module) -> dict[nn.Parameter, Cut]:
@@ -129,9 +137,8 @@ def find_cuts(model: nn.Module) -> dict[nn.Parameter, Cut]:
     Quantised matrices are included after sharding, with their scales.
     """
     cuts: dict[nn.Parameter, Cut] = {}
-    for module in model.modules():
-        layer = vars(module).get(STATE)
-        if not isinstance(layer, MoELayer) or layer.compute is None:
+    for _, module, layer in experts_modules(model):
+        if layer.compute is None:
             continue
         for name, parameter in module.named_parameters(recurse=False):
             stem = name.removesuffix(BLOCK_SCALE).removesuffix(NESTED_SCALE)
@@ -145,7 +152,7 @@ def find_cuts(model: nn.Module) -> dict[nn.Parameter, Cut]:
     return cuts
 
 
-def find_apart(model: nn.Module) -> dict[int, int]:
+def apart_dims_by_id(model: nn.Module) -> dict[int, int]:
     """Map id(parameter) to the stock dim that the model holds apart, as (2, F).
 
     The result is empty unless the model is sharded with etp_size > 1.
@@ -153,19 +160,16 @@ def find_apart(model: nn.Module) -> dict[int, int]:
     state = find_state(model)
     if state is None or state.meshes is None or state.meshes.etp is None:
         return {}
-    return {
-        id(parameter): cut.dim
-        for parameter, cut in find_cuts(model).items()
-        if cut.apart and cut.dim is not None
-    }
+    dims = {id(parameter): cut.apart_dim for parameter, cut in find_cuts(model).items()}
+    return {key: dim for key, dim in dims.items() if dim is not None}
 
 
-def names_apart(model: nn.Module) -> dict[str, int]:
-    """Return `find_apart` by the names of the parameters, and by PEFT's keys of adapters.
+def apart_dims_by_name(model: nn.Module) -> dict[str, int]:
+    """Return `apart_dims_by_id` by the names of the parameters, and by PEFT's keys of adapters.
 
     The Trainer saves the active adapter under PEFT's keys, which lack the adapter's name.
     """
-    apart = find_apart(model)
+    apart = apart_dims_by_id(model)
     if not apart:
         return {}
     inner = unwrap(model)
@@ -193,7 +197,7 @@ def in_stock_shape(value: Tensor, apart: int | None) -> Tensor:
 
 def in_stock_shapes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Give whole tensors that are named like the parameters of a model their stock shapes."""
-    apart = find_apart(model)
+    apart = apart_dims_by_id(model)
     result = dict(tensors)
     for name, parameter in model.named_parameters() if apart else ():
         for key in {name, canonical_name(name)} & result.keys():
@@ -287,7 +291,7 @@ def ids_of_parts(slots_TK: Tensor, num_local: int, num_experts: int, etp_size: i
 
         ranks    0            1            2            3
         parts    0 1          2 3          4 5          6 7
-        of       0 1          0 1          2 3          2 3          experts 1 and 2: parts 1 3 4 6
+        experts  0 1          0 1          2 3          2 3          experts 1 and 2: parts 1 3 4 6
 
     The number of experts, which means "no expert", becomes the number of parts.
     """
@@ -353,7 +357,7 @@ def check_cut(experts: nn.Module, compute: Compute, etp_size: int, *, model_type
     kind = type(experts).__name__
     down = experts.down_proj
     assert isinstance(down, Tensor)
-    hidden, ffn = down.shape[:0:-1] if compute.transposed else down.shape[1:]
+    _, hidden, ffn = down.transpose(1, 2).shape if compute.transposed else down.shape
     if ffn % etp_size:
         sizes = ", ".join(str(size) for size in range(1, min(ffn, 64) + 1) if ffn % size == 0)
         raise ValueError(

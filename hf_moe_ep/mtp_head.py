@@ -98,8 +98,7 @@ class SharedProjectionHead(MtpHead):
 
     def join(self, depth: int, embeds_BSH: Tensor, hidden_BSH: Tensor) -> Tensor:
         parts = self.pre_fc_norm_embedding(embeds_BSH), self.pre_fc_norm_hidden(hidden_BSH)
-        joined: Tensor = self.fc(torch.cat(parts, -1))
-        return joined
+        return self.fc(torch.cat(parts, -1))
 
     def finish(self, depth: int, hidden_BSH: Tensor) -> tuple[Tensor, Tensor]:
         normed = self.norm(hidden_BSH)
@@ -145,8 +144,7 @@ class OwnProjectionHead(MtpHead):
 
     def join(self, depth: int, embeds_BSH: Tensor, hidden_BSH: Tensor) -> Tensor:
         own = self._depths[depth]
-        joined: Tensor = own.eh_proj(torch.cat([own.enorm(embeds_BSH), own.hnorm(hidden_BSH)], -1))
-        return joined
+        return own.eh_proj(torch.cat([own.enorm(embeds_BSH), own.hnorm(hidden_BSH)], -1))
 
     def finish(self, depth: int, hidden_BSH: Tensor) -> tuple[Tensor, Tensor]:
         return self._depths[depth].shared_head["norm"](hidden_BSH), hidden_BSH

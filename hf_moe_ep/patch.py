@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -79,14 +79,10 @@ from hf_moe_ep.ranks.all_ranks import rank_of_launch, world_size_of_launch
 from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.routing import bias
 from hf_moe_ep.sequence import attach as sequence
-from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, check_is_model
+from hf_moe_ep.state import STATE, ModelState, Ours, check_is_model, experts_modules
 from hf_moe_ep.upstream.modules import forward_hooks, remove_hooks
 from hf_moe_ep.upstream.requirements import warn_of_versions
-from hf_moe_ep.upstream.sharded_models import (
-    devices_of_parts,
-    is_distributed_by_transformers,
-    is_fsdp1,
-)
+from hf_moe_ep.upstream.sharded_models import devices_of_parts, is_distributed_by_transformers
 from hf_moe_ep.vision import attach as vision
 
 _logger = logging.getLogger("hf_moe_ep")
@@ -311,15 +307,14 @@ def check_unsharded(model: nn.Module) -> None:
     state: ModelState | None = getattr(model, STATE, None)
     if state is not None and state.meshes is not None:
         raise ValueError(f"the model is sharded by hf_moe_ep already; {fix}")
-    parts = [m for m in model.modules() if isinstance(getattr(m, STATE, None), MoELayer)]
-    if any(getattr(part, STATE).model is not state for part in parts):
+    if any(layer.model is not state for _, _, layer in experts_modules(model)):
         raise ValueError(
             f"this {type(model).__name__} is part of a patched model; patch or unpatch the whole "
             f"model"
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(f"FSDP2 shards parts of this model already; {fix}")
-    if is_fsdp1(model):
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ValueError(f"FSDP1 wraps parts of this model; {fix}")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(f"the model has DTensor parameters already; {fix}")

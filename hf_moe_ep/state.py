@@ -38,7 +38,7 @@ the row above.
     moe/forwards.py | function | the forward of a module, if ours replaced Liger's
     compiled/layers.py | layers_are_compiled is_counted | from `compile_layers` on
     compiled/layers.py | blocks_are_traced | if MoE blocks are traced, set at every forward
-    compiled/layers.py | setattr _hf_moe_ep_compiled _hf_moe_ep_layer | of layers and MoE blocks
+    compiled/layers.py | _hf_moe_ep_compiled _hf_moe_ep_layer | of layers and MoE blocks
     compiled/layers.py | is_checked warned | if the graphs of a kind of layer exist, or are too many
     compiled/subclasses.py | __class__ _hf_moe_ep_stock_class | a subclass, until unpatch
     moe/attach.py | may_choose_no_expert in_described_block | of layers and models described by hand
@@ -81,14 +81,15 @@ the row above.
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
     sequence/split.py | documents part | in a slice, and the slice that runs outside of layers
-    sequence/gather.py | part given | the slice of a layer and its arguments, while it runs
-    sequence/gather.py | _gradient_checkpointing_func | of a layer, wrapped while it runs
+    sequence/mixers.py | part given | the slice of a layer and its arguments, while it runs
+    sequence/mixers.py | _gradient_checkpointing_func | of a layer, wrapped while it runs
     sequence/mask_rows.py | part | the slice, during a forward that builds masks
     sequence/mask_rows.py | has_mask_rows | in a slice: if masks have only the rows of this rank
     sequence/latent_cache.py | keys_are_gathered | in a slice: if a cache has gathered latents
     sequence/ulysses.py | keys_are_gathered | the same, until the attention of the layer
-    sequence/gather.py | other_documents separated | calls and masks for packed rows
-    sequence/gather.py | current_split | how the arguments of a mixer are gathered
+    sequence/mixers.py | other_documents | calls of a mixer for packed rows
+    sequence/packed_rows.py | separated | masks for packed rows
+    sequence/mixers.py | current_split | how the arguments of a mixer are gathered
     vision/encoders.py | gathered in_graph | all-gathered encoders, until the decoder begins
     vision/branches.py | _hf_moe_ep_others_see | marks token types if only other ranks have pictures
     moe/chosen_topk.py | ChosenTopK | replaces torch.topk, while a layer is recomputed or replayed
@@ -126,10 +127,10 @@ the row above.
     runner/hook.py | _warn_once propagate name disabled | warnings; the log of `hf-moe-ep run`
     runner/path/sitecustomize.py | exec_module meta_path | installs the hook of `hf-moe-ep run`
     placement/hub_order.py | _watch_new_optimizers | a hook of torch, from balance_experts on
+    integrations/prepare.py | _hf_moe_ep_taken_sizes | of a ParallelismConfig, for later models
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
     integrations/prepare.py | config | of a ModelState, if Accelerate is to compile the model
     upstream/accelerate_and_trainer.py | distributed_type | the same
-    upstream/accelerate_and_trainer.py | data_ptr | of parameters on meta, until sharding
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ops/self_check.py | check_both_sizes check_once warn_once | results of checks of the kernels
     ops/autograd.py | _zero | the element of placeholder gradients, by dtype and device
@@ -165,9 +166,11 @@ the row above.
     integrations/accelerate_states.py | step | an Accelerator's, set to that of rank 0 by load_state
     -- replaced during one call --
     runner/hook.py | _is_building | true while transformers builds a model
-    upstream/loading.py | _load_pretrained_model | transformers', until a model's weights are read
-    integrations/prepare.py | auto_wrap_policy | the user's, while Accelerate prepares
+    upstream/loading.py | _load_pretrained_model force_cpu | transformers', until a model is read
+    integrations/prepare.py | auto_wrap_policy activation_checkpointing | of the user's FSDP plugin,
+        while Accelerate prepares
     integrations/prepare.py | backend | of Accelerate's compilation, the same
+    upstream/accelerate_and_trainer.py | data_ptr | of parameters without memory, the same
     upstream/captured_outputs.py | compiling global_var | transformers' collector, in a layer
     integrations/accelerate_states.py | automatic_checkpoint_naming | Accelerate's, while it saves
     integrations/trackers.py | trackers | Accelerate's, one at a time while it logs
@@ -316,7 +319,7 @@ class ModelState:
     # True if sharding has put the experts into the FSDP2 units of their layers.
     experts_in_layer_units: bool = False
     # If ranks share a batch: the (pattern of the names, class) of the mixers, by how these ranks
-    # divide them (`Split` in sequence/gather.py).
+    # divide them (`MixerSplit` in sequence/mixers.py).
     mixers: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     # With cp_size > 1: (True if tokens are in zigzag order, the ways in which attention gets keys
     # and values of other ranks: sequence/ways.py).
@@ -661,11 +664,18 @@ def find_state(model: nn.Module) -> ModelState | None:
     return None
 
 
+def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, MoELayer]]:
+    """Yield (name, module, state) of every experts module of a patched model, without wrappers."""
+    for name, module in model.named_modules():
+        layer = vars(module).get(STATE)
+        if isinstance(layer, MoELayer):
+            yield name, module, layer
+
+
 def quantised_matrices(model: nn.Module) -> Iterator[tuple[str, Quantised, Quantisation]]:
     """Yield (name, tensors, format) of the quantised stacked matrices of a sharded model."""
-    for path, module in model.named_modules():
-        layer = vars(module).get(STATE)
-        compute = layer.compute if isinstance(layer, MoELayer) else None
+    for path, module, layer in experts_modules(model):
+        compute = layer.compute
         if compute is None or compute.quantisation is None:
             continue
         for name in compute.parameters:

@@ -1,6 +1,7 @@
 """`ParallelConfig` refuses wrong values, and environment variables fill sizes that are None."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -251,3 +252,21 @@ def test_layers_of_stages_from_a_list_and_from_a_variable(monkeypatch: pytest.Mo
     monkeypatch.setenv("HF_MOE_EP_PP_LAYERS", "2,x")
     with pytest.raises(ValueError, match=r"PP_LAYERS=2,x is no whole number; try .*13,11"):
         settings_from_environment(ParallelConfig)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "given"),
+    [
+        ("node_size", "8", {"dispatcher": "hierarchical"}),
+        ("experts_double_quant", "true", {"experts_dtype": "nf4"}),
+        ("mtp_from_scratch", "true", {"mtp_layers": 1}),
+    ],
+)
+def test_a_variable_is_checked_together_with_the_call(
+    name: str, text: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each variable needs the setting that the call passes."""
+    monkeypatch.setenv(f"HF_MOE_EP_{name.upper()}", text)
+    config = resolve_config(None, given)
+    assert getattr(config, name) in (8, True)
+    assert all(getattr(config, field) == value for field, value in given.items())

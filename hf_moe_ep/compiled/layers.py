@@ -143,7 +143,7 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
             forward = inner_forward(type(module))
             compiled = torch.compile(forward, **options)
             kinds[key] = _Kind(compiled, forward, options.get("recompile_limit"))
-        setattr(module, COMPILED, partial(_call_compiled, kinds[key], state, name))
+        state.replace(module, COMPILED, partial(_call_compiled, kinds[key], state, name))
     if not state.layers_are_compiled:
         _leave_out_mixers(root)
         override_forward((layers | towers | shared).values(), _run_layer)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_moe_ep.config import suggestion
-from hf_moe_ep.upstream.compiler import compile_arguments, compile_backends
+from hf_moe_ep.upstream.compiler import compile_arguments
 
 # A kind of layer needs other graphs without gradients, without a mask, for a batch of one row, and
 # for an input without a gradient (the first layer under LoRA). By default torch.compile gives
@@ -38,9 +38,10 @@ def check_compile_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
             f"{', '.join(allowed)}"
         )
     backend = kwargs.get("backend") or "inductor"
-    if isinstance(backend, str) and backend not in compile_backends():
+    backends = torch.compiler.list_backends(exclude_tags=())  # also those for debugging
+    if isinstance(backend, str) and backend not in backends:
         raise ValueError(
-            f"torch.compile has no backend {backend!r}{suggestion(backend, compile_backends())}; "
+            f"torch.compile has no backend {backend!r}{suggestion(backend, backends)}; "
             f"try {', '.join(torch.compiler.list_backends())}"
         )
     if kwargs.get("fullgraph"):

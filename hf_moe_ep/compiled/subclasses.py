@@ -3,10 +3,11 @@
     override_forward([layer], run)     layer(x) now calls run(stock, layer, x), where
                                        stock(layer, x) is the forward that the layer had before
 
-A forward that is set on the instance would not do. transformers checkpoints a layer in the forward
-of its class, which an instance's forward replaces; a subclass gets a checkpointed forward like any
-other class. And torch.compile would recompile a layer for each such instance, because it compares
-the identity of functions that it finds on instances, while all layers of a class share a subclass.
+A forward that is set on the instance would not do, for two reasons. Transformers 5.24 checkpoints a
+layer in a wrapper around the forward of its class (5.19 does so in `__call__`). A forward on the
+instance would bypass this wrapper, but the forward of a subclass gets a wrapper of its own. And
+torch.compile compares the identity of functions that it finds on instances, so it would recompile
+a layer for each instance. All layers of a class share one subclass.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from hf_moe_ep.moe.shared_experts import SharedExperts
-from hf_moe_ep.upstream.compiler import is_decorator_of_layers
+from hf_moe_ep.upstream.compiler import is_wrapper_of_layers
 
 # The attribute of our subclasses that holds the class of stock.
 _STOCK_CLASS = "_hf_moe_ep_stock_class"
@@ -56,13 +57,13 @@ def restore_classes(model: nn.Module) -> None:
 
 
 def inner_forward(kind: type) -> Callable[..., Any]:
-    """Return the forward of a class, inside of our own and transformers' decorators of layers.
+    """Return the forward of a class without our own and transformers' decorators of layers.
 
-    A new code object is returned each time, because torch.compile counts the recompilations of a
-    code object: two kinds of layers may share the forward of their class.
+    Each call returns a function with a new code object, because torch.compile counts recompilations
+    per code object, and two kinds of layers may share the forward of their class.
     """
     function: Any = next(vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
-    while _is_ours(function) or is_decorator_of_layers(function):
+    while _is_ours(function) or is_wrapper_of_layers(function):
         function = function.__wrapped__
     assert isinstance(function, FunctionType)
     copy = FunctionType(

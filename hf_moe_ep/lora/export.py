@@ -148,8 +148,7 @@ def _open_adapter(source: Path, file: Any) -> AdapterFile:
         )
 
     def read(name: str) -> Tensor:
-        tensor: Tensor = file.get_tensor(prefix + name)
-        return tensor
+        return file.get_tensor(prefix + name)
 
     return AdapterFile(config, shapes, read, prefix, file.metadata() or {})
 

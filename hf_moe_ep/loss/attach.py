@@ -7,11 +7,13 @@ A forward of a causal LM with labels calls its head and then its loss function. 
     loss function    gets these hidden states as its logits, and computes head and loss in chunks
     outputs.logits   None
 
-The head is still called as a module: FSDP2 gathers its parameters before the call, and gathers
-them again in backward when the gradient of the hidden states arrives. The unit of the head is not
-resharded after its forward, so the loss function can use the parameters. The code of the model's
-forward is read first (`upstream/causal_loss.py`): if it uses the logits for anything else, or if
-the model has another loss function, the forward runs as in stock.
+The head is still called as a module, so FSDP2 gathers the parameters of the head before the call,
+and registers its pre-backward hook on the hidden states that the head returns. The unit of the head
+is not resharded after its forward, so the loss function can use the parameters. If another forward
+reshards the unit before backward (`sharding/gathered.py`), the hook gathers the parameters again.
+
+The code of the model's forward is read first (`upstream/causal_loss.py`): if it uses the logits for
+anything else, or if the model has another loss function, the forward runs as in stock.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ def check(parts: Parts, state: ModelState) -> None:
 def attach(parts: Parts, state: ModelState) -> None:
     """Register the hooks on the causal LM, if its loss can be computed in chunks.
 
-    With fused_loss="auto" (neither True nor False) each forward decides if nobody reads its logits.
+    With fused_loss="auto" and with True, the pre-forward hook decides for each forward whether its
+    loss is computed in chunks (`BeginFusedLoss._nobody_reads_logits`).
     """
     if state.config.fused_loss is False or parts.causal_lm is None:
         return
@@ -110,7 +113,7 @@ def has_causal_loss(model: Any) -> bool:
 
 
 def _stock_of_split(loss: Any) -> Any:
-    """Return the function that the loss of slices or of packed documents calls, or None."""
+    """Return `stock` of a loss `partial(split_loss, stock)` (sequence/attach.py), or None."""
     is_split = isinstance(loss, partial) and len(loss.args) == 1
     return loss.args[0] if is_split else None
 
@@ -118,7 +121,8 @@ def _stock_of_split(loss: Any) -> Any:
 class BeginFusedLoss(Ours):
     """Pre-forward hook of the causal LM: decides if the loss of this forward is fused.
 
-    A deep copy of a model has a copy of the forward that runs, with copies of its functions.
+    If a model is deep-copied after Ctrl-C has ended a forward, the hook and the functions that it
+    has set are copied as well, so the hook of the copy restores the functions of the copy.
     """
 
     def __init__(self, state: ModelState) -> None:

@@ -65,8 +65,7 @@ class HeadLoss:
         """Return the sum of the losses of all tokens, divided by `divisor`."""
         inputs = (hidden_TH, *self.parameters)
         if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-            loss: Tensor = _ChunkedLoss.apply(self, *inputs)
-            return loss
+            return _ChunkedLoss.apply(self, *inputs)
         return self.run_chunks(hidden_TH, (), None)[0]
 
     def run_chunks(

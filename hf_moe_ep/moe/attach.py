@@ -35,7 +35,6 @@ from hf_moe_ep.ops.quantised import Quantisation, check_available
 from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer
 from hf_moe_ep.upstream.experts_interface import (
     EXPERTS_IMPLEMENTATION,
-    models_with_experts_implementation,
     own_experts_config,
     refuse_experts_implementation,
     register_experts_forward,
@@ -72,9 +71,10 @@ def attach(parts: Parts, state: ModelState) -> None:
     for module, layer in zip(experts, state.moe_layers, strict=True):
         state.replace(module, "config", config_copy)
         setattr(module, STATE, layer)
-    for model in models_with_experts_implementation(parts.root):
-        refuse = partial(refuse_experts_implementation, model)
-        state.replace(model, "set_experts_implementation", refuse)
+    for model in parts.root.modules():
+        if hasattr(type(model), "set_experts_implementation"):
+            refuse = partial(refuse_experts_implementation, model)
+            state.replace(model, "set_experts_implementation", refuse)
     record_forwards(parts, state)
     parts.root.register_forward_pre_hook(KeepForwards(state))
     parts.root.register_forward_pre_hook(ForwardGuard(state))

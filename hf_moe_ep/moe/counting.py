@@ -153,7 +153,7 @@ def _add_counts(layer: MoELayer, expert_ids_TK: Tensor, pairs_E: Tensor | None) 
     # The dispatcher also counts padding tokens that it sends.
     if pairs_E is not None and state.counted_tokens is None:
         if state.meshes is not None and state.meshes.etp_size > 1:
-            num_local = state.num_experts // state.meshes.ep_size
+            num_local = len(state.meshes.local_experts(state.num_experts))
             pairs_E = count_whole(pairs_E, num_local, state.meshes.etp_size)
         # The dispatcher knows experts by their slots.
         counts[layer.index] += (

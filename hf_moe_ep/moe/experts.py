@@ -197,7 +197,7 @@ def local_weights(
     if compute.transposed and not quantised:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     matrix_dtype = (dtype if must_cast else whole_dtype) or up.dtype
-    if not quantised and up.dtype != matrix_dtype:
+    if not quantised and any(matrix.dtype != matrix_dtype for matrix in (up, down)):
         options["masters"] = Masters(matrix_dtype)
     if layer is not None:
         local_experts = slice(first_expert, first_expert + len(up))
@@ -331,7 +331,7 @@ def _why_not_triton(
         return "its gate is clamped after the activation"
     down = module.down_proj
     assert isinstance(down, Tensor)
-    ffn, hidden = down.shape[1:] if flags.is_transposed else (down.shape[2], down.shape[1])
+    _, hidden, ffn = down.transpose(1, 2).shape if flags.is_transposed else down.shape
     ffn //= etp_size
     if hidden % ALIGNMENT or ffn % ALIGNMENT:
         return f"sizes {hidden} and {ffn} are not both multiples of {ALIGNMENT}"

@@ -33,7 +33,6 @@ from hf_moe_ep.upstream.replaced_forwards import (
     belongs_to_liger,
     class_with_forward,
     forward_functions,
-    forward_of_class,
     is_computed_by_liger,
     liger_kernels_are_loaded,
     qualified_name,
@@ -58,8 +57,8 @@ def _expected_forward(module: nn.Module) -> Callable[..., Any]:
     """
     for experts in module.children():
         if isinstance(experts, StackedExperts) and "forward" in vars(module):
-            return experts.description.forward or forward_of_class(module)
-    return forward_of_class(module)
+            return experts.description.forward or type(module).forward
+    return type(module).forward
 
 
 def record_forwards(parts: Parts, state: ModelState) -> None:

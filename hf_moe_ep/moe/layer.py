@@ -18,8 +18,8 @@ The tokens of a layer are exchanged in `dispatch_chunks` chunks: one chunk is se
 compute the previous chunk. Shared experts are computed while the last results are sent back
 (`shared_experts.py`).
 
-This legend of shapes holds for the whole package. Its letters are suffixes of names: `x_TH` has the
-shape [T, H].
+This legend of shapes holds for the whole package, but in `sequence/` C counts channels, and V
+values of a state. Its letters are suffixes of names: `x_TH` has the shape [T, H].
 
     B  batch                            S  sequence
     T  tokens of this rank              H  hidden
@@ -38,7 +38,7 @@ shape [T, H].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -57,7 +57,7 @@ from hf_moe_ep.moe.recompute import CheckpointWatch, Frame
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.permute import count_pairs
-from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
+from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 
 
@@ -136,8 +136,7 @@ def _count_on_host(expert_ids_TK: Tensor, layer: MoELayer) -> list[int]:
     An id that is the number of experts means "no expert" and is not counted.
     """
     num_experts = layer.model.num_experts
-    counts: list[int] = count_pairs(expert_ids_TK, num_experts + 1)[:num_experts].tolist()
-    return counts
+    return count_pairs(expert_ids_TK, num_experts + 1)[:num_experts].tolist()
 
 
 @torch.compiler.disable
@@ -161,7 +160,7 @@ def _ep_forward(
         if state.dispatcher.leaves_out_padding:
             slots_TK = leave_out_padding(state, slots_TK)
         if meshes.etp_size > 1:
-            num_local = state.num_experts // meshes.ep_size
+            num_local = len(meshes.local_experts(state.num_experts))
             slots_TK = ids_of_parts(slots_TK, num_local, state.num_experts, meshes.etp_size)
             weights_TK = weights_of_parts(weights_TK, meshes.etp_size, x_TH.dtype)
         tokens = Tokens(x_TH, weights_TK, slots_TK)
@@ -172,28 +171,52 @@ def _ep_forward(
         exchanges = _finish_plan(layer, planning, expert_ids_TK)
         if planning is not None:
             _choose_chunks(experts, layer, tokens)
-    first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
+    return compute_and_combine(
+        experts,
+        layer.compute,
+        exchanges,
+        tokens,
+        first_expert=meshes.local_experts(state.num_experts).start,
+        grad_scale=1.0 / layer.grad_divisor,
+        meanwhile=None if layer.shared is None else layer.shared.run,
+    )
+
+
+def compute_and_combine(
+    experts: nn.Module,
+    compute: Compute,
+    exchanges: Sequence[Exchange],
+    tokens: Tokens,
+    *,
+    first_expert: int,
+    grad_scale: float,
+    meanwhile: Callable[[], object] | None = None,
+) -> Tensor:
+    """Send the tokens, compute this rank's experts on the received rows, and combine the results.
+
+    `meanwhile` is called while the last results are sent back.
+    """
     weights: ExpertWeights | None = None
     with OverlappedChunks() as chunks:
         for chunk in chunks.overlapped(exchanges, tokens):
             # The autograd nodes of the weights are created before `finish`. Backward therefore runs
             # them while the rows' gradients are transferred.
-            weights = weights or local_weights(experts, layer.compute, x_TH, first_expert)
+            weights = weights or local_weights(experts, compute, tokens.x_TH, first_expert)
             weights = postpone_grads(weights)
             rows_RH, weights_RK, expert_ids_RK = chunk.finish()
             out_RH = run_experts(
                 experts,
-                layer.compute,
+                compute,
                 rows_RH,
                 expert_ids_RK,
                 weights_RK,
                 counts_L=chunk.counts_L,
-                grad_scale=1.0 / layer.grad_divisor,
+                grad_scale=grad_scale,
                 weights=weights,
             )
             chunks.send(chunk, out_RH)
-        if layer.shared is not None:
-            layer.shared.run()
+        if meanwhile is not None:
+            meanwhile()
     if weights is not None and weights.masters is not None:
         weights.masters.forget()
     return chunks.finish()

@@ -290,7 +290,7 @@ def unwatch_checkpoints(model: nn.Module) -> None:
 def _is_ours(function: Any) -> bool:
     """Return True if `CheckpointWatch` has wrapped a function.
 
-    After Ctrl-C, a wrapper of `sequence/gather.py` may be left around ours.
+    After Ctrl-C, a wrapper of `sequence/mixers.py` may be left around ours.
     """
     if not isinstance(function, partial):
         return False

@@ -29,6 +29,7 @@ from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.code import takes_one_argument
 from hf_moe_ep.upstream.dispatch_modes import replace_in, storage_id, without_memory
 from hf_moe_ep.upstream.module_names import stock_name
+from hf_moe_ep.upstream.replaced_forwards import forward_functions
 from hf_moe_ep.upstream.sharded_models import times_written
 
 # The names of shared experts in transformers begin like this: shared_expert, shared_experts.
@@ -40,8 +41,7 @@ class Deferred(Tensor):
 
     @staticmethod
     def __new__(cls, compute: Callable[[], Tensor]) -> Deferred:
-        deferred: Deferred = without_memory(cls)
-        return deferred
+        return without_memory(cls)
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         super().__init__()
@@ -74,6 +74,8 @@ class SharedExperts:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        # The function with which another library, such as Liger, has replaced the forward.
+        self._replaced = getattr(vars(module).get("forward"), "__func__", None)
         # The input of the block whose routed experts have not run yet.
         self._input: Tensor | None = None
         self._deferred: Deferred | None = None
@@ -84,6 +86,15 @@ class SharedExperts:
     def num_values(self) -> int:
         """The number of values in all parameters."""
         return sum(parameter.numel() for parameter in self._module.parameters())
+
+    def is_called_by(self, block: nn.Module) -> bool:
+        """Return True if the block calls `forward` of this object.
+
+        Liger may set its own forward on shared experts, and PEFT's `modules_to_save` trains a copy
+        of them.
+        """
+        is_child = any(child is self._module for child in block.children())
+        return is_child and SharedExperts.forward in forward_functions(self._module)
 
     def begin(self, block_input: Tensor | None) -> None:
         """Begin a forward of the block. With None, shared experts run where stock runs them.
@@ -132,8 +143,9 @@ class SharedExperts:
         return self._run(x)
 
     def _run(self, *args: Any, **kwargs: Any) -> Tensor:
-        out: Tensor = type(self._module).forward(self._module, *args, **kwargs)
-        return out
+        # `compile_layers` changes the class after `__init__`.
+        forward = self._replaced or type(self._module).forward
+        return forward(self._module, *args, **kwargs)
 
 
 class BeginBlock(Ours):
@@ -146,7 +158,19 @@ class BeginBlock(Ours):
         if torch.compiler.is_compiling():
             return
         x = args[0] if args else kwargs.get("hidden_states")
-        self._shared.begin(x if isinstance(x, Tensor) else None)
+        takes_part = isinstance(x, Tensor) and self._shared.is_called_by(block)
+        self._shared.begin(x if takes_part else None)
+
+
+class EndBlock(Ours):
+    """Forward hook of a MoE block, also after an error: keeps no tensor of the forward."""
+
+    def __init__(self, shared: SharedExperts) -> None:
+        self._shared = shared
+
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._shared.begin(None)
 
 
 def attach_shared_experts(root: nn.Module, state: ModelState) -> None:
@@ -166,6 +190,7 @@ def attach_shared_experts(root: nn.Module, state: ModelState) -> None:
                 layer.shared = SharedExperts(shared)
                 state.replace(shared, "forward", layer.shared.forward)
                 modules[block].register_forward_pre_hook(BeginBlock(layer.shared), with_kwargs=True)
+                modules[block].register_forward_hook(EndBlock(layer.shared), always_call=True)
 
 
 def _find_shared(modules: dict[str, nn.Module], block: str, plan: ModelPlan) -> nn.Module | None:

@@ -119,8 +119,7 @@ class StackedExperts(nn.Module):
 
     @property
     def block(self) -> nn.Module:
-        block: nn.Module = self.__dict__["_block"][0]
-        return block
+        return self.__dict__["_block"][0]
 
     def _apply_gate(self, pre_AG: Tensor) -> Tensor:
         gate_AF, up_AF = pre_AG.chunk(2, dim=-1)

@@ -37,7 +37,7 @@ from hf_moe_ep.mtp.build import check_no_adapters, find_template, set_layers_in_
 from hf_moe_ep.mtp_head import MtpHead
 from hf_moe_ep.ranks.all_ranks import PATIENCE_OF_RANK_0, check_everyone_calls
 from hf_moe_ep.ranks.collectives import sum_over_ranks
-from hf_moe_ep.sequence.gather import text_positions
+from hf_moe_ep.sequence.packed_rows import text_positions
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours, patched_state
 from hf_moe_ep.upstream.models import (

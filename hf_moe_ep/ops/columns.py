@@ -74,8 +74,8 @@ def split_columns(
     ratio = _ratio(joined_XI, dtype)
     start, width = _find_columns(hidden, num_right, ratio)
     assert joined_XI.shape[1] == width, f"{joined_XI.shape[1]} columns instead of {width}"
-    right_XP = joined_XI[:, start : start + num_right * ratio].view(dtype)
-    return joined_XI[:, :hidden], right_XP
+    right_XX = joined_XI[:, start : start + num_right * ratio].view(dtype)
+    return joined_XI[:, :hidden], right_XX
 
 
 def _ratio(left: Tensor, right_dtype: torch.dtype) -> int:

@@ -94,11 +94,15 @@ def expert_mlp(
         trained=tuple(trained) if has_backward else (),
     )
     arguments = (rows_RH, weights_RK, *tensors, expert_ids_RK, counts_L, *settings.arguments())
-    if experts.postponed is None:
+    postponed = experts.postponed
+    if postponed is None and experts.masters is not None and has_backward:
+        # Frozen experts: backward shall save the masters, and not their copies.
+        postponed = PostponedGrads()
+    if postponed is None:
         arguments = _cast_masters(arguments, experts.masters)
         out_RH, *_ = torch.ops.hf_moe_ep.expert_mlp(*arguments)
     else:
-        out_RH, *_ = _PostponingExpertMLP.apply(experts.postponed, experts.masters, *arguments)
+        out_RH, *_ = _PostponingExpertMLP.apply(postponed, experts.masters, *arguments)
     return out_RH
 
 
@@ -205,9 +209,13 @@ class _PostponingExpertMLP(torch.autograd.Function):
         needs = ctx.needs_input_grad[2 : 2 + len(INPUT_NAMES)]
         saved = ctx.saved_tensors
         with hidden_from_function_modes():
-            grads, ctx.postponed.finish = run_backward(
+            grads, finish = run_backward(
                 grad_RH, _cast_masters(saved, ctx.masters), needs, ctx.settings, postpone=True
             )
+        if any(needs[2:]):
+            ctx.postponed.finish = finish
+        elif ctx.masters is not None:  # frozen experts, which have no `_Postpone`
+            ctx.masters.forget()
         # `_Postpone` gets placeholders, because `finish` computes the gradients.
         placeholders = [
             placeholder_grad(tensor, tensor.shape) if need else None

@@ -13,8 +13,8 @@ expert here"):
     expert_ids_RK = [[1, 0], [0, 2]]   pairs are numbered row by row: 0 1 2 3
     pair_A   = [1, 2, 0]               pairs sorted by expert: expert 0 has pairs 1, 2
     offsets  = [0, 2, 3]               expert e has positions offsets[e] .. offsets[e + 1] - 1
-    slots_RK = [[2, 0], [1, 3]]        the position of each pair in pair_A. A = 3 pairs have an
-                                       expert; the slot 3 means that the pair has no position
+    position_RK = [[2, 0], [1, 3]]     the position of each pair in pair_A. A = 3 pairs have an
+                                       expert; 3 means that the pair has no position
 
 `moe/layer.py` has the legend of the shape letters, which are suffixes of names.
 """
@@ -183,7 +183,7 @@ class Routing:
     """
 
     pair_A: Tensor
-    slots_RK: Tensor
+    position_RK: Tensor
     offsets: Tensor
     tiles: Tensor
     row_A: Tensor

@@ -191,7 +191,7 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
         routing = _routing_like_triton(routing, experts.up.shape[0], rows)
     routing_tensors = (
         routing.pair_A,
-        routing.slots_RK,
+        routing.position_RK,
         routing.offsets,
         routing.tiles,
         routing.row_A,
@@ -210,7 +210,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     up = experts.up
     num_pairs = expert_ids.numel() if counts_L is None else sum(counts_L)
     pre_shape = (num_pairs, up.shape[1]) if settings.keep_pre else (0,)
-    slots = expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
+    position = expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
     implementation = torch_mlp if settings.backend == "torch" else _import_triton_mlp()
     shapes = implementation.routing_shapes(num_pairs, up.shape[0], rows)
     device = "cpu" if settings.backend == "torch" else rows.device
@@ -220,7 +220,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
         for shape, device in zip(shapes, devices, strict=True)
     )
     out = rows.new_empty(rows.shape)
-    return out, rows.new_empty(pre_shape), pair, slots, offsets, tiles, row
+    return out, rows.new_empty(pre_shape), pair, position, offsets, tiles, row
 
 
 def _backward(

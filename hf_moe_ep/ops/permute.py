@@ -1,11 +1,11 @@
 """`add_rows` sums, for each token, the rows that are copies of the token.
 
-Row n is a copy of the token `token_of_row_N[n]`. `invert` computes the inverse, `slots_TJ`: the
+Row n is a copy of the token `token_of_row_N[n]`. `invert` computes the inverse, `row_TJ`: the
 numbers of each token's rows, padded with N ("no row"). In this example there is one copy of token 0
 and there are two copies of token 1:
 
-    token_of_row_N = [1, 0, 1]        slots_TJ = [[1, 3],
-                                                  [0, 2]]
+    token_of_row_N = [1, 0, 1]        row_TJ = [[1, 3],
+                                                [0, 2]]
 
     add_rows(r) = [r1, r0 + r2]
 
@@ -23,23 +23,23 @@ from hf_moe_ep.ops.devices import on_its_device
 
 
 def add_rows(
-    rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor, dtype: torch.dtype | None = None
+    rows_NH: Tensor, token_of_row_N: Tensor, row_TJ: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return out_TH, where `out_TH[t]` is the sum of the copies of token t. Not differentiable.
 
     Sums are rounded to `dtype`, or to the dtype of the rows.
     """
     dtype = dtype or rows_NH.dtype
-    num_tokens, hidden = slots_TJ.shape[0], rows_NH.shape[1]
+    num_tokens, hidden = row_TJ.shape[0], rows_NH.shape[1]
     if rows_NH.is_cuda and torch.float64 not in (dtype, rows_NH.dtype) and num_tokens > 0:
         # The kernel is imported on demand, because not every machine has Triton.
         from hf_moe_ep.ops.kernels.reduce import combine
         from hf_moe_ep.ops.sum_check import self_check_sums
 
-        self_check_sums(rows_NH, slots_TJ.shape[1], dtype)
+        self_check_sums(rows_NH, row_TJ.shape[1], dtype)
         if rows_NH.stride(1) != 1:
             rows_NH = rows_NH.contiguous()
-        return on_its_device(combine)(rows_NH, slots_TJ.contiguous(), None, dtype)
+        return on_its_device(combine)(rows_NH, row_TJ.contiguous(), None, dtype)
     wide_dtype = torch.promote_types(torch.promote_types(rows_NH.dtype, dtype), torch.float32)
     out_TH = rows_NH.new_zeros(num_tokens, hidden, dtype=wide_dtype)
     if not rows_NH.is_cuda:
@@ -47,17 +47,17 @@ def add_rows(
         out_TH.index_add_(0, token_of_row_N, rows_NH.to(wide_dtype))
         return out_TH.to(dtype)
     padded_NH = torch.cat([rows_NH.to(wide_dtype), out_TH.new_zeros(1, hidden)])
-    for slot_T in slots_TJ.unbind(1):
-        out_TH += padded_NH.index_select(0, slot_T)
+    for row_T in row_TJ.unbind(1):
+        out_TH += padded_NH.index_select(0, row_T)
     return out_TH.to(dtype)
 
 
-def invert(token_of_row_N: Tensor, slot_of_row_N: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return slots_TJ, with n at `[token_of_row_N[n], slot_of_row_N[n]]` and N everywhere else."""
+def invert(token_of_row_N: Tensor, column_of_row_N: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return row_TJ, with n at `[token_of_row_N[n], column_of_row_N[n]]` and N everywhere else."""
     num_rows = token_of_row_N.numel()
-    slots_TJ = token_of_row_N.new_full(shape, num_rows)
-    slots_TJ[token_of_row_N, slot_of_row_N] = torch.arange(num_rows, device=slots_TJ.device)
-    return slots_TJ
+    row_TJ = token_of_row_N.new_full(shape, num_rows)
+    row_TJ[token_of_row_N, column_of_row_N] = torch.arange(num_rows, device=row_TJ.device)
+    return row_TJ
 
 
 def count_pairs(expert_ids_TK: Tensor, num_experts: int) -> Tensor:

@@ -276,20 +276,40 @@ def encode_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
     Blocks at an edge may be smaller. A scale is the largest magnitude of its block divided by 448,
     the largest value of E4M3; 1 for a block of zeros. The formula is that of transformers'
-    Fp8Quantize (integrations/finegrained_fp8.py), which multiplies by the inverse scale.
+    Fp8Quantize (integrations/finegrained_fp8.py), which multiplies by the inverse scale. A few rows
+    of blocks are encoded at a time.
     """
     *outer, rows, columns = weight.shape
     height, width = _BLOCKS["fp8"]
+    shape_of_scales = -(-rows // height), -(-columns // width)
+    values = torch.empty(weight.shape, dtype=_FP8, device=weight.device)
+    scales = torch.empty(*outer, *shape_of_scales, dtype=torch.float32, device=weight.device)
+    if weight.is_meta:
+        return values, scales
+    step = max(1, _VALUES_AT_A_TIME // max(1, columns * height))  # rows of blocks
+    matrices = (values.view(-1, rows, columns), scales.view(-1, *shape_of_scales))
+    for matrix, its_values, its_scales in zip(
+        weight.reshape(-1, rows, columns), *matrices, strict=True
+    ):
+        for start in range(0, shape_of_scales[0], step):
+            part = slice(start * height, (start + step) * height)
+            its_values[part], its_scales[start : start + step] = _encode_rows(matrix[part])
+    return values, scales
+
+
+def _encode_rows(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode rows of a matrix, which begin at a block: return E4M3 values and scales."""
+    rows, columns = weight_OI.shape
+    height, width = _BLOCKS["fp8"]
     limit, missing = torch.finfo(_FP8).max, (-rows % height, -columns % width)
-    padded = weight.to(torch.float32)
+    padded = weight_OI.to(torch.float32)
     if any(missing):
         padded = pad(padded, (0, missing[1], 0, missing[0]))
-    blocks = padded.reshape(*outer, -(-rows // height), height, -(-columns // width), width)
-    largest = blocks.abs().amax((-3, -1))
+    blocks = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)
+    largest = blocks.abs().amax((1, 3))
     inverse = torch.where(largest > 0, limit / largest, 1.0)
-    scaled = (blocks * inverse[..., :, None, :, None]).clamp(-limit, limit)
-    values = scaled.view(padded.shape)[..., :rows, :columns].to(_FP8).contiguous()
-    return values, 1.0 / inverse
+    scaled = (blocks * inverse[:, None, :, None]).clamp(-limit, limit)
+    return scaled.view(padded.shape)[:rows, :columns].to(_FP8), 1.0 / inverse
 
 
 def _dequantise_fp8(matrix: Quantised, dtype: torch.dtype) -> Tensor:

@@ -48,7 +48,7 @@ from hf_moe_ep.ops.sum_check import (
     check_close,
     compare_token_sums,
     device_name,
-    draw_rows_and_slots,
+    draw_rows_and_positions,
 )
 
 # Errors of Triton, its compilers and ptxas for a kernel that cannot be built or does not fit.
@@ -298,7 +298,7 @@ def _compare_routing(kind: Kind) -> Iterator[Comparison]:
     ]
     tiles += [(-1, 0)] * (len(actual.tiles) - len(tiles))
     yield "pairs by expert", actual.pair_A, expected.pair_A
-    yield "positions of pairs", actual.slots_RK, expected.slots_RK
+    yield "positions of pairs", actual.position_RK, expected.position_RK
     yield "pairs of each expert", actual.offsets, expected.offsets.to(kind.device)
     yield "tiles", actual.tiles, torch.tensor(tiles, device=kind.device)
 
@@ -306,10 +306,10 @@ def _compare_routing(kind: Kind) -> Iterator[Comparison]:
 def _compare_sums(kind: Kind) -> Iterator[Comparison]:
     """Yield the sums of expert outputs of a few rows on both paths, weighted and unweighted."""
     sum_kind = TokenSumKind(kind.device, kind.dtype, kind.top_k, kind.hidden)
-    rows_AH, slots_RK, y_RKH = draw_rows_and_slots(sum_kind)
+    rows_AH, position_RK, y_RKH = draw_rows_and_positions(sum_kind)
     generator = torch.Generator(kind.device).manual_seed(1)
-    weights_RK = torch.rand(slots_RK.shape, generator=generator, device=kind.device)
+    weights_RK = torch.rand(position_RK.shape, generator=generator, device=kind.device)
     weights_RK = weights_RK.to(kind.weights_dtype)
     weighted_RH = (y_RKH * weights_RK.double().unsqueeze(2)).sum(1)
-    yield "weighted sums", on_its_device(combine)(rows_AH, slots_RK, weights_RK), weighted_RH
+    yield "weighted sums", on_its_device(combine)(rows_AH, position_RK, weights_RK), weighted_RH
     yield from compare_token_sums(sum_kind)

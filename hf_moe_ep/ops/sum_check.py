@@ -29,7 +29,7 @@ Comparison = tuple[str, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class TokenSumKind:
-    """The properties that decide which kernel Triton builds for sums of up to `num_slots` rows.
+    """The properties that decide which kernel Triton builds for sums of up to `rows_per_sum` rows.
 
     `row_stride` is the distance between two rows in elements (None: the rows are contiguous), and
     `out_dtype` is the dtype of the sums (None: that of the rows).
@@ -37,17 +37,17 @@ class TokenSumKind:
 
     device: torch.device
     dtype: torch.dtype
-    num_slots: int
+    rows_per_sum: int
     hidden: int
     row_stride: int | None = None
     out_dtype: torch.dtype | None = None
 
 
-def self_check_sums(rows_NH: Tensor, num_slots: int, out_dtype: torch.dtype) -> None:
+def self_check_sums(rows_NH: Tensor, rows_per_sum: int, out_dtype: torch.dtype) -> None:
     """Check the kernel for rows of the dtype, width, strides and device of `rows_NH`.
 
-    Each sum has up to `num_slots` rows and is rounded to `out_dtype`. Triton's interpreter is not
-    checked.
+    Each sum has up to `rows_per_sum` rows and is rounded to `out_dtype`. Triton's interpreter is
+    not checked.
 
     Raises:
         RuntimeError: the sums are wrong.
@@ -55,7 +55,7 @@ def self_check_sums(rows_NH: Tensor, num_slots: int, out_dtype: torch.dtype) -> 
     if not triton_mlp.interpreted():
         hidden, row_stride = rows_NH.shape[1], rows_NH.stride(0)
         check_sums_once(
-            TokenSumKind(rows_NH.device, rows_NH.dtype, num_slots, hidden, row_stride, out_dtype)
+            TokenSumKind(rows_NH.device, rows_NH.dtype, rows_per_sum, hidden, row_stride, out_dtype)
         )
 
 
@@ -68,26 +68,26 @@ def check_sums_once(kind: TokenSumKind) -> None:
 
 def compare_token_sums(kind: TokenSumKind) -> Iterator[Comparison]:
     """Yield one comparison: the sums for three tokens, by the kernel and by torch."""
-    rows_AH, slots_RK, y_RKH = draw_rows_and_slots(kind)
-    yield "sums", on_its_device(combine)(rows_AH, slots_RK, None, kind.out_dtype), y_RKH.sum(1)
+    rows_AH, position_RK, y_RKH = draw_rows_and_positions(kind)
+    yield "sums", on_its_device(combine)(rows_AH, position_RK, None, kind.out_dtype), y_RKH.sum(1)
 
 
-def draw_rows_and_slots(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
-    """Return inputs for three sums of K = `num_slots` rows: rows_AH, slots_RK and y_RKH.
+def draw_rows_and_positions(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
+    """Return inputs for three sums of K = `rows_per_sum` rows: rows_AH, position_RK and y_RKH.
 
-    rows_AH has A = 2 K random rows. slots_RK has the numbers of the rows that are summed: 0 to
-    K - 1 for the first sum, K to 2 K - 1 for the second. The third sum is empty: all its slots are
-    A, which means "no row". y_RKH has the rows at these slots in fp64, and zeros for "no row".
+    rows_AH has A = 2 K random rows. position_RK has the numbers of the rows that are summed: 0 to
+    K - 1 for the first sum, K to 2 K - 1 for the second. The third sum is empty: all its positions
+    are A, which means "no row". y_RKH has the rows at these positions in fp64, and zeros for A.
     """
-    num_sums, num_pairs = 3, 2 * kind.num_slots
+    num_sums, num_pairs = 3, 2 * kind.rows_per_sum
     generator = torch.Generator(kind.device).manual_seed(0)
     shape = (num_pairs, max(kind.row_stride or 0, kind.hidden))
     stored_AX = torch.randn(shape, generator=generator, device=kind.device).to(kind.dtype)
     rows_AH = stored_AX[:, : kind.hidden]
-    numbers = torch.arange(num_sums * kind.num_slots, dtype=torch.int32, device=kind.device)
-    slots_RK = numbers.view(num_sums, kind.num_slots).clamp(max=num_pairs)
+    numbers = torch.arange(num_sums * kind.rows_per_sum, dtype=torch.int32, device=kind.device)
+    position_RK = numbers.view(num_sums, kind.rows_per_sum).clamp(max=num_pairs)
     padded_AH = torch.cat([rows_AH, rows_AH.new_zeros(1, kind.hidden)]).double()
-    return rows_AH, slots_RK, padded_AH[slots_RK.long()]
+    return rows_AH, position_RK, padded_AH[position_RK.long()]
 
 
 def check_close(comparisons: Iterable[Comparison], limit: float, kind: Any, fix: str) -> None:

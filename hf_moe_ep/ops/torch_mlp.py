@@ -40,10 +40,10 @@ def route(
     num_rows, top_k = expert_ids_RK.shape
     order = expert_ids_RK.flatten().argsort(stable=True)[: sum(counts_L)]
     pair_A = order.to(torch.int32)
-    slots_RK = invert(order // top_k, order % top_k, (num_rows, top_k)).to(torch.int32)
+    position_RK = invert(order // top_k, order % top_k, (num_rows, top_k)).to(torch.int32)
     offsets = torch.tensor([0, *counts_L], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     unused = offsets.new_empty(0), offsets.new_empty(0)
-    return Routing(pair_A, slots_RK, offsets, *unused)
+    return Routing(pair_A, position_RK, offsets, *unused)
 
 
 def routing_shapes(

@@ -78,11 +78,11 @@ def route(
     num_pairs = expert_ids_RK.numel() if counts_L is None else sum(counts_L)
     num_experts = experts.up.shape[0]
     if num_pairs == 0:
-        slots_RK = expert_ids_RK.new_zeros(expert_ids_RK.shape, dtype=torch.int32)
-        offsets = slots_RK.new_zeros(num_experts + 1)
-        empty = slots_RK.new_empty(0)
+        position_RK = expert_ids_RK.new_zeros(expert_ids_RK.shape, dtype=torch.int32)
+        offsets = position_RK.new_zeros(num_experts + 1)
+        empty = position_RK.new_empty(0)
         # Outputs of an operator may not share memory, so `empty` is cloned.
-        return Routing(empty, slots_RK, offsets, slots_RK.new_empty(0, 2), empty.clone())
+        return Routing(empty, position_RK, offsets, position_RK.new_empty(0, 2), empty.clone())
     blocks = choose_blocks(rows_RH, num_experts, num_pairs)
     return sort_pairs(expert_ids_RK, num_experts, num_pairs, blocks.m)
 
@@ -117,7 +117,7 @@ def forward(
     low = _low_rows(act_AF, experts.adapter("down"), routing, blocks)
     down_LFH = _matrices(experts, "down").transpose(1, 2)
     y_AH = grouped_mm(act_AF, down_LFH, experts.down_bias, routing, blocks, low)
-    return combine(y_AH, routing.slots_RK, weights_RK.contiguous()), pre_AG
+    return combine(y_AH, routing.position_RK, weights_RK.contiguous()), pre_AG
 
 
 @on_its_device
@@ -234,7 +234,7 @@ def _back_to_rows(
         return {}, low
     matrices = _matrices(experts, "up")
     grad_x_AH = grouped_mm(grad_pre_AG, matrices, None, routing, blocks, low, back=True)
-    return {"rows": combine(grad_x_AH, routing.slots_RK, None)}, low
+    return {"rows": combine(grad_x_AH, routing.position_RK, None)}, low
 
 
 def _activations(

@@ -51,7 +51,7 @@ class MatrixLayout:
         interleaved: row r of `out` belongs to part r % parts; otherwise one part follows the
             other.
         stack: converts a packed LoRA factor of experts to a stacked view, or None.
-        apart: the parts are in a dim of their own, in front of the dim `out` (`etp.py`).
+        is_apart: the parts are in a dim of their own, in front of the dim `out` (`etp.py`).
     """
 
     stacked: bool = False
@@ -59,7 +59,7 @@ class MatrixLayout:
     parts: int = 1
     interleaved: bool = False
     stack: Callable[[Tensor], Tensor] | None = None
-    apart: bool = False
+    is_apart: bool = False
 
     def stacked_view(self, values: Tensor) -> Tensor:
         """View a tensor of the parameter's layout as [E, rows, columns]; E is 1 without experts.
@@ -77,11 +77,11 @@ class MatrixLayout:
 
     def matrix_dim(self, dim: int) -> int:
         """Return the dim of [E, rows, columns] that is the dim `dim` of `stacked_view`."""
-        return dim - 1 if self.apart and dim > self.out_dim else dim
+        return dim - 1 if self.is_apart and dim > self.out_dim else dim
 
     def matrix_shape(self, shape: torch.Size) -> tuple[int, int]:
         """Return (out, in) of one matrix. `shape` is that of the whole `stacked_view`."""
-        if self.apart:
+        if self.is_apart:
             sizes = [size for dim, size in enumerate(shape) if dim != self.out_dim]
             return sizes[self.out_dim], sizes[3 - self.out_dim]
         return shape[self.out_dim] // self.parts, shape[3 - self.out_dim]
@@ -92,7 +92,7 @@ class MatrixLayout:
         `rows` is the number of rows of the part. If parts are apart, a rank has the same rows of
         each, and `start` and `stop` count the rows of a part.
         """
-        if self.apart:
+        if self.is_apart:
             return start, stop
         if self.interleaved:
             return tuple(-(-(row - part) // self.parts) for row in (start, stop))  # type: ignore[return-value]
@@ -107,7 +107,7 @@ class MatrixLayout:
             values: the rank's `stacked_view`, with the rows start .. stop - 1 of dim `out`.
             start, stop: as in `part_bounds`, and so are `part` and `rows`.
         """
-        if self.apart:
+        if self.is_apart:
             block = values.select(self.out_dim, part)
             return block.mT if self.transposed else block
         low, high = self.part_bounds(start, stop, part, rows)
@@ -161,8 +161,8 @@ def find_layouts(model: nn.Module, *, split_heads: bool = False) -> Layouts:
             if own_name.endswith("_bias") and is_experts_module(module):
                 continue
             if parameter.ndim in (3, 4) and is_experts_module(module):
-                apart = parameter.ndim == 4
-                layouts.of_matrices[parameter] = _layout_of_experts(module, own_name, apart)
+                is_apart = parameter.ndim == 4
+                layouts.of_matrices[parameter] = _layout_of_experts(module, own_name, is_apart)
             elif parameter.ndim > 2:
                 layouts.unknown[parameter] = f"{path}.{own_name} {tuple(parameter.shape)}"
             elif isinstance(module, nn.Linear) and own_name == "weight":
@@ -179,7 +179,7 @@ def layout_on_request(model: nn.Module, parameter: nn.Parameter) -> MatrixLayout
     return MatrixLayout() if parameter.ndim == 2 else None
 
 
-def _layout_of_experts(module: nn.Module, name: str, apart: bool) -> MatrixLayout:
+def _layout_of_experts(module: nn.Module, name: str, is_apart: bool) -> MatrixLayout:
     flags = experts_flags(module)
     parts = 2 if flags.has_gate and name != "down_proj" else 1
     return MatrixLayout(
@@ -187,7 +187,7 @@ def _layout_of_experts(module: nn.Module, name: str, apart: bool) -> MatrixLayou
         transposed=flags.is_transposed,
         parts=parts,
         interleaved=parts == 2 and not flags.is_concatenated,
-        apart=apart,
+        is_apart=is_apart,
     )
 
 

@@ -15,7 +15,6 @@ from hf_moe_ep.pipeline.cut import even_counts, layers_of_stages, parameters_out
 from hf_moe_ep.sequence.layer_arguments import named_parameters
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.causal_loss import passes_arguments_to_loss
-from hf_moe_ep.upstream.models import pipeline_plan
 
 # Arguments with which a layer receives more from earlier layers than hidden states.
 _FROM_EARLIER_LAYERS = {"block_states", "messages", "shared_kv_states"}
@@ -49,7 +48,8 @@ def check(parts: Parts, state: ModelState) -> None:
             f"batch, and the loss function of {kind} is not transformers' ForCausalLMLoss with "
             f"these arguments; {remedy}"
         )
-    if state.config.pp_layers is None and "layers" not in pipeline_plan(parts.config):
+    pp_plan = getattr(parts.config, "base_model_pp_plan", None) or {}
+    if state.config.pp_layers is None and "layers" not in pp_plan:
         even = even_counts(len(parts.layers), size)
         raise ValueError(
             f"pp_size ({size}) > 1: the config of {model_type} has no base_model_pp_plan with "

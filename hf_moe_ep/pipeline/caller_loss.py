@@ -70,5 +70,4 @@ class CallerLoss:
 
 def take_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
     """Return the loss that the last stage has computed; the Trainer calls this instead."""
-    loss: Tensor = outputs.loss
-    return loss
+    return outputs.loss

@@ -148,7 +148,10 @@ def _list_tensors(model: nn.Module, stage_of: dict[str, int | None]) -> dict[str
         if id(tensor) not in seen:
             seen.add(id(tensor))
             stage = stage_of[name] or 0
-            tensors[canonical_name(name)] = WholeTensor(tuple(tensor.shape), tensor.dtype, stage)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            tensors[canonical_name(name)] = WholeTensor(
+                tuple(tensor.shape), tensor.dtype, stage, is_parameter
+            )
     return tensors
 
 

@@ -88,6 +88,7 @@ class WholeTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     stage: int
+    is_parameter: bool
 
 
 @dataclass

@@ -33,7 +33,7 @@ from hf_moe_ep.placement.move import (
 )
 from hf_moe_ep.ranks.all_ranks import run_on_all
 from hf_moe_ep.sharding.units import reshard
-from hf_moe_ep.state import STATE, ModelState, MoELayer, StateHook, find_state
+from hf_moe_ep.state import ModelState, StateHook, experts_modules, find_state
 
 _GUARDED = "_hf_moe_ep_guarded"
 
@@ -146,10 +146,9 @@ def guard_state_dicts(
     if not state.guards_state_dicts:
         state.guards_state_dicts = True
         hook = NotInHubOrder(state)
-        for module in model.modules():
-            if isinstance(vars(module).get(STATE), MoELayer):
-                module.register_state_dict_pre_hook(hook)
-                module.register_load_state_dict_pre_hook(hook)
+        for _, module, _ in experts_modules(model):
+            module.register_state_dict_pre_hook(hook)
+            module.register_load_state_dict_pre_hook(hook)
     for layer_tensors in tensors:
         for parameter in layer_tensors.parameters.values():
             setattr(parameter, _GUARDED, state)

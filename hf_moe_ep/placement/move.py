@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from hf_moe_ep.ranks.all_ranks import check_alike
 from hf_moe_ep.ranks.collectives import start_all_to_all
 from hf_moe_ep.ranks.mesh import EP, EP_FSDP, Meshes
-from hf_moe_ep.state import STATE, ModelState, MoELayer
+from hf_moe_ep.state import ModelState, MoELayer, experts_modules
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
 
 
@@ -55,10 +55,7 @@ def find_expert_tensors(model: nn.Module) -> list[ExpertTensors]:
     """Find the parameters that move with experts, layer by layer; the model must be resharded."""
     modules = dict(model.named_modules())
     tensors = []
-    for path, module in modules.items():
-        layer = vars(module).get(STATE)
-        if not isinstance(layer, MoELayer):
-            continue
+    for path, _, layer in experts_modules(model):
         # PEFT's wrappers of the experts module contain its adapters. The decoder layer may contain
         # other experts modules as well, so the search must not go further up.
         outermost = path
@@ -169,8 +166,7 @@ def slots_of(placement: Tensor | None, num_experts: int) -> list[int]:
     """List the slot of each expert; in hub order expert e has slot e."""
     if placement is None:
         return list(range(num_experts))
-    slots: list[int] = placement.tolist()
-    return slots
+    return placement.tolist()
 
 
 def check_same_tensors(

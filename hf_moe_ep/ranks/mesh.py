@@ -214,6 +214,14 @@ class Meshes:
     def ep_rank(self) -> int:
         return self.ep.get_local_rank()
 
+    def local_experts(self, num_experts: int) -> range:
+        """Return the slots of this rank, L = E / ep_size consecutive ones.
+
+        Slot e has expert e, until `balance_experts` moves experts.
+        """
+        local = num_experts // self.ep_size
+        return range(self.ep_rank * local, (self.ep_rank + 1) * local)
+
     @property
     def etp_size(self) -> int:
         return 1 if self.etp is None else self.etp.size()
@@ -413,8 +421,7 @@ def _group_of_all(device: torch.device) -> dist.ProcessGroup | None:
     """
     if device.type != "cpu":
         return None
-    group: dist.ProcessGroup = dist.new_group(group_desc="mesh_of_all_ranks")
-    return group
+    return dist.new_group(group_desc="mesh_of_all_ranks")
 
 
 def _group_of_one() -> dist.ProcessGroup:

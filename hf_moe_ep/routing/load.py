@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hf_moe_ep.config import check_choice
 from hf_moe_ep.ranks.all_ranks import PATIENCE_OF_RANK_0, check_everyone_calls, world_size
 from hf_moe_ep.routing.counts import counts_of_all_ranks, reset_counts
-from hf_moe_ep.state import STATE, ModelState, MoELayer, patched_state
+from hf_moe_ep.state import ModelState, experts_modules, patched_state
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.module_names import stock_name, unwrap
 
@@ -198,11 +198,8 @@ def check_counts(state: ModelState, what: str) -> None:
 def _names_of_layers(model: nn.Module, state: ModelState) -> tuple[str, ...]:
     if state.stage is not None:
         return tuple(state.stage.moe_names)
-    names = {
-        layer.index: stock_name(name)
-        for name, module in without_adapters(unwrap(model)).named_modules()
-        if isinstance(layer := vars(module).get(STATE), MoELayer)
-    }
+    inner = without_adapters(unwrap(model))
+    names = {layer.index: stock_name(name) for name, _, layer in experts_modules(inner)}
     return tuple(name for _, name in sorted(names.items()))
 
 

@@ -11,7 +11,7 @@ attention modules     a copy of the config, which selects `split_attention` (uly
                       (latent_cache.py)
 modules with masks    with cp_size > 1, a view of the config, which selects a function that builds
                       only the rows of this rank (mask_rows.py)
-mixers                hooks that gather the slices, and slice the output (gather.py); attention
+mixers                hooks that gather the slices, and slice the output (mixers.py); attention
                       with an indexer may gather only keys, and the forward of a mixer with a
                       convolution may be replaced by one that keeps the slice
 
@@ -36,18 +36,18 @@ from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.derive import caches_latents, gathers_by_cache
 from hf_moe_ep.plan import as_pattern
 from hf_moe_ep.sequence.context_calls import MODULE_PATH
-from hf_moe_ep.sequence.gather import (
-    EndLayer,
-    GatherArguments,
-    LayerSlice,
-    SeparateDocuments,
-    SliceOutput,
-    Split,
-)
 from hf_moe_ep.sequence.latent_cache import GatherLatents
 from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.mask_rows import attach_mask_rows
 from hf_moe_ep.sequence.mixer_arguments import mixer_arguments
+from hf_moe_ep.sequence.mixers import (
+    EndLayer,
+    GatherArguments,
+    LayerSlice,
+    MixerSplit,
+    SliceOutput,
+)
+from hf_moe_ep.sequence.packed_rows import SeparateDocuments
 from hf_moe_ep.sequence.recurrences import run_slice
 from hf_moe_ep.sequence.split import (
     EndForward,
@@ -176,28 +176,28 @@ def takes_zigzag_order(parts: Parts) -> bool:
     they must be consecutive. All layers have the same order: in a model that mixes windows and full
     attention, a second order would exchange all tokens between the layers.
     """
-    if Split.QUERIES in mixers_by_split(parts):
+    if MixerSplit.QUERIES in mixers_by_split(parts):
         return False
     return any(getattr(module, "is_causal", True) for module in attention_by_heads(parts))
 
 
-def mixers_by_split(parts: Parts) -> dict[Split, tuple[tuple[str, str], ...]]:
+def mixers_by_split(parts: Parts) -> dict[MixerSplit, tuple[tuple[str, str], ...]]:
     """Return the (pattern of the names, class) of all mixers, by how they are divided."""
-    names: dict[Split, set[tuple[str, str]]] = {split: set() for split in Split}
+    names: dict[MixerSplit, set[tuple[str, str]]] = {split: set() for split in MixerSplit}
     for mixers in parts.mixers:
         for name, module in mixers.items():
             names[_split_of(module, parts)].add((as_pattern(name), type(module).__name__))
     return {split: tuple(sorted(found)) for split, found in names.items() if found}
 
 
-def _split_of(module: nn.Module, parts: Parts) -> Split:
+def _split_of(module: nn.Module, parts: Parts) -> MixerSplit:
     if parts.plan.splits_mixers and has_recurrence(module):
-        return Split.HEADS
+        return MixerSplit.HEADS
     if parts.plan.splits_mixers and has_convolution(module):
-        return Split.HALO
+        return MixerSplit.HALO
     if parts.plan.gathers_keys and gathers_by_cache(module):
-        return Split.QUERIES
-    return Split.WHOLE
+        return MixerSplit.QUERIES
+    return MixerSplit.WHOLE
 
 
 def attach(parts: Parts, state: ModelState) -> None:
@@ -209,7 +209,7 @@ def attach(parts: Parts, state: ModelState) -> None:
             arguments = mixer_arguments(name, module)
             split = _split_of(module, parts)
             gather = GatherArguments(layer_slice, arguments, split)
-            if split in (Split.HEADS, Split.HALO) and state.config.ranks_per_batch > 1:
+            if split in (MixerSplit.HEADS, MixerSplit.HALO) and state.config.ranks_per_batch > 1:
                 stock = module.forward
                 state.replace(module, "forward", partial(run_slice, module, gather, stock))
             module.register_forward_pre_hook(gather, with_kwargs=True)

@@ -150,8 +150,7 @@ def _run(
         out: Tensor = stock(module, padded, key, value, call.mask, **call.kwargs)[0]
         return out[:, before : before + query.shape[2]]
     out = stock(module, query, key, value, call.mask, **call.kwargs)
-    attended: Tensor = out[0]
-    return attended
+    return out[0]
 
 
 def _fetch(

@@ -41,7 +41,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask
 
 from hf_moe_ep.ranks.collectives import gather_counts
-from hf_moe_ep.sequence.gather import find_documents
+from hf_moe_ep.sequence.packed_rows import find_documents
 from hf_moe_ep.sequence.partial_attention import QueryKeyRange, once, slice_block_mask
 from hf_moe_ep.sequence.slices import Slice
 from hf_moe_ep.upstream.attention_interface import is_eager, uses_flash_attention, uses_sdpa

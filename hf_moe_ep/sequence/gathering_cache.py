@@ -18,10 +18,12 @@ example (sp - 1) * (512 + 64 + 128) for DeepSeek-V3.2. In backward it sends (sp 
 rotary) gradients, because the choice of tokens has no gradient.
 
 A compressor (DeepSeek-V4) joins the keys of a window of tokens into one key. It passes its keys and
-gates to the cache, which gathers them, so that every rank compresses the windows of the whole
-sequence. Keys are values there, and are gathered once: a rank sends (sp - 1) * (W + 2 C) values per
-token of its slice in forward and in backward, with heads of width W and compressed keys of width C
-(2 W if windows overlap); the compressor of an indexer adds 2 widths of its keys in forward.
+gates to the cache, which gathers both, so that every rank compresses all windows of the sequence.
+Attention uses one tensor as its keys and as its values, which is gathered once. Let W be the width
+of a head, and C the width of the compressor's keys (2 W if windows overlap). For each token of its
+slice a rank sends (sp - 1) * (W + 2 C) values in forward, and as many in backward: attention's
+keys, and the compressor's keys and gates. The compressor of an indexer sends its keys and gates in
+forward, but not in backward.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class GatheringCache:
 
     @property
     def layers(self) -> _Layers:
-        """All layers of the cache, which are alike."""
+        """The layers by index. Each is a view of this cache, which belongs to one module."""
         return _Layers(self)
 
     def update(
@@ -107,7 +109,12 @@ class _Layer:
     def store_compression_weights(
         self, name: str, keys: Tensor, gates: Tensor
     ) -> tuple[Tensor, Tensor, int]:
-        """Gather (B, S / sp, C), and return whole windows and the position of the first one."""
+        """Gather keys and gates, (B, S / sp, C) to (B, S, C).
+
+        Returns:
+            The keys and the gates, without the last tokens that fill no window, and the position
+            of the first window, 0.
+        """
         part, rate = self._cache.part, self._cache.compress_rate
         stop = part.length // rate * rate
         return gather_slices(keys, part)[:, :stop], gather_slices(gates, part)[:, :stop], 0

@@ -22,7 +22,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_moe_ep.sequence.slices import Slice
-from hf_moe_ep.upstream.replaced_forwards import forward_of_class
 
 # The arguments with one entry per token, and the dimension of their tensors that counts tokens.
 BY_TOKEN = {
@@ -151,7 +150,7 @@ def named_parameters(layer: nn.Module) -> list[inspect.Parameter]:
     The forward of the class is used, because transformers or Accelerate may set a forward on the
     instance, which takes any arguments.
     """
-    _, *parameters = inspect.signature(forward_of_class(layer)).parameters.values()
+    _, *parameters = inspect.signature(type(layer).forward).parameters.values()
     by_name = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     children = list(layer.children())
     if not by_name and len(children) == 1:

@@ -36,6 +36,10 @@ from hf_moe_ep.upstream.attention_interface import builds_dense_masks, config_wi
 class MaskRows(RunningSlice):
     """Builds masks for the slice of the forward of a module that builds masks."""
 
+    def applies(self) -> bool:
+        """Return True in a forward whose sequences are split over cp ranks."""
+        return self.part is not None and self.part.context is not None
+
     def __call__(self, stock: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
         """Call a stock mask function for the rows of this rank, or for all rows.
 

@@ -21,7 +21,7 @@ only the halo.
 For each token of its slice, a rank sends (sp - 1) / sp of the queries, keys, values, gates and
 outputs of all heads, and the same number of gradients in backward; in Mamba-2, of x, dt, B, C and
 the output; in Mamba-1, of x, dt, the gate and the output, and (sp - 1) times B and C. The halo is
-an all-gather of the last K - 1 tokens of each slice, for a kernel of K tokens. Parameters with one
+an all-gather of the last K - 1 tokens of each piece, for a kernel of K tokens. Parameters with one
 entry per head are sliced. Their gradients need no collective of their own, because FSDP2 adds the
 gradients of all ranks.
 
@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.sequence.gather import GatherArguments, Split
+from hf_moe_ep.sequence.mixers import GatherArguments, MixerSplit
 from hf_moe_ep.sequence.slices import Slice, gather_slices
 from hf_moe_ep.sequence.states import passes_states, run_pieces
 from hf_moe_ep.sequence.ulysses import exchange_for_heads, exchange_for_tokens
@@ -62,10 +62,10 @@ def run_slice(
     This function replaces the forward of the mixer.
     """
     part = gather.layer.part
-    if part is None or gather.current_split not in (Split.HEADS, Split.HALO):
+    if part is None or gather.current_split not in (MixerSplit.HEADS, MixerSplit.HALO):
         return stock(*args, **kwargs)
     replaced: dict[str, Callable[..., Any]] = {CONVOLUTION: partial(convolve_slice, part)}
-    if gather.current_split == Split.HEADS:
+    if gather.current_split == MixerSplit.HEADS:
         replaced |= {name: partial(run_recurrence, part, r) for name, r in RECURRENCES.items()}
         replaced[FUSED] = lambda *args, **kwargs: None
     return forward_with(module, replaced)(module, *args, **kwargs)

@@ -213,5 +213,4 @@ def find_seen_pieces(scores: Scores, context: Slice) -> set[tuple[int, int]]:
             ].any()
         }
 
-    seen: set[tuple[int, int]] = once(context.computed, ("seen pieces",), scores.mask, find)
-    return seen
+    return once(context.computed, ("seen pieces",), scores.mask, find)

@@ -74,7 +74,7 @@ class Slice:
         # The position ids of the whole sequence, where flash attention finds packed documents.
         self.positions: Tensor | None = None
         # The first and the last token + 1 of each document, for each row; None if the rows are not
-        # packed. Only set for a model with mixers (sequence/gather.py).
+        # packed. Only set for a model with mixers (sequence/mixers.py).
         self.documents: list[list[tuple[int, int]]] | None = None
         # For packed rows: id of a mask -> (mask, mask that separates the documents).
         self.separated: dict[int, tuple[Any, Any]] = {}
@@ -203,14 +203,12 @@ def gather_slices(x: Tensor, part: Slice) -> Tensor:
     """
     if part.size == 1:  # packed rows that are not split (split.py); there is no group
         return x
-    whole: Tensor = _Gather.apply(x, part)
-    return whole
+    return _Gather.apply(x, part)
 
 
 def sum_slices(x: Tensor, part: Slice) -> Tensor:
     """Sum a scalar over the group; backward adds the gradients of all ranks as well."""
-    total: Tensor = _Sum.apply(x, part)
-    return total
+    return _Sum.apply(x, part)
 
 
 class _Gather(torch.autograd.Function):

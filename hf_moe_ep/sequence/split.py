@@ -9,7 +9,7 @@ The model is a causal LM or a token classifier.
                           slices its other arguments with one entry per token. If the model keeps
                           inputs of layers, every layer slices its hidden states, GatherOutput joins
                           the slices of its output, and SliceNorm slices the final norm's output
-    mixers in layers      GatherArguments and SliceOutput (gather.py): gather the slices around
+    mixers in layers      GatherArguments and SliceOutput (mixers.py): gather the slices around
                           modules that mix tokens without the attention interface
     loss                  split_loss: labels are shifted, then sliced; the losses of all slices are
                           summed. split_token_loss: the same for a classifier, without the shift
@@ -29,9 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_moe_ep.sequence.gather import LayerSlice, find_documents, text_positions
 from hf_moe_ep.sequence.layer_arguments import LayerArguments
 from hf_moe_ep.sequence.mixer_arguments import describes_packing
+from hf_moe_ep.sequence.mixers import LayerSlice
+from hf_moe_ep.sequence.packed_rows import find_documents, text_positions
 from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices, zigzag_order
 from hf_moe_ep.state import ModelState, OfModel, Ours, StateHook

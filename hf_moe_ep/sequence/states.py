@@ -1,29 +1,30 @@
 """Pass the states of recurrences from piece to piece, so that every rank scans its own tokens.
 
-A recurrence with a linear state, such as a delta net, KDA or Mamba-2, maps the state in front of
-some tokens to outputs and to the state behind them:
+A recurrence with a linear state, such as a delta net, KDA or Mamba-2, takes the state before some
+tokens, and returns outputs and the state after these tokens. In one head a key has N elements, a
+value has V elements, and a state is a matrix (N, V):
 
-    out_t  = out0_t + reads_t S             out0_t, S0: what a scan from a state of zeros returns
-    S_next = S0 + M S                       reads_t (N), M (N, N)
+    out_t = out0_t + reads_t state          out0_t (V), S0 (N, V): the results for a state of zeros
+    after = S0 + M state                    reads_t (N), M (N, N): the same for every state
 
-Here S is (N, V), and one head of N keys and V values. Stock functions take the state in front and
-return the one behind, so a single call scans a piece of the sequence with N more values: these
-values are zeros, and their state in front is the identity. The call then returns
+One call of the stock function computes all four. Each value gets N more elements, which are zero,
+and the initial state is [zeros (N, V) | identity (N, N)]. A column of the values is scanned with
+the same column of the state, independently of all other columns, so the call returns
 
     [out0_t | reads_t]                      (N = 2, V = 3:  o o o | r r)
     [S0 | M]
 
-Each rank calls the stock function once, with its pieces (`slices.py`) as rows, from a state of
-zeros. Then [S0 | M] of all pieces is all-gathered, every rank computes the states in front of its
-own pieces, and adds reads_t S to its outputs. With cp 2 in zigzag order, and states s0 .. s3 in
-front of the pieces:
+Each rank calls the stock function once, with its pieces (`slices.py`) as rows of the batch. Then
+[S0 | M] of all pieces is all-gathered. Every rank computes the states before its own pieces, and
+adds reads_t state to its outputs. With cp 2 in zigzag order, S0_i and M_i of piece i, and state_i
+before piece i:
 
-    rank 0    scans pieces 0 and 3    s0 = 0,  s3 = S0_2 + M_2 (S0_1 + M_1 S0_0)
-    rank 1    scans pieces 1 and 2    s1 = S0_0,  s2 = S0_1 + M_1 S0_0
+    rank 0    scans pieces 0 and 3    state_0 = 0,  state_3 = S0_2 + M_2 (S0_1 + M_1 S0_0)
+    rank 1    scans pieces 1 and 2    state_1 = S0_0,  state_2 = S0_1 + M_1 S0_0
 
-For P pieces per rank, a rank sends (ranks - 1) * P * heads * N * (V + N) values of each row in
-forward, for any number of tokens, and as many gradients in backward. It computes and saves N + V
-values where stock code has V.
+For P pieces per rank, a rank sends (ranks - 1) * P * heads * N * (V + N) numbers of each row in
+forward, for any number of tokens, and as many gradients in backward. The scan computes and saves
+values of N + V elements, where stock code has V.
 """
 
 from __future__ import annotations
@@ -42,9 +43,12 @@ _Given = dict[int | str, Any]
 
 
 def passes_states(recurrence: Recurrence, given: _Given) -> bool:
-    """Return True if the stock function can start from a state, and was not given one.
+    """Return True if `run_pieces` can run this call.
 
-    A gate inside of the function (`z` of Mamba-2) would act on what is added to the outputs.
+    The stock function must be able to start from a state. The call must pass both arguments for
+    states, but no state (None), and must not ask for the final one (False). With a gate inside of
+    the function (`z` of Mamba-2) the result is False, because the gate would have to multiply what
+    `run_pieces` adds to the outputs.
     """
     state = recurrence.state
     if state is None or state.initial not in given or state.final not in given:
@@ -64,7 +68,7 @@ def run_pieces(
 
     Args:
         given: the arguments of `stock`, by position or name, for the tokens of this rank.
-        layouts: the layouts of the tensors among them.
+        layouts: the layout of each tensor in `given`, under the same position or name.
     """
     state = recurrence.state
     assert state is not None
@@ -74,6 +78,7 @@ def run_pieces(
         for key, layout in layouts.items()
     }
     values_BSQV = pieces[recurrence.like_output]
+    # `width` and `size` are V and N of the module docstring.
     rows, _, heads, width = values_BSQV.shape
     size = pieces[state.keys].shape[-1]
     pieces[recurrence.like_output] = functional.pad(values_BSQV, (0, size))
@@ -82,7 +87,8 @@ def run_pieces(
     initial = functional.pad(identity, (width, 0)).expand(rows, heads, -1, -1)
     call: dict[Any, Any] = {**given, **pieces, state.final: True}
     call[state.initial] = _as_stock(initial, state).contiguous()
-    positional = [call.pop(index) for index in range(sum(isinstance(key, int) for key in call))]
+    num_positional = sum(isinstance(key, int) for key in call)
+    positional = [call.pop(index) for index in range(num_positional)]
     out, final = stock(*positional, **call)
     states = _find_states(_as_stock(final, state), width, part)
     out0, reads = out.split([width, size], -1)
@@ -93,7 +99,7 @@ def run_pieces(
 
 
 def _split(x: Tensor, number: int) -> Tensor:
-    """Make the pieces of each row (B, S / ranks, ...) rows of their own, all first pieces first."""
+    """Turn the pieces of rows (B, S / ranks, ...) into rows: first the first piece of each row."""
     return torch.cat(x.chunk(number, 1))
 
 
@@ -112,9 +118,9 @@ def _find_states(finals: Tensor, width: int, part: Slice) -> Tensor:
     by_piece = Slice(part.group, part.rank, part.size, length=len(part.order))
     gathered = gather_slices(torch.stack(finals.chunk(number), 1), by_piece)
     place = {piece: place for place, piece in enumerate(part.order)}
-    # Zeros that depend on the all-gather, because its backward needs every rank.
-    nothing = gathered.new_ones((), dtype=torch.bool)
-    before = [gathered[:, 0, ..., :width].masked_fill(nothing, 0)]
+    # Piece 0 starts with zeros that depend on the all-gather, whose backward needs every rank.
+    everywhere = gathered.new_ones((), dtype=torch.bool)
+    before = [gathered[:, 0, ..., :width].masked_fill(everywhere, 0)]
     for piece in range(max(part.pieces)):
         widths = [width, finals.shape[-1] - width]
         behind, transition = gathered[:, place[piece]].split(widths, -1)

@@ -97,8 +97,7 @@ def exchange_for_tokens(out_BSQW: Tensor, part: Slice) -> Tensor:
 
     The argument is (B, S, Q / sp, W), the result (B, S / sp, Q, W).
     """
-    out: Tensor = _SequenceToHeads.apply(out_BSQW, part)
-    return out
+    return _SequenceToHeads.apply(out_BSQW, part)
 
 
 def check_heads(heads: int, kv_heads: int, sp_size: int) -> None:

@@ -19,7 +19,7 @@ from hf_moe_ep.config import ParallelConfig, launched_local_rank, launched_local
 from hf_moe_ep.ranks.all_ranks import differing, is_first, run_on_all, this_rank
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.values import ParameterEntries
-from hf_moe_ep.state import STATE, ModelState, MoELayer
+from hf_moe_ep.state import ModelState, experts_modules
 from hf_moe_ep.upstream.adapters import layer_replication
 from hf_moe_ep.upstream.models import is_quantized, model_config_fields, packed_parameters
 from hf_moe_ep.upstream.module_names import canonical_name
@@ -53,12 +53,30 @@ def check_adapters_separate(model: nn.Module) -> None:
             )
 
 
+def check_experts_split(experts: nn.Module, entries: ParameterEntries) -> None:
+    """Raise ValueError if a tensor of experts would stay whole on ranks that compute some of them.
+
+    A rank would then compute with the first experts of all, instead of its own.
+    """
+    for _, module, layer in experts_modules(experts):
+        if layer.compute is None:
+            continue
+        for name in (name + end for name in layer.compute.parameters for end in ("", "_bias")):
+            parameter = getattr(module, name, None)
+            if parameter is None or (parameter in entries and entries[parameter].over_ep):
+                continue
+            raise ValueError(
+                f"{name} of {type(module).__name__} is not split over the ranks that share the "
+                f"experts, because FSDP's ignored_modules contain it, or because it is not in "
+                f"ModelPlan(expert_weights=...); take the experts out of ignored_modules, or add "
+                f"{name} to expert_weights"
+            )
+
+
 def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions) -> None:
     """Raise on every rank if models, configs or precisions differ, or if rank 0 has no weights."""
     layers = sorted(
-        (getattr(module, STATE).index, canonical_name(name))
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, STATE, None), MoELayer)
+        (layer.index, canonical_name(name)) for name, _, layer in experts_modules(model)
     )
     shapes = [
         (

@@ -21,10 +21,10 @@ Between a forward with gradients and its backward, a single rank may list module
 (`model.device`, a count of parameters), so nothing may be resharded: in backward this rank would
 gather units that the others have. When modules or parameters are listed then, `GatheredUnits`
 therefore shows the shards, and the memory of the gathered parameters stays. When the gradient of an
-output arrives, the modules get the gathered parameters back. `parameters()`, `zero_grad`,
-`requires_grad_` and PEFT's functions list modules, and so do optimizers and clipping through
-`parameters()`. The list may begin at the model, at a module around it or at a unit, but not inside
-a unit. With pipeline stages, forward and backward are one call, and nothing has to be shown.
+output arrives, or a unit runs again, the modules get the gathered parameters back. `parameters()`,
+`zero_grad`, `requires_grad_` and PEFT's functions list modules, and so do optimizers and clipping
+through `parameters()`. The list may begin at the model, at a module around it or at a unit, but not
+inside a unit. With pipeline stages, forward and backward are one call, and nothing has to be shown.
 
 After an error in a backward, the gradients are incomplete: some layers have reduced them, and
 others have not. The next forward and clipping raise an error until the gradients are deleted.
@@ -98,7 +98,10 @@ class GatheredUnits:
         # This hook must run before FSDP2's own hook, which gathers the root.
         self.root.register_forward_pre_hook(self._begin_forward, prepend=True)
         self.root.register_forward_hook(self._end_forward, always_call=True)
+        unit: Any
         for unit in self._units:
+            # A unit that is still gathered may be called alone, or be recomputed in backward.
+            unit.register_forward_pre_hook(self._begin_unit)
             # All lists of modules and parameters pass through the `named_modules` of the units.
             setattr(unit, "named_modules", partial(self._list_modules, unit))  # noqa: B010  mypy
         for model in models_that_generate(self.root):
@@ -118,6 +121,11 @@ class GatheredUnits:
         self._reshard()
 
     @torch.compiler.disable
+    def _begin_unit(self, *_: Any) -> None:
+        if self.shows_shards:
+            self._show_gathered(None)
+
+    @torch.compiler.disable
     def _end_forward(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if backward_is_running():
             return
@@ -133,8 +141,8 @@ class GatheredUnits:
                 if tensor.requires_grad:
                     tensor.register_hook(self._show_gathered)
 
-    def _show_gathered(self, grad: torch.Tensor) -> None:
-        """Give the modules their gathered parameters back: a backward begins."""
+    def _show_gathered(self, grad: torch.Tensor | None) -> None:
+        """Give the modules their gathered parameters back: a backward begins, or a unit runs."""
         if self.shows_shards:
             self.shows_shards = False
             for unit in self._units:
@@ -166,5 +174,4 @@ class GatheredUnits:
                 shown = [show_shards(unit) for unit in self._units]
                 # After a backward nothing is gathered, until a caller gathers a unit.
                 self.may_be_gathered = self.shows_shards = any(shown)
-        listed: Iterator[tuple[str, nn.Module]] = type(unit).named_modules(unit, *args, **kwargs)
-        return listed
+        return type(unit).named_modules(unit, *args, **kwargs)

@@ -7,6 +7,7 @@ are described in `ranks/mesh.py`.
     experts of a layer,  ep_fsdp; dim 0 is split over   divided by the world size in our backward,
     and their adapters   ep before, another dim over    then summed; fp16 and "eager": see below
                          etp (`etp.py`)
+    router of fp32       fsdp; not cast, see below      averaged by FSDP2, in fp32
     decoder layer, and   fsdp                           averaged by FSDP2
     weights that all its
     experts share
@@ -29,6 +30,10 @@ averages the gradients.
 
 If ep_size * etp_size is the number of ranks, each rank holds its experts whole, and their weights
 are no part of a unit. `whole_experts.py` lists the exceptions.
+
+Transformers keeps the routers of many models in fp32 when it loads the model in bf16 (DeepSeek,
+GLM-4), because rounding changes the choice of experts. As a part of its layer's unit, such a router
+would be cast to bf16.
 
 If the layers are compiled (`compile_layers`) and no tokens are dispatched, the experts are part of
 the unit of their layer, and FSDP2 averages their gradients like those of any other weight. They
@@ -68,10 +73,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_moe_ep.moe.dispatch.choose import make_dispatcher
@@ -82,12 +88,14 @@ from hf_moe_ep.ops.quantised import (
     rows_and_columns_of_blocks,
     rows_may_be_cut,
 )
+from hf_moe_ep.plan import matches
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes
 from hf_moe_ep.sharding.buffers import use_buffers
 from hf_moe_ep.sharding.checks import (
     RefuseUnfrozen,
     check_adapters_separate,
     check_dtypes,
+    check_experts_split,
     check_frozen,
     check_nodes,
     check_packed,
@@ -115,11 +123,12 @@ from hf_moe_ep.sharding.values import (
     materialize,
 )
 from hf_moe_ep.sharding.whole_experts import can_stay_whole, keep_whole
-from hf_moe_ep.state import STATE, ModelState, MoELayer
+from hf_moe_ep.state import ModelState, experts_modules
 from hf_moe_ep.upstream.adapters import refuse_unmerge, without_adapters
 from hf_moe_ep.upstream.experts_interface import post_expert_norm
+from hf_moe_ep.upstream.hub import kept_in_fp32
 from hf_moe_ep.upstream.models import keep_packing
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.module_names import canonical_name, stock_name
 from hf_moe_ep.upstream.modules import keep_dtypes
 from hf_moe_ep.upstream.sharded_models import (
     bytes_as_parameters,
@@ -179,6 +188,8 @@ def shard_units(
     check_packed(model, options)
     keep_packing(model)
     for experts in units.all_experts:
+        if meshes.dispatch.size() > 1:
+            check_experts_split(experts, entries)
         _check_shared(experts, entries, state)
         _check_expert_shard_dim(experts, entries, state, meshes)
     named = model.named_parameters(remove_duplicate=False)
@@ -194,6 +205,7 @@ def shard_units(
     shard = partial(fully_shard, mesh=meshes.dense, **options.fully_shard_kwargs())
     shard_tied = partial(fully_shard_tied, mesh=meshes.dense, **options.fully_shard_kwargs())
     state.experts_in_layer_units = _can_join_layers(units, entries, state, meshes)
+    routers = _routers_in_fp32(model, units, state, options)
     for index, layer in enumerate(units.layers):
         layers = units.with_tied(layer)
         layer_experts = [units.with_tied(module) for module in units.experts.get(index, ())]
@@ -203,6 +215,9 @@ def shard_units(
                 layers, shard_placement_fn=partial(_joined_placement, stacked, state, meshes)
             )
             continue
+        for router in routers.get(index, ()):
+            fill([router])
+            fully_shard(router, mesh=meshes.dense, **_kwargs_in_fp32(options))
         layer_options = _ignore(options, _unshared_parameters(chain(*layer_experts), entries))
         fill(layers, options=layer_options)
         shard_tied(layers, ignored_params=set(layer_options.ignored_params))
@@ -232,17 +247,62 @@ def shard_units(
     for experts in units.all_experts:
         _keep_scales(experts)
     refuse_unmerge(model)
-    keep_last_layer(units)
+    keep_last_layer(units, routers)
     gather_for_caches(units)
     GatheredUnits(root, lists_shards=state.stage is None).attach()
     root.register_forward_pre_hook(RefuseUnfrozen(model, options))
-    allow_reentrant_checkpoints(units)
-    set_prefetch(units)
+    allow_reentrant_checkpoints(units, routers)
+    set_prefetch(units, routers)
     state.buffers = use_buffers(model, units.all_experts, state.config, meshes)
     mark_fsdp_managed(model)
     keep_recorded_outputs(model)
     state.meshes, state.policy = meshes, options.mp_policy
     return model
+
+
+def _routers_in_fp32(
+    model: nn.Module, units: Units, state: ModelState, options: ShardOptions
+) -> dict[int, list[nn.Module]]:
+    """Return the fp32 routers of the layers that compute in bf16 or fp16, by the layer's index.
+
+    Other routers compute in the dtype of the rows, so they need the cast. A layer with two routers
+    (Ernie-4.5-VL) is left out: with `fsdp_double_buffer` they would need a third buffer.
+    """
+    dtype = options.mp_policy.param_dtype
+    kept = kept_in_fp32(model, dtype) if dtype in (torch.bfloat16, torch.float16) else []
+    if not kept or not state.plan.router:
+        return {}
+    names = {module: name for name, module in model.named_modules()}
+    routers: dict[int, list[nn.Module]] = {}
+    for index, layer in enumerate(units.layers):
+        if len(units.with_tied(layer)) > 1 or all(p.dtype != dtype for p in layer.parameters()):
+            continue
+        found: list[nn.Module] = []
+        inside: set[nn.Module] = set()
+        for module in layer.modules():
+            if module in inside or not matches(state.plan.router, stock_name(names[module])):
+                continue
+            inside.update(module.modules())  # PEFT's wrapper computes with the router's weight
+            own = {
+                stock_name(f"{names[module]}.{name}"): parameter
+                for name, parameter in module.named_parameters()
+                if parameter not in options.ignored_params
+            }
+            is_kept = any(pattern.search(name) for pattern in kept for name in own)
+            if is_kept and all(parameter.dtype == torch.float32 for parameter in own.values()):
+                found.append(module)
+        if len(found) == 1:
+            routers[index] = found
+    return routers
+
+
+def _kwargs_in_fp32(options: ShardOptions) -> dict[str, Any]:
+    """Return the arguments of `fully_shard` for a unit whose fp32 parameters are not cast."""
+    kwargs = options.fully_shard_kwargs()
+    kwargs["mp_policy"] = MixedPrecisionPolicy(
+        reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    return kwargs
 
 
 def _can_join_layers(
@@ -317,7 +377,7 @@ def _shard_experts(
     shard_dim = state.config.expert_shard_dim
     # `experts` may be PEFT's wrappers, which contain the patched modules.
     inner = [module for wrapper in experts for module in wrapper.modules()]
-    layers: list[MoELayer] = [vars(module)[STATE] for module in inner if STATE in vars(module)]
+    layers = [layer for wrapper in experts for _, _, layer in experts_modules(wrapper)]
 
     def placement(parameter: nn.Parameter) -> Shard:
         shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
@@ -488,8 +548,8 @@ def _placement_with_etp(
     if shape[0] % ep_fsdp_size == 0 or shard_dim == 0:
         return Shard(0)
     held = set() if cut.held_dim is None else {cut.held_dim}
-    if cut.apart and cut.dim is not None:
-        held.add(cut.dim)
+    if cut.apart_dim is not None:
+        held.add(cut.apart_dim)
     for dim in range(1, len(shape)):
         if dim in held or shape[dim] % ep_fsdp_size:
             continue

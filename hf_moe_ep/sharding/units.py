@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from torch import nn
@@ -98,14 +99,19 @@ def _owners_outside(root: nn.Module, modules: list[nn.Module]) -> list[nn.Module
     ]
 
 
-def keep_last_layer(units: Units) -> None:
+# Routers that are units of their own, by the index of their layer (`shard.py`).
+Routers = Mapping[int, Sequence[nn.Module]]
+
+
+def keep_last_layer(units: Units, routers: Routers) -> None:
     """Keep the last layer gathered after forward, because backward begins with that layer.
 
     The head and the root stay gathered as well (`shard.py`). `gathered.py` reshards these units if
     no backward follows.
     """
     last_index = units.num_main_layers - 1
-    for unit in (units.layers[last_index], *units.experts.get(last_index, ())):
+    inner = (*routers.get(last_index, ()), *units.experts.get(last_index, ()))
+    for unit in (units.layers[last_index], *inner):
         if isinstance(unit, FSDPModule):
             unit.set_reshard_after_forward(False, recurse=False)
 
@@ -120,13 +126,13 @@ def gather_for_caches(units: Units) -> None:
         layer.register_forward_hook(gather_for_cache, with_kwargs=True)
 
 
-def allow_reentrant_checkpoints(units: Units) -> None:
+def allow_reentrant_checkpoints(units: Units, routers: Routers) -> None:
     """Register `forget_finished_backward` on all units that activation checkpointing may recompute.
 
     With this hook, reentrant checkpointing supports two forwards before one backward.
     """
     layers = (module for layer in units.layers for module in units.with_tied(layer))
-    for unit in (*layers, *units.all_experts, *units.vision):
+    for unit in (*layers, *chain(*routers.values()), *units.all_experts, *units.vision):
         # This hook must run before FSDP2's own hook, which reads the state that this hook resets.
         # Experts that are part of their layer's unit have no state of FSDP2.
         if isinstance(unit, FSDPModule):
@@ -147,8 +153,10 @@ def reshard(model: nn.Module) -> None:
         reshard_unit(unit)
 
 
-def set_prefetch(units: Units) -> None:
-    """Prefetch the next unit and its experts while a unit computes, in forward and backward.
+def set_prefetch(units: Units, routers: Routers) -> None:
+    """Prefetch the next layer, its router and its experts while a unit computes.
+
+    This is done in forward and in backward.
 
     FSDP2's implicit prefetch is too late: the host starts it after the dispatch, where the host
     waits for token counts. Backward ends at the first unit with trainable parameters. Units in
@@ -157,8 +165,8 @@ def set_prefetch(units: Units) -> None:
     stages: list[list[FSDPModule]] = []
     for index, layer in enumerate(units.layers):
         assert isinstance(layer, FSDPModule)
-        experts = units.experts.get(index, ())
-        stages.append([layer, *(unit for unit in experts if isinstance(unit, FSDPModule))])
+        inner = (*routers.get(index, ()), *units.experts.get(index, ()))
+        stages.append([layer, *(unit for unit in inner if isinstance(unit, FSDPModule))])
     # A head for multi-token prediction has a chain of its own, because it runs only in training.
     of_mtp, stages = stages[units.num_main_layers :], stages[: units.num_main_layers]
     if units.mtp is not None:
@@ -175,9 +183,9 @@ def set_prefetch(units: Units) -> None:
     for module in (*units.vision[-1:], *units.vision[:-1]):
         assert isinstance(module, FSDPModule)
         tower.append([module])
-    for chain in (stages, tower, of_mtp):
+    for consecutive in (stages, tower, of_mtp):
         trains = False
-        for stage, next_stage in pairwise(chain):
+        for stage, next_stage in pairwise(consecutive):
             stage[0].set_modules_to_forward_prefetch(next_stage)
             trains |= any(_is_trainable(unit) for unit in stage)
             if trains:

@@ -37,7 +37,7 @@ from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.boxes import from_even_shards
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.sharding.options import ShardOptions
-from hf_moe_ep.state import STATE, Compute, MoELayer
+from hf_moe_ep.state import Compute, experts_modules
 from hf_moe_ep.upstream.models import is_correction_bias
 from hf_moe_ep.upstream.modules import own_buffers
 
@@ -118,9 +118,8 @@ def find_entries(
 def _find_quantised(experts: Iterable[nn.Module]) -> dict[nn.Parameter, Compute]:
     """Map each stacked matrix that is to be quantised to the `Compute` of its module."""
     compute_of: dict[nn.Parameter, Compute] = {}
-    for module in (inner for wrapped in experts for inner in wrapped.modules()):
-        layer = vars(module).get(STATE)
-        compute = layer.compute if isinstance(layer, MoELayer) else None
+    for _, module, layer in (found for wrapped in experts for found in experts_modules(wrapped)):
+        compute = layer.compute
         if compute is not None and compute.quantisation is not None:
             compute_of |= {getattr(module, name): compute for name in compute.parameters}
     return compute_of

@@ -333,6 +333,8 @@ def test_unpatch_restores_the_classes_of_all_modules() -> None:
     assert {name: type(module) for name, module in model.named_modules()} != before
     unpatch(model)
     assert {name: type(module) for name, module in model.named_modules()} == before
+    left = [name for module in model.modules() for name in vars(module) if "hf_moe_ep" in name]
+    assert not left
     inputs = batch(model, 2, 9)
     want = tiny(**(LAYERS | SMALL))
     assert torch.equal(model(**inputs).loss, want(**inputs).loss)

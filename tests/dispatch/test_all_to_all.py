@@ -115,7 +115,7 @@ def _check_example(rank: int, group: Group) -> None:
     )
     sent = (
         arrived.exchange.token_of_row_N.tolist(),
-        arrived.exchange.slots_TJ.tolist(),
+        arrived.exchange.row_TJ.tolist(),
         arrived.exchange.send_counts,
         arrived.exchange.num_own,
     )
@@ -139,18 +139,18 @@ def _check_example(rank: int, group: Group) -> None:
 
 def test_order_rows_gives_the_table_of_its_docstring() -> None:
     sends_DT = torch.tensor([[True, False], [True, True]])
-    order = order_rows(sends_DT, rank=0, num_slots=2, constants=Constants())
+    order = order_rows(sends_DT, rank=0, rows_per_token=2, constants=Constants())
     assert order.token_X.tolist()[:3] == [0, 1, 0]
-    assert order.slots_TJ.tolist() == [[0, 2], [1, 3]]
-    # If rank 1 had these tokens, t1 would have no row for rank 0, and its slot is 3 ("no row").
-    order = order_rows(sends_DT, rank=1, num_slots=2, constants=Constants())
+    assert order.row_TJ.tolist() == [[0, 2], [1, 3]]
+    # If rank 1 had these tokens, t1 would have no row for rank 0, and its entry is 3 ("no row").
+    order = order_rows(sends_DT, rank=1, rows_per_token=2, constants=Constants())
     assert order.token_X.tolist()[:3] == [0, 0, 1]
-    assert order.slots_TJ.tolist() == [[0, 1], [3, 2]]
-    # With three ranks and at most two rows per token, a slot without a row comes last.
+    assert order.row_TJ.tolist() == [[0, 1], [3, 2]]
+    # With three ranks and at most two rows per token, an entry without a row comes last.
     sends_DT = torch.tensor([[True, False], [False, True], [True, False]])
-    order = order_rows(sends_DT, rank=1, num_slots=2, constants=Constants())
+    order = order_rows(sends_DT, rank=1, rows_per_token=2, constants=Constants())
     assert order.token_X.tolist()[:3] == [0, 0, 1]
-    assert order.slots_TJ.tolist() == [[0, 1], [2, 3]]
+    assert order.row_TJ.tolist() == [[0, 1], [2, 3]]
 
 
 @contextmanager

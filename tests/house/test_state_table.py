@@ -29,6 +29,7 @@ FILLED = {
     ("upstream/attention_interface.py", "module"): "the copy",
     ("sharding/whole_experts.py", "probe"): "a module made to ask FSDP2 for a layout",
     ("vision/positions.py", "bare"): "an instance without weights, made for a collator",
+    ("integrations/prompts.py", "holder"): "a module made to call functional_call",
     ("planner/extrapolate.py", "text"): "of a copy of a config",
     ("planner/step.py", "state"): "of a model that the plan built",
     ("planner/counted.py", "parameter"): "of the same model",

@@ -1,14 +1,18 @@
 """Shared experts run between the start and the end of the transfer of results, and equal stock."""
 
 import gc
+import pickle
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from types import MethodType
 from typing import Any
 from unittest.mock import patch as mock_patch
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from support.architectures.precision import budget
 from support.architectures.steps import adamw, assert_same_step, build
 from support.checks import Check, Found, on_ranks
@@ -17,6 +21,7 @@ from support.tiny_models import batch
 from torch import Tensor, nn
 
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
+from hf_moe_ep.compiled.layers import COMPILED
 from hf_moe_ep.moe.dispatch import async_exchange
 from hf_moe_ep.moe.shared_experts import Deferred, SharedExperts
 from hf_moe_ep.planner.count import count_tensors
@@ -97,7 +102,10 @@ def _keeps_no_activation(
     model = build(model_type)
     if use_reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    apply_ep_fsdp2(model, ep_size=world)
+    _two_steps_keep_nothing(apply_ep_fsdp2(model, ep_size=world))
+
+
+def _two_steps_keep_nothing(model: Any) -> None:
     inputs = batch(model, 2, 32)
     num_bytes = 2 * 32 * model.config.hidden_size * model.dtype.itemsize
     with count_tensors([*model.parameters(), *model.buffers()]) as memory:
@@ -106,12 +114,67 @@ def _keeps_no_activation(
             model(**inputs).loss.backward()
             model.zero_grad()
         assert memory.peak - before > 4 * num_bytes
-        for _ in range(50):  # gloo's thread keeps the tensors of a finished transfer for a moment
-            gc.collect()
-            if memory.now - before < num_bytes:
-                return
-            time.sleep(0.1)
-        assert memory.now - before < num_bytes, (memory.now - before, num_bytes)
+        _assert_freed(memory, before, num_bytes)
+
+
+def _assert_freed(memory: Any, before: int, num_bytes: int) -> None:
+    for _ in range(50):  # gloo's thread keeps the tensors of a finished transfer for a moment
+        gc.collect()
+        if memory.now - before < num_bytes:
+            return
+        time.sleep(0.1)
+    assert memory.now - before < num_bytes, (memory.now - before, num_bytes)
+
+
+def _as_liger(model: nn.Module) -> nn.Module:
+    """Set another forward on shared experts, as Liger's `_patch_swiglu_module` does."""
+    for shared in _shared(model):
+        module = shared._module
+        module.__dict__["forward"] = MethodType(type(module).forward, module)
+    return model
+
+
+def _with_trained_copies(model: nn.Module) -> nn.Module:
+    """Train PEFT's copies of the shared experts."""
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["shared_expert"])
+    return get_peft_model(model, config)
+
+
+def _another_forward_runs_alone(
+    change: Callable[[nn.Module], nn.Module], rank: int, world: int
+) -> None:
+    """If the block does not call our forward of its shared experts, ours computes nothing."""
+    model: Any = patch(build("qwen2_moe"), ep_size=world)
+    ours = _shared(model)
+    model = change(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    apply_ep_fsdp2(model)
+    runs: list[SharedExperts] = []
+    run = SharedExperts._run
+
+    def noted(self: SharedExperts, *args: Any) -> Tensor:
+        runs.append(self)
+        return run(self, *args)
+
+    with mock_patch.object(SharedExperts, "_run", noted):
+        _two_steps_keep_nothing(model)
+    assert not [shared for shared in runs if shared in ours]
+
+
+def _an_error_keeps_no_activation(model_type: str, rank: int, world: int) -> None:
+    """The script catches the error of a MoE layer, for example to skip a batch."""
+    model = apply_ep_fsdp2(build(model_type), ep_size=world, max_tokens_per_rank=1)
+    inputs = batch(model, 2, 32)
+    num_bytes = 2 * 32 * model.config.hidden_size * model.dtype.itemsize
+    with count_tensors([*model.parameters(), *model.buffers()]) as memory:
+        before = memory.now
+        try:
+            model(**inputs)
+        except RuntimeError as error:
+            assert "max_tokens_per_rank" in str(error)
+        else:
+            raise AssertionError("no error was raised")
+        _assert_freed(memory, before, num_bytes)
 
 
 def _another_input(rank: int, world: int) -> None:
@@ -141,6 +204,11 @@ MORE = {
     for checkpoints, use_reentrant in {"no checkpoints": None, "reentrant": True}.items()
     for claim, check in {"": _equals_stock, ", memory": _keeps_no_activation}.items()
 }
+MORE |= {
+    f"{name} runs alone": partial(_another_forward_runs_alone, change)
+    for name, change in {"Liger": _as_liger, "PEFT's copy": _with_trained_copies}.items()
+}
+MORE |= {f"{name}, an error": partial(_an_error_keeps_no_activation, name) for name in TYPES}
 EACH = {
     name: {
         f"{name}, order": partial(_runs_under_the_transfer, name),
@@ -192,6 +260,18 @@ def test_an_autograd_function_that_reads_a_deferred_tensor_fails() -> None:
     weight = torch.randn(3, requires_grad=True)
     with pytest.raises(RuntimeError, match="invalid gradient"):
         Double.apply(Deferred(lambda: 2 * weight)).sum().backward()
+
+
+def test_shared_experts_are_compiled_and_can_be_pickled() -> None:
+    """`compile_layers` changes the class of shared experts after `patch` has replaced a forward."""
+    model = patch(build("qwen2_moe"), ep_size=2, compile_layers="aot_eager")
+    shared = _shared(model)[0]
+    x_TH = torch.randn(3, model.config.hidden_size, dtype=torch.float64)
+    with mock_patch.dict(vars(shared._module), {COMPILED: lambda module, x: -x}):
+        assert torch.equal(shared._run(x_TH), -x_TH)
+    other = pickle.loads(pickle.dumps(patch(build("qwen2_moe"), ep_size=2)))
+    want = _shared(patch(build("qwen2_moe"), ep_size=2))[0]._run(x_TH)
+    assert torch.equal(_shared(other)[0]._run(x_TH), want)
 
 
 def test_only_models_that_send_rows_are_changed_and_unpatch_restores_them() -> None:

@@ -117,9 +117,9 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(
     with FakeTensorMode(), Launches(lambda name: launched.append((name, _Current.index))):
         _step(40, 60, _experts("cuda:1", rank=16), "cuda:1", postpone=postpone)
         rows_NH = torch.empty(9, HIDDEN, device="cuda:1")
-        slots_TJ = torch.empty(5, 2, dtype=torch.int64, device="cuda:1")
+        row_TJ = torch.empty(5, 2, dtype=torch.int64, device="cuda:1")
         assert len({name for name, _ in launched}) == 12  # every kernel
-        add_rows(rows_NH, slots_TJ.new_empty(9), slots_TJ)
+        add_rows(rows_NH, row_TJ.new_empty(9), row_TJ)
     assert launched[-1][0] == "combine_kernel"
     assert [launch for launch in launched if launch[1] != 1] == []
 

@@ -23,21 +23,21 @@ CASES = {
 
 
 def _layout(name: str, device: str = "cpu") -> tuple[Tensor, Tensor, int]:
-    """Return token_of_row_N, slots_TJ and H of a case. The slots are computed without `invert`."""
+    """Return token_of_row_N, row_TJ and H of a case. row_TJ is computed without `invert`."""
     tokens, slots, hidden, token_of_row = CASES[name]
     table = [[len(token_of_row)] * slots for _ in range(tokens)]
     for row, token in enumerate(token_of_row):
         table[token][token_of_row[:row].count(token)] = row
-    slots_TJ = torch.tensor(table, dtype=torch.int64).reshape(tokens, slots)
-    return torch.tensor(token_of_row, dtype=torch.int64).to(device), slots_TJ.to(device), hidden
+    row_TJ = torch.tensor(table, dtype=torch.int64).reshape(tokens, slots)
+    return torch.tensor(token_of_row, dtype=torch.int64).to(device), row_TJ.to(device), hidden
 
 
 def test_the_example_of_the_docstring() -> None:
     token_of_row_N = torch.tensor([1, 0, 1])
-    slots_TJ = invert(token_of_row_N, torch.tensor([0, 0, 1]), (2, 2))
-    assert slots_TJ.tolist() == [[1, 3], [0, 2]]
+    row_TJ = invert(token_of_row_N, torch.tensor([0, 0, 1]), (2, 2))
+    assert row_TJ.tolist() == [[1, 3], [0, 2]]
     r_NH = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [70.0, 80.0, 90.0]])
-    assert add_rows(r_NH, token_of_row_N, slots_TJ).tolist() == [[4, 5, 6], [71, 82, 93]]
+    assert add_rows(r_NH, token_of_row_N, row_TJ).tolist() == [[4, 5, 6], [71, 82, 93]]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -45,19 +45,19 @@ def test_invert_places_every_row_once_and_pads_with_n(name: str) -> None:
     token_of_row_N, want_TJ, _ = _layout(name)
     tokens = token_of_row_N.tolist()
     slot_of_row = [tokens[:row].count(token) for row, token in enumerate(tokens)]
-    slot_of_row_N = torch.tensor(slot_of_row, dtype=torch.int64)
-    got_TJ = invert(token_of_row_N, slot_of_row_N, tuple(want_TJ.shape))
+    column_of_row_N = torch.tensor(slot_of_row, dtype=torch.int64)
+    got_TJ = invert(token_of_row_N, column_of_row_N, tuple(want_TJ.shape))
     assert torch.equal(got_TJ, want_TJ)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 def test_fp64_equals_the_reference(name: str, device: str) -> None:
-    token_of_row_N, slots_TJ, hidden = _layout(name, device)
-    tokens, num_rows = slots_TJ.shape[0], token_of_row_N.numel()
+    token_of_row_N, row_TJ, hidden = _layout(name, device)
+    tokens, num_rows = row_TJ.shape[0], token_of_row_N.numel()
     x_TH = torch.randn(tokens, hidden, dtype=torch.float64, device=device).requires_grad_()
     r_NH = torch.randn(num_rows, hidden, dtype=torch.float64, device=device)
-    out_TH = add_rows(r_NH, token_of_row_N, slots_TJ)
+    out_TH = add_rows(r_NH, token_of_row_N, row_TJ)
     # The reference cannot stack zero rows; the sum is empty then.
     want_TH = reference.sum_rows(r_NH, token_of_row_N, tokens) if tokens else x_TH.detach()
     assert_close("add_rows", out_TH, want_TH, 1e-12)
@@ -73,11 +73,11 @@ def test_low_precision_is_no_worse_than_plain_torch(dtype: torch.dtype, device: 
     tokens, slots, hidden = 13, 7, 37
     token_of_row_N = torch.arange(tokens).repeat(slots)[torch.randperm(tokens * slots)]
     order_N = token_of_row_N.argsort(stable=True)
-    slots_TJ = order_N.view(tokens, slots)
+    row_TJ = order_N.view(tokens, slots)
     rows_NH = torch.randn(tokens * slots, hidden).to(dtype)
     truth_TH = reference.sum_rows(rows_NH.double(), token_of_row_N, tokens)
     plain_TH = reference.sum_rows(rows_NH, token_of_row_N, tokens)
-    got_TH = add_rows(rows_NH.to(device), token_of_row_N.to(device), slots_TJ.to(device))
+    got_TH = add_rows(rows_NH.to(device), token_of_row_N.to(device), row_TJ.to(device))
     assert got_TH.dtype == dtype
     assert max_error(got_TH, truth_TH) <= 2 * max_error(plain_TH, truth_TH)
     if dtype != torch.float32:  # added in fp32 and rounded once: half a unit in the last place
@@ -88,25 +88,25 @@ def test_low_precision_is_no_worse_than_plain_torch(dtype: torch.dtype, device: 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_strided_rows(device: str) -> None:
-    token_of_row_N, slots_TJ, _ = _layout("odd sizes", device)
+    token_of_row_N, row_TJ, _ = _layout("odd sizes", device)
     # Expanded rows have stride 0, as the gradient of a sum has.
     ones_NH = torch.ones((), dtype=torch.float64, device=device).expand(10, 11)
     counts_T = torch.bincount(token_of_row_N, minlength=7).double()
     want_TH = counts_T.unsqueeze(1).expand(7, 11)
-    assert torch.equal(add_rows(ones_NH, token_of_row_N, slots_TJ), want_TH)
+    assert torch.equal(add_rows(ones_NH, token_of_row_N, row_TJ), want_TH)
     transposed_NH = torch.randn(11, 10, dtype=torch.float64, device=device).t()
-    want_TH = add_rows(transposed_NH.contiguous(), token_of_row_N, slots_TJ)
-    assert torch.equal(add_rows(transposed_NH, token_of_row_N, slots_TJ), want_TH)
+    want_TH = add_rows(transposed_NH.contiguous(), token_of_row_N, row_TJ)
+    assert torch.equal(add_rows(transposed_NH, token_of_row_N, row_TJ), want_TH)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_repeats_bit_for_bit(device: str) -> None:
     rows_NH = torch.randn(4096, 33, device=device)
     token_of_row_N = torch.arange(512, device=device).repeat(8)
-    slots_TJ = token_of_row_N.argsort(stable=True).view(512, 8)
-    first_TH = add_rows(rows_NH, token_of_row_N, slots_TJ)
+    row_TJ = token_of_row_N.argsort(stable=True).view(512, 8)
+    first_TH = add_rows(rows_NH, token_of_row_N, row_TJ)
     for _ in range(3):
-        assert torch.equal(add_rows(rows_NH, token_of_row_N, slots_TJ), first_TH)
+        assert torch.equal(add_rows(rows_NH, token_of_row_N, row_TJ), first_TH)
 
 
 def test_count_pairs() -> None:
@@ -121,14 +121,14 @@ def test_rows_may_have_columns_behind_them_and_sums_another_dtype(device: str) -
     """Dispatch receives gradients with other columns behind them, and sums bf16 rows in fp32."""
     generator = torch.Generator().manual_seed(0)
     token_of_row_N = torch.tensor([0, 2, 0, 2, 2], dtype=torch.int32)
-    slots_TJ = torch.tensor([[0, 2, 5], [5, 5, 5], [1, 3, 4]], dtype=torch.int32)
+    row_TJ = torch.tensor([[0, 2, 5], [5, 5, 5], [1, 3, 4]], dtype=torch.int32)
     joined = torch.randn(5, 48, generator=generator).bfloat16()
     want_TH = torch.zeros(3, 32)
     for row, token in zip(joined[:, :32].float(), token_of_row_N.tolist(), strict=True):
         want_TH[token] += row
-    tensors = (x.to(device) for x in (joined, token_of_row_N, slots_TJ))
-    joined, token_of_row_N, slots_TJ = tensors
+    tensors = (x.to(device) for x in (joined, token_of_row_N, row_TJ))
+    joined, token_of_row_N, row_TJ = tensors
     for dtype in (torch.float32, torch.bfloat16, None):
-        got_TH = add_rows(joined[:, :32], token_of_row_N, slots_TJ, dtype)
+        got_TH = add_rows(joined[:, :32], token_of_row_N, row_TJ, dtype)
         assert got_TH.dtype == (dtype or torch.bfloat16)
         assert torch.equal(got_TH.cpu(), want_TH.to(got_TH.dtype))

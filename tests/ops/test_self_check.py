@@ -209,7 +209,9 @@ def test_wrong_sums_of_the_rows_of_a_token_are_refused(monkeypatch: pytest.Monke
     self_check_sums(torch.empty(9, 64, dtype=torch.bfloat16)[:, :48], 4, torch.float32)
     _break_kernel(monkeypatch, "combine of tokens", lambda x: x[1].shape[1] == 5)
     assert check_once(KIND) == ""
-    with pytest.raises(RuntimeError, match=r"compute wrong numbers on cpu.*in sums .*num_slots=5"):
+    with pytest.raises(
+        RuntimeError, match=r"compute wrong numbers on cpu.*in sums .*rows_per_sum=5"
+    ):
         self_check_sums(torch.empty(9, 48, dtype=torch.bfloat16), 5, torch.bfloat16)
 
 
@@ -434,8 +436,8 @@ def test_the_self_check_runs_the_kernel_that_sums_the_rows_of_a_token(dtype: tor
             list(compare_token_sums(replace(kind, row_stride=columns, out_dtype=out_dtype)))
         with Launches() as launched:
             rows_NH = torch.empty(1001, columns, dtype=dtype, device="meta")[:, :2048]
-            slots_TJ = torch.empty(333, 4, dtype=torch.int32, device="meta")
-            combine(rows_NH, slots_TJ, None, out_dtype)
+            row_TJ = torch.empty(333, 4, dtype=torch.int32, device="meta")
+            combine(rows_NH, row_TJ, None, out_dtype)
         assert launched.variants == checked.variants
         variants.append(launched.variants)
     assert (variants[0] == variants[2]) == (dtype == torch.float32)

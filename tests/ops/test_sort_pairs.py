@@ -28,7 +28,7 @@ def test_equals_a_stable_sort(
     assert torch.equal(routing.row_A.cpu().long(), want_A // top_k)
     slots = torch.full((rows * top_k,), len(here), dtype=torch.int64)
     slots[want_A] = torch.arange(len(here))
-    assert torch.equal(routing.slots_RK.cpu().flatten().long(), slots)
+    assert torch.equal(routing.position_RK.cpu().flatten().long(), slots)
     counts = torch.bincount(flat[here], minlength=num_experts)
     ends = counts.cumsum(0)
     assert routing.offsets.tolist() == [0, *ends.tolist()]

@@ -383,6 +383,10 @@ def is_described(rank: int, world: int) -> None:
     assert "waits 12% of the time" in text, text
     whole = sum(parameter.numel() for parameter in four_layers(0).parameters())
     assert f"parameters {whole:,} in the model" in text
+    # The correction biases of DeepSeek-V3 are buffers in its state dict.
+    model = apply_ep_fsdp2(build("deepseek_v3", seed=rank), pp_size=2)
+    whole = sum(parameter.numel() for parameter in build("deepseek_v3").parameters())
+    assert f"parameters {whole:,} in the model" in describe(model)
 
 
 TWO_RANKS = (

@@ -7,6 +7,7 @@ After a step, the sums over an expert's tokens have another order, and the toler
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from hf_moe_ep import (
     apply_ep_fsdp2,
     balance_experts,
     data_parallel_rank,
+    describe,
     expert_load,
     experts_in_hub_order,
     hub_tensors,
@@ -201,6 +203,7 @@ def _run(case: Case, rank: int, world: int, folder: str) -> None:
     slots = _balance(model, optimizer, FIRST_SEED)
     assert_equal(_in_hub_order(model, optimizer), before)
     assert describe_base(model) == base
+    assert re.search(r"this rank: .*slots \d", describe(model))
     _check_slots(model, optimizer, before, slots)
 
     for number in (1, 2):
@@ -483,7 +486,7 @@ def balancing_while_hub_tensors_sends_is_an_error(rank: int, world: int) -> None
     tensors = hub_tensors(model, max_bytes=2**12)
     next(tensors)
     _balance(model, optimizer, FIRST_SEED)
-    with pytest.raises(RuntimeError, match="has moved experts while hub_tensors sent them"):
+    with pytest.raises(RuntimeError, match="has moved experts since hub_tensors listed"):
         next(tensors)
 
 

@@ -134,15 +134,27 @@ def test_masks_with_a_cache_or_of_another_length_stay_whole() -> None:
 
 def test_a_view_shares_the_attributes_of_its_config() -> None:
     config = _config()
-    view = config_with_own_masks(config, MaskRows())
+    rows = MaskRows()
+    view = config_with_own_masks(config, rows)
     config.use_cache = False
     view.output_router_logits = True
     assert view.use_cache is False and config.output_router_logits is True
     assert isinstance(view, type(config)) and view.to_dict() == config.to_dict()
-    assert config._attn_implementation == "sdpa" != view._attn_implementation
     other = deepcopy(view)
-    assert other._attn_implementation == view._attn_implementation
     assert other.to_dict() == config.to_dict()
+
+
+def test_a_view_names_our_masks_in_split_forwards_only() -> None:
+    """Gemma-4 cuts queries if the name is not "sdpa", which would be wrong in other forwards."""
+    config, rows = _config(), MaskRows()
+    view = config_with_own_masks(config, rows)
+    assert view._attn_implementation == "sdpa"
+    rows.part = _part(0, 2, 16)
+    assert view._attn_implementation != "sdpa" == config._attn_implementation
+    # A copy of a model has its own slice.
+    other = deepcopy(view)
+    rows.part = None
+    assert other._attn_implementation != "sdpa" == view._attn_implementation
 
 
 def test_unpatch_restores_the_config() -> None:

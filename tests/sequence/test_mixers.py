@@ -39,8 +39,9 @@ from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, describe, patch, unpatch
 from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 from hf_moe_ep.sequence import slices
-from hf_moe_ep.sequence.gather import LayerSlice, SeparateDocuments
 from hf_moe_ep.sequence.mixer_arguments import Document, MixerArguments, mixer_arguments
+from hf_moe_ep.sequence.mixers import LayerSlice
+from hf_moe_ep.sequence.packed_rows import SeparateDocuments
 from hf_moe_ep.sequence.slices import Slice
 
 Batch = dict[str, Tensor]
@@ -455,7 +456,7 @@ def test_adapters_equal_stock_peft(found: Found, claim: Check) -> None:
 def _bytes_of_a_step(
     model_type: str, values: Callable[[Any], tuple[Any, Any]], rank: int, world: int
 ) -> None:
-    """The docstrings of these mechanisms count the values sent per token: gather.py,
+    """The docstrings of these mechanisms count the values sent per token: mixers.py,
     gathering_cache.py, and GatherOutput in split.py.
     """
     with exactly(model_type):

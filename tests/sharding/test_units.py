@@ -10,6 +10,8 @@ from unittest.mock import patch as mock_patch
 
 import pytest
 import torch
+from support import architectures
+from support.adapters import EXPERTS, with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.parity import checkpointing
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_
+from hf_moe_ep.upstream.hub import kept_in_fp32
 
 Batch = dict[str, Tensor]
 Prepare = Callable[[nn.Module], None]
@@ -127,6 +130,78 @@ def _check_listed(
     # A rank that lists alone takes the same collectives as the others.
     for name, grad in _gradients(model, inputs, model if rank == 0 else None).items():
         assert torch.equal(grad, want[name]), f"listed on rank 0: {name}"
+
+
+def _append_output(outputs: list[torch.Tensor], *arguments: Any) -> None:
+    outputs.append(arguments[-1])
+
+
+def _called_after_a_list(rank: int, world: int) -> None:
+    """A unit that is still gathered runs once more, after a list of parameters."""
+    gradients = []
+    for lists in (False, True):
+        model = apply_ep_fsdp2(tiny(), ep_size=2)
+        hidden: list[torch.Tensor] = []
+        model.model.layers[0].register_forward_hook(partial(_append_output, hidden))
+        loss = model(**batch(model, 2, 7, seed=rank)).loss
+        if lists:
+            assert model.device.type == "cpu"
+        early = model.lm_head(hidden[0]).square().mean()
+        (loss + early).backward()
+        gradients.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+    for name, grad in gradients[0].items():
+        assert torch.equal(grad, gradients[1][name]), name
+
+
+def _routers_compute_in_fp32(
+    prepare: Prepare | None,
+    options: dict[str, Any],
+    rank: int,
+    world: int,
+    model_type: str = "glm4_moe",
+) -> None:
+    """Transformers keeps the router of GLM-4.5 in fp32 in a bf16 model, and so does a step."""
+    model = architectures.tiny(model_type, dtype=torch.bfloat16)
+    if model_type == "glm4_moe" and not kept_in_fp32(model, torch.bfloat16)[1:]:
+        return  # transformers 5.16 keeps its correction bias alone
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    gates = [gate for gate in gates if hasattr(gate, "weight")]
+    if prepare is not None:
+        prepare(model)
+    wanted, seen = [gate.weight.detach().clone() for gate in gates], []
+    assert gates and all(weight.dtype == torch.float32 for weight in wanted)
+    assert not any(torch.equal(weight, weight.bfloat16()) for weight in wanted)
+    apply_ep_fsdp2(model, **options)
+    hooks = [
+        gate.register_forward_pre_hook(lambda module, _: seen.append(module.weight.clone()))
+        for gate in gates
+    ]
+    loss = model(**batch(model, 2, 7, seed=rank)).loss
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == len(wanted) and all(map(torch.equal, seen, wanted))
+    loss.backward()
+    assert all(gate.weight.grad.full_tensor().any() for gate in gates)
+
+
+def _adapted_routers_in_fp32(rank: int, world: int) -> None:
+    """PEFT adds its factors to the router's weight before the router's own forward."""
+    for options in ({"parameters": (*EXPERTS, "mlp.gate.weight")}, {"modules_to_save": ["gate"]}):
+        model = with_lora(architectures.tiny("glm4_moe", dtype=torch.bfloat16), seed=0, **options)
+        apply_ep_fsdp2(model, ep_size=2)
+        model(**batch(model, 2, 7, seed=rank)).loss.backward()
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        grads = [p.grad for name, p in trained.items() if "mlp.gate." in name]
+        assert grads and all(grad is not None for grad in grads)
+
+
+def _routers_of_a_script_are_cast(rank: int, world: int) -> None:
+    """Qwen3-MoE's router computes in the dtype of the rows, whatever dtype a script gives it."""
+    model = tiny(dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        layer.mlp.gate.float()
+    apply_ep_fsdp2(model, ep_size=2)
+    model(**batch(model, 2, 7, seed=rank)).loss.backward()
 
 
 def _frozen_after_a_forward(rank: int, world: int) -> None:
@@ -255,6 +330,8 @@ CHECKS = on_ranks(
     {name: partial(_check_losses, between, WHOLE_EXPERTS) for name, between in BETWEEN.items()},
     {"listed: whole experts": partial(_check_listed, *LISTED["whole experts"])},
     {
+        "called after a list": _called_after_a_list,
+        "routers in fp32": partial(_routers_compute_in_fp32, None, {"ep_size": 2}),
         "frozen": _frozen_after_a_forward,
         "gathered by hand": _gathered_by_hand,
         "fails in backward": partial(_fails_in_backward, WHOLE_EXPERTS, None),
@@ -274,6 +351,15 @@ MORE_CHECKS = on_ranks(
         if name != "whole experts"
     },
     {
+        "routers in fp32, reentrant": partial(_routers_compute_in_fp32, _reentrant, NEVER_RESHARD),
+        "routers in fp32, with children": partial(
+            _routers_compute_in_fp32, None, {"ep_size": 2}, model_type="ernie4_5_moe"
+        ),
+        "adapters on routers in fp32": _adapted_routers_in_fp32,
+        "routers in fp32 of a script": _routers_of_a_script_are_cast,
+        "routers in fp32, buffers": partial(
+            _routers_compute_in_fp32, None, {"ep_size": 1, "fsdp_double_buffer": True}
+        ),
         "generation": partial(_generates, WHOLE_EXPERTS, 14),
         "generation, no resharding": partial(_generates, NEVER_RESHARD, 6),
         "fails in backward, no resharding": partial(_fails_in_backward, NEVER_RESHARD, None),

@@ -31,6 +31,11 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 STEPS, MICRO_BATCHES = 2, 2
 
 
+def _freeze_gate_up(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith("gate_up_proj"))
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -51,6 +56,7 @@ CASES = [
         prepare=partial(parity.checkpointing, use_reentrant=False),
     ),
     Case("LoRA on the experts", wrap=partial(with_lora, seed=0)),
+    Case("only down_proj is trained", prepare=_freeze_gate_up),
 ]
 MORE_CASES = [
     Case("fp32", torch.float32),
@@ -154,6 +160,25 @@ def _one_layer(wrap: Callable[[nn.Module], nn.Module] | None = None) -> tuple[An
     return model, [experts.gate_up_proj.to_local(), experts.down_proj.to_local()]
 
 
+def frozen_masters_are_saved_and_not_their_copies(rank: int, world: int) -> None:
+    """Experts that are frozen after sharding have masters, too."""
+    model, matrices = _one_layer()
+    for experts in _experts(model):
+        experts.requires_grad_(False)
+    saved: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = model(**batch(model, 1, 5, seed=rank)).loss
+    kept = [x for x in saved if x.shape in {matrix.shape for matrix in matrices}]
+    assert {x.dtype for x in kept} == {torch.float32}, "a copy in bf16 was kept"
+    loss.backward()
+    assert all(experts.gate_up_proj.grad is None for experts in _experts(model))
+
+
 def masters_are_cast_and_not_copied(rank: int, world: int) -> None:
     """No copy in bf16 is kept from forward to backward."""
     model, matrices = _one_layer()
@@ -216,6 +241,7 @@ def fsdp2_keeps_what_it_has_to_move(rank: int, world: int) -> None:
         2,
         {case.name: partial(_trains_with_the_same_bits, case) for case in CASES},
         masters_are_cast_and_not_copied,
+        frozen_masters_are_saved_and_not_their_copies,
         frozen_experts_are_not_touched,
         fsdp2_keeps_what_it_has_to_move,
     )

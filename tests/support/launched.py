@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
@@ -23,13 +24,10 @@ LAUNCH = {
 @contextlib.contextmanager
 def launched(**settings: str) -> Iterator[None]:
     """Set the variables of `accelerate launch` inside the block, and reset Accelerate's state."""
-    before = dict(os.environ)
-    os.environ.update(LAUNCH | settings)
     try:
-        yield
+        with mock.patch.dict(os.environ, LAUNCH | settings):
+            yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
         AcceleratorState._reset_state(True)
 
 

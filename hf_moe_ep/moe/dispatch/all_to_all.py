@@ -92,7 +92,7 @@ class AllToAll:
         ]
         counts = exchange_counts(tables, rows_of_chunks, self.group, header, self.max_rows)
         # While the counts are exchanged, the device computes everything that does not need them.
-        num_slots = min(num_ranks, expert_ids_TK.shape[1])
+        rows_per_token = min(num_ranks, expert_ids_TK.shape[1])
         device = expert_ids_TK.device
         return AllToAllPlanning(
             self.group,
@@ -100,7 +100,7 @@ class AllToAll:
             counts,
             rows_of_chunks,
             pairs_of_chunks,
-            [order_rows(sends, rank, num_slots, self.constants) for sends in sends_of_chunks],
+            [order_rows(sends, rank, rows_per_token, self.constants) for sends in sends_of_chunks],
             self.constants.number_experts(self.num_experts, num_local, rank, device),
         )
 
@@ -178,7 +178,7 @@ class AllToAllExchange:
     Attributes:
         token_of_row_N: the token of each row that is sent or stays, in the order of the module
             docstring; int32.
-        slots_TJ: the rows of each token, see `ops/permute.py`; int32.
+        row_TJ: the rows of each token, see `ops/permute.py`; int32.
         local_id_E: the number of each expert on this rank; L for experts of other ranks, and for
             one more id, E, which means "no expert".
         send_counts, recv_counts: the numbers of rows to and from each rank of the ep group; 0 for
@@ -190,7 +190,7 @@ class AllToAllExchange:
 
     group: dist.ProcessGroup
     token_of_row_N: Tensor
-    slots_TJ: Tensor
+    row_TJ: Tensor
     local_id_E: Tensor
     send_counts: list[int]
     recv_counts: list[int]
@@ -218,7 +218,7 @@ class AllToAllExchange:
         return cls(
             group=group,
             token_of_row_N=order.token_X[: sum(sends)],
-            slots_TJ=order.slots_TJ,
+            row_TJ=order.row_TJ,
             local_id_E=local_id_E,
             send_counts=[*sends[:rank], 0, *sends[rank + 1 :]],
             recv_counts=[*receives[:rank], 0, *receives[rank + 1 :]],
@@ -233,7 +233,7 @@ class AllToAllExchange:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.slots_TJ)
+        return len(self.row_TJ)
 
     @property
     def num_sent(self) -> int:
@@ -257,7 +257,7 @@ class _RowWire(Wire):
     def send_tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         hidden, top_k = tokens.x_TH.shape[1], tokens.ids_TK.shape[1]
         received_RI = self._send_tokens(tokens.take_messages())
-        rows_RH, routing_RX = split_columns(received_RI, hidden, 2 * top_k, tokens.wide_dtype)
+        rows_RH, routing_RX = split_columns(received_RI, hidden, 2 * top_k, tokens.routing_dtype)
         return rows_RH, routing_RX[:, :top_k], routing_RX[:, top_k:]
 
     def local_ids(self, ids_RK: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ class _RowWire(Wire):
         return self._send_rows(rows_RX, self.exchange.recv_counts, self.exchange.send_counts)
 
     def add_results(self, rows_NX: Tensor, dtype: torch.dtype) -> Tensor:
-        return add_rows(rows_NX, self.exchange.token_of_row_N, self.exchange.slots_TJ, dtype)
+        return add_rows(rows_NX, self.exchange.token_of_row_N, self.exchange.row_TJ, dtype)
 
     def send_result_grads(self, grad_TH: Tensor) -> Tensor:
         return self._send_tokens(grad_TH)
@@ -327,23 +327,23 @@ class Order(NamedTuple):
     sent to that rank (or stays). Rows are numbered line by line; the line of this rank is the last.
     On rank 0 of the module's example:
 
-        table    t0 t1     numbers    t0 t1     slots_TJ = [[0, 2],    token_X = [0, 1, 0, ...]
+        table    t0 t1     numbers    t0 t1     row_TJ = [[0, 2],    token_X = [0, 1, 0, ...]
         rank 1    x  x                 0  1                 [1, 3]]
         rank 0    x  .                 2  3
 
-    All other cells get the number N, which means "no row" in `slots_TJ`. The host does not know the
+    All other cells get the number N, which means "no row" in `row_TJ`. The host does not know the
     number of rows N before the counts are received: `token_X` has room for the largest possible N,
     and its first N entries are `token_of_row_N`.
     """
 
     token_X: Tensor
-    slots_TJ: Tensor
+    row_TJ: Tensor
 
 
-def order_rows(sends_DT: Tensor, rank: int, num_slots: int, constants: Constants) -> Order:
+def order_rows(sends_DT: Tensor, rank: int, rows_per_token: int, constants: Constants) -> Order:
     """Number the rows that `rank` sends or keeps, without a host sync.
 
-    `num_slots` is the largest number of rows that a token can have. Until backward, `num_slots`
+    `rows_per_token` is the largest number of rows that a token can have. Until backward, this many
     int32 numbers per token stay in memory.
     """
     num_ranks, num_tokens = sends_DT.shape
@@ -352,10 +352,10 @@ def order_rows(sends_DT: Tensor, rank: int, num_slots: int, constants: Constants
     num_rows = end_Y[-1:] if len(end_Y) else end_Y.new_zeros(1)
     row_DT = torch.where(sends_DT, end_Y.view(num_ranks, num_tokens) - 1, num_rows)
     token_Y = constants.tokens_of_cells(num_ranks, num_tokens, row_DT.device)
-    token_X = token_Y.new_zeros(num_tokens * num_slots + 1)
+    token_X = token_Y.new_zeros(num_tokens * rows_per_token + 1)
     token_X.scatter_(0, row_DT.flatten(), token_Y)
-    slots_TJ = row_DT.t().to(torch.int32, memory_format=torch.contiguous_format)
-    if num_slots < num_ranks:
+    row_TJ = row_DT.t().to(torch.int32, memory_format=torch.contiguous_format)
+    if rows_per_token < num_ranks:
         # Cells that are not rows have the largest number, so they are sorted to the end.
-        slots_TJ = slots_TJ.sort(1).values[:, :num_slots].contiguous()
-    return Order(token_X, slots_TJ)
+        row_TJ = row_TJ.sort(1).values[:, :rows_per_token].contiguous()
+    return Order(token_X, row_TJ)

@@ -354,8 +354,7 @@ class _BufferWire(Wire):
         return received.to(dtype)
 
     def send_result_grads(self, grad_TH: Tensor) -> Tensor:
-        rows_RH: Tensor = self._dispatch(grad_TH, handle=self.handle)[0]
-        return rows_RH
+        return self._dispatch(grad_TH, handle=self.handle)[0]
 
     def _dispatch(self, x_TH: Tensor, **arguments: Any) -> list[Any]:
         """Start a dispatch; return rows, ids, weights, counts and handle, valid after `wait`."""

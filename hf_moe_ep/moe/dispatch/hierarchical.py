@@ -107,7 +107,7 @@ class Hierarchical:
         rows_of_chunks = [chunk.rows_D for chunk in chunks]
         counts = exchange_counts(tables, rows_of_chunks, self.group, header, self.max_rows)
         # Meanwhile the device computes everything that needs no counts, as in `all_to_all.py`.
-        num_slots, device = min(position.num_nodes, top_k), expert_ids_TK.device
+        rows_per_token, device = min(position.num_nodes, top_k), expert_ids_TK.device
         num_local = self.num_experts // position.num_ranks
         num_on_node = num_local * position.ranks_per_node
         number_experts = self.constants.number_experts
@@ -117,7 +117,7 @@ class Hierarchical:
             counts,
             chunks,
             [
-                order_rows(chunk.sends_VT, position.node, num_slots, self.constants)
+                order_rows(chunk.sends_VT, position.node, rows_per_token, self.constants)
                 for chunk in chunks
             ],
             number_experts(self.num_experts, num_on_node, position.node, device),

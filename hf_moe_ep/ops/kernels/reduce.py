@@ -1,11 +1,11 @@
 """Sums over pairs in a fixed order and in fp32. These kernels are limited by memory bandwidth.
 
-    combine        out_RH[r]    = sum over k of (weights[r, k] *) rows_AH[slots[r, k]]
-    weight_grads   out_RK[r, k] = sum over columns of partial[column, slots[r, k]]
+    combine        out_RH[r]    = sum over k of (weights[r, k] *) rows_AH[positions[r, k]]
+    weight_grads   out_RK[r, k] = sum over columns of partial[column, positions[r, k]]
     segment_sum    out_LO[l]    = scale * sum over the pairs of expert l of (weight *) rows[row]
 
-The slot of a pair is its position among the A sorted pairs. A pair without an expert here has the
-slot A, one past the last row, and no kernel reads that row.
+`positions` has the position of each pair among the A sorted pairs. A pair without an expert here
+has the position A, one past the last row, and no kernel reads that row.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ _WEIGHTS = 256
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def combine_kernel(
-    rows, slots, weights, out, num_pairs, hidden, row_stride,
+    rows, positions, weights, out, num_pairs, hidden, row_stride,
     TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
-        slot = tl.load(slots + row * TOP_K + k)  # []
-        # `& (slot < num_pairs)` would fail: the interpreter cannot combine a block and a scalar.
-        m_here = o_h < tl.where(slot < num_pairs, hidden, 0)
-        p_y = rows + slot.to(tl.int64) * row_stride + o_h  # [BLOCK]
+        position = tl.load(positions + row * TOP_K + k)  # []
+        # The interpreter cannot combine a block and a scalar, as in `& (position < num_pairs)`.
+        m_here = o_h < tl.where(position < num_pairs, hidden, 0)
+        p_y = rows + position.to(tl.int64) * row_stride + o_h  # [BLOCK]
         b_y = tl.load(p_y, mask=m_here, other=0.0)  # [BLOCK]
         b_y = b_y.to(tl.float32)
         if WEIGHTED:
             # The weight of a pair without an expert here may have any value, even NaN.
-            s = tl.load(weights + row * TOP_K + k, mask=slot < num_pairs, other=0.0)  # []
+            s = tl.load(weights + row * TOP_K + k, mask=position < num_pairs, other=0.0)  # []
             b_y = b_y * s.to(tl.float32)
         total += b_y
     tl.store(out + row * hidden + o_h, total.to(out.dtype.element_ty), mask=o_h < hidden)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_column_blocks", "num_slots"])
+@triton.jit(do_not_specialize=["num_pairs", "num_column_blocks", "num_weights"])
 def weight_grads_kernel(
-    partial, slots, out, num_pairs, num_column_blocks, num_slots, BLOCK: tl.constexpr
+    partial, positions, out, num_pairs, num_column_blocks, num_weights, BLOCK: tl.constexpr
 ):
-    o_slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    m_slot = o_slot < num_slots
-    position = tl.load(slots + o_slot, mask=m_slot, other=num_pairs).to(tl.int64)  # [BLOCK]
+    o_weight = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_weight = o_weight < num_weights
+    position = tl.load(positions + o_weight, mask=m_weight, other=num_pairs).to(tl.int64)  # [BLOCK]
     total = tl.zeros([BLOCK], tl.float32)
     for _ in range(num_column_blocks):
         total += tl.load(partial + position, mask=position < num_pairs, other=0.0)  # [BLOCK]
         partial += num_pairs
-    tl.store(out + o_slot, total.to(out.dtype.element_ty), mask=m_slot)
+    tl.store(out + o_weight, total.to(out.dtype.element_ty), mask=m_weight)
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def segment_sum_kernel(
 
 def combine(
     rows_AH: Tensor,
-    slots_RK: Tensor,
+    position_RK: Tensor,
     weights_RK: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -100,11 +100,11 @@ def combine(
     inputs are contiguous.
     """
     num_pairs, hidden = rows_AH.shape
-    num_rows, top_k = slots_RK.shape
+    num_rows, top_k = position_RK.shape
     out_RH = rows_AH.new_empty(num_rows, hidden, dtype=dtype)
     block = min(triton.next_power_of_2(hidden), 2048)
     combine_kernel[(num_rows, triton.cdiv(hidden, block))](
-        rows_AH, slots_RK, weights_RK, out_RH, num_pairs, hidden, rows_AH.stride(0),
+        rows_AH, position_RK, weights_RK, out_RH, num_pairs, hidden, rows_AH.stride(0),
         TOP_K=top_k, WEIGHTED=weights_RK is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out_RH
@@ -114,9 +114,9 @@ def weight_grads(partial_CA: Tensor, routing: Routing, like_RK: Tensor) -> Tenso
     """Return the gradient of the routing weights, zero for pairs without an expert here."""
     num_column_blocks, num_pairs = partial_CA.shape
     out_RK = torch.empty_like(like_RK, memory_format=torch.contiguous_format)
-    num_slots = out_RK.numel()
-    weight_grads_kernel[(triton.cdiv(num_slots, _WEIGHTS),)](
-        partial_CA, routing.slots_RK, out_RK, num_pairs, num_column_blocks, num_slots,
+    num_weights = out_RK.numel()
+    weight_grads_kernel[(triton.cdiv(num_weights, _WEIGHTS),)](
+        partial_CA, routing.position_RK, out_RK, num_pairs, num_column_blocks, num_weights,
         BLOCK=_WEIGHTS,
     )  # fmt: skip
     return out_RK

@@ -79,7 +79,7 @@ def _scan_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_sorted"])
 def _place_kernel(
-    ids, starts, pair_of_position, row_of_position, slots,
+    ids, starts, pair_of_position, row_of_position, positions,
     num_pairs, num_sorted, num_experts, top_k, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -98,7 +98,7 @@ def _place_kernel(
     tl.store(pair_of_position + position, pair, mask=has_expert)
     # The row is stored as well, so that the loops that read it need no division.
     tl.store(row_of_position + position, pair // top_k, mask=has_expert)
-    tl.store(slots + pair, tl.where(has_expert, position, num_sorted), mask=pair < num_pairs)
+    tl.store(positions + pair, tl.where(has_expert, position, num_sorted), mask=pair < num_pairs)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -162,7 +162,7 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, num_sorted: int, block_m: int) 
     tiles = torch.empty(num_tiles, 2, dtype=torch.int32, device=device)
     pair_A = torch.empty(num_sorted, dtype=torch.int32, device=device)
     row_A = torch.empty_like(pair_A)
-    slots_RK = torch.empty(ids_RK.shape, dtype=torch.int32, device=device)
+    position_RK = torch.empty(ids_RK.shape, dtype=torch.int32, device=device)
     ids_RK = ids_RK.contiguous()
     experts = triton.next_power_of_2(max(num_experts, 2))
     per_block = (num_blocks,)
@@ -174,11 +174,11 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, num_sorted: int, block_m: int) 
         BLOCKS=_BLOCKS, SPAN=_EXPERTS, EXPERTS=experts,
     )  # fmt: skip
     _place_kernel[per_block](
-        ids_RK, counts, pair_A, row_A, slots_RK, num_pairs, num_sorted, num_experts,
+        ids_RK, counts, pair_A, row_A, position_RK, num_pairs, num_sorted, num_experts,
         ids_RK.shape[1], BLOCK=_BLOCK, CHUNK=_CHUNK, num_warps=8,
     )  # fmt: skip
     chunk = max(1, _COMPARISONS // experts)
     _tiles_kernel[(triton.cdiv(num_tiles, chunk),)](
         offsets, tiles, num_experts, num_tiles, BLOCK_M=block_m, CHUNK=chunk, EXPERTS=experts
     )
-    return Routing(pair_A, slots_RK, offsets, tiles, row_A)
+    return Routing(pair_A, position_RK, offsets, tiles, row_A)

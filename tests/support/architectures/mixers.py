@@ -8,7 +8,7 @@ this table with the behaviour of the modules and with the derived plans.
 from torch import nn
 
 from hf_moe_ep.sequence.attach import mixers_by_split
-from hf_moe_ep.sequence.gather import Split
+from hf_moe_ep.sequence.mixers import MixerSplit
 from support.architectures.parts import parts_of
 
 # Model type, name of a module in its decoder layer, and class of the module in Transformers.
@@ -78,6 +78,6 @@ for model_type, module_name, class_name in map(str.split, MIXES.strip().splitlin
 def gathered_names(model: nn.Module) -> list[str]:
     """List the modules of a model for which sequences or keys are gathered, as Markdown."""
     mixers = mixers_by_split(parts_of(model))
-    names = [f"`{name}` ({kind})" for name, kind in mixers.get(Split.WHOLE, ())]
-    keys = [f"`{name}` ({kind}), only keys" for name, kind in mixers.get(Split.QUERIES, ())]
+    names = [f"`{name}` ({kind})" for name, kind in mixers.get(MixerSplit.WHOLE, ())]
+    keys = [f"`{name}` ({kind}), only keys" for name, kind in mixers.get(MixerSplit.QUERIES, ())]
     return names + keys

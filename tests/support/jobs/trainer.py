@@ -12,10 +12,11 @@ import re
 import signal
 import sys
 import traceback
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -361,17 +362,6 @@ def _arguments(case: Case, folder: Path) -> TrainingArguments:
     return TrainingArguments(**(defaults | case.arguments))
 
 
-@contextmanager
-def _environment(changes: dict[str, str]) -> Any:
-    before = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def _run(case: Case, folder: Path) -> Result:
     result = Result()
     folder = case.folder or folder / case.name
@@ -415,7 +405,7 @@ def main(folder: Path) -> None:
     rank = int(os.environ.get("RANK", "0"))
     for case in torch.load(folder / "cases.pt", weights_only=False):
         print(f"rank {rank}: {case.name}", flush=True)
-        with _environment(case.environment):
+        with mock.patch.dict(os.environ, case.environment):
             try:
                 with FP64() if case.exact else nullcontext():
                     result = _run(case, folder)
