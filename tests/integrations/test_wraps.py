@@ -150,7 +150,7 @@ SCRIPTS = {
     "Accelerate": ("Accelerate", PREPARE, 3, OTHERS),
     "Trainer": ("Trainer", TRAIN, 10, OTHERS),
     "PEFT": ("PEFT", ADAPT, 2, WAITS),
-    "TRL": ("TRL", "", 13, OTHERS),
+    "TRL": ("TRL", "", 14, OTHERS),
 }
 BEGIN = """
 import os, sys, tempfile, torch
