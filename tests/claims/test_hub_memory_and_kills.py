@@ -30,7 +30,7 @@ from hf_moe_ep.checkpoints.hub import save as checkpoint
 from hf_moe_ep.checkpoints.hub.pieces import whole_piece
 from hf_moe_ep.checkpoints.hub.write import TensorGroup, write_checkpoint
 from hf_moe_ep.checkpoints.storage import safetensors_file
-from hf_moe_ep.ranks import all_ranks as together_module
+from hf_moe_ep.ranks import all_ranks
 from hf_moe_ep.ranks.boxes import whole
 
 INDEX = "model.safetensors.index.json"
@@ -320,7 +320,7 @@ def _fail_on_one_rank(rank: int, world: int) -> None:
         RuntimeError,
         match=r"^saving failed on rank 1: .*CUDA out of memory; the other",
     ):
-        together_module.together("saving", no_memory)
+        all_ranks.run_on_all("saving", no_memory)
 
 
 @pytest.mark.slow
@@ -384,7 +384,7 @@ def _save_until_killed(
     rank: int, world: int, folder: str, sizes: dict[str, int], victim: int, after: float
 ) -> None:
     """Save weights that are all 0, then all 1, 2, ..., until rank `victim` is killed."""
-    together_module.PATIENCE = timedelta(seconds=5)  # instead of 5 minutes for the killed rank
+    all_ranks.PATIENCE = timedelta(seconds=5)  # instead of 5 minutes for the killed rank
     if rank == victim:
         kill_later(after)
     model = apply_ep_fsdp2(tiny(dtype=torch.float32), **sizes)
