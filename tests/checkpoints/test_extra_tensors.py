@@ -55,7 +55,7 @@ from hf_moe_ep.checkpoints.storage.references import FileReferences
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, read_index
 from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.cli.main import main
-from hf_moe_ep.ranks import all_ranks as together_module
+from hf_moe_ep.ranks import all_ranks
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.models import persistent_buffers
 
@@ -675,7 +675,7 @@ def save_until_killed(
     rank: int, world: int, folder: str, target: str, victim: int, after: float
 ) -> None:
     """Save versions 0, 1, 2, .. of the model's own weights until rank `victim` is killed."""
-    together_module.PATIENCE = timedelta(seconds=5)  # instead of 5 minutes for the killed rank
+    all_ranks.PATIENCE = timedelta(seconds=5)  # instead of 5 minutes for the killed rank
     model = from_pretrained(Path(folder), ep_size=2)
     if rank == victim:
         kill_later(after)

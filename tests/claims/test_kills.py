@@ -26,7 +26,7 @@ from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.training import folder as training_folder
 from hf_moe_ep.checkpoints.training.load import load_checkpoint
 from hf_moe_ep.checkpoints.training.save import save_checkpoint
-from hf_moe_ep.ranks import all_ranks as together_module
+from hf_moe_ep.ranks import all_ranks
 from hf_moe_ep.ranks.background import SaveHandle
 
 # Kind of run: the layouts of even and odd rounds, and the number of layers.
@@ -64,7 +64,7 @@ def _resume_and_die(rank: int, world: int, kind: str, root: str, round_: int, ki
         first = load_checkpoint(root, run.model, run.optimizer, run.scheduler)["step"]
     else:
         run = _start(kind, round_)
-    together_module.PATIENCE = timedelta(seconds=5)  # instead of 5 minutes for the killed rank
+    all_ranks.PATIENCE = timedelta(seconds=5)  # instead of 5 minutes for the killed rank
     handle = SaveHandle(Path(root))  # a handle without a save, so that wait() returns at once
     for number in range(first, first + 4):
         loss = step(run, number)

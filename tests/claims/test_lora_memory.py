@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hf_moe_ep import apply_ep_fsdp2, patch, save_pretrained
-from hf_moe_ep.ranks import all_ranks as together_module
+from hf_moe_ep.ranks import all_ranks
 
 
 def _largest_of_a_step(model: nn.Module) -> int:
@@ -138,7 +138,7 @@ def unquantised_experts_of_a_quantised_model_must_be_frozen(rank: int, world: in
 def saving_on_one_rank_raises_instead_of_hanging(rank: int, world: int, folder: str) -> None:
     """Without a check, the first collective would wait for the process group's timeout."""
     model = apply_ep_fsdp2(with_lora(tiny(dtype=torch.float32), r=2), ep_size=world)
-    with mock.patch.object(together_module, "PATIENCE", timedelta(seconds=2)):
+    with mock.patch.object(all_ranks, "PATIENCE", timedelta(seconds=2)):
         if rank == 0:
             for save in (model.save_pretrained, partial(save_pretrained, model)):
                 with pytest.raises(RuntimeError, match=r"called on only 1 of 2 ranks.*every rank"):
