@@ -49,8 +49,9 @@ LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && \
 TRAINERS := axolotl ms_swift llama_factory
 NEEDS_axolotl := axolotl==0.19.0
 # ms-swift names neither msgspec, which it imports for reinforcement learning, nor the packages
-# that it needs for pictures.
-NEEDS_ms_swift := ms-swift==4.6.0 msgspec qwen_vl_utils decord torchvision==0.28.0
+# that it needs for pictures. Our tests of experts in nf4 need bitsandbytes.
+NEEDS_ms_swift := ms-swift==4.6.0 msgspec qwen_vl_utils decord torchvision==0.28.0 \
+	bitsandbytes
 # LLaMA-Factory pins an older Transformers than hf_moe_ep needs, so it is installed without its
 # pins. torchvision and torchaudio are left out, because an index has CUDA builds of them only.
 NEEDS_llama_factory := transformers==5.24.0 accelerate==1.15.0 peft==0.20.0 trl==0.24.0 \

@@ -270,7 +270,8 @@ def _saves_and_loads(kind: str, rank: int, world: int, folder: str) -> None:
 
 
 def _launches_that_are_refused(rank: int, world: int) -> None:
-    with launched(), pytest.raises(ValueError, match=r"2 processes .* sees 1.*cpu=True"):
+    use_gpu = launched(ACCELERATE_USE_CPU="false")  # `make test-swift` sets it to true
+    with use_gpu, pytest.raises(ValueError, match=r"2 processes .* sees 1.*cpu=True"):
         prepared(tiny(), Accelerator(), ep_size=2)
     with launched(FSDP_VERSION="1"), pytest.raises(ValueError, match=r"version 1.*fsdp_version: 2"):
         prepared(tiny(), Accelerator(cpu=True), ep_size=2)

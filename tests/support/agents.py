@@ -18,7 +18,9 @@ from support.scripts import ROOT
 PORT = 29500
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join([os.fspath(ROOT), os.fspath(ROOT / "tests")]),
+    "PYTHONPATH": os.pathsep.join(
+        [os.fspath(ROOT), os.fspath(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    ).strip(os.pathsep),
     "HF_HUB_OFFLINE": "1",
     # The files of examples/slurm/ set this variable too, and say why.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
