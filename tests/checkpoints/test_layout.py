@@ -282,6 +282,8 @@ def test_published_files_are_read_as_stock_reads_them(
     if model_type not in MODEL_TYPES:
         pytest.skip(f"this transformers has no {model_type}")
     model = tiny(model_type)
+    if change is _as_published and not model._keys_to_ignore_on_load_missing:
+        pytest.skip("in this transformers the class needs its biases")
     model.save_pretrained(tmp_path)
     _change_files(tmp_path, change)
     want = type(model).from_pretrained(tmp_path)
