@@ -267,7 +267,7 @@ def _dequantise_nf4(matrix: Quantised, dtype: torch.dtype) -> Tensor:
 
 
 def _quantise_fp8(weight_OI: Tensor) -> Quantised:
-    values, block_scale = encode_blocks(weight_OI)
+    values, block_scale = _encode_rows(weight_OI)
     return Quantised(values.view(torch.uint8), block_scale)
 
 

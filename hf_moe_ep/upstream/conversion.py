@@ -57,7 +57,12 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def names_in_model(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Map keys of a checkpoint to the names that renamings in from_pretrained give them."""
+    """Map keys of a checkpoint to the names that renamings in from_pretrained give them.
+
+    The renamings include those for older checkpoints.
+    """
+    # Some renamings depend on the names that they were applied to before. Each call therefore
+    # creates new renamings, and applies them in the order of from_pretrained.
     keys = sorted(keys, key=dot_natural_key)
     if not isinstance(model, PreTrainedModel):
         return {key: key for key in keys}
@@ -76,23 +81,13 @@ def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[
         return {}
     prefix = f"{model.base_model_prefix}."
 
-    def final_names(names: Iterable[str]) -> dict[str, str]:
-        # Some renamings depend on the names that they were applied to before. Each call therefore
-        # creates new renamings, and applies them in the order of from_pretrained.
-        renamings = [
-            conversion
-            for conversion in _conversions(model)
-            if isinstance(conversion, WeightRenaming)
-        ]
-        return {
-            name: rename_source_key(name, renamings, [])[0].removeprefix(prefix)
-            for name in sorted(names, key=dot_natural_key)
-        }
-
     wanted_by_final: dict[str, list[str]] = {}
-    for name, final_name in final_names(wanted).items():
-        wanted_by_final.setdefault(final_name, []).append(name)
-    matches = {key: wanted_by_final.get(final, []) for key, final in final_names(keys).items()}
+    for name, final_name in names_in_model(model, wanted).items():
+        wanted_by_final.setdefault(final_name.removeprefix(prefix), []).append(name)
+    matches = {
+        key: wanted_by_final.get(final_name.removeprefix(prefix), [])
+        for key, final_name in names_in_model(model, keys).items()
+    }
     return {key: names[0] for key, names in matches.items() if len(names) == 1}
 
 

@@ -162,8 +162,8 @@ def _routers_compute_in_fp32(
 ) -> None:
     """Transformers keeps the router of GLM-4.5 in fp32 in a bf16 model, and so does a step."""
     model = architectures.tiny(model_type, dtype=torch.bfloat16)
-    if model_type == "glm4_moe" and not kept_in_fp32(model, torch.bfloat16)[1:]:
-        return  # transformers 5.16 keeps its correction bias alone
+    if not any(pattern.search("gate.weight") for pattern in kept_in_fp32(model, torch.bfloat16)):
+        return  # transformers 5.16 keeps the correction bias of GLM-4.5 alone
     gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     gates = [gate for gate in gates if hasattr(gate, "weight")]
     if prepare is not None:

@@ -33,6 +33,9 @@ import numpy as np
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.traced import COORDINATES, ZEROS, Axis, Traced, Untraceable
 
+# The number of indices of a long dim that are compared at a time, which bounds the memory.
+_STEPS_AT_A_TIME = 1 << 16
+
 
 class PieceFinder:
     """Finds the pieces of traced tensors; results for the same arrays are computed only once."""
@@ -76,10 +79,6 @@ class PieceFinder:
             # The axis is stored too, so that it stays alive and no other array gets the same id.
             axis_and_runs = self._runs[id(axis)] = axis, _find_runs(axis)
         return axis_and_runs[1]
-
-
-# The number of indices of a long dim that are compared at a time, which bounds the memory.
-_STEPS_AT_A_TIME = 1 << 16
 
 
 @dataclass(frozen=True)
