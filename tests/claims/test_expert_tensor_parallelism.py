@@ -43,7 +43,7 @@ FOUR_RANKS = [
     _case("hierarchical", 4, 2, 2, config={"dispatcher": "hierarchical", "node_size": 2}),
     _case("a rank without labels", 4, 2, 2, micro_batches=parity.one_rank_without_labels),
     _case("no resharding", 4, 1, 2, config={"reshard_after_forward": False}),
-    _case("compiled layers", 4, 2, 2, config={"compile_layers": "aot_eager"}),
+    _case("compiled layers", 4, 2, 2, config={"compile_layers": parity.OF_ONE_SIZE}),
     _case("recomputed activations", 4, 2, 2, config={"recompute_activations": True}),
 ]
 EIGHT_RANKS = [

@@ -29,6 +29,7 @@ CONFIG = {"ep_size": 4, "dispatcher": "hierarchical", "node_size": 2}
 OPTIONS = ["--steps", "100000", "--patience", "60", "--until_told"]
 # On another number of ranks, sums have another order, and transformers' loss has fp32 logits.
 OTHER_WORLD_BUDGET = 1e-9
+KILLED = 20
 
 
 @pytest.fixture(scope="module")
@@ -266,14 +267,13 @@ def _kill_agents(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [3, 20])
 def test_after_kills_at_random_moments_the_run_resumes(
-    two_nodes: tuple[Nodes, Path], tmp_path: Path, kills: int
+    two_nodes: tuple[Nodes, Path], tmp_path: Path
 ) -> None:
     """Agents of both nodes are killed. Node 0 hosts the agents' store."""
-    summary = _kill_agents(two_nodes, tmp_path, kills, 180)
+    summary = _kill_agents(two_nodes, tmp_path, KILLED, 180)
     steps = _check_losses(tmp_path, CONFIG)
     print(f"{summary}, {steps} steps")
-    assert summary["kills"] == kills and 0 < summary["of the store"] < kills
+    assert summary["kills"] == KILLED and 0 < summary["of the store"] < KILLED
     # A step that is killed before its save is repeated, so there may be fewer steps than kills.
-    assert steps > kills // 2
+    assert steps > KILLED // 2

@@ -138,8 +138,10 @@ def test_random_bytes_equal_their_values_on_each_device(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize(
+    ("formula", "dtype"),
+    [("silu", torch.float16), ("gpt-oss", torch.float32), ("no gate", torch.float32)],
+)
 @pytest.mark.parametrize("name", FORMATS)
 def test_sizes_that_are_no_multiples_of_a_block_of_columns(
     name: str, formula: str, dtype: torch.dtype

@@ -7,7 +7,7 @@ import pytest
 from support.adapters import with_lora
 from support.architectures.steps import build
 from support.checks import Check, Found
-from support.parity import CHECKPOINT, REENTRANT
+from support.parity import CHECKPOINT, OF_ONE_SIZE, REENTRANT
 from support.quantised import SIZES, dequantise_experts
 from support.stages import (
     StagesCase,
@@ -130,7 +130,7 @@ TWO_RANKS = [
 WAYS: dict[str, dict[str, Any]] = {
     "checkpoints": {"prepare": CHECKPOINT},
     "reentrant checkpoints": {"prepare": REENTRANT},
-    "compiled": {"config": {"compile_layers": "aot_eager"}},
+    "compiled": {"config": {"compile_layers": OF_ONE_SIZE}},
 }
 TWO_RANKS += [
     StagesCase(f"{name}, {way}", 2, make=model_of(name), **options)

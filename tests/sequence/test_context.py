@@ -18,7 +18,7 @@ from support.architectures import tiny as tiny_of
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.fakes.flash import use_fake_flash
-from support.parity import CHECKPOINT, REENTRANT, TWO_FORWARDS, Case, on_ranks
+from support.parity import CHECKPOINT, OF_ONE_SIZE, REENTRANT, TWO_FORWARDS, Case, on_ranks
 from support.quantised import SIZES, dequantise_experts
 from support.split_rows import padded, three_tokens
 from support.tiny_models import batch, tiny
@@ -54,7 +54,7 @@ TWO_RANKS_MORE = [
     Case("gather_logits", 2, 2, cp=2).with_config(gather_logits=True),
     Case("compiled", 2, 2, cp=2).with_config(compile_layers="aot_eager"),
     Case("compiled, checkpoint", 2, 1, cp=2, prepare=CHECKPOINT).with_config(
-        compile_layers="aot_eager"
+        compile_layers=OF_ONE_SIZE
     ),
     Case("LoRA", 2, 2, cp=2, wrap=with_lora),
     *(

@@ -19,6 +19,7 @@ from support.architectures.split_steps import (
     unpadded,
 )
 from support.checks import Check, Found
+from support.parity import OF_ONE_SIZE
 
 from hf_moe_ep.model_patches.standard import CONTEXT_PARALLEL
 
@@ -63,9 +64,8 @@ FLASH = [
 CP_2: dict[str, Any] = {"sp": 1, "cp": 2}
 CP_4: dict[str, Any] = {"sp": 1, "cp": 4}
 BOTH: dict[str, Any] = {"sp": 2, "cp": 2}
-COMPILED: dict[str, Any] = {"compile_layers": "aot_eager"}
-# Attention sinks, latent attention, a delta net and an indexer. Their layers are compiled here,
-# which takes a minute per type on a busy machine.
+COMPILED: dict[str, Any] = {"compile_layers": OF_ONE_SIZE}
+# Attention sinks, latent attention, a delta net and an indexer.
 COMPILED_TYPES = ("gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "glm_moe_dsa")
 FOUR_RANKS = [
     Check(

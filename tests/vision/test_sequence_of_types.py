@@ -20,7 +20,7 @@ from support.checks import Check, Found
 from support.close import FP64_MODEL, assert_close
 from support.fp64 import FP64
 from support.needs import SINCE_5_23
-from support.parity import checkpointing, full_tensor
+from support.parity import OF_ONE_SIZE, checkpointing, full_tensor
 from torch import Tensor, nn
 
 from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, data_parallel_rank, data_parallel_size
@@ -158,7 +158,7 @@ CONTEXT_OF_FOUR = [
     *_checks(4, True, FOUR, sp=1, cp=4),
     *_checks(4, True, FOUR, sp=1, cp=4, use_reentrant=True),
     *_checks(4, True, FOUR, sp=2, cp=2, use_reentrant=False),
-    *_checks(4, True, FOUR[:1], sp=2, cp=2, compile_layers="aot_eager"),
+    *_checks(4, True, FOUR[:1], sp=2, cp=2, compile_layers=OF_ONE_SIZE),
     *_checks(4, True, FOUR[:1], sp=1, cp=4, ep=4, every_step=True),
     *_checks(4, True, FOUR[:1], sp=2, cp=2, ep=4, every_step=True),
     *_checks(4, True, FOUR[:1], sp=1, cp=4, ep=4, dispatcher="hierarchical", node_size=2),

@@ -125,7 +125,7 @@ FOUR_RANKS = [
 FOUR_RANKS_SP = [
     Case("sp 2, modality by step, checkpoint", 4, 2, sp=2, prepare=CHECKPOINT).with_(**BY_STEP),
 ]
-TWO_RANKS_MORE = [*_all_cases(2, 1), *_all_cases(2, 1, sp=2), *_cases(2, 2)]
+TWO_RANKS_MORE = [*_all_cases(2, 1, sp=2), *_cases(2, 2)]
 FOUR_RANKS_MORE = [
     *_all_cases(4, 2),
     Case("modality by step, reentrant", 4, 2, prepare=REENTRANT).with_(**BY_STEP),
@@ -136,7 +136,9 @@ FOUR_RANKS_MORE = [
     Case("3 chunks", 4, 2).with_config(dispatch_chunks=3).with_(**BY_STEP),
 ]
 FOUR_RANKS_SP_MORE = [
-    case for ep, sp in ((2, 2), (4, 2), (2, 4)) for case in _all_cases(4, ep, sp=sp)
+    *_all_cases(4, 2, sp=2),
+    *_cases(4, 4, sp=2, data=EDGES),
+    *_cases(4, 2, sp=4, data=DATA | EDGES),
 ]
 EIGHT_RANKS = [
     Case("8 ranks, ep 2, HSDP", 8, 2, 2).with_(**BY_STEP),
