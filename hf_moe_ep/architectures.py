@@ -21,6 +21,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -54,6 +55,9 @@ from hf_moe_ep.upstream.towers import takes_tower_outputs
 
 # Fields of configs that hold the number of experts per token.
 _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token")
+# Attributes of a router with groups of experts, and its method of choosing experts by groups.
+_GROUPS = ("num_group", "n_group")
+_BY_GROUPS = "group_limited_greedy"
 
 
 @dataclass(frozen=True)
@@ -382,6 +386,27 @@ def experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
         f"the number of experts per token is unknown: the router '{plan.router}' has no top_k, and "
         f"the config of {plan.model_type} has none of {', '.join(_TOP_K)}"
     )
+
+
+def groups_of_router(model: nn.Module, plan: ModelPlan) -> tuple[int, int]:
+    """Return how many groups of experts the routers have, and how many of them a token uses.
+
+    The result is (1, 1) if a token may choose any experts. DeepSeek-V2 uses its groups with one
+    method of choosing only.
+    """
+    for name, module in model.named_modules():
+        if not plan.router or not matches(plan.router, stock_name(name)):
+            continue
+        groups = next((n for n in map(partial(_number, module), _GROUPS) if n is not None), 1)
+        used = _number(module, "topk_group") or 1
+        method = getattr(module, "topk_method", _BY_GROUPS)
+        return (groups, used) if used < groups and method == _BY_GROUPS else (1, 1)
+    return 1, 1
+
+
+def _number(module: nn.Module, name: str) -> int | None:
+    value = getattr(module, name, None)
+    return value if isinstance(value, int) else None
 
 
 class _Named:

@@ -154,10 +154,12 @@ def _context(model: nn.Module, state: ModelState) -> list[str]:
         order = f"cp rank i has the chunks i and {chunks - 1} - i of {chunks} of each sequence"
     dtype = state.policy.param_dtype if state.policy is not None else None
     itemsize = (dtype or next(model.parameters()).dtype).itemsize
-    return [f"  context    {order}"] + [_way(way, cp_size, itemsize) for way in ways]
+    return [f"  context    {order}"] + [
+        _way(way, cp_size, state.config.sp_size or 1, itemsize) for way in ways
+    ]
 
 
-def _way(way: Way, cp_size: int, itemsize: int) -> str:
+def _way(way: Way, cp_size: int, sp_size: int, itemsize: int) -> str:
     what = "latents" if way.latents else "keys and values"
     tokens = "of all tokens" if way.window is None else f"of the last {way.window:,} tokens"
     how = "sent to the ranks that see them" if way.window is not None else "all-gathered"
@@ -165,7 +167,9 @@ def _way(way: Way, cp_size: int, itemsize: int) -> str:
     sent = ""
     if way.width is not None:
         most = "" if way.window is None else "at most "
-        values = (cp_size - 1) * way.width
+        # Each rank of an sp group sends the latents of its own tokens, but keys and values of all
+        # tokens of the part, for some heads.
+        values = (cp_size - 1) * (way.width // sp_size if way.latents else way.width)
         forward = values * itemsize
         # A ring adds gradients in fp32.
         backward = values * max(itemsize, 4) if way.ring else forward

@@ -53,8 +53,8 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="quantise the NF4 scales as well",
     )
-    optimizer = f"optimizer; the Trainer's is adamw_fused, which needs no temporaries; {DEFAULT}"
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=optimizer)
+    optimizer = f"optimizer; adamw (foreach) needs temporaries, adamw_fused does not; {DEFAULT}"
+    add("--optimizer", choices=OPTIMIZERS, default="adamw_fused", help=optimizer)
     add(
         "--mtp-layers",
         type=int,

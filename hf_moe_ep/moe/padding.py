@@ -19,15 +19,15 @@ loss may depend on a padding token if
   in front of a text. All modules of a causal LM are causal, so no text depends on padding behind
   it.
 
-A recompute must compute the tokens of the first run, which `CheckpointedTokens` (`recompute.py`)
-stores. In another checkpoint the padding would not be known any more, so nothing is left out inside
-of it.
+The recompute of a checkpointed layer must leave out the same tokens as its first run, so
+`CheckpointedTokens` (`recompute.py`) stores them. Inside a checkpoint of another kind no token is
+left out.
 
 With ep_size 1 the outputs of a model equal those of stock at padding tokens too, so padding is only
-left out if nobody can see these outputs: if the loss is fused (`loss/attach.py`), logits do not
-exist, and with pipeline stages training returns none. The experts then get only the rows of the
-other tokens. The host must know their number, which is one host sync per forward. torch.compile
-cannot trace it, so compiled blocks compute all tokens.
+left out if the outputs at these tokens are not returned: with a fused loss (`loss/attach.py`), for
+which no logits exist, or with pipeline stages, whose training step returns none. The experts then
+get only the rows of the other tokens. The host must know their number, which is one host sync per
+forward. torch.compile cannot trace it, so compiled blocks compute all tokens.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class FindPadding(Ours):
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
-        self.state.real_tokens = None  # torch calls no `ForgetPadding` after Ctrl-C
+        self.state.real_tokens = None  # after Ctrl-C `ForgetPadding` was not called
         if model.training:
             self._find(model, args, kwargs)
 

@@ -22,21 +22,31 @@ class Choices:
         top_k: experts per token.
         share_LE: for each MoE layer (rows) the share of all tokens that choose each expert. Each
             row sums to `top_k`. A single row is used for every layer.
+        groups: into how many groups of equal size the router divides the experts.
+        groups_per_token: the experts of a token are in so many of these groups. A token of
+            DeepSeek-V3 has its 8 experts in 4 of 8 groups, so it goes to 4 ranks at most if each
+            rank has one group.
     """
 
     top_k: int
     share_LE: Tensor
+    groups: int = 1
+    groups_per_token: int = 1
 
     @classmethod
-    def evenly(cls, num_experts: int, top_k: int) -> Choices:
+    def evenly(
+        cls, num_experts: int, top_k: int, groups: int = 1, groups_per_token: int = 1
+    ) -> Choices:
         """Choose all experts equally often."""
-        return cls(top_k, torch.full((1, num_experts), top_k / num_experts, dtype=torch.float64))
+        share_LE = torch.full((1, num_experts), top_k / num_experts, dtype=torch.float64)
+        return cls(top_k, share_LE, groups, groups_per_token)
 
     @classmethod
     def of_load(cls, load: ExpertLoad, top_k: int, layers: int) -> Choices:
         """Choose experts as often as they were chosen in a run.
 
-        Shares above 1 are set to 1, because a token chooses an expert at most once.
+        Shares above 1 are set to 1, because a token chooses an expert at most once. The load does
+        not say which experts were chosen together, so groups of experts are not drawn.
 
         Raises:
             ValueError: the load has another number of layers, or a layer without tokens.
@@ -69,11 +79,19 @@ class Choices:
 
             1 1 | 0 0 0 0 | 2 2     points 0.3 and 1.3 choose experts 1 and 0
             0  0.5       1.5   2    points 0.7 and 1.7 choose experts 0 and 2
+
+        With groups of experts, only the experts of a token's groups are on its line.
         """
         share_E = self.share_LE[layer % len(self.share_LE)]
         generator = torch.Generator().manual_seed(tokens)
         order_TE = torch.rand(tokens, len(share_E), generator=generator).argsort(1)
-        end_TE = share_E[order_TE].cumsum(1)
+        share_TE = share_E[order_TE]
+        if self.groups_per_token < self.groups:
+            place_TG = torch.rand(tokens, self.groups, generator=generator).argsort(1)
+            group_TE = order_TE // (len(share_E) // self.groups)
+            in_groups_TE = place_TG.gather(1, group_TE) < self.groups_per_token
+            share_TE = share_TE * in_groups_TE * (self.groups / self.groups_per_token)
+        end_TE = share_TE.cumsum(1)
         # Rounding may leave the line a little shorter than K.
         first_T1 = torch.rand(tokens, 1, generator=generator, dtype=torch.float64) * (1 - 1e-6)
         points_TK = (first_T1 + torch.arange(self.top_k)) * (end_TE[:, -1:] / self.top_k)

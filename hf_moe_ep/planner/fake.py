@@ -28,12 +28,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from hf_moe_ep.ops import quantised, torch_mlp
 from hf_moe_ep.planner.choices import Choices
@@ -50,6 +52,7 @@ from hf_moe_ep.upstream.dispatch_modes import (
     on_real_tensors,
 )
 from hf_moe_ep.upstream.graph import tensors_in
+from hf_moe_ep.upstream.operators import efficient_attention
 from hf_moe_ep.upstream.replaced import replaced
 
 MANY = 32
@@ -164,7 +167,8 @@ def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool, work: WorkCounter
 
     Args:
         choices: how often each expert is chosen.
-        like_gpu: compute all pairs of a layer in one block, as the torch path does on a GPU.
+        like_gpu: compute all pairs of a layer in one block, as the torch path does on a GPU, and
+            attention without a matrix of scores.
         work: the counter to which the work of the experts that do not run is added.
     """
 
@@ -184,6 +188,8 @@ def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool, work: WorkCounter
         stack.enter_context(replaced(same_batch, "_compute_checksum", checksum))
         if like_gpu:
             stack.enter_context(replaced(torch_mlp, "_BLOCK", sys.maxsize))
+            attend = partial(_attend_like_gpu, functional.scaled_dot_product_attention)
+            stack.enter_context(replaced(functional, "scaled_dot_product_attention", attend))
         with fake_tensors(), DrawnChoicesMode(choices):
             # The stock function caches its result for the process, so it must not see fake tensors.
             codes = torch.empty(256)
@@ -191,11 +197,56 @@ def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool, work: WorkCounter
             yield
 
 
-class _NoMask:
-    """Replacement of torch's CausalBias, which is no fake tensor: attention runs without a mask.
+def _attend_like_gpu(attend: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Compute attention by an operator that a GPU has for these tensors.
 
-    On a GPU attention with a CausalBias needs no memory for a mask either. The plan counts the
-    scores of all pairs of a query and a key, a few more than a causal kernel computes.
+    If values are narrower than keys, as in latent attention, CPUs compute the matrix of all scores.
+    GPUs have an operator that needs no such matrix.
+    """
+    call = _ATTENTION.bind(*args, **kwargs)
+    call.apply_defaults()
+    query, key, value, mask = (call.arguments[n] for n in ("query", "key", "value", "attn_mask"))
+    if value.shape[-1] == query.shape[-1] or not is_fake(query):
+        return attend(*args, **kwargs)
+    if mask is not None:
+        shape = (*query.shape[:-1], key.shape[-2])
+        mask = torch.empty_like(mask, dtype=query.dtype).expand(shape)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
+    out, *_ = efficient_attention(
+        query,
+        key,
+        value,
+        mask,
+        compute_log_sumexp=True,
+        dropout_p=call.arguments["dropout_p"],
+        is_causal=call.arguments["is_causal"],
+        scale=call.arguments["scale"],
+    )
+    return out
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> None:
+    """The arguments of torch's `scaled_dot_product_attention`, which has no signature."""
+
+
+_ATTENTION = signature(_sdpa)
+
+
+class _NoMask:
+    """Replacement of torch's CausalBias, which is not a fake tensor: attention without a mask.
+
+    On a GPU attention with a CausalBias needs no memory for a mask either. With `is_causal`, only
+    the scores that a causal kernel computes are counted (`count_flops`).
     """
 
     def __init__(self, queries: int, keys: int) -> None:
@@ -203,7 +254,7 @@ class _NoMask:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **{**(kwargs or {}), "attn_mask": None})
+        return func(*args, **{**(kwargs or {}), "attn_mask": None, "is_causal": True})
 
 
 def split_in_three(

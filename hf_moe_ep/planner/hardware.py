@@ -136,7 +136,8 @@ def known_hardware() -> dict[str, Hardware]:
             field_name: table["sources"].get(entry["source"], entry["source"])
             for field_name, entry in entries.items()
         }
-        records[name] = Hardware(name=name, **shared, **values, sources=sources | assumed)
+        values["fractions"] = shared["fractions"] | values.get("fractions", {})
+        records[name] = Hardware(name=name, **(shared | values), sources=assumed | sources)
     return records
 
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -226,7 +226,7 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
 
         def finish_counted(into: ExpertGrads) -> None:
             work.run_uncounted(finish, into)
-            work.add(call.grad_launches(need))
+            work.add(replace(launch, postponed=True) for launch in call.grad_launches(need))
 
         return grads, finish_counted
 

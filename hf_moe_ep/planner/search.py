@@ -409,11 +409,17 @@ def received_per_layer(layout: Layout, request: LayoutRequest) -> int | None:
     with torch.random.fork_rng(devices=[]):
         unsharded = Unsharded.of(plan_request)
     context = unsharded.state.context
-    widths = [] if context is None else [way.width for way in context[1] if way.width is not None]
-    if not widths:
+    # Latents are gathered before heads are exchanged for tokens, when a rank has the tokens of its
+    # own slice; keys and values afterwards, when a rank has a part of the heads.
+    values = [
+        way.width // layout.sp if way.latents else way.width
+        for way in (() if context is None else context[1])
+        if way.width is not None
+    ]
+    if not values:
         return None
     tokens = request.seq * layout.per_forward // layout.cp
-    return (layout.cp - 1) * tokens * max(widths) * plan_request.dtype.itemsize
+    return (layout.cp - 1) * tokens * max(values) * plan_request.dtype.itemsize
 
 
 def fixed_buffers(layout: Layout, request: LayoutRequest) -> int:

@@ -12,7 +12,8 @@ forward of one layer. In each phase, the fraction `Hardware.overlap` of the comm
 overlap computation is hidden. All other communication is exposed and makes the step longer:
 
     FSDP2's collectives   can overlap all computation of the phase
-    rows (all-to-all)     can overlap only the experts, and only the fraction that `work.py` gives
+    rows (all-to-all)     can overlap only the experts, and only the fraction that `work.py` gives;
+                          gradients of rows only the postponed gradients of the experts' weights
     a phase             takes computation + exposed communication, or the time in which the host
                           launches its kernels, if that is longer
     offload               runs the optimizer at the rate of the host's memory; nothing overlaps it
@@ -107,19 +108,26 @@ def time_of_work(
 def phase_parts(phase: Phase, hardware: Hardware) -> dict[str, float]:
     """Return the seconds of each cause in one run of a phase."""
     parts: dict[str, float] = defaultdict(float)
-    launches = 0
+    launches, postponed = 0, 0.0
     for operator, number in phase.operators:
-        parts[operator.kind] += number * operator_seconds(operator, hardware)
+        seconds = number * operator_seconds(operator, hardware)
+        parts[operator.kind] += seconds
+        postponed += seconds if operator.postponed else 0.0
         launches += number * operator.launches
     computed = sum(parts.values()) - parts.get(ON_HOST, 0.0)
     sent: dict[str, float] = defaultdict(float)
     hideable: dict[str, float] = defaultdict(float)
+    row_grads = 0.0
     for collective, number in phase.collectives:
         seconds = number * collective_seconds(collective, hardware)
         sent[collective.purpose] += seconds
-        hideable[collective.purpose] += collective.hideable * seconds
+        if collective.of_row_grads:
+            row_grads += seconds
+        else:
+            hideable[collective.purpose] += collective.hideable * seconds
         launches += number
-    hidden_rows = hardware.overlap * min(hideable["rows"], parts["grouped"])
+    under_experts = min(hideable["rows"], parts["grouped"])
+    hidden_rows = hardware.overlap * (under_experts + min(row_grads, postponed))
     hideable_fsdp = sum(hideable[purpose] for purpose in _BY_FSDP)
     hidden_fsdp = hardware.overlap * min(hideable_fsdp, max(computed - hidden_rows, 0.0))
     hidden = {"rows": hidden_rows}

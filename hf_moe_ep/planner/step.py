@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_moe_ep.architectures import experts_per_token
+from hf_moe_ep.architectures import experts_per_token, groups_of_router
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.moe.dispatch.choose import make_dispatcher
 from hf_moe_ep.planner.choices import Choices
@@ -275,7 +275,7 @@ def _make_choices(built: Unsharded, request: PlanRequest, load: ExpertLoad | Non
     state = built.state
     top_k = experts_per_token(built.model, state.plan, text_config(request.config))
     if load is None:
-        return Choices.evenly(state.num_experts, top_k)
+        return Choices.evenly(state.num_experts, top_k, *groups_of_router(built.model, state.plan))
     return Choices.of_load(load, top_k, len(state.moe_layers))
 
 

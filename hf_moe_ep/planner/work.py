@@ -84,6 +84,8 @@ class Operator:
         flops: the FLOPs of one run.
         nbytes: the bytes that one run reads and writes.
         launches: the kernel launches of one run.
+        postponed: True if the operator computes gradients of weights while gradients of rows
+            travel.
     """
 
     kind: str
@@ -91,6 +93,7 @@ class Operator:
     flops: int
     nbytes: int
     launches: int = 1
+    postponed: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class Collective:
         by_rank: for an all-to-all, the bytes sent to each rank or received from it, whichever is
             more.
         hideable: the fraction of the collective that can overlap computation.
+        of_row_grads: True if only postponed operators can overlap it.
     """
 
     kind: str
@@ -115,6 +119,7 @@ class Collective:
     nbytes: int
     by_rank: tuple[int, ...] = ()
     hideable: float = 0.0
+    of_row_grads: bool = False
 
     def links(self, node_size: int) -> tuple[float, float]:
         """Return the bytes that this rank sends inside its node, and to other nodes.
@@ -370,7 +375,10 @@ class WorkCounter(OperatorMode):
                     strict=True,
                 )
             )
-        return Collective(kind, purpose, ranks, dist.get_rank(), nbytes, by_rank, hideable)
+        of_row_grads = purpose == "rows" and hideable == 1.0
+        return Collective(
+            kind, purpose, ranks, dist.get_rank(), nbytes, by_rank, hideable, of_row_grads
+        )
 
     def _find_purpose(self, kind: str) -> tuple[str, float]:
         """Return the purpose of a collective, and the fraction that can overlap computation."""

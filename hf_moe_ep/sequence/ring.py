@@ -8,24 +8,24 @@ attend to the tokens of one rank at a time. With cp 4, rank 1 has the keys of th
     attends to     rank 1     rank 0     rank 3     rank 2
     receives       rank 0     rank 3     rank 2     -            from rank 0, while it attends
 
-In zigzag order each rank has two pieces of the sequence. A step attends from both pieces of queries
-to both pieces of keys, but only where any query sees any key: with a causal mask 3 of 4 pairs at
-step 0, and 2 of 4 at all others, on every rank.
+In zigzag order each rank has two pieces of the sequence, so a step computes up to four pairs of a
+piece of queries and a piece of keys. It leaves out a pair in which no query sees a key: with a
+causal mask 3 pairs remain at step 0, and 2 at every other step, on every rank.
 
-In backward keys and values travel again. Each rank adds its part of their gradients to those that
-arrive from the previous rank, and sends the sums on; the last ones arrive at their owners. The
-pairs of a rank's own pieces are divided between the first step and the last one, in which the last
-gradients travel:
+In backward keys and values go around the ring again. Each rank adds its part of their gradients to
+the sums that it receives, and passes the sums on until they reach the owner of the keys. A rank
+computes half of its own pairs in the first step, and half in the last step, while the last
+gradients are sent:
 
     step           0          1          2          3          4
     attends to     rank 1     rank 0     rank 3     rank 2     rank 1     computed again
     receives       rank 0     rank 3     rank 2     -          -          keys and values
     receives       -          -          rank 3     rank 2     rank 1     gradients from rank 0
 
-Only the keys and values of this rank are saved for backward. A rank sends (cp - 1) * 2 * kv * d
-values per token of its slice in forward, kv being the heads of keys, and d their width, and twice
-as many in backward, as an all-gather does. Half of those of backward are gradients, which are in
-fp32 or more: in bf16 an all-gather sends 2 bytes for each of them, the ring 4.
+Only the keys and values of this rank are saved for backward. With kv heads of keys, each d wide, a
+rank sends (cp - 1) * 2 * kv * d values per token of its slice in forward and twice as many in
+backward, like an all-gather. Half of the values in backward are gradients, and the ring sends them
+in fp32: 4 bytes each, where an all-gather of bf16 sends 2.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class _Ring(torch.autograd.Function):
                     pair.box,
                     context.computed,
                 )
-                whole = out[:, :, pair.queries], lse[:, :, pair.queries]
-                out[:, :, pair.queries], lse[:, :, pair.queries] = merge(*whole, *part)
+                so_far = out[:, :, pair.queries], lse[:, :, pair.queries]
+                out[:, :, pair.queries], lse[:, :, pair.queries] = merge(*so_far, *part)
         ctx.scores, ctx.context = scores, context
         out_BSQW = out_BSQW.to(query.dtype)
         ctx.save_for_backward(query, key, value, out_BSQW, lse)
@@ -123,7 +123,7 @@ class _Ring(torch.autograd.Function):
         widths = [key.shape[-1], value.shape[-1]]
 
         def add_grads(grad_both: Tensor, keys: Tensor, values: Tensor, pairs: list[_Pair]) -> None:
-            """Add the gradients of these pairs to those of the queries, and of keys and values."""
+            """Add the gradients of these pairs to `grad_query` and `grad_both`."""
             grad_keys, grad_values = grad_both.split(widths, -1)
             for pair in pairs:
                 rows, columns = (slice(None), slice(None), pair.queries), pair.keys

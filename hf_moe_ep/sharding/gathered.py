@@ -49,9 +49,9 @@ from hf_moe_ep.upstream.sharded_models import (
     end_failed_backward,
     end_failed_forward,
     forward_has_begun,
+    install_gathered,
+    install_shards,
     reshard_unit,
-    show_gathered,
-    show_shards,
 )
 
 
@@ -146,7 +146,7 @@ class GatheredUnits:
         if self.shows_shards:
             self.shows_shards = False
             for unit in self._units:
-                show_gathered(unit)
+                install_gathered(unit)
 
     def _reshard(self) -> None:
         self.may_be_gathered = self.shows_shards = False
@@ -171,7 +171,7 @@ class GatheredUnits:
             if backward_has_begun(self.root):  # an error has ended it
                 self._reshard()
             elif self.may_be_gathered and self.lists_shards and not (runs or self.shows_shards):
-                shown = [show_shards(unit) for unit in self._units]
+                shown = [install_shards(unit) for unit in self._units]
                 # After a backward nothing is gathered, until a caller gathers a unit.
                 self.may_be_gathered = self.shows_shards = any(shown)
         return type(unit).named_modules(unit, *args, **kwargs)

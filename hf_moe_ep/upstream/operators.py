@@ -18,6 +18,8 @@ from hf_moe_ep.upstream.dispatch_modes import storage_id
 from hf_moe_ep.upstream.graph import tensors_in
 
 _ATEN = torch.ops.aten
+# Attention on a GPU without a matrix of scores, for values of any width.
+efficient_attention = _ATEN._scaled_dot_product_efficient_attention
 # Operators without a FLOP formula in torch's registry: in-place products, and attention on a CPU.
 # Each is mapped to an operator with a formula, whose arguments have the same shapes and order.
 _SAME_FORMULA = {
@@ -94,7 +96,9 @@ def is_made_of_others(operator: Any) -> bool:
 def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Count the multiplications and additions of a matrix product or of attention.
 
-    The result is 0 for other operators. Causal attention counts half of the matrix of scores.
+    The result is 0 for other operators. Causal attention does not count the scores of keys behind
+    a query: half of the scores, if there are as many keys as queries. If there are more keys, the
+    queries are the last ones.
     """
     packet = _SAME_FORMULA.get(operator_name(operator), operator.overloadpacket)
     formula = flop_registry.get(packet)
@@ -103,13 +107,20 @@ def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     if "scaled_dot_product" in operator_name(operator):
         args = _with_all_heads(operator, args)
     flops = int(formula(*args, **kwargs, out_val=out))
-    is_causal = "attention" in operator_name(operator) and _is_causal(operator, args, kwargs)
-    return flops // 2 if is_causal else flops
+    if "attention" in operator_name(operator) and _is_causal(operator, args, kwargs):
+        queries, keys = (x.shape[-2] for x in args[_key_index(operator) - 1 :][:2])
+        return flops - flops * queries // (2 * keys)
+    return flops
+
+
+def _key_index(operator: Any) -> int:
+    """Return the index of an attention operator's keys among its arguments, behind its queries."""
+    return 2 if "backward" in operator_name(operator) else 1
 
 
 def _with_all_heads(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Give keys and values as many heads as queries have, as the formulas of torch 2.11 expect."""
-    key_index = 2 if "backward" in operator_name(operator) else 1
+    key_index = _key_index(operator)
     heads = args[key_index - 1].shape[1]
     repeated = [
         x.new_empty((x.shape[0], heads, *x.shape[2:]), device="meta")

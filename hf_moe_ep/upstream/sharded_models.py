@@ -154,8 +154,8 @@ def fully_shard_tied(modules: Sequence[nn.Module], /, **kwargs: Any) -> FSDPModu
     """Make a module, or several with the same parameters, an FSDP2 unit, and return the first.
 
     FSDP2 gathers a unit of several modules before the forward of the first and reshards it after
-    the forward of the last. Here such a unit is gathered for each forward, like other units that
-    run twice before a backward.
+    the forward of the last. This function lets it gather the unit before the forward of each module
+    and reshard it afterwards, like other units that run twice before a backward.
     """
     first, *others = modules
     if not others:
@@ -176,7 +176,7 @@ def fully_shard_tied(modules: Sequence[nn.Module], /, **kwargs: Any) -> FSDPModu
 def gather_for_cache(
     unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Let the gradients of keys and values in a cache gather a unit (a forward hook of the unit).
+    """Gather a unit when the gradient of a cached key or value arrives; a forward hook of the unit.
 
     FSDP2 itself gathers a unit for the gradients of its outputs, before it computes in backward.
     """
@@ -207,7 +207,7 @@ def backward_has_begun(unit: FSDPModule) -> bool:
 
 
 def end_failed_forward(root: FSDPModule) -> None:
-    """Bring all units of a model into the state between steps after a forward raised an error.
+    """Reset all units of a model to the state between two steps, after an error in a forward.
 
     Gradients of earlier micro-batches that are not reduced yet are kept. FSDP2's own function,
     `FSDPModule.reset_iter_state` (torch 2.13), deletes some of them.
@@ -235,8 +235,8 @@ def _forget_last_all_gather(comm: Any, group: Any) -> None:
         comm.all_gather_state = None
 
 
-def show_shards(unit: FSDPModule) -> bool:
-    """Give the modules of a gathered unit their sharded parameters; return False if it is sharded.
+def install_shards(unit: FSDPModule) -> bool:
+    """Give the modules of a gathered unit their shards; return False if it is already sharded.
 
     The gathered parameters stay in memory, so backward still uses them, and gathers nothing.
     """
@@ -248,8 +248,8 @@ def show_shards(unit: FSDPModule) -> bool:
     return True
 
 
-def show_gathered(unit: FSDPModule) -> None:
-    """Give the modules of a gathered unit their gathered parameters, after `show_shards`."""
+def install_gathered(unit: FSDPModule) -> None:
+    """Give the modules of a gathered unit their gathered parameters, after `install_shards`."""
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is not None and group.is_unsharded:
         for parameter in group.fsdp_params:
@@ -257,7 +257,7 @@ def show_gathered(unit: FSDPModule) -> None:
 
 
 def end_failed_backward(root: FSDPModule) -> None:
-    """Bring all units of a model into the state between steps after a backward raised an error.
+    """Reset all units of a model to the state between two steps, after an error in a backward.
 
     All gradients that FSDP2 has not reduced are deleted, also those of earlier micro-batches.
     """
@@ -273,8 +273,8 @@ def end_failed_backward(root: FSDPModule) -> None:
                 parameter._unsharded_param.grad = None
         if group is not None:
             group._partial_reduce_output = None
-    # The callback with which FSDP2 ends each backward waits for reductions. Without gradients it
-    # starts none.
+    # This callback, with which FSDP2 ends each backward, waits for reductions that are running. It
+    # starts none, because the gradients were deleted above.
     is_last, context.is_last_backward = context.is_last_backward, True
     state._root_post_backward_final_callback()
     context.is_last_backward = is_last

@@ -120,16 +120,16 @@ def _run_compiled(case: Case, rank: int, world: int) -> None:
     torch.compiler.reset()
     counters.clear()
     any_length = case in OF_ANY_LENGTH
-    make = partial(
-        _odd_lengths if any_length else _one_size, case.micro_batches or parity.uneven_batches
-    )
+    make: Any = case.micro_batches or parity.uneven_batches
+    if world != 3:  # the budget of 3 ranks holds for the batches of the uncompiled case
+        make = partial(_odd_lengths if any_length else _one_size, make)
     compiled = "aot_eager" if any_length else parity.OF_ONE_SIZE
     options = {**case.config, "compile_layers": compiled}
     run_case(case.with_(micro_batches=make, config=options), rank, world)
     assert counters["stats"]["unique_graphs"], "no layer was compiled"
 
 
-OF_ANY_LENGTH = [*ONE_RANK, *TWO_RANKS[:2], TWO_RANKS[3], *THREE_RANKS]
+OF_ANY_LENGTH = [*ONE_RANK, *TWO_RANKS[:2], TWO_RANKS[3]]
 COMPILED = [
     Check(
         f"{case.name}, compiled",

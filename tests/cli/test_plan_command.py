@@ -246,6 +246,16 @@ def test_a_plan_of_1024_gpus_takes_less_than_4_gib() -> None:
     assert len(printed["fit"]) + len(printed["too_large"]) <= 14
 
 
+@pytest.mark.parametrize("sp", [1, 2])
+def test_latents_are_gathered_for_the_tokens_of_a_rank(sp: int) -> None:
+    """With sp 2 a rank has half of the tokens of its cp rank when latents are gathered."""
+    config = tiny_of_type("deepseek_v3").config
+    layout = Layout(ep=1, sp=sp, dp_replicate=1, cp=2)
+    request = make_request(model=config, gpus=2 * sp, seq=64, batch=1)
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    assert received_per_layer(layout, request) == 64 // 2 // sp * width * 2
+
+
 @pytest.mark.slow
 def test_context_parallelism_is_tried_if_nothing_fits_without_it() -> None:
     """A GPU receives half of the keys and values, 2 x 2 heads of 8 values in bf16."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_seconds import HARDWARE
 
-from hf_moe_ep.planner.hardware import calibrated
+from hf_moe_ep.planner.hardware import calibrated, find_hardware
 
 
 def test_measured_rates_replace_those_of_the_record(tmp_path: Path) -> None:
@@ -42,3 +42,12 @@ def test_wrong_entries_of_a_file_are_refused(text: str, match: str, tmp_path: Pa
     file.write_text(text)
     with pytest.raises(ValueError, match=match):
         calibrated(HARDWARE, file)
+
+
+def test_memory_is_what_torch_reports_and_measured_fractions_are_named() -> None:
+    for name, gib in (("a100", 79.25), ("h100", 79.11), ("h200", 139.8)):
+        assert find_hardware(name).memory_bytes / 2**30 == pytest.approx(gib, abs=0.01)
+    h100 = find_hardware("h100")
+    assert h100.fractions["grouped"] > find_hardware("a100").fractions["grouped"]
+    assert h100.fractions["matmul"] == find_hardware("a100").fractions["matmul"]
+    assert "benchmarks/results/h100" in h100.sources["fractions"]

@@ -97,3 +97,12 @@ def test_micro_batches_share_one_optimizer_step() -> None:
             step_time(plan, HARDWARE, **wrong)
     with pytest.raises(ValueError, match="no work, 0 phases"):
         step_time(StepPlan({}, {}, 2, (2,)), HARDWARE, micro_batches=1, tokens=1)
+
+
+def test_gradients_of_rows_overlap_only_with_postponed_gradients() -> None:
+    """A transfer takes 4 s, and experts take 4 s, of which 1 s is postponed until it has begun."""
+    first = Operator("grouped", "float32", 75, 0)  # 3 s
+    postponed = Operator("grouped", "float32", 25, 0, postponed=True)  # 1 s
+    row_grads = Collective("all_to_all", "rows", (0, 1), 0, 0, (0, 7.5), 1.0, of_row_grads=True)
+    parts = phase_parts(_phase(first, postponed, sent=(row_grads,)), HARDWARE)
+    assert (parts["grouped"], parts["rows"]) == (4.0, 4.0 - 1.0)

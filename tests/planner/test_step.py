@@ -346,6 +346,51 @@ def test_experts_are_drawn_as_often_as_the_load_says() -> None:
         Choices.of_load(load, 2, 3)
 
 
+def test_tokens_choose_experts_of_a_few_groups() -> None:
+    """Two of 4 groups of 2 experts are drawn per token, and all experts equally often."""
+    ids_TK = Choices.evenly(8, 3, groups=4, groups_per_token=2).draw(0, 5000)
+    assert all(len(set(ids)) == 3 for ids in ids_TK.tolist())
+    assert all(len({expert // 2 for expert in ids}) == 2 for ids in ids_TK.tolist())
+    share_E = ids_TK.flatten().bincount(minlength=8) / 15_000
+    assert (share_E - 1 / 8).abs().max() < 0.01
+
+
+def test_a_token_goes_to_the_ranks_of_its_groups() -> None:
+    """With one of two groups per token, each token of DeepSeek-V3 has all its experts on a rank."""
+    tokens, config = 64, tiny_of_type("deepseek_v3").config
+    rows = {}
+    for used in (1, 2):
+        config.n_group, config.topk_group = 2, used
+        work = plan_step(
+            config, ParallelConfig(ep_size=2), world_size=2, batch=Batch(tokens), optimizer="none"
+        ).work
+        rows[used] = sum(work.sent("rows", 2))
+    assert rows[1] < 0.7 * rows[2]
+    # Rows and their results cross once in forward and once in backward, those of half the tokens.
+    moe_layers = config.num_hidden_layers - config.first_k_dense_replace
+    size = config.hidden_size * torch.bfloat16.itemsize
+    assert rows[1] == pytest.approx(4 * moe_layers * tokens / 2 * size, rel=0.25)
+
+
+def test_latent_attention_has_no_matrix_of_scores() -> None:
+    """Values are narrower than keys there, and CPUs compute such attention by matrix products."""
+    config = tiny_of_type("deepseek_v3").config
+    plans = {
+        tokens: plan_step(config, world_size=1, batch=Batch(tokens), optimizer="none")
+        for tokens in (256, 512)
+    }
+    held = {
+        tokens: plan.peak - plan.made_of[OPTIMIZER]["parameters"] for tokens, plan in plans.items()
+    }
+    assert held[512] < 2.2 * held[256]
+    widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    # Two products forward and five backward, of half the scores.
+    per_layer = config.num_attention_heads * 512**2 * widths
+    assert plans[512].work.flops("attention") == pytest.approx(
+        3.5 * config.num_hidden_layers * per_layer, rel=0.1
+    )
+
+
 def test_layers_that_differ_are_all_run() -> None:
     """With a dense layer among MoE layers, the sums do not grow linearly with the layers."""
     config = tiny(num_hidden_layers=6, mlp_only_layers=[0]).config

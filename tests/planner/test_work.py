@@ -130,6 +130,19 @@ def test_keys_and_values_of_other_ranks_are_no_rows_of_experts() -> None:
     assert all(c.hideable == 0 for c in sent if c.purpose == "sequence")
 
 
+def test_attention_with_context_parallelism_leaves_out_later_keys() -> None:
+    """In zigzag order each of two ranks computes half of the pairs of one rank.
+
+    Forward has two products and backward five. With cp_size 2 backward computes forward again.
+    """
+    config = tiny().config
+    whole, half = (
+        plan_step(config, ParallelConfig(cp_size=cp), world_size=cp, batch=Batch(64)).work
+        for cp in (1, 2)
+    )
+    assert half.flops("attention") * 14 == whole.flops("attention") * (2 + 2 + 5) > 0
+
+
 def test_bytes_on_the_links_by_hand() -> None:
     """Eight ranks on two nodes of 4; `links` returns bytes of a rank inside and between nodes."""
     world, node = tuple(range(8)), 4

@@ -28,8 +28,8 @@ from hf_moe_ep.checkpoints.hub.quantised_refusal import refuse_quantised_experts
 from hf_moe_ep.checkpoints.hub.stages import (
     assign_groups,
     check_folder_is_shared,
+    files_of_stage,
     is_writer,
-    share_files,
     tensors_of_model,
 )
 from hf_moe_ep.checkpoints.hub.switch import switch_files
@@ -164,7 +164,7 @@ def _save_weights(
         return configs, file_names(len(files) + len(extra_files))
 
     configs, names = run_on_first(what, prepare)
-    own_files = share_files(files, len(names), state)
+    own_files = files_of_stage(files, len(names), state)
     files.extend(extra_files)
     # Every rank takes part in writing each file, but only rank 0 reads and writes extra tensors.
     files.extend([] for _ in range(len(names) - len(files)))

@@ -1,10 +1,10 @@
-"""The tensors of a model with pipeline stages, of which each rank holds those of its stage.
+"""List, gather and write the tensors of a model with pipeline stages; a rank holds one stage.
 
 Every rank lists all tensors of the model, in the same order. A tensor of another stage is a tensor
 on the meta device with the shape and the dtype of the whole tensor.
 
     save_pretrained   each stage writes files of its own tensors, and no tensor leaves its stage
-                      (`assign_groups`, `share_files`)
+                      (`assign_groups`, `files_of_stage`)
     hub_tensors       the ranks of a stage gather a slab, and each one sends it to the ranks of its
                       column (`slabs_for_all_stages`)
 """
@@ -73,12 +73,12 @@ def assign_groups(groups: list[TensorGroup], state: ModelState) -> list[TensorGr
     return sorted(assigned, key=lambda group: group.stage)
 
 
-def share_files(
+def files_of_stage(
     files: list[list[TensorGroup]], num_files: int, state: ModelState
 ) -> StageFiles | None:
     """Return the files that this rank's stage writes; None for a model without stages.
 
-    Stage 0 also writes the files after `files`, which hold extra tensors.
+    Stage 0 also writes the files of extra tensors, whose numbers follow those of `files`.
     """
     stage: Stage | None = state.stage
     if stage is None:

@@ -103,7 +103,7 @@ class SpreadPlanner(DefaultSavePlanner):
             self._join_parameter_groups()
             self.plan = self._plan(self.state_dict)
             return self.plan
-        # Rank 0, the coordinator, writes all entries that are no tensors.
+        # Rank 0, the coordinator, writes all entries that are not tensors.
         to_write = {
             name: value
             for name, value in self.state_dict.items()

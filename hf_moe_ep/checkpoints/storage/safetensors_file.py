@@ -147,7 +147,7 @@ def read_index(directory: str | os.PathLike[str], single: str = SINGLE) -> dict[
 
 
 def read_weights(directory: Path, name: str) -> dict[str, FileTensor]:
-    """Find every tensor of the file `name`, or of the files that it names if it is an index.
+    """Find every tensor of the file `name`, or of all files that an index lists.
 
     Raises:
         ValueError: as `read_index`.

@@ -59,8 +59,8 @@ _FILE_BYTES = 1 << 30
 def write_beside(model: nn.Module, folder: Path, saved_elsewhere: Collection[str]) -> None:
     """Save the tensors of `model_state_tensors` except `saved_elsewhere`; every rank calls this.
 
-    Experts must be in hub order. `saved_elsewhere` has the names of the tensors, of this rank's
-    pipeline stage, that another file has.
+    Experts must be in hub order. `saved_elsewhere` has the names of tensors of this rank's pipeline
+    stage that another file contains.
     """
     state = patched_state(model)
     reshard(model)

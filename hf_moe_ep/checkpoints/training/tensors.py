@@ -50,7 +50,7 @@ _WHY_NOT_TORCH_MUON = (
 )
 
 Convert = Callable[[Tensor], Tensor]
-# The conversions of a tensor that the files hold as the model does.
+# The conversions of a tensor that has the same form in the files and in the model.
 _STORED: tuple[Convert | None, Convert | None] = (None, None)
 
 
@@ -115,8 +115,8 @@ class NamedState:
     def files(self, forms: dict[str, SavedTensor], limit: int) -> list[Shards]:
         """Return the shards that this rank writes, by file; a file has about `limit` bytes.
 
-        All of `ranks` have the same number of files; some may be empty. The second boxes of shards
-        are in the last files.
+        All of `ranks` return the same number of files, some of them empty. The second box of a
+        shard is in a file behind all others.
         """
         files: list[dict[str, tuple[Box, Tensor]]] = [{}]
         second_boxes: list[dict[str, tuple[Box, Tensor]]] = [{}]
@@ -206,7 +206,7 @@ def fill_model(
 def _whole_name(model: nn.Module, name: str) -> str:
     """Return the name of a parameter in the whole model, of which this rank may hold a stage.
 
-    The head of a last stage that is tied to the embedding has the name of the embedding.
+    On the last stage, a head that is tied to the embedding gets the name of the embedding.
     """
     name, state = canonical_name(name), find_state(model)
     return name if state is None or state.stage is None else state.stage.aliases.get(name, name)
@@ -276,11 +276,11 @@ def _collect_optimizer(
             if isinstance(value, Tensor) and value.ndim:
                 where = f"{key} of {name} in {type(optimizer).__name__}"
                 _check_same_shape(where, value, parameter)
-                in_file = f"optimizer.{key}.{name}"
-                tensors[in_file] = trained[name].in_file_form(value.detach())
+                tensor_name = f"optimizer.{key}.{name}"
+                tensors[tensor_name] = trained[name].in_file_form(value.detach())
                 if (dim := trained[name].apart) is not None:
-                    apart[in_file] = dim
-                values[name][key] = OptimizerValue(in_file=in_file)
+                    apart[tensor_name] = dim
+                values[name][key] = OptimizerValue(in_file=tensor_name)
             elif isinstance(value, Tensor):
                 on_device = value.device.type != "cpu"
                 values[name][key] = OptimizerValue(value=value.detach(), on_device=on_device)
@@ -399,12 +399,15 @@ def _restore_value(
     trained: StateTensor,
     parameter: Tensor,
     tensors: dict[str, Tensor],
-    moves: bool,
+    to_device: bool,
 ) -> Any:
-    """Return one entry of a parameter's optimizer state; `moves` it to the parameter's device."""
+    """Return one entry of a parameter's optimizer state.
+
+    With `to_device` a tensor is moved to the device of the parameter.
+    """
     if saved.in_file is not None:
         return trained.in_model_form(tensors[saved.in_file])
-    if saved.on_device or (moves and isinstance(saved.value, Tensor)):
+    if saved.on_device or (to_device and isinstance(saved.value, Tensor)):
         return saved.value.to(parameter.device)
     return saved.value
 
