@@ -96,6 +96,12 @@ SEQUENCE_PARALLEL = frozenset(
     }
 )
 
+# Architectures whose masks of attention transformers builds without the positions of the text, so
+# that stock mixes packed documents. Our hooks separate them (sequence/packed_rows.py).
+MASKS_WITHOUT_POSITIONS = frozenset(
+    {"afmoe", "ernie4_5_vl_moe", "glm4v_moe", "gpt_oss", "openai_privacy_filter"}
+)
+
 # Architectures for which cp_size > 1 was tested against stock.
 CONTEXT_PARALLEL = SEQUENCE_PARALLEL
 

@@ -235,7 +235,7 @@ def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode
         )
     for hook in pre_forward_hooks(model):
         if isinstance(hook, FindDocuments | SplitSequence):
-            check_packed_rows(given, has_mixers=hook.has_mixers)
+            check_packed_rows(given, separates=hook.separates)
     has_aux_loss = asks_for("output_router_logits", given, text_config(model.config))
     if trains and state.config.aux_loss_per_layer and not has_aux_loss:
         raise ValueError(

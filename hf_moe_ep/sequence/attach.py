@@ -15,7 +15,8 @@ mixers                hooks that gather the slices, and slice the output (mixers
                       with an indexer may gather only keys, and the forward of a mixer with a
                       convolution may be replaced by one that keeps the slice
 
-If sequences are not split, a model with mixers gets hooks that run packed documents one by one:
+If sequences are not split, a model with mixers, or one whose masks do not separate documents, gets
+hooks that run packed documents one by one:
 
 causal LM             a pre-forward hook that finds the documents; a loss that ignores them
 every decoder layer   a pre-forward hook that passes the bounds of the documents to its mixers, and
@@ -34,6 +35,7 @@ from torch import nn
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.derive import caches_latents, gathers_by_cache
+from hf_moe_ep.model_patches.standard import MASKS_WITHOUT_POSITIONS
 from hf_moe_ep.plan import as_pattern
 from hf_moe_ep.sequence.context_calls import MODULE_PATH
 from hf_moe_ep.sequence.latent_cache import GatherLatents
@@ -214,10 +216,11 @@ def attach(parts: Parts, state: ModelState) -> None:
                 state.replace(module, "forward", partial(run_slice, module, gather, stock))
             module.register_forward_pre_hook(gather, with_kwargs=True)
             module.register_forward_hook(SliceOutput(gather))
-    if any(parts.mixers):
+    separates = any(parts.mixers) or parts.plan.model_type in MASKS_WITHOUT_POSITIONS
+    if separates:
         _separate_documents(parts, layer_slices)
     if state.config.ranks_per_batch == 1:
-        if any(parts.mixers):
+        if separates:
             _attach_documents(parts, state, layer_slices)
             _end_layers(parts, layer_slices)
         return
@@ -238,7 +241,7 @@ def attach(parts: Parts, state: ModelState) -> None:
                 parts.final_norm[0].register_forward_hook(SliceNorm(running, parts.root))
     _end_layers(parts, layer_slices)
     owner = _owner_of_loss(parts)
-    split_sequence = SplitSequence(state, running, has_mixers=any(parts.mixers), zigzag=zigzag)
+    split_sequence = SplitSequence(state, running, separates=separates, zigzag=zigzag)
     owner.register_forward_pre_hook(split_sequence, with_kwargs=True)
     owner.register_forward_hook(JoinLogits(state), with_kwargs=True)
     owner.register_forward_hook(EndForward(running), always_call=True)

@@ -41,7 +41,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask
 
 from hf_moe_ep.ranks.collectives import gather_counts
-from hf_moe_ep.sequence.packed_rows import find_documents
+from hf_moe_ep.sequence.packed_rows import check_packed_flash, find_documents
 from hf_moe_ep.sequence.partial_attention import QueryKeyRange, once, slice_block_mask
 from hf_moe_ep.sequence.slices import Slice
 from hf_moe_ep.upstream.attention_interface import is_eager, uses_flash_attention, uses_sdpa
@@ -283,11 +283,7 @@ def _lengths(queries: _Documents, keys: _Documents, device: torch.device) -> dic
 
 
 def _find_flash_documents(layer: _Layer) -> _Documents | None:
-    """Return the documents of a packed row, which flash attention finds by positions or lengths.
-
-    Raises:
-        ValueError: the batch has several packed rows, in which stock code would mix documents.
-    """
+    """Return the documents of a packed row, which flash attention finds by positions or lengths."""
     if layer.mask is not None:
         return None
     ends = layer.kwargs.get("cu_seq_lens_q")
@@ -295,10 +291,8 @@ def _find_flash_documents(layer: _Layer) -> _Documents | None:
         numbers = ends.tolist()
         documents = [list(pairwise(numbers))]
     else:
-        documents = find_documents(layer.kwargs.get("position_ids"), layer.rows) or []
-    if documents and layer.rows > 1:
-        raise ValueError(
-            f"{layer.name} was given {layer.rows} rows with packed documents, and flash attention "
-            f"separates documents only in a batch of one row; pack all documents into one row"
-        )
+        positions = layer.kwargs.get("position_ids")
+        documents = find_documents(positions, layer.rows, at_gaps=False) or []
+    if documents:
+        check_packed_flash(layer.rows)
     return documents[0] if documents else None

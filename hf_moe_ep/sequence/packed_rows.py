@@ -1,9 +1,9 @@
-"""Compute each document of packed rows as if it were alone, in a model with mixers.
+"""Compute each document of packed rows as if it were alone, where stock would mix documents.
 
 If several documents are packed into one row, stock mixers mix the documents silently. Here a mixer
 runs once per document (`mixers.py`), and the mask of attention separates the documents even if the
-model has built this mask without the position ids. This also applies to a model with sp_size=1,
-where nothing is gathered.
+model has built this mask without the position ids, as some models without mixers do
+(MASKS_WITHOUT_POSITIONS). This also applies to a model with sp_size=1, where nothing is gathered.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hf_moe_ep.upstream.attention_interface import is_eager, uses_flash_attentio
 
 
 class SeparateDocuments(Ours):
-    """Pre-forward hook of an attention module in a model with mixers: separates packed documents.
+    """Pre-forward hook of an attention module: separates packed documents.
 
     Most models build a mask that separates documents whose position ids restart. Some models, such
-    as GraniteMoeHybrid, build all masks without position ids.
+    as GraniteMoeHybrid and gpt-oss, build all masks without position ids.
     """
 
     def __init__(self, layer: LayerSlice, arguments: MixerArguments) -> None:
@@ -37,14 +37,16 @@ class SeparateDocuments(Ours):
         if part is None or part.documents is None:
             return None
         if uses_flash_attention(module):
-            if kwargs.get("position_ids") is None:
+            positions = kwargs.get("position_ids")
+            if positions is None or text_positions(positions) is None:
                 raise ValueError(
                     f"position_ids restart within a row, which means packed documents, but "
-                    f"{self.arguments.name} gets no positions, so flash attention would mix the "
-                    f"documents; use attn_implementation='sdpa', or pad each document to a row of "
-                    f"its own"
+                    f"{self.arguments.name} gets no positions of the text, so flash attention "
+                    f"would mix the documents; use attn_implementation='sdpa', or pad each "
+                    f"document to a row of its own"
                 )
             return None
+        is_causal = getattr(module, "is_causal", True)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
 
         def separate(name: str, value: Any) -> Any:
@@ -57,29 +59,41 @@ class SeparateDocuments(Ours):
                     f"attention adds to its scores, so it would mix the documents; pass a mask of "
                     f"numbers, or leave the mask out"
                 )
-            separate_in = _separate_blocks if isinstance(value, BlockMask) else _separate
             if id(value) not in part.separated:
-                part.separated[id(value)] = value, separate_in(value, part, hidden.device)
+                if isinstance(value, BlockMask):
+                    separated: Any = _separate_blocks(value, part, hidden.device)
+                else:
+                    separated = _separate(value, part, hidden.device, is_causal=is_causal)
+                if value is None and is_eager(module):  # which adds its mask to the scores
+                    separated = _as_numbers(separated, hidden.dtype)
+                part.separated[id(value)] = value, separated
             return part.separated[id(value)][1]
 
         return self.arguments.change((args, kwargs), separate)
 
 
-def _separate(mask: Tensor | None, part: Slice, device: torch.device) -> Tensor:
+def _separate(
+    mask: Tensor | None, part: Slice, device: torch.device, *, is_causal: bool = True
+) -> Tensor:
     """Hide all tokens of other documents in a mask (B or 1, 1, S, S) of attention.
 
-    None stands for the causal mask of scaled_dot_product_attention.
+    None stands for a causal mask, or for none if attention is not causal.
     """
     numbers = _number_documents(part).to(device)
     same = (numbers.unsqueeze(1) == numbers.unsqueeze(2)).unsqueeze(1)  # (B, 1, S, S)
     if mask is None:
-        return same.tril()
+        return same.tril() if is_causal else same
     if mask.dtype != torch.bool:
         return mask.masked_fill(~same, torch.finfo(mask.dtype).min)
     separated = mask & same
     # With a mask of the caller, a padding token may see only tokens of other documents. It sees
     # every token then, because the output of a query that sees no token is NaN.
     return separated | ~separated.any(-1, keepdim=True)
+
+
+def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    numbers = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return numbers.masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def _separate_blocks(mask: BlockMask, part: Slice, device: torch.device) -> BlockMask:
@@ -115,22 +129,35 @@ def text_positions(positions: Tensor) -> Tensor | None:
     return positions[0] if positions.shape[0] == 4 else None
 
 
-def find_documents(positions: Tensor | None, rows: int) -> list[list[tuple[int, int]]] | None:
+def check_packed_flash(rows: int) -> None:
+    """Raise ValueError if a batch for flash attention has several rows, and documents in a row."""
+    if rows > 1:
+        raise ValueError(
+            f"the batch has {rows} rows with packed documents, and flash attention separates "
+            f"documents only in a batch of one row; pack all documents into one row"
+        )
+
+
+def find_documents(
+    positions: Tensor | None, rows: int, *, at_gaps: bool
+) -> list[list[tuple[int, int]]] | None:
     """Return the bounds of the documents in every row, or None if each row is one document.
 
-    As in transformers (masking_utils.py, find_packed_sequence_indices), a document begins where the
-    position is not the previous one plus 1. `split.py` calls rows with a mask packed only if their
-    positions restart (`_restarts`). The function copies the positions to the host.
+    The function copies the positions to the host.
 
     Args:
         positions: (B or 1, S), or (4, B or 1, S) with the positions of the text first. Positions of
             the shape (3, B, S) do not describe packed documents.
         rows: the number of rows B.
+        at_gaps: True if a document begins wherever the position is not the previous one plus 1, as
+            in the masks of transformers (masking_utils.py, find_packed_sequence_indices). False if
+            a gap between positions is not enough, as in flash attention.
     """
     positions = None if positions is None else text_positions(positions)
     if positions is None:
         return None
-    is_start = functional.pad(positions.diff() != 1, (1, 0))
+    steps = positions.diff()
+    is_start = functional.pad(steps != 1 if at_gaps else steps <= 0, (1, 0))
     starts: list[list[int]] = [[] for _ in range(len(positions))]
     for row, start in is_start.nonzero().tolist():
         starts[row].append(start)

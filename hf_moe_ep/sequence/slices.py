@@ -74,7 +74,7 @@ class Slice:
         # The position ids of the whole sequence, where flash attention finds packed documents.
         self.positions: Tensor | None = None
         # The first and the last token + 1 of each document, for each row; None if the rows are not
-        # packed. Only set for a model with mixers (sequence/mixers.py).
+        # packed. Only set if hooks separate them (mixers.py, packed_rows.py).
         self.documents: list[list[tuple[int, int]]] | None = None
         # For packed rows: id of a mask -> (mask, mask that separates the documents).
         self.separated: dict[int, tuple[Any, Any]] = {}

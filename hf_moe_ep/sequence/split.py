@@ -32,10 +32,11 @@ from torch.nn import functional
 from hf_moe_ep.sequence.layer_arguments import LayerArguments
 from hf_moe_ep.sequence.mixer_arguments import describes_packing
 from hf_moe_ep.sequence.mixers import LayerSlice
-from hf_moe_ep.sequence.packed_rows import find_documents, text_positions
+from hf_moe_ep.sequence.packed_rows import check_packed_flash, find_documents, text_positions
 from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices, zigzag_order
 from hf_moe_ep.state import ModelState, OfModel, Ours, StateHook
+from hf_moe_ep.upstream.attention_interface import model_uses_flash_attention
 from hf_moe_ep.upstream.frameworks import how_to_keep_all_logits
 from hf_moe_ep.upstream.models import (
     IGNORED_LABEL,
@@ -63,8 +64,8 @@ class SplitSequence(Ours):
     """Pre-forward hook of the causal LM: splits a forward in training mode or with labels.
 
     Any other forward is split only if it has `use_cache=False` and no `logits_to_keep`. The
-    forwards of `generate` are therefore not split. In a forward that is not split, a model with
-    mixers gets the documents of packed rows, as with sp_size=1.
+    forwards of `generate` are therefore not split. With `separates`, hooks of modules separate the
+    documents of packed rows (`packed_rows.py`), also in a forward that is not split.
     """
 
     def __init__(
@@ -72,11 +73,11 @@ class SplitSequence(Ours):
         state: ModelState,
         running: RunningSlice,
         *,
-        has_mixers: bool,
+        separates: bool,
         zigzag: bool = False,
     ) -> None:
         self.state, self.running = state, running
-        self.has_mixers, self.zigzag = has_mixers, zigzag
+        self.separates, self.zigzag = separates, zigzag
 
     @torch.compiler.disable
     def __call__(
@@ -94,7 +95,7 @@ class SplitSequence(Ours):
         if given_cache(given) is not None:
             return None
         if not split:
-            return _with_documents(given) if self.has_mixers else None
+            return _with_documents(model, given) if self.separates else None
         if selects_positions:
             raise ValueError(
                 f"logits_to_keep={keep} selects positions of the whole sequence, but with "
@@ -135,11 +136,13 @@ class SplitSequence(Ours):
             # it is None if the caller has.
             given["labels"] = labels
         given["use_cache"] = False
-        _check_axes(given, has_mixers=self.has_mixers)
+        _check_axes(given, separates=self.separates)
         positions = given.get("position_ids")
-        given["attention_mask"] = _choose_mask(positions, given.get("attention_mask"))
-        if self.has_mixers:
-            part.documents = _find_packed_documents(given["attention_mask"], positions, len(tokens))
+        mask = given["attention_mask"] = _choose_mask(positions, given.get("attention_mask"))
+        by_flash = model_uses_flash_attention(model)
+        if self.separates or (by_flash and len(tokens) > 1):
+            documents = _find_packed_documents(mask, positions, len(tokens), by_flash=by_flash)
+            part.documents = documents if self.separates else None
         self.running.part = part
         return (), given
 
@@ -155,13 +158,13 @@ class EndForward(Ours):
 
 
 class FindDocuments(Ours):
-    """Pre-forward hook of a model with mixers and sp_size=1: finds packed documents.
+    """Pre-forward hook of a model with sp_size=1 whose hooks separate documents: finds them.
 
     A forward with packed rows gets a `Slice` of the whole sequence, so that mixers run once per
     document. Any other forward is not changed.
     """
 
-    has_mixers = True
+    separates = True
 
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -169,11 +172,13 @@ class FindDocuments(Ours):
         given = bind_forward(model, args, kwargs)
         if given.get("position_ids") is None or given_cache(given) is not None:
             return None
-        return _with_documents(given)
+        return _with_documents(model, given)
 
 
 @torch.compiler.disable
-def _with_documents(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _with_documents(
+    model: nn.Module, given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments of a forward with packed rows, or None if the rows are not packed.
 
     Such a forward has no cache, because a mixer would begin each document with the state that the
@@ -182,9 +187,10 @@ def _with_documents(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, A
     positions, tokens = given.get("position_ids"), find_tokens(given)
     if tokens is None:
         return None
-    _check_axes(given, has_mixers=True)
+    _check_axes(given, separates=True)
     mask = _choose_mask(positions, given.get("attention_mask"))
-    documents = _find_packed_documents(mask, positions, len(tokens))
+    by_flash = model_uses_flash_attention(model)
+    documents = _find_packed_documents(mask, positions, len(tokens), by_flash=by_flash)
     if documents is None:
         return None
     part = Slice(None, 0, 1, length=tokens.shape[1])
@@ -193,28 +199,23 @@ def _with_documents(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, A
 
 
 def _find_packed_documents(
-    mask: Any, positions: Tensor | None, rows: int
+    mask: Any, positions: Tensor | None, rows: int, *, by_flash: bool
 ) -> list[list[tuple[int, int]]] | None:
     """Return the documents of packed rows, or None; `mask` is what `_choose_mask` has returned.
 
     Rows with a mask (B, S) are padded and not packed. Any other mask of the caller, such as one of
-    queries and keys, may separate documents in attention, but not in mixers. With such a mask, rows
-    count as packed only if positions restart within a row; a gap between positions is not enough.
+    queries and keys, may separate documents in attention, but not in mixers. With such a mask, or
+    with flash attention, a gap between positions begins no document.
+
+    Raises:
+        ValueError: flash attention would mix the documents of several rows.
     """
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return None
-    if mask is not None and not _restarts(positions):
-        return None
-    return find_documents(positions, rows)
-
-
-def _restarts(positions: Tensor | None) -> bool:
-    """Return True if a position is not larger than the previous one in its row.
-
-    A step of more than 1 does not count, unlike in `find_documents`. This is a host sync.
-    """
-    text = None if positions is None else text_positions(positions)
-    return text is not None and bool((text.diff() <= 0).any())
+    documents = find_documents(positions, rows, at_gaps=mask is None and not by_flash)
+    if documents is not None and mask is None and by_flash:
+        check_packed_flash(rows)
+    return documents
 
 
 class PassDocuments(Ours):
@@ -446,7 +447,7 @@ def _choose_mask(positions: Tensor | None, mask: Any) -> Any:
     return None if restarts else mask
 
 
-def _check_axes(given: dict[str, Any], *, has_mixers: bool) -> None:
+def _check_axes(given: dict[str, Any], *, separates: bool) -> None:
     """Raise ValueError if positions (3, B, S) of time, row and column restart within a row.
 
     Stock code reads documents only from the positions of the text, which these lack, so it would
@@ -458,7 +459,7 @@ def _check_axes(given: dict[str, Any], *, has_mixers: bool) -> None:
     if positions is None or text_positions(positions) is not None:
         return
     visible = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-    if (describes_packing(given) or mask is not visible) and not has_mixers:
+    if (describes_packing(given) or mask is not visible) and not separates:
         return
     restarts = (positions[..., 1:] == 0).all(0)
     if visible is not None:
@@ -472,7 +473,7 @@ def _check_axes(given: dict[str, Any], *, has_mixers: bool) -> None:
         )
 
 
-def check_packed_rows(given: dict[str, Any], *, has_mixers: bool) -> None:
+def check_packed_rows(given: dict[str, Any], *, separates: bool) -> None:
     """Raise the errors of this module's hooks for packed documents that cannot be separated."""
-    _check_axes(given, has_mixers=has_mixers)
+    _check_axes(given, separates=separates)
     _choose_mask(given.get("position_ids"), given.get("attention_mask"))

@@ -30,10 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from hf_moe_ep.ranks.collectives import swap_slices
 from hf_moe_ep.sequence.context import attend
 from hf_moe_ep.sequence.latent_cache import whole_order
+from hf_moe_ep.sequence.partial_attention import once
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.upstream.attention_interface import stock_attention
 
@@ -60,7 +62,7 @@ def split_attention(
     heads, kv_heads = part.heads, key.shape[1]
     check_heads(query.shape[1], kv_heads, heads.size)
     _slice_sinks(module, kwargs, heads)
-    attention_mask = _slice_mask(attention_mask, heads)
+    attention_mask = _slice_mask(attention_mask, heads, part.computed)
     if part.positions is not None and "position_ids" in kwargs:
         kwargs["position_ids"] = part.positions
     if kv_heads < heads.size:
@@ -130,14 +132,31 @@ def _slice_sinks(module: Any, kwargs: dict[str, Any], part: Slice) -> None:
     module._parameters = {name: own_sinks if x is sinks else x for name, x in parameters.items()}
 
 
-def _slice_mask(mask: Any, part: Slice) -> Any:
+def _slice_mask(mask: Any, part: Slice, computed: dict[Any, Any]) -> Any:
     """Slice a mask (B, Q, S, S) with one entry per head to the heads of this rank.
 
     Masks that transformers builds are the same for all heads. One of the caller may not be.
     """
-    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] == 1 or part.size == 1:
+    if part.size == 1 or not isinstance(mask, Tensor | BlockMask):
         return mask
+    if len(mask.shape) != 4 or mask.shape[1] == 1:
+        return mask
+    if isinstance(mask, BlockMask):
+        return once(computed, ("heads",), mask, partial(_slice_block_mask, mask, part))
     return mask.unflatten(1, (part.size, -1))[:, part.rank]
+
+
+def _slice_block_mask(mask: BlockMask, part: Slice) -> BlockMask:
+    rows, heads = mask.shape[0], mask.shape[1] // part.size
+    first = part.rank * heads
+
+    def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return mask.mask_mod(row, head + first, query, key)
+
+    device = mask.kv_num_blocks.device
+    return create_block_mask(
+        mask_mod, rows, heads, *mask.seq_lengths, device=device, BLOCK_SIZE=mask.BLOCK_SIZE
+    )
 
 
 def _can_split(heads: int, kv_heads: int, size: int) -> bool:

@@ -130,6 +130,11 @@ def uses_flash_attention(module: Any) -> bool:
     return "flash" in module.config._attn_implementation
 
 
+def model_uses_flash_attention(model: Any) -> bool:
+    """Return True if the layers of a language model call a flash attention function."""
+    return "flash" in (model.config.get_text_config()._attn_implementation or "")
+
+
 def uses_sdpa(module: Any) -> bool:
     """Return True if an attention module calls torch's scaled_dot_product_attention."""
     return bool(module.config._attn_implementation == "sdpa")

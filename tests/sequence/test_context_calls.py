@@ -133,6 +133,8 @@ def test_flash_attention_gets_the_documents_of_its_queries() -> None:
             [([0, 2], 2), ([0, 3], 3)],
         ]
         assert "position_ids" not in calls[0][0].kwargs
+    gap = torch.tensor([[0, 1, 2, 3, 10, 11, 12, 13]])  # stock's flash attention sees one document
+    assert ranges(plan("flash_attention_2", position_ids=gap)) == CAUSAL
     in_window = plan("flash_attention_2", position_ids=positions, sliding_window=2)
     assert ranges(in_window) == [[(0, 2, 0, 2), (6, 8, 5, 8)], [(2, 4, 1, 4), (4, 6, 3, 6)]]
     assert in_window[0][1].kwargs["cu_seq_lens_k"].tolist() == [0, 2, 3]
@@ -152,7 +154,7 @@ def test_what_cannot_be_split_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layer3 \(shape \(1, 8\)\) has no row for each query"):
         plan("sdpa", torch.ones(1, LENGTH))
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])
-    with pytest.raises(ValueError, match=r"layer3 was given 2 rows with packed documents"):
+    with pytest.raises(ValueError, match=r"the batch has 2 rows with packed documents"):
         plan("flash_attention_2", rows=2, position_ids=positions)
 
 

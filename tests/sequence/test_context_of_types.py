@@ -21,7 +21,7 @@ from support.architectures.split_steps import (
 from support.checks import Check, Found
 from support.parity import OF_ONE_SIZE
 
-from hf_moe_ep.model_patches.standard import CONTEXT_PARALLEL
+from hf_moe_ep.model_patches.standard import CONTEXT_PARALLEL, MASKS_WITHOUT_POSITIONS
 
 GRANTED = sorted(CONTEXT_PARALLEL & set(MODEL_TYPES))
 # The fast tests: attention sinks and windows, and a delta net.
@@ -37,8 +37,8 @@ MORE = (
     "nemotron_h",
     "openai_privacy_filter",
 )
-# Stock mixes packed documents in the layers of this type.
-NOT_PACKED = ("openai_privacy_filter",)
+# Stock mixes packed documents in these types; see test_mixers.py.
+NOT_PACKED = {*MIXERS, *MASKS_WITHOUT_POSITIONS}
 compare = partial(equals_stock, sp=1, cp=2)
 
 TWO_RANKS = [
@@ -48,7 +48,7 @@ BATCHES = [
     Check(f"{name}, {make.__name__}", 2, partial(compare, name, make=make), slow=True)
     for name in MORE
     for make in (padded_left, unpadded, packed)
-    if make is not packed or (name not in MIXERS and name not in NOT_PACKED)
+    if make is not packed or name not in NOT_PACKED
 ]
 CHECKPOINTED = [
     Check(f"{name}, reentrant {mode}", 2, partial(compare, name, use_reentrant=mode), slow=True)
@@ -89,8 +89,7 @@ FOUR_RANKS = [
         "cp 2 x sp 2, packed": {**BOTH, "make": packed},
         "cp 2 x sp 2, compiled, checkpoint": {**BOTH, **COMPILED, "use_reentrant": False},
     }.items()
-    # Packed rows of types with mixers are compared in test_mixers.py.
-    if options.get("make") is not packed or (name not in MIXERS and name not in NOT_PACKED)
+    if options.get("make") is not packed or name not in NOT_PACKED
     if "compile_layers" not in options or name in COMPILED_TYPES
 ]
 # All ranks share the batch, and the experts are split over all of them.

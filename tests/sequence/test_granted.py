@@ -28,7 +28,7 @@ from support.generation import assert_same, continuations
 from support.needs import SINCE_5_23
 
 from hf_moe_ep import apply_ep_fsdp2
-from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
+from hf_moe_ep.model_patches.standard import MASKS_WITHOUT_POSITIONS, SEQUENCE_PARALLEL
 
 GRANTED = sorted(SEQUENCE_PARALLEL & set(MODEL_TYPES))
 # The fast tests: a delta net, and an indexer in attention with shared keys.
@@ -87,7 +87,7 @@ PACKED = [
     Check(f"{name}, packed", 2, partial(equals_stock, name, make=packed), slow=True).as_parameter()
     for name in GRANTED
     # Stock mixes packed documents there; see test_mixers.py.
-    if name not in MIXERS and name not in NUMBERS_TOKENS_OF_ROWS
+    if name not in {*MIXERS, *MASKS_WITHOUT_POSITIONS, *NUMBERS_TOKENS_OF_ROWS}
 ]
 UNPADDED = [
     Check(f"{name}, unpadded", 2, partial(equals_stock, name, make=unpadded), slow=True)
@@ -139,6 +139,7 @@ FOUR_RANKS += [
         "sp 4, reentrant": {"sp": 4, "use_reentrant": True},
         "sp 2, not reentrant": {"sp": 2, "use_reentrant": False},
     }.items()
+    if "packed" not in kind or name not in MASKS_WITHOUT_POSITIONS
 ]
 # A type of each way in which mixers are divided: by heads, a halo, keys, and not at all.
 FOUR_RANKS += [

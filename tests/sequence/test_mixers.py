@@ -1,7 +1,8 @@
-"""Modules that mix tokens outside of the attention interface: packed rows, and what is refused.
+"""Types in which stock mixes packed documents, and what is refused.
 
-`test_granted.py` compares the types with such modules with stock on padded rows. Stock mixes packed
-documents in these modules, so here each document is compared with stock's run of it alone.
+`test_granted.py` compares these types with stock on padded rows. Stock mixes packed documents in
+modules that mix tokens outside of the attention interface, and in attention whose mask is built
+without positions, so here each document is compared with stock's run of it alone.
 """
 
 import gc
@@ -19,6 +20,7 @@ import torch
 from support.architectures import MODEL_TYPES, batch, mixed_batch
 from support.architectures.adapted import build_adapted
 from support.architectures.mixers import MIXERS
+from support.architectures.split_steps import is_mean
 from support.architectures.steps import (
     assert_same_grads,
     build,
@@ -37,7 +39,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, describe, patch, unpatch
 from hf_moe_ep.architectures import find_plan
-from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
+from hf_moe_ep.model_patches.standard import MASKS_WITHOUT_POSITIONS, SEQUENCE_PARALLEL
 from hf_moe_ep.sequence import slices
 from hf_moe_ep.sequence.mixer_arguments import Document, MixerArguments, mixer_arguments
 from hf_moe_ep.sequence.mixers import LayerSlice
@@ -47,7 +49,9 @@ from hf_moe_ep.sequence.slices import Slice
 Batch = dict[str, Tensor]
 # The attention of Llama-4 numbers the tokens of its input, so it gets documents like a mixer.
 LLAMA_4 = {"llama4", "llama4_text"}
-GRANTED = sorted((MIXERS.keys() & SEQUENCE_PARALLEL | LLAMA_4) & set(MODEL_TYPES))
+GRANTED = sorted(
+    (MIXERS.keys() & SEQUENCE_PARALLEL | LLAMA_4 | MASKS_WITHOUT_POSITIONS) & set(MODEL_TYPES)
+)
 # Fast tests: a delta net, and an indexer inside of an attention.
 FAST = ("qwen3_next",)
 # Lengths of the documents in two rows. At sp_size 2 a document of each row continues on rank 1.
@@ -122,8 +126,11 @@ def assert_documents_are_alone(
     loss = model.train()(**rows, num_items_in_batch=num_tokens).loss
     loss.backward()
     total = torch.zeros_like(loss)
+    labels = sum(document["labels"].ne(-100).sum() for document in alone)
     for document in alone:
         want = stock(**document, num_items_in_batch=num_tokens, use_cache=False).loss
+        if is_mean(stock):
+            want = want * document["labels"].ne(-100).sum() / labels
         want.backward()
         total += want.detach()
     assert_close(f"{where}: loss", loss, total, FP64_MODEL)
@@ -353,16 +360,17 @@ CHECKPOINTED: list[Any] = [
     for use_reentrant in (False, True)
     if not (use_reentrant and name in NOT_REENTRANT)
 ]
-# Types with an indexer, a delta net, state spaces and lightning attention.
+# Types with an indexer, a delta net, state spaces, lightning attention, and sinks and windows.
 CONTEXT = [
     Check(
         f"{name}, {layout}", 4, partial(_packed_on_ranks, name, **options), slow=True
     ).as_parameter()
-    for name in ("glm_moe_dsa", "qwen3_5_moe_text", "nemotron_h", "minimax")
+    for name in ("glm_moe_dsa", "qwen3_5_moe_text", "nemotron_h", "minimax", "gpt_oss")
     for layout, options in {
         "cp 4": {"cp": 4},
         "cp 4, checkpoint": {"cp": 4, "use_reentrant": False},
         "cp 2 x sp 2, reentrant": {"cp": 2, "use_reentrant": True},
+        "sp 4": {},
     }.items()
 ]
 
@@ -383,12 +391,28 @@ def test_packed_documents_are_alone_on_four_ranks(found: Found, claim: Check) ->
 
 
 def test_flash_attention_without_positions_is_refused() -> None:
-    """GraniteMoeHybrid passes no positions to attention, which would mix packed documents."""
-    model = build("granitemoehybrid")
+    """GraniteMoeHybrid passes no positions to attention, and GLM-4.5V none of the text."""
+    for name in ("granitemoehybrid", "glm4v_moe"):
+        model = build(name)
+        use_fake_flash(model)
+        patch(model)
+        rows = {name: x[:1] for name, x in packed(documents(model)).items()}
+        with pytest.raises(ValueError, match="Attention gets no positions of the text, so flash"):
+            model(**rows)
+
+
+def test_several_packed_rows_are_refused_with_flash_attention() -> None:
+    """Flash attention would mix the documents, while the delta nets run them one by one."""
+    model = build("qwen3_next")
     use_fake_flash(model)
     patch(model)
-    with pytest.raises(ValueError, match="Attention gets no positions, so flash attention would"):
-        model(**packed(documents(model)))
+    rows = packed(documents(model))
+    with pytest.raises(ValueError, match=r"2 rows with packed documents.*in a batch of one"):
+        model(**rows)
+    model(**{name: x[:1] for name, x in rows.items()})
+    # A gap between positions begins no document there.
+    gaps = torch.tensor([[0, 1, 2, 7, 8, 9]]).expand(2, -1)
+    model(input_ids=rows["input_ids"][:, :6], position_ids=gaps)
 
 
 def test_masks_that_cannot_be_cut_into_documents_are_refused() -> None:

@@ -6,6 +6,7 @@ Gradients, parameters after three steps, the loss and logits are compared.
 import gc
 import weakref
 from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,9 +18,13 @@ from support.needs import SINCE_5_23
 from support.parity import CHECKPOINT, REENTRANT, TWO_FORWARDS, Case, on_ranks
 from support.split_rows import padded, three_tokens
 from support.tiny_models import batch, tiny
+from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from hf_moe_ep import apply_ep_fsdp2, data_parallel_size, global_token_count, patch, unpatch
+from hf_moe_ep.sequence.slices import Slice
+from hf_moe_ep.sequence.ulysses import _slice_mask
 from hf_moe_ep.upstream.attention_interface import stock_attention
 
 # A length that no sp_size > 1 divides, and documents in a row of 12 tokens.
@@ -269,3 +274,18 @@ def test_an_impossible_sp_size_names_possible_sizes() -> None:
         patch(tiny(), sp_size=3)
     with pytest.raises(ValueError, match="attn_implementation='eager'"):
         patch(tiny(attn_implementation="eager"), sp_size=2)
+
+
+def test_a_block_mask_per_head_is_cut_to_the_heads_of_a_rank() -> None:
+    windows = torch.tensor([2, 3, 5, 8])
+
+    def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < windows[head])
+
+    mask = create_block_mask(mask_mod, 1, 4, 8, 8, device="cpu")
+    whole = create_mask(mask_mod, 1, 4, 8, 8, device="cpu")
+    computed: dict[Any, Any] = {}
+    own = _slice_mask(mask, Slice(cast(Any, None), 1, 2, 8), computed)
+    assert own.shape == (1, 2, 8, 8)
+    assert torch.equal(create_mask(own.mask_mod, 1, 2, 8, 8, device="cpu"), whole[:, 2:])
+    assert _slice_mask(mask, Slice(cast(Any, None), 1, 2, 8), computed) is own

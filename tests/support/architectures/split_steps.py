@@ -116,7 +116,7 @@ def _compare_step(model: nn.Module, stock: nn.Module, make: Any, seed: int) -> l
     num_tokens = whole_batch["labels"][:, 1:].ne(-100).sum()
     errors = [compare_logits(model, stock, own_batch)]
     loss = model(**own_batch, num_items_in_batch=num_tokens).loss
-    if _is_mean(stock):  # the mean of this group's tokens; stock's is that of all tokens
+    if is_mean(stock):  # the mean of this group's tokens; stock's is that of all tokens
         own, total = (x["labels"].ne(-100).sum() for x in (own_batch, whole_batch))
         loss = loss * own / total
     (loss * groups).backward()
@@ -129,7 +129,7 @@ def _compare_step(model: nn.Module, stock: nn.Module, make: Any, seed: int) -> l
     return [*errors, assert_close("norm", clip_grad_norm_(model, 0.5), want, FP64_MODEL)]
 
 
-def _is_mean(stock: nn.Module) -> bool:
+def is_mean(stock: nn.Module) -> bool:
     """Return True if a model's loss is always the mean of its tokens: that of a classifier."""
     return type(stock).__name__.endswith("ForTokenClassification")
 

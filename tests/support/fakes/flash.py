@@ -63,7 +63,7 @@ def fake_flash(
         assert max_length_k in (None, int(ends_k.diff().max()))
         document_q = _numbers_of_documents(cu_seq_lens_q, queries)
         document_k = _numbers_of_documents(ends_k, keys)
-    elif position_ids is not None:
+    elif position_ids is not None and len(query) == 1:  # as `_is_packed_sequence` of stock
         document_q = document_k = position_ids.eq(0).cumsum(-1)
     keep = document_q.unsqueeze(2) == document_k.unsqueeze(1)
     keep = keep & valid_k.unsqueeze(1)
