@@ -136,7 +136,7 @@ def plan_memory(
     world_size: int,
     dtype: torch.dtype = torch.bfloat16,
     masters: str = "fp32",
-    optimizer: str = "adamw",
+    optimizer: str = "adamw_fused",
     lora_rank: int | None = None,
     lora_targets: str = "both",
 ) -> MemoryPlan:
@@ -194,7 +194,7 @@ class PlanRequest:
     world_size: int
     dtype: torch.dtype = torch.bfloat16
     masters: str = "fp32"
-    optimizer: str = "adamw"
+    optimizer: str = "adamw_fused"
     lora_rank: int | None = None
     lora_targets: str = "both"
     offload: bool = False

@@ -1,9 +1,10 @@
-"""Count the launches of the experts' Triton kernels from the shapes of a call.
+"""Count the launches and the memory of the experts' Triton kernels from the shapes of a call.
 
-A plan runs the torch path of the experts, because its fake tensors are on the CPU. A GPU runs the
-kernels of `ops/triton_mlp.py`, which compute the same products with fewer launches and fewer bytes:
-they gather rows while they multiply, and fuse the activation with the product before it. For a GPU,
-`count_kernels` therefore drops the operators of the torch path and counts these launches:
+A plan would run the torch path of the experts, because its fake tensors are on the CPU. A GPU runs
+the kernels of `ops/triton_mlp.py`, which compute the same products with fewer launches, fewer bytes
+and less memory: they gather rows while they multiply, and fuse the activation with the product
+before it. For a GPU, `count_kernels` therefore replaces the torch path: it allocates the tensors of
+`ops/triton_mlp.py`, computes nothing, and counts these launches:
 
     pass         kernel                            counted
     route        sort_pairs                        4 launches, no FLOPs
@@ -24,8 +25,8 @@ in bf16, and pre-activations are kept for backward. The up product takes 2 * 6 *
 It reads 6 rows of 8 numbers and 2 matrices of 8 x 8, and writes 6 x 4 activations and 6 x 8
 pre-activations. These are 248 numbers, 496 bytes.
 
-Partly filled tiles, biases and the dequantisation of nested NF4 scales are not counted. The memory
-of a plan is that of the torch path.
+Partly filled tiles, biases, the first products of adapters and the dequantisation of nested NF4
+scales are not counted in the memory, and partly filled tiles and biases not in the work.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ class ExpertCall:
 
 @contextmanager
 def count_kernels(work: WorkCounter) -> Iterator[None]:
-    """Inside the block, count the kernels' launches instead of the torch path's operators."""
+    """Inside the block, plan the kernels instead of the torch path."""
     stock_route, stock_forward = torch_mlp.route, torch_mlp.forward
     stock_backward = torch_mlp.backward
 
@@ -205,30 +206,36 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         rows_RH, weights_RK, experts, routing, _, keep_pre = arguments
-        out: tuple[Tensor, Tensor] = work.run_uncounted(stock_forward, *arguments)
-        if routing.pair_A.numel():
-            call = ExpertCall.of(rows_RH, weights_RK, experts, routing)
-            work.add(call.forward_launches(keep_pre=keep_pre))
-        return out
+        call = ExpertCall.of(rows_RH, weights_RK, experts, routing)
+        if not call.pairs:
+            out: tuple[Tensor, Tensor] = work.run_uncounted(stock_forward, *arguments)
+            return out
+        work.add(call.forward_launches(keep_pre=keep_pre))
+        return _allocate_forward(call, rows_RH, keep_pre)
 
     def backward(
-        *arguments: Any, need: set[str], **options: Any
+        *arguments: Any, need: set[str], postpone: bool = False, **options: Any
     ) -> tuple[dict[str, Tensor], Callable[[ExpertGrads], None] | None]:
-        _, rows_RH, weights_RK, experts, routing, pre_AG, _ = arguments
-        grads, finish = work.run_uncounted(stock_backward, *arguments, need=need, **options)
-        if not routing.pair_A.numel():
-            return grads, finish
+        grad_RH, rows_RH, weights_RK, experts, routing, pre_AG, _ = arguments
         call = ExpertCall.of(rows_RH, weights_RK, experts, routing)
+        if not call.pairs:
+            options |= {"need": need, "postpone": postpone}
+            return work.run_uncounted(stock_backward, *arguments, **options)
         work.add(call.row_launches(need, recompute=pre_AG is None))
-        if finish is None:
-            work.add(call.grad_launches(need))
-            return grads, None
+        grads, kept = _allocate_backward(call, rows_RH, weights_RK, need, recompute=pre_AG is None)
 
-        def finish_counted(into: ExpertGrads) -> None:
-            work.run_uncounted(finish, into)
-            work.add(replace(launch, postponed=True) for launch in call.grad_launches(need))
+        def finish(into: ExpertGrads, kept: tuple[Tensor, ...] = (grad_RH, rows_RH, *kept)) -> None:
+            for name, tensor in experts.named_tensors().items():
+                if name in need:
+                    into.buffer(name, tensor)
+            launches = call.grad_launches(need)
+            work.add(replace(launch, postponed=postpone) for launch in launches)
 
-        return grads, finish_counted
+        if postpone:
+            return grads, finish
+        expert_grads = ExpertGrads()
+        finish(expert_grads)
+        return grads | expert_grads.take(), None
 
     with (
         replaced(torch_mlp, "route", route),
@@ -236,3 +243,33 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         replaced(torch_mlp, "backward", backward),
     ):
         yield
+
+
+def _allocate_forward(call: ExpertCall, rows_RH: Tensor, keep_pre: bool) -> tuple[Tensor, Tensor]:
+    """Allocate the tensors of `triton_mlp.forward`; return the output and the pre-activations."""
+    pre_AG = rows_RH.new_empty(call.pairs if keep_pre else 0, call.pre)
+    act_AF = rows_RH.new_empty(call.pairs, call.ffn)
+    y_AH = act_AF.new_empty(call.pairs, call.hidden)
+    return y_AH.new_empty(rows_RH.shape), pre_AG
+
+
+def _allocate_backward(
+    call: ExpertCall, rows_RH: Tensor, weights_RK: Tensor, need: set[str], *, recompute: bool
+) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+    """Allocate the tensors of `triton_mlp.backward`.
+
+    Returns the gradients of the rows and of the routing weights, and the tensors from which the
+    gradients of the experts are computed.
+    """
+    num_activations = call.pairs if need & {"down", "down_a", "down_b"} else 0
+    recomputed = [rows_RH.new_empty(call.pairs, n) for n in (call.ffn, call.pre) if recompute]
+    grad_pre_AG = rows_RH.new_empty(call.pairs, call.pre)
+    act_AF = rows_RH.new_empty(num_activations, call.ffn)
+    grads = {}
+    if "weights" in need:
+        grads["weights"] = weights_RK.new_empty(weights_RK.shape)
+    recomputed.clear()
+    if "rows" in need:
+        grad_x_AH = rows_RH.new_empty(call.pairs, call.hidden)
+        grads["rows"] = grad_x_AH.new_empty(rows_RH.shape)
+    return grads, (grad_pre_AG, act_AF)

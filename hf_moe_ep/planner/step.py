@@ -154,7 +154,7 @@ def plan_step(
     batch: Batch,
     dtype: torch.dtype = torch.bfloat16,
     masters: str = "fp32",
-    optimizer: str = "adamw",
+    optimizer: str = "adamw_fused",
     lora_rank: int | None = None,
     lora_targets: str = "both",
     offload: bool = False,
@@ -168,14 +168,13 @@ def plan_step(
     Args:
         parallel: the settings of the model. `dispatch_chunks="auto"` is planned as one chunk.
         batch: the micro-batch of each data rank.
-        optimizer: "adamw" steps all parameters at once, as torch does on a GPU by default, which
-            needs memory for temporaries; "adamw_fused" does not.
+        optimizer: "adamw_fused" as the Trainer's default; "adamw" steps all parameters at once,
+            as torch does on a GPU by default, which needs memory for temporaries.
         offload: keep parameters, gradients and optimizer state on the host.
         load: how often each expert was chosen in a run of this model (`expert_load`). The rank with
             most tokens is planned, and all layers run. None plans rank 0, with evenly chosen
             experts.
-        like_gpu: True plans a GPU: the work of the experts' Triton kernels, and the memory of the
-            torch path with all pairs in one block. False plans a CPU.
+        like_gpu: True plans a GPU, on which Triton kernels compute the experts. False plans a CPU.
         all_layers: run all layers instead of extrapolating.
         layers_run: the result of `layers_to_run` for this model; several plans can share it.
 

@@ -7,6 +7,7 @@ import torch
 from support.tiny_models import tiny
 
 from hf_moe_ep import ParallelConfig
+from hf_moe_ep.planner.counted import TRANSIENT
 from hf_moe_ep.planner.kernels import ExpertCall
 from hf_moe_ep.planner.step import Batch, plan_step
 from hf_moe_ep.planner.work import Operator, StepWork
@@ -87,3 +88,16 @@ def test_a_gpu_step_is_planned_with_fused_kernels(parallel: dict[str, Any], prod
 def test_the_torch_backend_is_planned_if_it_is_requested() -> None:
     """Each of 8 experts runs 6 products in each of 2 layers."""
     assert _products(_work(experts_backend="torch")) == 2 * 6 * 8
+
+
+def test_the_memory_of_experts_is_that_of_their_kernels() -> None:
+    """With 32 columns more, the forward of 1024 pairs holds 32 activations and 64 pre-activations
+    more per pair, in bf16.
+    """
+    held = {}
+    for ffn in (32, 64):
+        config = tiny(num_hidden_layers=1, hidden_size=64, moe_intermediate_size=ffn).config
+        options: dict[str, Any] = {"world_size": 1, "batch": Batch(512), "optimizer": "none"}
+        plan = plan_step(config, **options, all_layers=True)
+        held[ffn] = plan.made_of["forward, layer 0"][TRANSIENT]
+    assert held[64] - held[32] == 2 * 512 * config.num_experts_per_tok * (32 + 64)

@@ -115,7 +115,7 @@ def test_a_plan_with_a_head_for_multi_token_prediction_is_exact(checkpointing: b
         apply_ep_fsdp2(model).train()
         if checkpointing:
             checkpoint_layers(model)
-        optimizer = make_optimizer("adamw", model.parameters())
+        optimizer = make_optimizer("adamw_fused", model.parameters())
         ids = torch.randint(model.config.vocab_size, (2, 24))
         inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
         for _ in range(2):
@@ -139,7 +139,7 @@ def test_a_plan_for_the_trainer_holds_no_logits() -> None:
     with group_of_one():
         layers = find_parts(model).layers
         apply_ep_fsdp2(model, fused_loss=True).train()
-        optimizer = make_optimizer("adamw", model.parameters())
+        optimizer = make_optimizer("adamw_fused", model.parameters())
         ids = torch.randint(999, (2, 300))
         inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
         for _ in range(2):
