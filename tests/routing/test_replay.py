@@ -464,6 +464,29 @@ def test_a_router_with_a_single_group_of_experts(use_reentrant: bool | None) -> 
     assert replay.last.replayed == 2 * 8
 
 
+def test_routes_are_on_the_host_before_a_model_of_the_host_replays_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy from a GPU with `non_blocking=True` returns before the ids are in host memory."""
+    model = patch(tiny())
+    inputs = batch(model, 2, 7)
+    ids = random_ids(2, 7, 2, EXPERTS, TOP_K)
+    routes = Routes(ids, (0, 1), weights=torch.rand(ids.shape))
+    shapes = []
+    stock_to = Tensor.to
+
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if "non_blocking" in kwargs:
+            assert not kwargs["non_blocking"]
+            shapes.append(self.shape)
+        return stock_to(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "to", to)
+    with torch.no_grad(), RoutingReplay(model).replay(routes):
+        model(**inputs)
+    assert shapes == [ids.shape, ids.shape]
+
+
 @pytest.mark.slow
 def test_48_layers_of_8192_tokens_copy_3_mib(monkeypatch: pytest.MonkeyPatch) -> None:
     """8192 tokens x 48 layers x 8 ids of one byte are 3 MiB, copied once for each forward."""
