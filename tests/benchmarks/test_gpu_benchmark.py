@@ -119,13 +119,17 @@ def test_every_gpu_test_is_in_part_3() -> None:
     """A new GPU test must be added to part 3; otherwise no GPU runs it."""
     words = " ".join(job.command for job in gpu.PARTS[3]).split()
     chosen = [word for word in words if word.startswith("tests/")]
-    marked = [
+    assert not [path for path in _files_with_gpu_tests() if not path.startswith(tuple(chosen))]
+
+
+def _files_with_gpu_tests() -> list[str]:
+    files = [
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "tests").rglob("*.py")
         if "mark.gpu" in path.read_text() and path != Path(__file__)
     ]
-    assert len(marked) >= 5
-    assert not [path for path in marked if not path.startswith(tuple(chosen))]
+    assert len(files) >= 5
+    return files
 
 
 @pytest.mark.slow
@@ -136,6 +140,22 @@ def test_every_pytest_job_selects_tests() -> None:
             words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
         )
         assert result.returncode == 0, f"{job.name}: {result.stdout[-2000:]}"
+
+
+@pytest.mark.slow
+def test_gpu_tests_are_collected_on_a_machine_without_peft() -> None:
+    """A file that cannot be imported has no tests, and pytest then runs no test at all."""
+    words = ["--collect-only", "-q", "-m", "gpu", *_files_with_gpu_tests()]
+    code = "import pytest, sys; sys.modules['peft'] = None; sys.exit(pytest.main())"
+    result = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stdout[-2000:]
 
 
 @pytest.mark.slow
