@@ -118,7 +118,7 @@ fmt: .venv/.done
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# On a GPU machine: its own python3, nothing is installed. Parts 1 to 6, at most ten minutes each;
+# On a GPU machine: its own python3, nothing is installed. Parts 1 to 7, at most ten minutes each;
 # results go to $OUT, or to benchmarks/results/<gpu>/raw (benchmarks/gpu.py).
 PART ?= 1
 gpu:

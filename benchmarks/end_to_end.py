@@ -34,6 +34,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -412,6 +413,8 @@ def parse(arguments: list[str] | None = None) -> tuple[list[Cell], float]:
     for size in fields(Sizes):
         parser.add_argument(f"--{size.name.replace('_', '-')}", type=int)
     args = parser.parse_args(arguments)
+    if args.mode == "lora" and find_spec("peft") is None:
+        parser.error("--mode lora needs PEFT, and there is no package peft on this machine")
     on_gpu = torch.cuda.is_available() and args.ranks == 1 and not args.tiny
     options = {f.name: getattr(args, f.name) for f in fields(Sizes)}
     options = {name: value for name, value in options.items() if value is not None}

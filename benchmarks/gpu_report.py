@@ -165,7 +165,7 @@ def text(lines: list[Line]) -> str:
     kernels = select("kernel", lambda line: not line.get("sweep"))
     sums = [line for line in kernels if line["kernel"] in ("sum", "whole")]
     single = [line for line in kernels if line["kernel"] not in ("sum", "whole")]
-    # With "part" among the keys, part 4 gets its own rows beside those of part 1.
+    # With "part" among the keys, each part has its own rows.
     sizes = ("part", "tokens", "adapter_rank", "quantised", "kernel")
     same = ("part", "tokens", "quantised", "same")
     cells = ("part", "end_to_end", "mode", "layers", "tokens", "rows", "length", "checkpointing")

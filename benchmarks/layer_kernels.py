@@ -270,17 +270,21 @@ def candidates(row: Blocks) -> list[tuple[str, Blocks]]:
     """Return (field, row with another block in this field) for all blocks that a sweep times.
 
     The blocks are those of `block_candidates.py`, those of TABLE's other row for this GPU and
-    dtype, and the blocks of `row` with one more stage.
+    dtype, and the blocks of `row` with one more stage. A candidate belongs to a row of TABLE, and
+    so to all rows for this GPU and dtype that have the same block in the candidate's field: the row
+    for "some" has all blocks but `outer` from the row for "many".
     """
+    kinds_of_row = {key[:2] for key, blocks in table.TABLE.items() if blocks is row}
     changed_rows = [
-        (candidate.field, candidate.blocks())
+        (candidate.field, replace(row, **{candidate.field: candidate.block}))
         for candidate in CANDIDATES
-        if table.TABLE[candidate.row] == row
+        if candidate.row[:2] in kinds_of_row
+        and getattr(table.TABLE[candidate.row], candidate.field) == getattr(row, candidate.field)
+        and candidate.block != getattr(row, candidate.field)
     ]
     names = list(dict.fromkeys(FIELDS.values()))
-    for (kind, itemsize, _), other in table.TABLE.items():
-        kinds_of_row = {key[:2] for key, blocks in table.TABLE.items() if blocks is row}
-        if (kind, itemsize) in kinds_of_row and other.m != row.m:
+    for key, other in table.TABLE.items():
+        if key[:2] in kinds_of_row and other.m != row.m:
             # `outer`, the gradients of the weights, has no tiles of `m` rows.
             changed_rows += [(name, other) for name in names if name != "outer"]
     for name in names:

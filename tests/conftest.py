@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checks import Found, selected_checks
-from support.poison import poison_empty
 
-# Must be set before triton is imported. Spawned ranks and subprocesses inherit it.
+# Must be set before triton is imported, as `support.checks` does through torch. Spawned ranks and
+# subprocesses inherit it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from support.checks import Found, selected_checks
+from support.poison import poison_empty
 
 poison_empty()
 

@@ -267,7 +267,10 @@ class _Forward:
             )
         if num_items_in_batch is None:
             num_items_in_batch = (labels_T != ignore_index).sum()
-        divisor = torch.as_tensor(num_items_in_batch, device=hidden_TH.device)
+        if not isinstance(num_items_in_batch, Tensor):
+            # A copy of the number to the device would wait for the forward of the decoder.
+            num_items_in_batch = torch.full((), num_items_in_batch, device=hidden_TH.device)
+        divisor = num_items_in_batch.to(hidden_TH.device)
         return HeadLoss(
             self.stock_head,
             self._gather_head,

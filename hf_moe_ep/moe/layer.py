@@ -248,7 +248,8 @@ def _replace_ids_by_slots(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
         return expert_ids_TK
     slots = layer.placement.to(expert_ids_TK.device)
     if layer.may_choose_no_expert:
-        slots = torch.cat([slots, slots.new_tensor([len(slots)])])
+        # `new_tensor` would copy the number to the device, which is a host sync.
+        slots = torch.cat([slots, slots.new_full((1,), len(slots))])
     return slots[expert_ids_TK.long()].to(expert_ids_TK.dtype)
 
 

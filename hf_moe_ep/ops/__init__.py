@@ -12,5 +12,5 @@ ranks, models or a training framework.
     permute       sums the rows that dispatch copied from a token
     sum_check     compares the kernel of these sums with torch
     autograd      helpers of autograd functions
-    devices       launches kernels on the device of their tensors
+    devices       launches kernels on the device of their tensors; copies between devices
 """

@@ -1,4 +1,4 @@
-"""Launch kernels on the device of their tensors, whichever device is current (`on_its_device`)."""
+"""Launch kernels on the device of their tensors, and copy tensors to another device."""
 
 from __future__ import annotations
 
@@ -33,6 +33,12 @@ def on_its_device(
             return function(tensor, *args, **kwargs)
 
     return on_device
+
+
+def copy_to_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor to a device, to a GPU without a host sync if the tensor's memory is pinned."""
+    # A copy from a GPU to the host with `non_blocking=True` returns before the host has the values.
+    return x.to(device, non_blocking=torch.device(device).type != "cpu")
 
 
 def _make_context_current(device: torch.device) -> None:

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from hf_moe_ep.ops.devices import copy_to_device
 from hf_moe_ep.pipeline.agree import (
     LOGITS,
     TRAINING,
@@ -447,7 +448,7 @@ def _move(value: Any, device: torch.device) -> Any:
     """Move an argument of a forward to a device; a dict, as of attention masks, entry by entry."""
     if isinstance(value, dict):
         return {key: _move(entry, device) for key, entry in value.items()}
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+    return copy_to_device(value, device) if isinstance(value, Tensor) else value
 
 
 def _finish_aux_loss(run: _PipelineCall, stage: Stage) -> None:

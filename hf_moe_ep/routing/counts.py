@@ -28,8 +28,9 @@ def counts_of_all_ranks(
     The all-reduce also sums `numbers` of this rank. Both results stay on the device.
     """
     counts = _counts_since_reset(state, reader)
-    extra = torch.tensor(numbers, dtype=torch.int64, device=counts.device)
-    sums = torch.cat([counts.flatten(), extra])
+    # A copy of the numbers to the device would be a host sync. The launch of a kernel is none.
+    extra = [counts.new_full((1,), number) for number in numbers]
+    sums = torch.cat([counts.flatten(), *extra])
     if state.meshes is not None:
         sums = sum_over_ranks(sums)
     count_sums, number_sums = sums.split([counts.numel(), len(numbers)])

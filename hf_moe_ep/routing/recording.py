@@ -125,7 +125,8 @@ class Recording(Session):
         host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
         host.copy_(ids, non_blocking=True)
         self._copied = torch.cuda.Event()
-        self._copied.record()
+        # The copy runs on a stream of the GPU of the ids, which need not be the current GPU.
+        self._copied.record(torch.cuda.current_stream(ids.device))
         return host
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_moe_ep.dispatcher import RouteSource
 from hf_moe_ep.moe.chosen_topk import ChosenTopK
 from hf_moe_ep.moe.recompute import Frame
+from hf_moe_ep.ops.devices import copy_to_device
 from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
 from hf_moe_ep.routing.report import Counts
 from hf_moe_ep.routing.routes import LIVE
@@ -211,13 +212,12 @@ class Replaying(Session):
     def _slice_routes(self, forward: Forward) -> None:
         """Copy the routes to the device of the forward, and keep this rank's part of them."""
         assert self._ids_BSLK is not None
-        ids = self._take_micro_batch(self._ids_BSLK).to(forward.device, non_blocking=True)
+        ids = copy_to_device(self._take_micro_batch(self._ids_BSLK), forward.device)
         self._ids_LTK = _take_own_tokens(
             ids if ids.dtype.is_signed else ids.to(torch.int16), forward, LIVE
         )
         if self._weights_BSLK is not None:
-            weights = self._take_micro_batch(self._weights_BSLK)
-            weights = weights.to(forward.device, non_blocking=True)
+            weights = copy_to_device(self._take_micro_batch(self._weights_BSLK), forward.device)
             self._weights_LTK = _take_own_tokens(weights, forward, 0)
 
     def _take_micro_batch(self, x_BSLK: Tensor) -> Tensor:

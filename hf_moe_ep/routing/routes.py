@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_moe_ep.ops.devices import copy_to_device
+
 LIVE = -1
 
 
@@ -143,11 +145,9 @@ class Routes:
         return replace(self, ids=pack_rows(self.ids), weights=weights)
 
     def to(self, device: torch.device | str) -> Routes:
-        """Copy the routes to another device, without a host sync if their memory is pinned."""
-        weights = self.weights
-        if weights is not None:
-            weights = weights.to(device, non_blocking=True)
-        return replace(self, ids=self.ids.to(device, non_blocking=True), weights=weights)
+        """Copy the routes to another device: to a GPU without a host sync if memory is pinned."""
+        weights = None if self.weights is None else copy_to_device(self.weights, device)
+        return replace(self, ids=copy_to_device(self.ids, device), weights=weights)
 
     def rows(self, start: int, stop: int) -> Routes:
         """Return the routes of some consecutive rows of the batch."""

@@ -1,5 +1,6 @@
 """benchmarks/gpu.py goes on after a job that fails, and its parts contain every GPU test."""
 
+import functools
 import json
 import shlex
 import subprocess
@@ -72,18 +73,38 @@ def test_failures_of_tests_that_are_stopped_are_in_the_log(tmp_path: Path) -> No
     """pytest itself prints them at its end, which a stopped run does not reach."""
     test_file = tmp_path / "test_stopped.py"
     test_file.write_text(
-        "import time\ndef test_fails(): assert 'this' == 'that'\ndef test_hangs(): time.sleep(99)\n"
+        "import time\ndef test_passes(): pass\ndef test_fails(): assert 'this' == 'that'\n"
+        "def test_hangs(): time.sleep(99)\n"
     )
     assert "-p support.at_once" in gpu.PARTS[1][1].command
     command = f"python -m pytest -q -p support.at_once -p no:cacheprovider {test_file}"
     job = gpu.Job("stopped", 8.0, command, "passed", tiny=command)
     assert gpu.run_part(7, [job], tmp_path) == ["stopped"]
+    assert _endings(tmp_path) == {"stopped": "stopped after 8 s, 1 tests passed"}
     assert "assert 'this' == 'that'" in (tmp_path / "part7.log").read_text()
 
 
+@pytest.mark.parametrize(
+    "output",
+    [
+        ["...s.F", "==== test_a.py::test_b failed", "", "assert 1 == 2", ".. [ 40%]"],
+        ["test_a.py::test_b PASSED [ 50%]", "[gw0] [ 99%] PASSED test_a.py::test_c", "x FAILED"]
+        + ["[gw0] PASSED x"] * 4,
+    ],
+    ids=["-q", "-vv"],
+)
+def test_passed_tests_of_a_stopped_run_are_counted(output: list[str]) -> None:
+    assert gpu._passed_tests(output) == 6
+
+
 @pytest.mark.slow
-def test_a_part_ends_within_its_time(tmp_path: Path) -> None:
+def test_a_part_ends_within_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job is stopped when the time of the part is over. A job that needs more time is skipped."""
+    probe = functools.cache(lambda: time.sleep(3.0))  # a first job starts after this probe
+    monkeypatch.setattr(gpu, "has_expandable_segments", probe)
+    start = time.monotonic()
+    gpu.run_part(7, [_job("first", "import time; time.sleep(9)", 4.0)], tmp_path, seconds=5.0)
+    assert time.monotonic() - start < 6.0
     waits = "import time; time.sleep(600)"
     jobs = [_job("long", waits, seconds=600.0), _job("late", _figure(1), seconds=60.0)]
     start = time.monotonic()
@@ -115,17 +136,22 @@ def test_every_part_fits_its_time_and_its_scripts_know_their_options() -> None:
     assert parsed >= 20
 
 
-def test_every_gpu_test_is_in_part_3() -> None:
-    """A new GPU test must be added to part 3; otherwise no GPU runs it."""
-    words = " ".join(job.command for job in gpu.PARTS[3]).split()
+def test_every_gpu_test_is_in_a_part() -> None:
+    """A new GPU test must be added to a job; otherwise no GPU runs it."""
+    jobs = [job for jobs in gpu.PARTS.values() for job in jobs if " -k " not in job.command]
+    words = " ".join(job.command for job in jobs).split()
     chosen = [word for word in words if word.startswith("tests/")]
-    marked = [
+    assert not [path for path in _files_with_gpu_tests() if not path.startswith(tuple(chosen))]
+
+
+def _files_with_gpu_tests() -> list[str]:
+    files = [
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "tests").rglob("*.py")
         if "mark.gpu" in path.read_text() and path != Path(__file__)
     ]
-    assert len(marked) >= 5
-    assert not [path for path in marked if not path.startswith(tuple(chosen))]
+    assert len(files) >= 5
+    return files
 
 
 @pytest.mark.slow
@@ -136,6 +162,22 @@ def test_every_pytest_job_selects_tests() -> None:
             words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
         )
         assert result.returncode == 0, f"{job.name}: {result.stdout[-2000:]}"
+
+
+@pytest.mark.slow
+def test_gpu_tests_are_collected_on_a_machine_without_peft() -> None:
+    """A file that cannot be imported has no tests, and pytest then runs no test at all."""
+    words = ["--collect-only", "-q", "-m", "gpu", *_files_with_gpu_tests()]
+    code = "import pytest, sys; sys.modules['peft'] = None; sys.exit(pytest.main())"
+    result = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stdout[-2000:]
 
 
 @pytest.mark.slow

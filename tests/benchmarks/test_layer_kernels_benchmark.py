@@ -5,6 +5,9 @@ import json
 import layer_kernels as bench
 import pytest
 import torch
+from block_candidates import CANDIDATES
+
+from hf_moe_ep.ops.kernels.blocks import TABLE
 
 SIZES = bench.Sizes(tokens=12, experts=3, top_k=2, hidden=32, ffn=16)
 
@@ -36,3 +39,29 @@ def test_sums_are_over_all_kernels(layer: bench.Layer, capsys: pytest.CaptureFix
     assert total["kernel"] == "sum" and total["both_ms"] == pytest.approx(sum(single.values()))
     flops = 2 * 12 * 2 * 32 * 16
     assert whole["both_tflops"] == pytest.approx(9 * flops / whole["both_ms"] / 1e9, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "of_outer"), [("many", "many"), ("some", "few"), ("few", "few")]
+)
+def test_a_sweep_times_every_candidate_for_the_blocks_of_its_row(
+    bucket: str, of_outer: str
+) -> None:
+    """The row of 4096 tokens ("some") has `outer` from the row "few", all else from "many"."""
+    row = TABLE["sm_90", 2, bucket]
+    swept = {(field, getattr(blocks, field), blocks.m) for field, blocks in bench.candidates(row)}
+    buckets = {"outer": of_outer} | dict.fromkeys(
+        ("up", "down", "rows", "dgated"), "few" if bucket == "few" else "many"
+    )
+    wanted = {
+        (field, candidate.block, row.m)
+        for field, of_field in buckets.items()
+        for candidate in CANDIDATES
+        if (candidate.row, candidate.field) == (("sm_90", 2, of_field), field)
+        and candidate.block != getattr(row, field)
+    }
+    assert len(wanted) > 10 and wanted <= swept
+    assert all(
+        getattr(blocks, field) != getattr(row, field) or blocks.m != row.m
+        for field, blocks in bench.candidates(row)
+    )

@@ -97,7 +97,9 @@ def _train_save_resume(folder: str, device: str) -> None:
     assert_close("logits", got.cpu(), want.cpu(), 10 * TOLERANCE)  # differences grow over layers
 
 
-def _train_adapters(folder: str, device: str) -> None:
+def _train_adapters(rank: int, world: int, folder: str, device: str) -> None:
+    if device == "cuda":
+        join_nccl(folder)
     model = apply_ep_fsdp2(with_lora(tiny(dtype=torch.float32, **SIZES), seed=3))
     optimizer = _adamw(model)
     _step(model, optimizer, device, seed=0)
@@ -132,11 +134,19 @@ def _one_process(rank: int, world: int, folder: str, device: str) -> None:
     save_pretrained(from_pretrained(f"{folder}/hub"), f"{folder}/copy")
     assert_equal(read_all(Path(folder, "copy")), hub_state(base))
     _train_save_resume(folder, device)
-    _train_adapters(folder, device)
     if device == "cuda":
         _train_offloaded(folder)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_one_process_loads_trains_saves_and_resumes(tmp_path: Path, device: str) -> None:
     run_ranks(_one_process, 1, str(tmp_path), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_process_trains_saves_and_loads_adapters(tmp_path: Path, device: str) -> None:
+    pytest.importorskip("peft")
+    run_ranks(_train_adapters, 1, str(tmp_path), device)

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from support import parity
 from support.checks import Check, Found, on_ranks
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
+from support.host_numbers import NoHostNumbers
 from support.needs import SINCE_5_23
 from support.parity import TWO_FORWARDS, Case
 from support.tiny_models import batch, tiny
@@ -189,6 +190,17 @@ def test_loss_and_gradients_equal_stock(name: str, options: dict[str, Any]) -> N
     got.backward()
     want.backward()
     parity.assert_same_gradients(name, model, stock, lambda _: FP64_MODEL)
+
+
+@pytest.mark.parametrize("number", [11, 11.0, torch.tensor(11)], ids=["int", "float", "tensor"])
+def test_the_number_of_items_is_not_copied_to_the_device(number: Any) -> None:
+    """On a GPU such a copy waits for the forward of the decoder."""
+    model = patch(tiny(), **FUSED)
+    inputs = batch(model, 2, 9) | {"use_cache": False}
+    want = model(**inputs, num_items_in_batch=torch.tensor(11)).loss
+    with NoHostNumbers():
+        got = model(**inputs, num_items_in_batch=number).loss
+    assert torch.equal(got, want)
 
 
 def test_logits_are_computed_where_they_may_be_read() -> None:

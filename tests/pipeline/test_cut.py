@@ -23,6 +23,7 @@ from hf_moe_ep import ParallelConfig, patch
 from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.pipeline.cut import cut_model, layers_of_stages, parts_of_stage, stage_of_names
 from hf_moe_ep.pipeline.micro_batches import check_can_be_cut, count_targets, cut_batch
+from hf_moe_ep.pipeline.run import _move
 from hf_moe_ep.sharding.units import units_of
 from hf_moe_ep.state import STATE, ModelState
 
@@ -74,6 +75,22 @@ def test_a_batch_is_cut_by_rows() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             check_can_be_cut(given | {"other": other}, 7)
+
+
+def test_arguments_are_on_the_host_before_a_stage_of_the_host_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy from a GPU with `non_blocking=True` returns before the values are in host memory."""
+    copies = []
+
+    def to(self: Tensor, device: torch.device, *, non_blocking: bool) -> Tensor:
+        copies.append((device.type, non_blocking))
+        return self
+
+    monkeypatch.setattr(Tensor, "to", to)
+    for device in ("cpu", "cuda"):
+        _move({"mask": torch.zeros(1)}, torch.device(device))
+    assert copies == [("cpu", False), ("cuda", True)]
 
 
 def test_targets_are_counted_after_the_shift() -> None:

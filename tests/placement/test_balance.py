@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,7 @@ from support.architectures import tiny as tiny_of
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
 from support.forced import forced_topk
+from support.host_numbers import NoHostNumbers
 from support.hub_files import assert_equal, read_all
 from support.parity import full_tensor
 from support.quantised import SIZES
@@ -49,6 +51,7 @@ from hf_moe_ep import (
     update_router_bias,
 )
 from hf_moe_ep.checkpoints.training.base import describe_base
+from hf_moe_ep.moe.layer import _replace_ids_by_slots
 from hf_moe_ep.ranks.collectives import start_all_to_all
 from hf_moe_ep.state import STATE, MoELayer, patched_state
 from hf_moe_ep.upstream.models import persistent_buffers
@@ -400,6 +403,15 @@ def _skewed_step(model: nn.Module, rank: int) -> Tensor:
         loss = model(**batch(model, 2, 64, seed=rank, ignore=0.0)).loss
     loss.backward()
     return loss.detach()
+
+
+def test_moved_experts_are_found_without_a_copy_of_numbers_to_the_device() -> None:
+    """On a GPU such a copy waits for all earlier layers. The last id means "no expert"."""
+    layer: Any = SimpleNamespace(placement=torch.tensor([2, 0, 1]), may_choose_no_expert=True)
+    ids_TK = torch.tensor([[0, 3], [2, 1]], dtype=torch.int32)
+    with NoHostNumbers():
+        slots_TK = _replace_ids_by_slots(layer, ids_TK)
+    assert slots_TK.dtype == torch.int32 and slots_TK.tolist() == [[2, 3], [1, 0]]
 
 
 @pytest.mark.parametrize("claim", on_ranks(4, _skewed, slow=True))

@@ -21,6 +21,7 @@ from support.architectures import batch, tiny
 from support.architectures.steps import CUT_LOGITS, TEXT_TYPES, adamw, loss_of_sum
 from support.architectures.types import OUTSIDE
 from support.checks import Check, Found, on_ranks
+from support.host_numbers import NoHostNumbers
 from support.launched import launched
 from support.tiny_models import tiny as tiny_qwen
 from torch import Tensor, nn
@@ -143,6 +144,16 @@ def test_layers_without_tokens_and_experts_at_the_mean_keep_their_bias() -> None
     assert torch.equal(after[0], before[0]) and torch.equal(after[2], before[2])
     want = torch.tensor([-RATE, RATE, 0, 0, 0, 0, 0, 0]).to(before[1])
     assert torch.equal(after[1] - before[1], want)
+
+
+def test_an_update_copies_no_number_to_the_device() -> None:
+    """On a GPU such a copy waits for the optimizer's step."""
+    model = patch(tiny(KIND), bias_update_rate=RATE)
+    model(**_inputs(model, 0, 0)).loss.backward()
+    before = {index: bias.clone() for index, bias in _biases(model).items()}
+    with NoHostNumbers():
+        update_router_bias(model)
+    assert not all(torch.equal(bias, before[index]) for index, bias in _biases(model).items())
 
 
 def test_a_deep_copy_has_its_own_counts_and_biases() -> None:

@@ -8,6 +8,7 @@ import copy
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from hf_moe_ep import Routes, RoutingReplay, patch, unpatch
 from hf_moe_ep.routing import recording
 from hf_moe_ep.routing.check_routes import check_ids
 from hf_moe_ep.routing.layers import RoutedLayers
+from hf_moe_ep.state import STATE, ModelState
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 
@@ -464,6 +466,29 @@ def test_a_router_with_a_single_group_of_experts(use_reentrant: bool | None) -> 
     assert replay.last.replayed == 2 * 8
 
 
+def test_routes_are_on_the_host_before_a_model_of_the_host_replays_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy from a GPU with `non_blocking=True` returns before the ids are in host memory."""
+    model = patch(tiny())
+    inputs = batch(model, 2, 7)
+    ids = random_ids(2, 7, 2, EXPERTS, TOP_K)
+    routes = Routes(ids, (0, 1), weights=torch.rand(ids.shape))
+    shapes = []
+    stock_to = Tensor.to
+
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if "non_blocking" in kwargs:
+            assert not kwargs["non_blocking"]
+            shapes.append(self.shape)
+        return stock_to(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "to", to)
+    with torch.no_grad(), RoutingReplay(model).replay(routes):
+        model(**inputs)
+    assert shapes == [ids.shape, ids.shape]
+
+
 @pytest.mark.slow
 def test_48_layers_of_8192_tokens_copy_3_mib(monkeypatch: pytest.MonkeyPatch) -> None:
     """8192 tokens x 48 layers x 8 ids of one byte are 3 MiB, copied once for each forward."""
@@ -488,6 +513,29 @@ def test_48_layers_of_8192_tokens_copy_3_mib(monkeypatch: pytest.MonkeyPatch) ->
         model(input_ids=torch.arange(8192).view(512, 16) % 9, use_cache=False)
     assert copied == [3 * 2**20] == [routes.ids.nbytes]
     assert routes.ids.shape == (512, 16, 48, 8)
+
+
+def test_a_record_waits_for_the_stream_of_the_models_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model may be on another GPU than the current one, whose stream copies nothing."""
+
+    class OnSecondGPU(Tensor):
+        is_cuda = True
+        device = torch.device("cuda", 1)
+
+    layers = RoutedLayers("m", 1, EXPERTS, TOP_K, (0,), (0,), ())
+    state: ModelState = getattr(patch(tiny()), STATE)
+    recorder = recording.Recording(state, layers)
+    streams = []
+    event = SimpleNamespace(record=lambda stream="of the current GPU": streams.append(stream))
+    stock_empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda shape, dtype, pin_memory: stock_empty(shape, dtype=dtype)
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    ids = random_ids(2, 7, 2, EXPERTS, TOP_K)
+    host = recorder._to_host(ids.as_subclass(OnSecondGPU))
+    assert torch.equal(host, ids) and streams == [OnSecondGPU.device]
 
 
 def _set_id(ids: Tensor, value: int, *index: int) -> Tensor:

@@ -107,3 +107,21 @@ def test_weights_stay_with_their_ids() -> None:
     assert on_meta.weights is not None
     assert on_meta.ids.device.type == on_meta.weights.device.type == "meta"
     assert (on_meta.layers, on_meta.num_experts) == ((4,), 12)
+
+
+def test_a_copy_to_the_host_is_finished_when_to_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from a GPU with `non_blocking=True` returns before the ids are in host memory."""
+    non_blocking = []
+    stock = torch.Tensor.to
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        non_blocking.append(kwargs.get("non_blocking", False))
+        return stock(self, *args, **kwargs)
+
+    routes = Routes(torch.zeros(1, 2, 1, 2, dtype=torch.int16), (0,), torch.ones(1, 2, 1, 2))
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    routes.to("cpu")
+    routes.to(torch.device("cpu"))
+    assert non_blocking == [False] * 4
+    routes.to("meta")
+    assert non_blocking[4:] == [True] * 2

@@ -1,13 +1,15 @@
 """Attach LoRA to stacked experts and to attention with PEFT, as a user would."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import GenerationMixin
 
 from support.architectures.parts import parts_of
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 ATTENTION = ("q_proj", "v_proj")
@@ -39,11 +41,14 @@ def with_lora(
     seed: int | None = None,
     fp32: bool = True,
     **options: Any,
-) -> PeftModel:
+) -> "PeftModel":
     """Attach adapters with random factors to a model, with the task type that people write.
 
     PEFT initialises lora_B with zeros. Then lora_A would have no gradient in the first step.
     """
+    # A GPU machine may have no PEFT, and its tests import this module.
+    from peft import LoraConfig, get_peft_model
+
     if seed is not None:
         torch.manual_seed(seed)
     if isinstance(model, GenerationMixin):

@@ -264,7 +264,14 @@ def one_token_everywhere(model: nn.Module, rank: int, world: int, step: int) -> 
 
 
 def full_tensor(tensor: Tensor | None) -> Tensor | None:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Gather a sharded tensor, also one on a GPU that the ranks of a gloo group share."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.is_cuda and dist.get_backend(tensor.device_mesh.get_group(0)) == "gloo":
+        # gloo has no CUDA version of this all-gather. It would read GPU memory from the host, and
+        # the process would crash (pytorch issue 132471).
+        return tensor.cpu().full_tensor().to(tensor.device)
+    return tensor.full_tensor()
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
