@@ -31,10 +31,10 @@ from hf_moe_ep.checkpoints.hub.head import add_empty_head
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.read import model_from_config
 from hf_moe_ep.checkpoints.hub.write import (
+    choose_dtypes,
     first_dtype,
     group_tensors,
     parse_size,
-    saved_dtype,
     split_files,
     write_checkpoint,
 )
@@ -81,7 +81,8 @@ def convert(
             None if `source` has a config.json.
         dtype: the dtype of the saved weights; None saves each tensor in the dtype in which
             `from_pretrained` loads it: the dtype that the config names, or fp32 for those that a
-            class keeps in fp32, such as correction biases.
+            class keeps in fp32, such as correction biases. The latter are not rounded to another
+            dtype either.
         max_shard_size: the largest size of a file, in bytes or as text like "5GB".
         check_hashes: before the files are converted, compare them with the hashes in the manifest
             of `source`; so each file is read twice. A source without a manifest is not checked.
@@ -119,7 +120,7 @@ def convert(
         model,
         plan,
         tensors,
-        lambda _, tensor: saved_dtype(tensor, dtype),
+        choose_dtypes(model, dtype, {}),
         lambda name, _: _read_slabs(reader, metadata, scalars, name),
     )
     _check_fits(folder, model, metadata, scalars)

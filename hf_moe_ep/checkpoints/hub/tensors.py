@@ -49,7 +49,7 @@ from hf_moe_ep.checkpoints.hub.stages import (
     tensors_of_model,
 )
 from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, checksums
-from hf_moe_ep.checkpoints.hub.write import Slabs, TensorGroup, group_tensors, saved_dtype
+from hf_moe_ep.checkpoints.hub.write import Slabs, TensorGroup, choose_dtypes, group_tensors
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
 from hf_moe_ep.etp import apart_dims_by_id, for_each_half, slabs_in_stock_shape
 from hf_moe_ep.lora.merged import add_updates, with_whole_factors
@@ -120,8 +120,8 @@ def hub_tensors(
         merge_adapters: add LoRA, on experts and other modules, to the yielded tensors, as PEFT's
             `merge_adapter` adds it to the model: all active adapters are added with their scales,
             and modules_to_save replace the originals. Keys are those of a model without adapters.
-        dtype: the dtype of the tensors; None yields the dtype in which the model was loaded, as
-            `save_pretrained` does. "fp8" yields the weights of experts and Linear layers in E4M3
+        dtype: the dtype of the tensors, as in `save_pretrained`; None yields the dtype in which the
+            model was loaded. "fp8" yields the weights of experts and Linear layers in E4M3
             with one fp32 scale per block of 128 x 128, as published FP8 checkpoints store them
             (`x.weight`, then `x.weight_scale_inv`); `HubTensors.quantization_config` describes it.
         max_bytes: the limit of the memory needed besides the shards, including the tensor that was
@@ -470,12 +470,9 @@ class _Source:
         updates = updates_of(model, tensors.values())
         # For each stacked tensor: the row (slot) in which each expert is stored.
         slots = placement_by_tensor(model)
-        dtypes = {checkpoint_name(name): loaded for name, loaded in state.dtypes.items()}
+        dtype_of = choose_dtypes(model, dtype, state.dtypes)
         # By id of a parameter: the stock dim 2F that the model holds as (2, F) with etp (`etp.py`).
         apart = apart_dims_by_id(model)
-
-        def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
-            return saved_dtype(tensor, dtype or dtypes.get(checkpoint_name(name)))
 
         def slabs_of(name: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
             tensor_updates, slots_E = updates.get(id(tensor), []), slots.get(id(tensor))
