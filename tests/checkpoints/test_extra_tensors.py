@@ -22,23 +22,30 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from support.adapters import EXPERTS
+from support.architectures.models import tiny
 from support.checks import Check, Found, on_ranks
 from support.extra_files import (
     INDEX,
     TYPES,
     add_tensors,
     assert_same_bytes,
+    extra_of,
     is_of_head,
     read_files,
     write_with_extra,
 )
+from support.fp8_files import write_fp8
 from support.hooked import hooked
 from support.killing import kill_later
 from support.launched import launched, prepared
 from support.ranks import run_ranks
 from support.tiny_models import batch
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3NextForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    Qwen3NextForSequenceClassification,
+)
 
 from hf_moe_ep import (
     apply_ep_fsdp2,
@@ -555,6 +562,24 @@ def test_quantised_tensors_are_not_compared(tmp_path: Path) -> None:
     edit_file(tmp_path, {key: own[key].to(torch.float8_e4m3fn) for key in quantised})
     assert len(quantised) > 10
     assert find_state(patch(model)).extra.tensors().keys() == extra.keys()
+
+
+def test_a_model_that_stock_decoded_from_fp8_has_them(tmp_path: Path) -> None:
+    """transformers then deletes `_weight_conversions`, which other loaded models have."""
+    stock = tiny("deepseek_v3", dtype=torch.bfloat16)
+    stock.config.num_nextn_predict_layers = 1
+    write_fp8(tmp_path, stock, block=(2, 2))
+    made = extra_of("deepseek_v3", stock, read_files(tmp_path), in_fp8=False)
+    extra = add_tensors(tmp_path, made)
+    decoded = FineGrainedFP8Config(dequantize=True)
+
+    def load_decoded() -> Any:
+        return AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=decoded)
+
+    assert find_state(patch(load_decoded())).extra.tensors().keys() == extra.keys()
+    with_head = patch(load_decoded(), mtp_layers=1)
+    enorm = with_head.state_dict()["mtp.model.layers.4.enorm.weight"]
+    assert torch.equal(enorm, extra["model.layers.4.enorm.weight"])
 
 
 def test_a_folder_that_was_overwritten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
