@@ -6,6 +6,7 @@ train on two ranks, and save in every way.
 
 import copy
 import json
+import os
 import random
 import re
 import shutil
@@ -45,6 +46,7 @@ from transformers import (
     AutoModelForCausalLM,
     FineGrainedFP8Config,
     Qwen3NextForSequenceClassification,
+    TrainerCallback,
 )
 
 from hf_moe_ep import (
@@ -58,6 +60,7 @@ from hf_moe_ep import (
     unpatch,
 )
 from hf_moe_ep.checkpoints.convert import convert
+from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.references import FileReferences
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, read_index
 from hf_moe_ep.checkpoints.verify import verify
@@ -384,6 +387,61 @@ def with_the_trainer(kind: str, rank: int, world: int, folder: str) -> None:
     assert read_files(root / "without").keys() == saved.keys() - extra.keys()
 
 
+def tiny_trainer(folder: Path, model: nn.Module, callback: Any, **options: Any) -> Any:
+    """Return a Trainer of a model that saves a checkpoint after each of two steps."""
+    from transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments(
+        str(folder), max_steps=2, save_steps=1, use_cpu=True, report_to="none",
+        per_device_train_batch_size=1, disable_tqdm=True, **options,
+    )  # fmt: skip
+    rows = [{k: v[0] for k, v in batch(model, 1, 9, seed=i).items()} for i in range(8)]
+    return Trainer(model, args, train_dataset=rows, callbacks=[callback])
+
+
+class Hide(TrainerCallback):
+    """Renames a folder after the first checkpoint, as if somebody had deleted it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1 and int(os.environ.get("RANK", 0)) == 0:
+            self.folder.rename(self.folder.with_name("hidden"))
+
+
+def trained_without_its_source(rank: int, world: int, folder: str) -> None:
+    """The Trainer's checkpoints with FULL_STATE_DICT."""
+    root = Path(folder)
+    write_on_first(rank, lambda: write_with_extra(root / "base", "qwen3_next"))
+    with launched(FSDP_STATE_DICT_TYPE=FULL):
+        model = patch(AutoModelForCausalLM.from_pretrained(root / "base"), ep_size=2)
+        trainer = tiny_trainer(root / "run", model, Hide(root / "base"))
+        warned = pytest.warns(UserWarning, match="is saved without the tensors of .*readable")
+        with warned if rank == 0 else nullcontext():
+            trainer.train()
+    dist.barrier()
+    before, after = (read_files(root / "run" / f"checkpoint-{step}") for step in (1, 2))
+    assert after.keys() == {key for key in before if not is_of_head(key, model)} != before.keys()
+
+
+def test_the_trainer_goes_on_without_its_source(tmp_path: Path) -> None:
+    """In one process; trainer.save_model, too."""
+    extra = write_with_extra(tmp_path / "base", "qwen3_next")
+    model = patch(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    trainer = tiny_trainer(tmp_path / "run", model, Hide(tmp_path / "base"))
+    with pytest.warns(UserWarning, match="checkpoint-2 is saved without the tensors of .*readabl"):
+        trainer.train()
+    with pytest.warns(UserWarning, match="last is saved without the tensors of .*readable"):
+        trainer.save_model(str(tmp_path / "last"))
+    steps = [read_files(tmp_path / "run" / f"checkpoint-{step}") for step in (1, 2)]
+    assert extra.keys() < steps[0].keys()
+    assert steps[1].keys() == read_files(tmp_path / "last").keys() == steps[0].keys() - extra.keys()
+    manifest.check(tmp_path / "run" / "checkpoint-2")
+    with pytest.raises(ValueError, match=r"has no readable .* any more"):
+        model.save_pretrained(tmp_path / "own")
+
+
 def with_accelerate(rank: int, world: int, folder: str) -> None:
     """accelerator.save_state: converted, and loaded again by a model that is saved then."""
     root = Path(folder)
@@ -419,6 +477,7 @@ IN_OTHER_WAYS = {
     "with the trainer": partial(with_the_trainer, SHARDED),
     "with the trainer, full state dict": partial(with_the_trainer, FULL),
     "with accelerate": with_accelerate,
+    "with the trainer, without its source": trained_without_its_source,
 }
 
 
