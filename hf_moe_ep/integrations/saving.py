@@ -40,6 +40,7 @@ from hf_moe_ep.config import launched_local_world_size, launched_world_size
 from hf_moe_ep.etp import apart_dims_by_name, in_stock_shapes
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.moe.stacked import as_stacked
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import (
     PATIENCE_OF_RANK_0,
@@ -57,7 +58,7 @@ from hf_moe_ep.upstream.adapters import (
     learns_prompts,
     saving_as,
 )
-from hf_moe_ep.upstream.module_names import unwrap
+from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 from hf_moe_ep.upstream.replaced import replaced
 from hf_moe_ep.upstream.sharded_models import stock_class
 
@@ -223,7 +224,7 @@ def save_in_hub_layout(
     if state.meshes is None:
         if options.get("is_main_process", True):
             _check_options(options)
-            save_state_dict(self, save_directory, state_dict or self.state_dict(), **size)
+            save_state_dict(self, save_directory, _stacked_state_dict(self, state_dict), **size)
     elif state_dict is None:
         _check_options(options)
         check_everyone_calls("save_pretrained of the model", patience_of_rank_0=PATIENCE_OF_RANK_0)
@@ -234,6 +235,21 @@ def save_in_hub_layout(
         if needs_ours:
             _check_options(options)
         save_state_dict(self, save_directory, state_dict, **size)
+
+
+def _stacked_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """Return the state dict of a model that is not sharded, with its own stacked weights.
+
+    `state_dict` has the stock parameters instead, as `model.state_dict()` returns them. If it is
+    None, keep_vars=True returns the model's own weights without a copy.
+    """
+    if state_dict is not None:
+        by_name = {canonical_name(name): tensor for name, tensor in state_dict.items()}
+        return as_stacked(model, by_name)
+    own = model.state_dict(keep_vars=True)
+    return {name: tensor.detach() for name, tensor in own.items()}
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -506,6 +506,20 @@ def test_one_process_saves_them_by_the_method_of_the_model(tmp_path: Path) -> No
     assert not hasattr(find_state(unpatch(model)), "extra")
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_one_process_saves_stacked_experts_and_them(given: bool, tmp_path: Path) -> None:
+    """LongCat-Flash also has weights of experts that no token uses."""
+    stock = tiny("longcat_flash", dtype=torch.float32)
+    stock.save_pretrained(tmp_path / "base")
+    add_tensors(tmp_path / "base", {f"model.mtp.{i}": torch.randn(7) for i in range(2)})
+    model = patch(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    options = {"state_dict": model.state_dict()} if given else {}
+    model.save_pretrained(tmp_path / "saved", **options)
+    base = read_files(tmp_path / "base")
+    assert read_files(tmp_path / "saved").keys() == base.keys()
+    assert_same_bytes(read_files(tmp_path / "saved"), base)
+
+
 def test_the_output_head_of_a_causal_lm_is_not_in_a_reward_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
