@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from support.adapters import with_lora
 from support.alive import alive_at_writes
-from support.architectures.models import tiny as tiny_of_type
+from support.architectures import MODEL_TYPES
+from support.architectures import tiny as tiny_of_type
 from support.hub_files import assert_equal, hub_state, read_all, write_hub
 from support.launched import launched, prepared
 from support.needs import ARCHITECTURES
@@ -141,6 +142,16 @@ def test_another_dtype_rounds_no_tensor_that_stock_keeps_in_fp32(
     for tensors in (read_all(tmp_path / "converted"), read_all(tmp_path / "saved"), yielded):
         assert {key for key, tensor in tensors.items() if tensor.dtype == torch.float32} == kept
         assert all(torch.equal(tensors[key], own[key]) for key in kept)
+
+
+@pytest.mark.skipif("diffusion_gemma" not in MODEL_TYPES, reason="needs transformers 5.23")
+def test_two_towers_that_share_their_layers(tmp_path: Path) -> None:
+    """A training checkpoint has the names of the encoder, and transformers saves the decoder's."""
+    model = patch(tiny_of_type("diffusion_gemma", dtype=torch.float32))
+    save_checkpoint(tmp_path / "step-1", model, None)
+    convert(tmp_path / "step-1", tmp_path / "converted")
+    save_pretrained(model, tmp_path / "saved")
+    assert_equal(read_all(tmp_path / "converted"), read_all(tmp_path / "saved"))
 
 
 def test_a_config_of_fewer_layers_is_refused(saved: Path, tmp_path: Path) -> None:
