@@ -297,7 +297,7 @@ def _read_slabs(
 
 def describes_model(file: Path) -> bool:
     """Return True for a file that holds neither weights nor the state of a training run."""
-    names = (manifest.MANIFEST, manifest.STARTED, STATE, EXTRA, "trainer_state.json")
+    names = (manifest.MANIFEST, manifest.STARTED, STATE, BASE, EXTRA, "trainer_state.json")
     is_of_run = file.name in names or file.name.startswith(("random-", "rng_state", "adapter_"))
     is_index = ".safetensors.index." in file.name
     return file.suffix not in (*_WEIGHTS, *_PICKLES) and not is_of_run and not is_index
