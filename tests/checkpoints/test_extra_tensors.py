@@ -10,7 +10,6 @@ import os
 import random
 import re
 import shutil
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -62,7 +61,7 @@ from hf_moe_ep import (
 from hf_moe_ep.checkpoints.convert import convert
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.references import FileReferences
-from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, read_index
+from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
 from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.ranks import all_ranks
@@ -700,37 +699,11 @@ def test_a_conversion_compares_hashes(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_the_memory_of_ten_thousand_references(tmp_path: Path) -> None:
-    """10,000 tensors with the keys of DeepSeek-V3 need at most 1 MiB, hashes included."""
-    names = [
-        f"model.layers.{61 + layer}.mlp.experts.{expert}.{kind}_proj.{part}"
-        for layer in range(7)
-        for expert in range(256)
-        for kind in ("gate", "up", "down")
-        for part in ("weight", "weight_scale_inv")
-    ][:10_000]
-    file = tmp_path / "model-00001-of-00001.safetensors"
-    save_file({name: torch.zeros(1) for name in names}, file)
-    tensors = read_index(tmp_path, file.name)
-    tracemalloc.start()
-    before = tracemalloc.take_snapshot()
-    references = FileReferences.of(tmp_path, tensors)
-    references.hashes()
-    after = tracemalloc.take_snapshot()
-    tracemalloc.stop()
-    held = sum(row.size_diff for row in after.compare_to(before, "filename"))
-    print(f"{held / 2**20:.2f} MiB for {len(references)} tensors")
-    assert len(references) == 10_000 and held <= 2**20
-    assert references.tensors() == tensors
-    content = references.to_json()
-    assert FileReferences.from_json(content, tmp_path / "x.json").tensors() == tensors
-
-
 def test_damaged_references_are_an_error(tmp_path: Path) -> None:
     file = FileTensor(tmp_path / "a.safetensors", torch.float32, (2,), 0)
     file.file.write_bytes(bytes(8))
     content = FileReferences.of(tmp_path, {"a": file}).to_json()
+    assert FileReferences.from_json(content, tmp_path / "extra.json").tensors() == {"a": file}
     for damage in (
         {"tensors": {"a": {"file": "b"}}},
         {"format": 7},
