@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -38,9 +38,9 @@ from hf_moe_ep.checkpoints.hub.fp8_blocks import (
     has_blocks,
     scale_key,
 )
-from hf_moe_ep.checkpoints.hub.gather import gather_tensor, list_slabs
+from hf_moe_ep.checkpoints.hub.gather import gather_tensor
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
-from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces
+from hf_moe_ep.checkpoints.hub.pieces import cut_pieces
 from hf_moe_ep.checkpoints.hub.quantised_refusal import refuse_quantised_experts
 from hf_moe_ep.checkpoints.hub.stages import (
     assign_groups,
@@ -49,7 +49,7 @@ from hf_moe_ep.checkpoints.hub.stages import (
     tensors_of_model,
 )
 from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, checksums
-from hf_moe_ep.checkpoints.hub.write import Slabs, TensorGroup, choose_dtypes, group_tensors
+from hf_moe_ep.checkpoints.hub.write import TensorGroup, choose_dtypes, group_tensors
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
 from hf_moe_ep.etp import apart_dims_by_id, for_each_half, slabs_in_stock_shape
 from hf_moe_ep.lora.merged import add_updates, with_whole_factors
@@ -64,7 +64,7 @@ from hf_moe_ep.ranks.all_ranks import (
     run_on_all,
     run_on_first,
 )
-from hf_moe_ep.ranks.boxes import Box, box_sizes
+from hf_moe_ep.ranks.boxes import Box
 from hf_moe_ep.state import ModelState, computing_device, patched_state
 from hf_moe_ep.upstream.adapters import (
     LowRank,
@@ -385,9 +385,9 @@ class _Source:
     def _describe_contents(self, contents: _Contents) -> list[TensorInfo]:
         infos = []
         for group in contents.groups:
-            slabs = _empty_slabs(self._model, group, self._max_bytes // _SLABS_IN_MEMORY)
-            for key, tensor in _assemble(replace(group, parameters=slabs), None):
-                for new_key, encoded in self._encode(key, tensor, contents):
+            for key, shape in group.shapes.items():  # `_assemble` yields them in this order
+                empty = torch.empty(shape, dtype=group.dtype, device="meta")
+                for new_key, encoded in self._encode(key, empty, contents):
                     infos.append(TensorInfo(new_key, encoded.dtype, tuple(encoded.shape)))
         infos += [TensorInfo(key, t.dtype, t.shape) for key, t in contents.extra.items()]
         return infos
@@ -623,29 +623,6 @@ def _module_of(key: str) -> str:
     return key.rsplit(".", 2)[0]
 
 
-def _empty_slabs(
-    model: nn.Module, group: TensorGroup, max_bytes: int
-) -> list[tuple[list[Piece], Callable[[], Slabs]]]:
-    """Return the parameters of a group with slabs that have shapes but no values."""
-    tensors = tensors_of_model(model, patched_state(model), left_out_by_merging(model))
-    # By id of a parameter: the stock dim 2F that the model holds as (2, F) with etp (`etp.py`).
-    apart = apart_dims_by_id(model)
-
-    def held_slabs(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        for box in list_slabs(tensor, group.dtype, max_bytes):
-            yield box, torch.empty(box_sizes(box), dtype=group.dtype, device="meta")
-
-    def slabs(tensor: Tensor) -> Slabs:
-        return slabs_in_stock_shape(held_slabs(tensor), apart.get(id(tensor)))
-
-    parameters: list[tuple[list[Piece], Callable[[], Slabs]]] = []
-    for number, (pieces, stock_slabs) in enumerate(group.parameters):
-        is_parameter = number < len(group.names)
-        own = partial(slabs, tensors[group.names[number]]) if is_parameter else stock_slabs
-        parameters.append((pieces, own))
-    return parameters
-
-
 def _count_values(model: nn.Module, state: ModelState) -> int:
     if state.stage is not None:
         return sum(math.prod(tensor.shape) for tensor in state.stage.tensors.values())
@@ -700,6 +677,7 @@ def _assemble(group: TensorGroup, still_here: StillHere | None) -> Iterator[tupl
                 unfinished[key].view(part.view)[filled] = values
                 del values
             if num_missing[key] == 0:
+                assert key == next(iter(num_missing)), "the order of `metadata`"
                 del num_missing[key]
                 yield key, unfinished.pop(key)
         del slab
