@@ -59,29 +59,20 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """
     root = Path(folder)
     what = f"looking for a checkpoint in {root}"
-    complete, reasons = run_on_first(what, lambda: _search_folder(root))
+
+    def search() -> tuple[list[Path], dict[Path, str]]:
+        if root.is_file():
+            problem = "is a file; name the folder that holds the checkpoints of a run"
+            raise ValueError(f"{root} {problem}")
+        return manifest.complete_in(root)
+
+    complete, reasons = run_on_first(what, search)
     newest = complete[-1] if complete else None
     skipped = [reason for path, reason in reasons.items() if is_first() and _looks_unfinished(path)]
     if skipped:
         chosen = "starting a new run" if newest is None else f"resuming from {newest}"
         warnings.warn(f"{chosen}; skipped: " + "; ".join(skipped), stacklevel=2)
     return newest
-
-
-def _search_folder(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """Return the complete checkpoints, newest last, and the reason for each other folder.
-
-    `root` is a folder of checkpoints, or a checkpoint.
-    """
-    if root.is_file():
-        raise ValueError(f"{root} is a file; name the folder that holds the checkpoints of a run")
-    if not manifest.is_ours(root):
-        return manifest.complete_in(root)
-    try:
-        manifest.check_sizes(root)
-    except ValueError as error:
-        return [], {root: str(error)}
-    return [root], {}
 
 
 def _looks_unfinished(path: Path) -> bool:

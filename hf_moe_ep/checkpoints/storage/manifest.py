@@ -210,9 +210,6 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
         ValueError: there is no complete checkpoint; the message lists the other folders.
     """
     path = Path(root)
-    if is_ours(path):
-        check_sizes(path)
-        return path
     complete, reasons = complete_in(path)
     if not complete:
         kind = "has no folders" if path.is_dir() else "does not exist"
@@ -224,7 +221,16 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
 
 
 def complete_in(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """Return the complete checkpoints in `root`, newest last, and why each other is incomplete."""
+    """Return the complete checkpoints in `root`, newest last, and why each other is incomplete.
+
+    `root` may also be a checkpoint.
+    """
+    if is_ours(root):
+        try:
+            check_sizes(root)
+        except ValueError as error:
+            return [], {root: str(error)}
+        return [root], {}
     complete: list[Saved] = []
     reasons: dict[Path, str] = {}
     for folder in sorted(root.iterdir()) if root.is_dir() else []:
