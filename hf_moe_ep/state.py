@@ -695,6 +695,19 @@ def holds_quantised_experts(model: nn.Module) -> bool:
     return state.config.experts_dtype is not None
 
 
+def refuse_quantised_experts(model: nn.Module, function_name: str) -> None:
+    """Raise ValueError if the experts are held quantised, because quantisation rounded them."""
+    if holds_quantised_experts(model):
+        kind = patched_state(model).config.experts_dtype
+        raise ValueError(
+            f"{function_name} cannot export experts that are held quantised "
+            f"(experts_dtype={kind!r}); their original values are in the checkpoint from which "
+            f"they were loaded. Save the adapter with save_pretrained(model, directory), which "
+            f"PEFT and inference engines load together with that checkpoint, or merge both: "
+            f"hf-moe-ep merge-adapter BASE ADAPTER OUT"
+        )
+
+
 def computing_device(model: nn.Module) -> torch.device:
     """Return the device on which this rank computes; without sharding, that of the parameters."""
     meshes = patched_state(model).meshes

@@ -24,7 +24,6 @@ from hf_moe_ep.checkpoints.hub.configs import prepare_configs, publish, staged_f
 from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, follow_copies, known_digests
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
-from hf_moe_ep.checkpoints.hub.quantised_refusal import refuse_quantised_experts
 from hf_moe_ep.checkpoints.hub.stages import (
     assign_groups,
     check_folder_is_shared,
@@ -54,7 +53,7 @@ from hf_moe_ep.ranks.all_ranks import (
     run_on_first,
 )
 from hf_moe_ep.ranks.boxes import whole
-from hf_moe_ep.state import ModelState, find_state
+from hf_moe_ep.state import ModelState, find_state, refuse_quantised_experts
 from hf_moe_ep.upstream.adapters import has_adapters
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 

@@ -41,7 +41,6 @@ from hf_moe_ep.checkpoints.hub.fp8_blocks import (
 from hf_moe_ep.checkpoints.hub.gather import gather_tensor
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
 from hf_moe_ep.checkpoints.hub.pieces import cut_pieces
-from hf_moe_ep.checkpoints.hub.quantised_refusal import refuse_quantised_experts
 from hf_moe_ep.checkpoints.hub.stages import (
     assign_groups,
     gather_stages,
@@ -65,7 +64,7 @@ from hf_moe_ep.ranks.all_ranks import (
     run_on_first,
 )
 from hf_moe_ep.ranks.boxes import Box
-from hf_moe_ep.state import ModelState, computing_device, patched_state
+from hf_moe_ep.state import ModelState, computing_device, patched_state, refuse_quantised_experts
 from hf_moe_ep.upstream.adapters import (
     LowRank,
     active_adapters,
