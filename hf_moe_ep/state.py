@@ -65,6 +65,7 @@ the row above.
     checkpoints/hub/extra.py | extra | the same, after a save over these files
     checkpoints/hub/extra.py | _hf_moe_ep_loaded_files setattr | files of a model that `run` loads
     checkpoints/training/extra.py | extra | the same, if a training checkpoint knows more of them
+    integrations/saving.py | extra | None during a save whose ignored tensors cannot be copied
     runner/load.py | unread | where parameters on meta are stored, until sharding
     runner/load.py | adapts_experts is_reported | options of `hf-moe-ep run`
     checkpoints/hub/unread.py | unread setattr | the same; the parameters that replace them
