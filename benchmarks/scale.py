@@ -20,9 +20,7 @@ word "before" show how torch, or an earlier version of this package, does the sa
                 receives for it
     finding     find the tensors in the files of a checkpoint, and read them. Before: every rank
                 reads all headers first, as DCP does. `as saved`: as many ranks as saved it;
-                `half`: the last of half as many ranks; `older`: as `half`, for a checkpoint that
-                does not record which rank wrote which tensors, so the headers of files are read,
-                beginning with the files of the nearest ranks
+                `half`: the last of half as many ranks
     manifest    bytes that rank 0 and another rank receive when a checkpoint is committed. Before:
                 all ranks gathered all lists of files
     hub         `from_pretrained` finds 36,000 tensors in files in hub layout, with any number of
@@ -61,7 +59,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
 from hf_moe_ep.checkpoints.hub.read import find_weights
 from hf_moe_ep.checkpoints.storage import part_files
-from hf_moe_ep.checkpoints.storage.part_files import file_name, nearest_first, write_parts
+from hf_moe_ep.checkpoints.storage.part_files import file_name, write_parts
 from hf_moe_ep.checkpoints.storage.planner import SpreadPlanner
 from hf_moe_ep.checkpoints.storage.safetensors_file import Writer
 from hf_moe_ep.checkpoints.storage.spread import Spread
@@ -264,29 +262,23 @@ def read_by_dcp(folder: Path, world: int, layers: int) -> tuple[float, float]:
     return watch.seconds, watch.mib
 
 
-def read_ours(
-    folder: Path, saved_by: int, world: int, layers: int, has_spread: bool
-) -> tuple[float, float, int]:
+def read_ours(folder: Path, saved_by: int, world: int, layers: int) -> tuple[float, float, int]:
     """Read the part of the last rank (of `world` ranks) from files that `saved_by` ranks wrote.
 
-    Without `has_spread` the checkpoint does not record which rank wrote which rows. Returns
-    (seconds, MiB, number of headers that were read).
+    Returns (seconds, MiB, number of headers that were read).
     """
     rank = world - 1
     with fake_group(rank, world):
         targets = _dtensors(layers, saved_by, world, rank)
-        spread = Spread((saved_by,), tuple(range(saved_by)), (0,)) if has_spread else None
+        spread = Spread((saved_by,), tuple(range(saved_by)), (0,))
         form = SavedTensor([saved_by, COLUMNS], torch.float32, spread)
         saved = StateFile({}, tensors=dict.fromkeys(targets, form))
         names = [file_name(writer, 1, 1) for writer in range(saved_by)]
         with Watch() as watch:
             parts = {name: stock_parts(tensor, None) for name, tensor in targets.items()}
-            ranks = ranks_needed(parts, saved)
-            if ranks is not None:
-                names = [name for name in names if part_files.writer_of(name) in ranks]
-            number = part_files.read_parts(
-                (folder / name for name in nearest_first(names, rank, world)), parts
-            )
+            ranks = ranks_needed(parts, saved) or set()
+            names = [name for name in names if part_files.writer_of(name) in ranks]
+            number = part_files.read_parts((folder / name for name in names), parts)
     return watch.seconds, watch.mib, number
 
 
@@ -347,9 +339,8 @@ def run_all(worlds: tuple[int, ...], layers: int) -> dict[int, dict[str, Any]]:
             write_files(folder, world, layers)
             if world <= DCP_FILES:
                 row["dcp"] = run_in_new_process(read_by_dcp, folder, world, layers)
-            row["as saved"] = run_in_new_process(read_ours, folder, world, world, layers, True)
-            row["half"] = run_in_new_process(read_ours, folder, world, world // 2, layers, True)
-            row["older"] = run_in_new_process(read_ours, folder, world, world // 2, layers, False)
+            row["as saved"] = run_in_new_process(read_ours, folder, world, world, layers)
+            row["half"] = run_in_new_process(read_ours, folder, world, world // 2, layers)
         print(f"{world} ranks: {row}", file=sys.stderr)
     return rows
 
@@ -396,7 +387,6 @@ def report(figures: dict[int, dict[str, Any]], hub: tuple[float, float, int]) ->
         line("finding, before (headers alone)", [_cost(row.get("dcp")) for row in rows]),
         line("finding and reading, as saved", [_cost(row["as saved"]) for row in rows]),
         line("finding and reading, half", [_cost(row["half"]) for row in rows]),
-        line("finding and reading, half, older", [_cost(row["older"]) for row in rows]),
         line("manifest, before", [_size(row["manifest"]["before"]) for row in rows]),
         line("manifest, rank 0", [_size(row["manifest"]["first"]) for row in rows]),
         line("manifest, another rank", [_size(row["manifest"]["another"]) for row in rows]),

@@ -65,6 +65,7 @@ the row above.
     checkpoints/hub/extra.py | extra | the same, after a save over these files
     checkpoints/hub/extra.py | _hf_moe_ep_loaded_files setattr | files of a model that `run` loads
     checkpoints/training/extra.py | extra | the same, if a training checkpoint knows more of them
+    integrations/saving.py | extra | None during a save whose ignored tensors cannot be copied
     runner/load.py | unread | where parameters on meta are stored, until sharding
     runner/load.py | adapts_experts is_reported | options of `hf-moe-ep run`
     checkpoints/hub/unread.py | unread setattr | the same; the parameters that replace them
@@ -693,6 +694,19 @@ def holds_quantised_experts(model: nn.Module) -> bool:
     if state is None or state.meshes is None:
         return False
     return state.config.experts_dtype is not None
+
+
+def refuse_quantised_experts(model: nn.Module, function_name: str) -> None:
+    """Raise ValueError if the experts are held quantised, because quantisation rounded them."""
+    if holds_quantised_experts(model):
+        kind = patched_state(model).config.experts_dtype
+        raise ValueError(
+            f"{function_name} cannot export experts that are held quantised "
+            f"(experts_dtype={kind!r}); their original values are in the checkpoint from which "
+            f"they were loaded. Save the adapter with save_pretrained(model, directory), which "
+            f"PEFT and inference engines load together with that checkpoint, or merge both: "
+            f"hf-moe-ep merge-adapter BASE ADAPTER OUT"
+        )
 
 
 def computing_device(model: nn.Module) -> torch.device:

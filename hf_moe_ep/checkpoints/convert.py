@@ -31,10 +31,10 @@ from hf_moe_ep.checkpoints.hub.head import add_empty_head
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.read import model_from_config
 from hf_moe_ep.checkpoints.hub.write import (
+    choose_dtypes,
     first_dtype,
     group_tensors,
     parse_size,
-    saved_dtype,
     split_files,
     write_checkpoint,
 )
@@ -81,7 +81,8 @@ def convert(
             None if `source` has a config.json.
         dtype: the dtype of the saved weights; None saves each tensor in the dtype in which
             `from_pretrained` loads it: the dtype that the config names, or fp32 for those that a
-            class keeps in fp32, such as correction biases.
+            class keeps in fp32, such as correction biases. The latter are not rounded to another
+            dtype either.
         max_shard_size: the largest size of a file, in bytes or as text like "5GB".
         check_hashes: before the files are converted, compare them with the hashes in the manifest
             of `source`; so each file is read twice. A source without a manifest is not checked.
@@ -115,14 +116,15 @@ def convert(
     model, plan = model_from_config(config_folder, trust_remote_code=trust_remote_code)
     add_empty_head(model, plan, metadata.state_dict_metadata)
     tensors = distinct_tensors(model)
+    keys = _find_keys(model, metadata)
     groups = group_tensors(
         model,
         plan,
         tensors,
-        lambda _, tensor: saved_dtype(tensor, dtype),
-        lambda name, _: _read_slabs(reader, metadata, scalars, name),
+        choose_dtypes(model, dtype, {}),
+        lambda name, _: _read_slabs(reader, metadata, scalars, keys, name),
     )
-    _check_fits(folder, model, metadata, scalars)
+    _check_fits(folder, model, metadata, scalars, keys)
     extra = read_extra(folder / EXTRA) if extra_tensors else None
     own_keys = {key for group in groups for key in group.shapes}
     to_copy = find_to_copy(extra, own_keys, reads=check_hashes)
@@ -213,18 +215,36 @@ def _find_key(name: str, metadata: Metadata) -> str | None:
     return next((key for key in keys if key in metadata.state_dict_metadata), None)
 
 
+def _find_keys(model: nn.Module, metadata: Metadata) -> dict[str, str]:
+    """Map the name of each tensor of a model to its key in the checkpoint.
+
+    A tied parameter may have another of its names there: a training checkpoint has the first one,
+    and the hub's layout the one that transformers saves (DiffusionGemma: of the decoder).
+    """
+    key_of: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        key = _find_key(canonical_name(name), metadata)
+        if key is not None:
+            key_of.setdefault(id(tensor), key)
+    named = distinct_tensors(model).items()
+    return {name: key_of[id(tensor)] for name, tensor in named if id(tensor) in key_of}
+
+
 def _check_fits(
-    folder: Path, model: nn.Module, metadata: Metadata, scalars: Mapping[str, Tensor]
+    folder: Path,
+    model: nn.Module,
+    metadata: Metadata,
+    scalars: Mapping[str, Tensor],
+    keys: Mapping[str, str],
 ) -> None:
     missing, misshapen = [], []
     for name, tensor in distinct_tensors(model).items():
         if name in scalars and not tensor.ndim:
             continue
-        key = _find_key(name, metadata)
-        if key is None:
+        if name not in keys:
             missing.append(name)
             continue
-        saved = metadata.state_dict_metadata[key]
+        saved = metadata.state_dict_metadata[keys[name]]
         assert isinstance(saved, TensorStorageMetadata)
         if saved.size != tensor.shape:
             misshapen.append(f"{name} {tuple(saved.size)} instead of {tuple(tensor.shape)}")
@@ -257,14 +277,17 @@ def _check_fits(
 
 
 def _read_slabs(
-    reader: Any, metadata: Metadata, scalars: Mapping[str, Tensor], name: str
+    reader: Any,
+    metadata: Metadata,
+    scalars: Mapping[str, Tensor],
+    keys: Mapping[str, str],
+    name: str,
 ) -> Iterator[tuple[Box, Tensor]]:
     """Yield a tensor; `save_checkpoint` keeps 0-dim tensors, `scalars`, in `state.json`."""
     if name in scalars:
         yield from whole(scalars[name])
         return
-    key = _find_key(name, metadata)
-    assert key is not None
+    key = keys[name]
     saved = metadata.state_dict_metadata[key]
     assert isinstance(saved, TensorStorageMetadata)
     tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
@@ -274,7 +297,7 @@ def _read_slabs(
 
 def describes_model(file: Path) -> bool:
     """Return True for a file that holds neither weights nor the state of a training run."""
-    names = (manifest.MANIFEST, manifest.STARTED, STATE, EXTRA, "trainer_state.json")
+    names = (manifest.MANIFEST, manifest.STARTED, STATE, BASE, EXTRA, "trainer_state.json")
     is_of_run = file.name in names or file.name.startswith(("random-", "rng_state", "adapter_"))
     is_index = ".safetensors.index." in file.name
     return file.suffix not in (*_WEIGHTS, *_PICKLES) and not is_of_run and not is_index

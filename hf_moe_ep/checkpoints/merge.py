@@ -365,7 +365,11 @@ def _note_other_base(config: Any, base: str | os.PathLike[str], folder: Path) ->
 def _note_files(
     folder: Path, adapter_folder: Path, small_files: list[Path], out: Path
 ) -> list[str]:
-    """Return notes about files that differ between base and adapter, and about killed runs."""
+    """Return notes about files that differ between base and adapter, and about killed runs.
+
+    All files are those of the base. The adapter may have a tokenizer of its own, for example with a
+    chat template, which the base lacks.
+    """
     notes = []
     for path in small_files:
         in_adapter = adapter_folder / path.relative_to(folder)
@@ -373,6 +377,16 @@ def _note_files(
             continue
         if not cmp(path, in_adapter, shallow=False):
             notes.append(f"{path.name} comes from the base; the adapter's {path.name} is different")
+    of_base = {path.name for path in (*small_files, folder / "README.md")}
+    if only_in_adapter := sorted(
+        path.name
+        for path in adapter_folder.iterdir()
+        if path.is_file() and describes_model(path) and path.name not in of_base
+    ):
+        notes.append(
+            f"only the adapter has {', '.join(only_in_adapter)}, so {out} does not; copy from "
+            f"{adapter_folder} what the model needs"
+        )
     if old := list_leftovers(out):
         notes.append(f"{old} is left from a killed run; delete it")
     return notes

@@ -59,7 +59,14 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """
     root = Path(folder)
     what = f"looking for a checkpoint in {root}"
-    complete, reasons = run_on_first(what, lambda: _search_folder(root))
+
+    def search() -> tuple[list[Path], dict[Path, str]]:
+        if root.is_file():
+            problem = "is a file; name the folder that holds the checkpoints of a run"
+            raise ValueError(f"{root} {problem}")
+        return manifest.complete_in(root)
+
+    complete, reasons = run_on_first(what, search)
     newest = complete[-1] if complete else None
     skipped = [reason for path, reason in reasons.items() if is_first() and _looks_unfinished(path)]
     if skipped:
@@ -68,32 +75,24 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     return newest
 
 
-def _search_folder(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """Return the complete checkpoints, newest last, and the reason for each other folder.
-
-    `root` is a folder of checkpoints, or a checkpoint.
-    """
-    if root.is_file():
-        raise ValueError(f"{root} is a file; name the folder that holds the checkpoints of a run")
-    if not manifest.is_ours(root):
-        return manifest.complete_in(root)
-    try:
-        manifest.check_sizes(root)
-    except ValueError as error:
-        return [], {root: str(error)}
-    return [root], {}
-
-
 def _looks_unfinished(path: Path) -> bool:
-    """Return True if a folder that is no complete checkpoint looks like an unfinished one."""
-    has_states = any((path / name).exists() for name in _ACCELERATE_FILES)
-    return manifest.is_ours(path) or bool(_STOCK_NAME.fullmatch(path.name)) or has_states
+    """Return True if a folder that is no complete checkpoint looks like an unfinished one.
+
+    A folder that this user may not read, such as lost+found, does not. One that cannot be read for
+    another reason (a disk that fails) may be one.
+    """
+    if _STOCK_NAME.fullmatch(path.name):
+        return True
+    try:
+        return manifest.is_ours(path) or any((path / x).exists() for x in _ACCELERATE_FILES)
+    except OSError as error:
+        return not isinstance(error, PermissionError)
 
 
 def in_series(root: Path, names: re.Pattern[str]) -> list[Path]:
     """List the folders in `root` whose names match `names`, the highest number last."""
-    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    return newest_last(Saved(path) for path in folders if names.fullmatch(path.name))
+    paths = root.iterdir() if root.is_dir() else ()
+    return newest_last(Saved(p) for p in paths if names.fullmatch(p.name) and p.is_dir())
 
 
 def newest_resumable(root: Path, names: re.Pattern[str]) -> tuple[Path, bool]:

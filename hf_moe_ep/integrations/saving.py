@@ -40,6 +40,7 @@ from hf_moe_ep.config import launched_local_world_size, launched_world_size
 from hf_moe_ep.etp import apart_dims_by_name, in_stock_shapes
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.moe.stacked import as_stacked
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import (
     PATIENCE_OF_RANK_0,
@@ -57,7 +58,7 @@ from hf_moe_ep.upstream.adapters import (
     learns_prompts,
     saving_as,
 )
-from hf_moe_ep.upstream.module_names import unwrap
+from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 from hf_moe_ep.upstream.replaced import replaced
 from hf_moe_ep.upstream.sharded_models import stock_class
 
@@ -77,8 +78,26 @@ def save_model(
         RuntimeError: on every rank that called this: another rank did not, or a rank failed.
     """
     state = find_state(self.model)
+    if state is None:
+        original(self, output_dir, _internal_call)
+        return
     of_checkpoint = _internal_call and output_dir is not None
-    if state is None or state.meshes is None or not self.is_fsdp_enabled:
+    refers = of_checkpoint and state_dict_type(self.accelerator) == "SHARDED_STATE_DICT"
+    copies_extra = not refers and not has_adapters(unwrap(self.model))
+    folder = output_dir or self.args.output_dir
+    with _leave_out_lost_extra(state, folder) if copies_extra else nullcontext():
+        _save_model(original, self, state, output_dir, _internal_call)
+
+
+def _save_model(
+    original: Callable[..., Any],
+    self: transformers.Trainer,
+    state: ModelState,
+    output_dir: str | None,
+    _internal_call: bool,
+) -> None:
+    of_checkpoint = _internal_call and output_dir is not None
+    if state.meshes is None or not self.is_fsdp_enabled:
         original(self, output_dir, _internal_call)
         return
     if of_checkpoint:  # with FULL_STATE_DICT rank 0 writes, and the next step is a collective
@@ -90,7 +109,7 @@ def save_model(
         state_dict = gather_state_dict(self.model)
     else:
         state_dict = _SavedAlready()
-        save_pretrained(self.model, folder, extra_tensors=_can_copy_extra(state, folder))
+        save_pretrained(self.model, folder)
 
     def save_other_files() -> None:
         if self.args.should_save:
@@ -101,29 +120,30 @@ def save_model(
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
-def _can_copy_extra(state: ModelState, folder: str) -> bool:
-    """Return True if the tensors that the model's class ignores can be copied into a save.
+@contextmanager
+def _leave_out_lost_extra(state: ModelState, folder: str) -> Iterator[None]:
+    """Save without the tensors that the model's class ignores if they cannot be copied.
 
-    If their files are gone, rank 0 warns: what was trained must be saved in any case, and a user of
+    Rank 0, which copies them, then warns: what was trained must be saved in any case, and a user of
     the Trainer cannot pass `extra_tensors=False`.
     """
-
-    def find_problem() -> str | None:
-        try:
-            if state.extra is not None:
-                state.extra.check_unchanged()
-        except ValueError as error:
-            return str(error)
-        return None
-
-    problem = run_on_first(f"saving {folder}", find_problem)
-    if problem is not None and is_first():
+    extra = state.extra
+    if extra is None or not is_first():
+        yield
+        return
+    try:
+        extra.check_unchanged()
+    except (ValueError, OSError) as error:
         warnings.warn(
-            f"{folder} is saved without the tensors of {state.extra.source} that the model's class "
-            f"ignores: {problem}",
+            f"{folder} is saved without the tensors of {extra.source} that the model's class "
+            f"ignores: {error}",
             stacklevel=2,
         )
-    return problem is None
+        state.extra = None
+    try:
+        yield
+    finally:
+        state.extra = state.extra or extra
 
 
 @contextmanager
@@ -204,7 +224,7 @@ def save_in_hub_layout(
     if state.meshes is None:
         if options.get("is_main_process", True):
             _check_options(options)
-            save_state_dict(self, save_directory, state_dict or self.state_dict(), **size)
+            save_state_dict(self, save_directory, _stacked_state_dict(self, state_dict), **size)
     elif state_dict is None:
         _check_options(options)
         check_everyone_calls("save_pretrained of the model", patience_of_rank_0=PATIENCE_OF_RANK_0)
@@ -215,6 +235,21 @@ def save_in_hub_layout(
         if needs_ours:
             _check_options(options)
         save_state_dict(self, save_directory, state_dict, **size)
+
+
+def _stacked_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """Return the state dict of a model that is not sharded, with its own stacked weights.
+
+    `state_dict` has the stock parameters instead, as `model.state_dict()` returns them. If it is
+    None, keep_vars=True returns the model's own weights without a copy.
+    """
+    if state_dict is not None:
+        by_name = {canonical_name(name): tensor for name, tensor in state_dict.items()}
+        return as_stacked(model, by_name)
+    own = model.state_dict(keep_vars=True)
+    return {name: tensor.detach() for name, tensor in own.items()}
 
 
 def _check_options(options: dict[str, Any]) -> None:

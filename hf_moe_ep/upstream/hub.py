@@ -354,7 +354,8 @@ def folders_of_loaded(model: Any) -> list[Path]:
     The name of a local folder is in the config. For a model of the hub, transformers 5.24 does not
     keep the commit, so all commits in the cache are listed; nothing is downloaded. The list is
     empty if the model was not loaded by from_pretrained, which sets `_weight_conversions`
-    (core_model_loading.py).
+    (core_model_loading.py). If from_pretrained decodes quantized weights, it deletes this attribute
+    again and sets `is_quantized` to False (quantizers/base.py).
 
     Raises:
         ValueError: the folder does not exist any more, or the cache does not have the model.
@@ -362,7 +363,8 @@ def folders_of_loaded(model: Any) -> list[Path]:
     stock = without_adapters(model)
     config = getattr(stock, "config", None)
     name = str(getattr(config, "_name_or_path", "") or "")
-    if not name or not hasattr(stock, "_weight_conversions"):
+    was_decoded = vars(stock).get("is_quantized") is False
+    if not name or not (was_decoded or hasattr(stock, "_weight_conversions")):
         return []
     if os.path.isdir(name) or _PATH.match(name):
         return [local_folder(name, {})]

@@ -18,8 +18,7 @@ def test_traffic_of_8_and_of_32_ranks() -> None:
     assert small["agreed"] == large["agreed"] and large["gathered"] > 3.9 * small["gathered"]
     for row, world in ((small, 8), (large, 32)):
         # If half as many ranks load, the rows of the last rank are in the last two files.
-        headers = [row[case][2] for case in ("as saved", "half", "older")]
-        assert headers == [1, 2, 2]
+        assert [row[case][2] for case in ("as saved", "half")] == [1, 2]
         assert row["told for it"] < 200 * world
         assert row["tensors"] == small["tensors"]
     assert "| of one rank | 8 ranks | 32 ranks |" in bench.report(results, (3.0, 100.0, 36001))

@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from support.adapters import with_lora
 from support.alive import alive_at_writes
-from support.architectures.models import tiny as tiny_of_type
+from support.architectures import MODEL_TYPES
+from support.architectures import tiny as tiny_of_type
 from support.hub_files import assert_equal, hub_state, read_all, write_hub
 from support.launched import launched, prepared
 from support.needs import ARCHITECTURES
@@ -25,7 +26,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel
 
-from hf_moe_ep import apply_ep_fsdp2, patch, save_checkpoint, save_pretrained
+from hf_moe_ep import apply_ep_fsdp2, hub_tensors, patch, save_checkpoint, save_pretrained
 from hf_moe_ep.checkpoints.convert import convert
 from hf_moe_ep.checkpoints.hub.write import _HubWriter
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, Writer
@@ -117,6 +118,40 @@ def test_biases_stay_in_fp32(tmp_path: Path) -> None:
     save_pretrained(model, tmp_path / "saved")
     assert_equal(read_all(tmp_path / "converted"), read_all(tmp_path / "saved"))
     assert biases and torch.float32 in {x.dtype for x in read_all(tmp_path / "converted").values()}
+
+
+@pytest.mark.parametrize("loaded", [torch.bfloat16, torch.float32])
+def test_another_dtype_rounds_no_tensor_that_stock_keeps_in_fp32(
+    loaded: torch.dtype, tmp_path: Path
+) -> None:
+    """Stock's from_pretrained(dtype=bfloat16) keeps biases, and DeepSeek-V3's, in fp32."""
+    tiny_of_type("deepseek_v3", dtype=torch.float32).save_pretrained(tmp_path / "base")
+    auto = AutoModelForCausalLM
+    model = patch(auto.from_pretrained(tmp_path / "base", dtype=loaded))
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias += 5 + 1e-3 * torch.arange(len(bias))
+    in_stock = auto.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).state_dict()
+    kept = {key for key, tensor in in_stock.items() if tensor.dtype == torch.float32}
+    own = model.state_dict()
+    assert any("e_score_correction_bias" in key for key in kept), "a name of the biases"
+    save_checkpoint(tmp_path / "step-1", model, None)
+    convert(tmp_path / "step-1", tmp_path / "converted", dtype=torch.bfloat16)
+    save_pretrained(model, tmp_path / "saved", dtype=torch.bfloat16)
+    yielded = dict(hub_tensors(model, dtype=torch.bfloat16))
+    for tensors in (read_all(tmp_path / "converted"), read_all(tmp_path / "saved"), yielded):
+        assert {key for key, tensor in tensors.items() if tensor.dtype == torch.float32} == kept
+        assert all(torch.equal(tensors[key], own[key]) for key in kept)
+
+
+@pytest.mark.skipif("diffusion_gemma" not in MODEL_TYPES, reason="needs transformers 5.23")
+def test_two_towers_that_share_their_layers(tmp_path: Path) -> None:
+    """A training checkpoint has the names of the encoder, and transformers saves the decoder's."""
+    model = patch(tiny_of_type("diffusion_gemma", dtype=torch.float32))
+    save_checkpoint(tmp_path / "step-1", model, None)
+    convert(tmp_path / "step-1", tmp_path / "converted")
+    save_pretrained(model, tmp_path / "saved")
+    assert_equal(read_all(tmp_path / "converted"), read_all(tmp_path / "saved"))
 
 
 def test_a_config_of_fewer_layers_is_refused(saved: Path, tmp_path: Path) -> None:

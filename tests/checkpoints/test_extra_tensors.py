@@ -6,10 +6,10 @@ train on two ranks, and save in every way.
 
 import copy
 import json
+import os
 import random
 import re
 import shutil
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -22,23 +22,31 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from support.adapters import EXPERTS
+from support.architectures.models import tiny
 from support.checks import Check, Found, on_ranks
 from support.extra_files import (
     INDEX,
     TYPES,
     add_tensors,
     assert_same_bytes,
+    extra_of,
     is_of_head,
     read_files,
     write_with_extra,
 )
+from support.fp8_files import write_fp8
 from support.hooked import hooked
 from support.killing import kill_later
 from support.launched import launched, prepared
 from support.ranks import run_ranks
 from support.tiny_models import batch
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3NextForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    Qwen3NextForSequenceClassification,
+    TrainerCallback,
+)
 
 from hf_moe_ep import (
     apply_ep_fsdp2,
@@ -51,8 +59,9 @@ from hf_moe_ep import (
     unpatch,
 )
 from hf_moe_ep.checkpoints.convert import convert
+from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.references import FileReferences
-from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, read_index
+from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
 from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.ranks import all_ranks
@@ -377,6 +386,61 @@ def with_the_trainer(kind: str, rank: int, world: int, folder: str) -> None:
     assert read_files(root / "without").keys() == saved.keys() - extra.keys()
 
 
+def tiny_trainer(folder: Path, model: nn.Module, callback: Any, **options: Any) -> Any:
+    """Return a Trainer of a model that saves a checkpoint after each of two steps."""
+    from transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments(
+        str(folder), max_steps=2, save_steps=1, use_cpu=True, report_to="none",
+        per_device_train_batch_size=1, disable_tqdm=True, **options,
+    )  # fmt: skip
+    rows = [{k: v[0] for k, v in batch(model, 1, 9, seed=i).items()} for i in range(8)]
+    return Trainer(model, args, train_dataset=rows, callbacks=[callback])
+
+
+class Hide(TrainerCallback):
+    """Renames a folder after the first checkpoint, as if somebody had deleted it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1 and int(os.environ.get("RANK", 0)) == 0:
+            self.folder.rename(self.folder.with_name("hidden"))
+
+
+def trained_without_its_source(rank: int, world: int, folder: str) -> None:
+    """The Trainer's checkpoints with FULL_STATE_DICT."""
+    root = Path(folder)
+    write_on_first(rank, lambda: write_with_extra(root / "base", "qwen3_next"))
+    with launched(FSDP_STATE_DICT_TYPE=FULL):
+        model = patch(AutoModelForCausalLM.from_pretrained(root / "base"), ep_size=2)
+        trainer = tiny_trainer(root / "run", model, Hide(root / "base"))
+        warned = pytest.warns(UserWarning, match="is saved without the tensors of .*readable")
+        with warned if rank == 0 else nullcontext():
+            trainer.train()
+    dist.barrier()
+    before, after = (read_files(root / "run" / f"checkpoint-{step}") for step in (1, 2))
+    assert after.keys() == {key for key in before if not is_of_head(key, model)} != before.keys()
+
+
+def test_the_trainer_goes_on_without_its_source(tmp_path: Path) -> None:
+    """In one process; trainer.save_model, too."""
+    extra = write_with_extra(tmp_path / "base", "qwen3_next")
+    model = patch(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    trainer = tiny_trainer(tmp_path / "run", model, Hide(tmp_path / "base"))
+    with pytest.warns(UserWarning, match="checkpoint-2 is saved without the tensors of .*readabl"):
+        trainer.train()
+    with pytest.warns(UserWarning, match="last is saved without the tensors of .*readable"):
+        trainer.save_model(str(tmp_path / "last"))
+    steps = [read_files(tmp_path / "run" / f"checkpoint-{step}") for step in (1, 2)]
+    assert extra.keys() < steps[0].keys()
+    assert steps[1].keys() == read_files(tmp_path / "last").keys() == steps[0].keys() - extra.keys()
+    manifest.check(tmp_path / "run" / "checkpoint-2")
+    with pytest.raises(ValueError, match=r"has no readable .* any more"):
+        model.save_pretrained(tmp_path / "own")
+
+
 def with_accelerate(rank: int, world: int, folder: str) -> None:
     """accelerator.save_state: converted, and loaded again by a model that is saved then."""
     root = Path(folder)
@@ -412,6 +476,7 @@ IN_OTHER_WAYS = {
     "with the trainer": partial(with_the_trainer, SHARDED),
     "with the trainer, full state dict": partial(with_the_trainer, FULL),
     "with accelerate": with_accelerate,
+    "with the trainer, without its source": trained_without_its_source,
 }
 
 
@@ -438,6 +503,20 @@ def test_one_process_saves_them_by_the_method_of_the_model(tmp_path: Path) -> No
     model.save_pretrained(tmp_path / "without", extra_tensors=False)
     assert not extra.keys() & read_files(tmp_path / "without").keys()
     assert not hasattr(find_state(unpatch(model)), "extra")
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_one_process_saves_stacked_experts_and_them(given: bool, tmp_path: Path) -> None:
+    """LongCat-Flash also has weights of experts that no token uses."""
+    stock = tiny("longcat_flash", dtype=torch.float32)
+    stock.save_pretrained(tmp_path / "base")
+    add_tensors(tmp_path / "base", {f"model.mtp.{i}": torch.randn(7) for i in range(2)})
+    model = patch(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    options = {"state_dict": model.state_dict()} if given else {}
+    model.save_pretrained(tmp_path / "saved", **options)
+    base = read_files(tmp_path / "base")
+    assert read_files(tmp_path / "saved").keys() == base.keys()
+    assert_same_bytes(read_files(tmp_path / "saved"), base)
 
 
 def test_the_output_head_of_a_causal_lm_is_not_in_a_reward_model(
@@ -557,6 +636,24 @@ def test_quantised_tensors_are_not_compared(tmp_path: Path) -> None:
     assert find_state(patch(model)).extra.tensors().keys() == extra.keys()
 
 
+def test_a_model_that_stock_decoded_from_fp8_has_them(tmp_path: Path) -> None:
+    """transformers then deletes `_weight_conversions`, which other loaded models have."""
+    stock = tiny("deepseek_v3", dtype=torch.bfloat16)
+    stock.config.num_nextn_predict_layers = 1
+    write_fp8(tmp_path, stock, block=(2, 2))
+    made = extra_of("deepseek_v3", stock, read_files(tmp_path), in_fp8=False)
+    extra = add_tensors(tmp_path, made)
+    decoded = FineGrainedFP8Config(dequantize=True)
+
+    def load_decoded() -> Any:
+        return AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=decoded)
+
+    assert find_state(patch(load_decoded())).extra.tensors().keys() == extra.keys()
+    with_head = patch(load_decoded(), mtp_layers=1)
+    enorm = with_head.state_dict()["mtp.model.layers.4.enorm.weight"]
+    assert torch.equal(enorm, extra["model.layers.4.enorm.weight"])
+
+
 def test_a_folder_that_was_overwritten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The embeddings and norms are the same, as in two fine-tunings of one model."""
     write_with_extra(tmp_path / "base", "qwen3_next")
@@ -602,37 +699,11 @@ def test_a_conversion_compares_hashes(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_the_memory_of_ten_thousand_references(tmp_path: Path) -> None:
-    """10,000 tensors with the keys of DeepSeek-V3 need at most 1 MiB, hashes included."""
-    names = [
-        f"model.layers.{61 + layer}.mlp.experts.{expert}.{kind}_proj.{part}"
-        for layer in range(7)
-        for expert in range(256)
-        for kind in ("gate", "up", "down")
-        for part in ("weight", "weight_scale_inv")
-    ][:10_000]
-    file = tmp_path / "model-00001-of-00001.safetensors"
-    save_file({name: torch.zeros(1) for name in names}, file)
-    tensors = read_index(tmp_path, file.name)
-    tracemalloc.start()
-    before = tracemalloc.take_snapshot()
-    references = FileReferences.of(tmp_path, tensors)
-    references.hashes()
-    after = tracemalloc.take_snapshot()
-    tracemalloc.stop()
-    held = sum(row.size_diff for row in after.compare_to(before, "filename"))
-    print(f"{held / 2**20:.2f} MiB for {len(references)} tensors")
-    assert len(references) == 10_000 and held <= 2**20
-    assert references.tensors() == tensors
-    content = references.to_json()
-    assert FileReferences.from_json(content, tmp_path / "x.json").tensors() == tensors
-
-
 def test_damaged_references_are_an_error(tmp_path: Path) -> None:
     file = FileTensor(tmp_path / "a.safetensors", torch.float32, (2,), 0)
     file.file.write_bytes(bytes(8))
     content = FileReferences.of(tmp_path, {"a": file}).to_json()
+    assert FileReferences.from_json(content, tmp_path / "extra.json").tensors() == {"a": file}
     for damage in (
         {"tensors": {"a": {"file": "b"}}},
         {"format": 7},

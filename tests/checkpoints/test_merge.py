@@ -244,6 +244,8 @@ def test_an_adapter_in_several_files_is_merged(inputs: Path, tmp_path: Path) -> 
     (cached / "refs" / "main").write_text("f00d")
     shutil.copytree(inputs / BASE, cached / "snapshots" / "f00d")
     (tmp_path / ADAPTER / "tokenizer.json").write_text('{"of": "adapter"}')
+    for name in ("chat_template.jinja", "added_tokens.json", "scheduler.pt", "README.md"):
+        (tmp_path / ADAPTER / name).write_text("{}")
     _edit(tmp_path / ADAPTER / "adapter_config.json", base_model_name_or_path="somebody/tiny")
     with (
         mock.patch.object(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache")),
@@ -252,7 +254,9 @@ def test_an_adapter_in_several_files_is_merged(inputs: Path, tmp_path: Path) -> 
         result = merge_adapter("somebody/tiny", tmp_path / ADAPTER, tmp_path / "out")
     assert_merged(read_all(tmp_path / "out"), read_peft_merge(inputs))
     assert result.notes == [
-        "tokenizer.json comes from the base; the adapter's tokenizer.json is different"
+        "tokenizer.json comes from the base; the adapter's tokenizer.json is different",
+        f"only the adapter has added_tokens.json, chat_template.jinja, so {tmp_path / 'out'} does "
+        f"not; copy from {tmp_path / ADAPTER} what the model needs",
     ]
 
 

@@ -1,6 +1,7 @@
 """`newest_checkpoint` returns the last complete checkpoint of a folder, or None."""
 
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from support.ranks import run_ranks
 
 from hf_moe_ep import newest_checkpoint
+from hf_moe_ep.checkpoints.newest import newest_resumable
 from hf_moe_ep.checkpoints.storage import manifest
 
 
@@ -110,6 +112,21 @@ def test_a_warning_names_unfinished_and_stock_folders(tmp_path: Path) -> None:
     text = str(warning.message)
     assert "step-1 has no manifest" in text and "checkpoint-2 has no manifest" in text, text
     assert "runs" not in text and warning.filename == __file__
+
+
+def test_neighbours_that_cannot_be_read_are_skipped(tmp_path: Path) -> None:
+    """Links to names that are too long fail in `stat` for root, too, as entries of a dead mount."""
+    unreadable = "x" * 300
+    (tmp_path / "mount").symlink_to(unreadable)
+    (tmp_path / "step-9").mkdir()
+    (tmp_path / "step-9" / manifest.MANIFEST).symlink_to(unreadable)
+    with pytest.raises(OSError, match="File name too long"):
+        (tmp_path / "mount").stat()
+    step = _write_complete(tmp_path / "step-1", NOW)
+    assert manifest.newest_complete(tmp_path) == step
+    with pytest.warns(UserWarning, match="resuming from .*step-1; skipped: .*too long.*step-9"):
+        assert newest_checkpoint(tmp_path) == step
+    assert newest_resumable(tmp_path, re.compile(r"step-1")) == (step, True)
 
 
 def _find_newest(rank: int, world: int, folder: str) -> str:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hf_moe_ep.checkpoints.storage import part_files
-from hf_moe_ep.checkpoints.storage.part_files import Parts, file_name, nearest_first, read_parts
+from hf_moe_ep.checkpoints.storage.part_files import Parts, file_name, read_parts
 from hf_moe_ep.etp import stock_parts
 from hf_moe_ep.ranks.boxes import local_box
 from hf_moe_ep.upstream.process_groups import fake_group
@@ -68,22 +68,20 @@ def _read(files: list[Path], rank: int, world: int, dim: int) -> int:
     with fake_group(rank, world):
         cut = {name: Shard(dim) if name != "whole" else Replicate() for name in SIZES}
         targets = {name: _empty(SIZES[name], cut[name], rank, world) for name in SIZES}
-        by_name = {file.name: file for file in files}
-        ordered = [by_name[name] for name in nearest_first(by_name, rank, world)]
         with mock.patch.object(part_files, "read_header", wraps=part_files.read_header) as read:
-            assert read_parts(ordered, _parts(targets)) == read.call_count
+            assert read_parts(files, _parts(targets)) == read.call_count
         for name, target in targets.items():
             box = tuple(slice(*of_dim) for of_dim in local_box(target))
             assert torch.equal(target.to_local(), WHOLE[name][box]), (name, rank)
         return read.call_count
 
 
-def test_headers_of_ranks_near_by_are_read_first(tmp_path: Path) -> None:
-    """Rank 2 needs its own file. Ranks 1 and 3 also need that of rank 2, and rank 0 a third."""
+def test_a_rank_stops_when_it_has_all_of_its_elements(tmp_path: Path) -> None:
+    """Files are read in order. Each rank needs its own file and the third; the last needs all."""
     files = _write_four(tmp_path)
-    assert [_read(files, rank, WORLD, 0) for rank in range(WORLD)] == [3, 2, 1, 2]
+    assert [_read(files, rank, WORLD, 0) for rank in range(WORLD)] == [3, 3, 3, 4]
     # Two ranks read halves of the rows. Three ranks that cut columns need all files.
-    assert [_read(files, rank, 2, 0) for rank in range(2)] == [3, 2]
+    assert [_read(files, rank, 2, 0) for rank in range(2)] == [3, 4]
     assert [_read(files, rank, 3, 1) for rank in range(3)] == [4, 4, 4]
     assert _read(files, 0, 1, 0) == 4
 

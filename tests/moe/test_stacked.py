@@ -22,7 +22,13 @@ from support.tiny_models import batch
 from torch import Tensor, nn
 
 from hf_moe_ep import apply_ep_fsdp2, patch, save_pretrained, unpatch
-from hf_moe_ep.moe.stacked import StackedExperts, as_stock, stack_experts, unstack_experts
+from hf_moe_ep.moe.stacked import (
+    StackedExperts,
+    as_stacked,
+    as_stock,
+    stack_experts,
+    unstack_experts,
+)
 from hf_moe_ep.plan import MoEBlock, WeightSource
 
 
@@ -73,6 +79,8 @@ def test_a_state_dict_has_the_stock_parameters(tmp_path: Path) -> None:
     assert_equal(model.state_dict(), stock.state_dict())
     model.load_state_dict(other.state_dict())
     assert_equal(model.state_dict(), other.state_dict())
+    own = model.state_dict(keep_vars=True)
+    assert_equal(as_stacked(model, model.state_dict()), {k: v.detach() for k, v in own.items()})
     model.save_pretrained(tmp_path)
     assert_equal(load_file(tmp_path / "model.safetensors"), other.state_dict())
 

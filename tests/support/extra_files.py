@@ -65,7 +65,8 @@ def add_tensors(folder: Path, tensors: dict[str, Tensor], file: str = "extra") -
     path = folder / INDEX
     if not path.is_file():
         keys = load_file(folder / "model.safetensors").keys()
-        path.write_text(json.dumps({"weight_map": dict.fromkeys(keys, "model.safetensors")}))
+        files = dict.fromkeys(keys, "model.safetensors")
+        path.write_text(json.dumps({"metadata": {}, "weight_map": files}))
         (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
         text = path.read_text().replace("model.safetensors", "model-00001-of-00001.safetensors")
         path.write_text(text)

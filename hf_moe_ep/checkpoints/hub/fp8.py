@@ -36,7 +36,9 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
 from hf_moe_ep.ranks.boxes import Box, number_elements, whole_box
 
 _FP8 = torch.float8_e4m3fn
-_SCALE = "_scale_inv"
+SCALE = "_scale_inv"
+# The number of rows, and of columns, in a block of values with one scale in published checkpoints.
+BLOCK = 128
 _ACTIVATION_SCALE = "activation_scale"
 _BIAS = 127  # of the exponents in E8M0
 # A weight that stacks all experts has this number of dims.
@@ -111,9 +113,9 @@ def join_scales(tensors: Mapping[str, FileTensor], folder: Path) -> dict[str, Fi
     weights = unscaled_keys(tensors)
     block = _read_block(folder, next(iter(weights))) if weights else (1, 1)
     joined = {
-        key: _join_weight(key, tensors[key], key + _SCALE, tensors[key + _SCALE], block)
+        key: _join_weight(key, tensors[key], key + SCALE, tensors[key + SCALE], block)
         for key in weights
-        if key + _SCALE in tensors
+        if key + SCALE in tensors
     }
     removed = {part for key in joined for part in scaled_keys(key)[1:]}
     return {key: joined.get(key, tensor) for key, tensor in tensors.items() if key not in removed}
@@ -123,7 +125,7 @@ def scaled_keys(key: str) -> list[str]:
     """List the keys that belong to an FP8 weight: its own, and those of its scales."""
     return [
         key,
-        key + _SCALE,
+        key + SCALE,
         f"{key.removesuffix('weight')}{_ACTIVATION_SCALE}",
         f"{key}_{_ACTIVATION_SCALE}",
     ]
@@ -145,17 +147,17 @@ def join_stacked_scales(
         return tensors
     block, joined = _read_block(folder, next(iter(weights))), dict(tensors)
     for name, pieces in layout.items():
-        stack = tensors.get(name + _SCALE)
+        stack = tensors.get(name + SCALE)
         fp8_pieces = [p for p in pieces if p.key in weights and len(p.start) == _STACKED]
         if stack is None or not fp8_pieces:
             continue
         for piece in fp8_pieces:
-            scales = _slice_scales(piece, name + _SCALE, stack, block)
+            scales = _slice_scales(piece, name + SCALE, stack, block)
             weight = tensors[piece.key]
-            joined[piece.key] = _join_weight(piece.key, weight, name + _SCALE, scales, block)
-        del joined[name + _SCALE]
-    if missing := [key + _SCALE for key in unscaled_keys(joined)]:
-        weight_key = missing[0].removesuffix(_SCALE)
+            joined[piece.key] = _join_weight(piece.key, weight, name + SCALE, scales, block)
+        del joined[name + SCALE]
+    if missing := [key + SCALE for key in unscaled_keys(joined)]:
+        weight_key = missing[0].removesuffix(SCALE)
         raise ValueError(f"{list_names('missing', missing)}, but {weight_key} is stored in {_FP8}")
     return joined
 

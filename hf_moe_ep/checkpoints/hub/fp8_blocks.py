@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_moe_ep.checkpoints.hub.fp8 import BLOCK, SCALE
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import checkpoint_name
@@ -23,17 +24,16 @@ from hf_moe_ep.upstream.models import output_head
 
 # The name of the encoding as an argument.
 FP8 = "fp8"
-_BLOCK = 128
 
 
 def scale_key(key: str) -> str:
     """Return the key of a weight's scales."""
-    return f"{key}_scale_inv"
+    return f"{key}{SCALE}"
 
 
 def has_blocks(shape: tuple[int, ...]) -> bool:
     """Return True if a weight [.., out, in] has at least one block in both dims."""
-    return len(shape) > 1 and min(shape[-2:]) >= _BLOCK
+    return len(shape) > 1 and min(shape[-2:]) >= BLOCK
 
 
 def fp8_weights(model: nn.Module, plan: ModelPlan) -> set[str]:
@@ -60,6 +60,6 @@ def fp8_config(unencoded: Iterable[str]) -> dict[str, Any]:
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": [_BLOCK, _BLOCK],
+        "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": sorted(key.removesuffix(".weight") for key in unencoded),
     }

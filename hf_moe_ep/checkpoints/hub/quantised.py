@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from hf_moe_ep.checkpoints.hub.fp8 import Fp8Tensor, scales_as_fp32
+from hf_moe_ep.checkpoints.hub.fp8 import BLOCK, Fp8Tensor, scales_as_fp32
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
@@ -31,9 +31,6 @@ from hf_moe_ep.etp import apart_dims_by_id, in_stock_shape, stock_parts, stock_s
 from hf_moe_ep.ops.quantised import Quantisation, Quantised, quantise
 from hf_moe_ep.ranks.boxes import Box, local_tensor
 from hf_moe_ep.state import STATE, Compute, MoELayer, quantised_matrices
-
-# The number of rows, and of columns, in a block of FP8 values with one scale.
-_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,7 @@ class HeldAsBytes:
 
 def _rows_of(matrix: Quantised, rows: slice) -> Quantised:
     """Return some rows of an FP8 matrix and the scales of their blocks, as views."""
-    in_blocks = slice(rows.start // _BLOCK, -(-rows.stop // _BLOCK))
+    in_blocks = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
     return Quantised(matrix.values[rows], matrix.block_scale[in_blocks])
 
 
@@ -160,9 +157,7 @@ def _find_compute(model: nn.Module, name: str) -> Compute:
 def _has_expert_blocks(stored: StoredParameter) -> bool:
     """Return True if a stack is stored in FP8, with the blocks that the expert's matrix has."""
     return all(
-        isinstance(tensor, Fp8Tensor)
-        and tensor.block == (_BLOCK, _BLOCK)
-        and _begins_a_block(piece)
+        isinstance(tensor, Fp8Tensor) and tensor.block == (BLOCK, BLOCK) and _begins_a_block(piece)
         for piece, tensor in stored.pieces
     )
 
@@ -174,10 +169,10 @@ def _begins_a_block(piece: Piece) -> bool:
         piece.view == piece.shape
         and {*piece.axes[1:]} == {last - 2, last - 1}
         and piece.steps[1:] == (1, 1)
-        and not any(index % _BLOCK for index in (*piece.start[1:], *piece.corner[-2:]))
+        and not any(index % BLOCK for index in (*piece.start[1:], *piece.corner[-2:]))
     )
 
 
 def _in_blocks(span: tuple[int, int]) -> tuple[int, int]:
     """Return the blocks that a range [start, stop) of indices touches: (128, 300) gives (1, 3)."""
-    return span[0] // _BLOCK, -(-span[1] // _BLOCK)
+    return span[0] // BLOCK, -(-span[1] // BLOCK)

@@ -24,7 +24,6 @@ from hf_moe_ep.checkpoints.hub.configs import prepare_configs, publish, staged_f
 from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, follow_copies, known_digests
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
-from hf_moe_ep.checkpoints.hub.quantised_refusal import refuse_quantised_experts
 from hf_moe_ep.checkpoints.hub.stages import (
     assign_groups,
     check_folder_is_shared,
@@ -35,11 +34,11 @@ from hf_moe_ep.checkpoints.hub.stages import (
 from hf_moe_ep.checkpoints.hub.switch import switch_files
 from hf_moe_ep.checkpoints.hub.write import (
     TensorGroup,
+    choose_dtypes,
     file_names,
     first_dtype,
     group_tensors,
     parse_size,
-    saved_dtype,
     split_files,
     write_checkpoint,
 )
@@ -54,7 +53,7 @@ from hf_moe_ep.ranks.all_ranks import (
     run_on_first,
 )
 from hf_moe_ep.ranks.boxes import whole
-from hf_moe_ep.state import ModelState, find_state
+from hf_moe_ep.state import ModelState, find_state, refuse_quantised_experts
 from hf_moe_ep.upstream.adapters import has_adapters
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
@@ -85,8 +84,9 @@ def save_pretrained(
             share the folder, because the first rank of each stage writes.
         max_shard_size: the largest size of a file, in bytes or as text like "5GB".
         dtype: the dtype of the saved weights; None saves in the dtype in which the model was
-            loaded. torch.float32 saves the fp32 master weights of a bf16 model. Adapters are saved
-            in their own dtype.
+            loaded. torch.float32 saves the fp32 master weights of a bf16 model. torch.bfloat16
+            rounds no tensors that `from_pretrained` keeps in fp32 in a bf16 model, such as
+            correction biases. Adapters are saved in their own dtype.
         processor: a tokenizer or processor to save with the model, a list of them, or None.
         extra_tensors: copy the tensors of the loaded checkpoint that the model's class ignores,
             such as layers for multi-token prediction, byte for byte and under their own keys. A
@@ -148,7 +148,7 @@ def _save_weights(
         model,
         state.plan,
         tensors,
-        lambda name, tensor: saved_dtype(tensor, dtype or state.dtypes.get(name)),
+        choose_dtypes(model, dtype, state.dtypes),
         lambda name, tensor: slabs_in_stock_shape(slabs_of(tensor), apart.get(id(tensor))),
     )
     groups = assign_groups(groups, state)

@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -38,10 +38,9 @@ from hf_moe_ep.checkpoints.hub.fp8_blocks import (
     has_blocks,
     scale_key,
 )
-from hf_moe_ep.checkpoints.hub.gather import gather_tensor, list_slabs
+from hf_moe_ep.checkpoints.hub.gather import gather_tensor
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
-from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces
-from hf_moe_ep.checkpoints.hub.quantised_refusal import refuse_quantised_experts
+from hf_moe_ep.checkpoints.hub.pieces import cut_pieces
 from hf_moe_ep.checkpoints.hub.stages import (
     assign_groups,
     gather_stages,
@@ -49,7 +48,7 @@ from hf_moe_ep.checkpoints.hub.stages import (
     tensors_of_model,
 )
 from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, checksums
-from hf_moe_ep.checkpoints.hub.write import Slabs, TensorGroup, group_tensors, saved_dtype
+from hf_moe_ep.checkpoints.hub.write import TensorGroup, choose_dtypes, group_tensors
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
 from hf_moe_ep.etp import apart_dims_by_id, for_each_half, slabs_in_stock_shape
 from hf_moe_ep.lora.merged import add_updates, with_whole_factors
@@ -64,8 +63,8 @@ from hf_moe_ep.ranks.all_ranks import (
     run_on_all,
     run_on_first,
 )
-from hf_moe_ep.ranks.boxes import Box, box_sizes
-from hf_moe_ep.state import ModelState, computing_device, patched_state
+from hf_moe_ep.ranks.boxes import Box
+from hf_moe_ep.state import ModelState, computing_device, patched_state, refuse_quantised_experts
 from hf_moe_ep.upstream.adapters import (
     LowRank,
     active_adapters,
@@ -120,8 +119,8 @@ def hub_tensors(
         merge_adapters: add LoRA, on experts and other modules, to the yielded tensors, as PEFT's
             `merge_adapter` adds it to the model: all active adapters are added with their scales,
             and modules_to_save replace the originals. Keys are those of a model without adapters.
-        dtype: the dtype of the tensors; None yields the dtype in which the model was loaded, as
-            `save_pretrained` does. "fp8" yields the weights of experts and Linear layers in E4M3
+        dtype: the dtype of the tensors, as in `save_pretrained`; None yields the dtype in which the
+            model was loaded. "fp8" yields the weights of experts and Linear layers in E4M3
             with one fp32 scale per block of 128 x 128, as published FP8 checkpoints store them
             (`x.weight`, then `x.weight_scale_inv`); `HubTensors.quantization_config` describes it.
         max_bytes: the limit of the memory needed besides the shards, including the tensor that was
@@ -385,9 +384,9 @@ class _Source:
     def _describe_contents(self, contents: _Contents) -> list[TensorInfo]:
         infos = []
         for group in contents.groups:
-            slabs = _empty_slabs(self._model, group, self._max_bytes // _SLABS_IN_MEMORY)
-            for key, tensor in _assemble(replace(group, parameters=slabs), None):
-                for new_key, encoded in self._encode(key, tensor, contents):
+            for key, shape in group.shapes.items():  # `_assemble` yields them in this order
+                empty = torch.empty(shape, dtype=group.dtype, device="meta")
+                for new_key, encoded in self._encode(key, empty, contents):
                     infos.append(TensorInfo(new_key, encoded.dtype, tuple(encoded.shape)))
         infos += [TensorInfo(key, t.dtype, t.shape) for key, t in contents.extra.items()]
         return infos
@@ -470,12 +469,9 @@ class _Source:
         updates = updates_of(model, tensors.values())
         # For each stacked tensor: the row (slot) in which each expert is stored.
         slots = placement_by_tensor(model)
-        dtypes = {checkpoint_name(name): loaded for name, loaded in state.dtypes.items()}
+        dtype_of = choose_dtypes(model, dtype, state.dtypes)
         # By id of a parameter: the stock dim 2F that the model holds as (2, F) with etp (`etp.py`).
         apart = apart_dims_by_id(model)
-
-        def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
-            return saved_dtype(tensor, dtype or dtypes.get(checkpoint_name(name)))
 
         def slabs_of(name: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
             tensor_updates, slots_E = updates.get(id(tensor), []), slots.get(id(tensor))
@@ -626,29 +622,6 @@ def _module_of(key: str) -> str:
     return key.rsplit(".", 2)[0]
 
 
-def _empty_slabs(
-    model: nn.Module, group: TensorGroup, max_bytes: int
-) -> list[tuple[list[Piece], Callable[[], Slabs]]]:
-    """Return the parameters of a group with slabs that have shapes but no values."""
-    tensors = tensors_of_model(model, patched_state(model), left_out_by_merging(model))
-    # By id of a parameter: the stock dim 2F that the model holds as (2, F) with etp (`etp.py`).
-    apart = apart_dims_by_id(model)
-
-    def held_slabs(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        for box in list_slabs(tensor, group.dtype, max_bytes):
-            yield box, torch.empty(box_sizes(box), dtype=group.dtype, device="meta")
-
-    def slabs(tensor: Tensor) -> Slabs:
-        return slabs_in_stock_shape(held_slabs(tensor), apart.get(id(tensor)))
-
-    parameters: list[tuple[list[Piece], Callable[[], Slabs]]] = []
-    for number, (pieces, stock_slabs) in enumerate(group.parameters):
-        is_parameter = number < len(group.names)
-        own = partial(slabs, tensors[group.names[number]]) if is_parameter else stock_slabs
-        parameters.append((pieces, own))
-    return parameters
-
-
 def _count_values(model: nn.Module, state: ModelState) -> int:
     if state.stage is not None:
         return sum(math.prod(tensor.shape) for tensor in state.stage.tensors.values())
@@ -703,6 +676,7 @@ def _assemble(group: TensorGroup, still_here: StillHere | None) -> Iterator[tupl
                 unfinished[key].view(part.view)[filled] = values
                 del values
             if num_missing[key] == 0:
+                assert key == next(iter(num_missing)), "the order of `metadata`"
                 del num_missing[key]
                 yield key, unfinished.pop(key)
         del slab

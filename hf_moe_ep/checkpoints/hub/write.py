@@ -54,7 +54,8 @@ from hf_moe_ep.etp import apart_dims_by_id, stock_shape
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.all_ranks import gather_on_first, is_first
 from hf_moe_ep.ranks.boxes import Box, box_sizes, slices
-from hf_moe_ep.upstream.hub import checkpoint_name, progress_bar
+from hf_moe_ep.upstream.hub import checkpoint_name, kept_in_fp32, progress_bar
+from hf_moe_ep.upstream.models import is_correction_bias
 
 _logger = logging.getLogger("hf_moe_ep")
 
@@ -185,9 +186,32 @@ def _make_zero_slabs(piece: Piece, dtype: torch.dtype) -> Slabs:
     return [(box, torch.zeros((), dtype=dtype).expand(piece.sizes))]
 
 
-def saved_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a tensor is saved: `dtype` if the tensor is floating point."""
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+def choose_dtypes(
+    model: Any, dtype: torch.dtype | None, loaded: Mapping[str, torch.dtype]
+) -> Callable[[str, Tensor], torch.dtype]:
+    """Return a function of a tensor and its name, which returns the dtype of the saved tensor.
+
+    This is `dtype` for floating point tensors. A tensor in fp32 is not rounded to `dtype` if
+    stock's from_pretrained keeps it in fp32 in a model of that dtype: correction biases, and what
+    the class names. Rounding to bf16 would change the routers' choice of experts.
+
+    Args:
+        model: stock or patched.
+        dtype: None saves each tensor in the dtype in which it was loaded.
+        loaded: the dtypes in which tensors were loaded, by name, if the model has fp32 masters.
+    """
+    kept = [] if dtype is None else kept_in_fp32(model, dtype)
+    loaded = {checkpoint_name(name): own for name, own in loaded.items()}
+
+    def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
+        name = checkpoint_name(name)
+        own = loaded.get(name, tensor.dtype)
+        if dtype is None or not tensor.is_floating_point():
+            return own
+        is_kept = is_correction_bias(name) or any(pattern.search(name) for pattern in kept)
+        return own if is_kept and own == torch.float32 and dtype.itemsize < 4 else dtype
+
+    return dtype_of
 
 
 def parse_size(size: int | str) -> int:

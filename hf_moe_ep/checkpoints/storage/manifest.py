@@ -210,9 +210,6 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
         ValueError: there is no complete checkpoint; the message lists the other folders.
     """
     path = Path(root)
-    if is_ours(path):
-        check_sizes(path)
-        return path
     complete, reasons = complete_in(path)
     if not complete:
         kind = "has no folders" if path.is_dir() else "does not exist"
@@ -224,15 +221,24 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
 
 
 def complete_in(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """Return the complete checkpoints in `root`, newest last, and why each other is incomplete."""
+    """Return the complete checkpoints in `root`, newest last, and why each other is incomplete.
+
+    `root` may also be a checkpoint.
+    """
+    if is_ours(root):
+        try:
+            check_sizes(root)
+        except ValueError as error:
+            return [], {root: str(error)}
+        return [root], {}
     complete: list[Saved] = []
     reasons: dict[Path, str] = {}
     for folder in sorted(root.iterdir()) if root.is_dir() else []:
-        if not folder.is_dir():
-            continue
         try:
+            if not folder.is_dir():
+                continue
             check_sizes(folder)
-        except (ValueError, PermissionError) as error:  # lost+found belongs to root
+        except (ValueError, OSError) as error:  # lost+found belongs to root; a dead mount
             reasons[folder] = str(error)
         else:
             complete.append(read_saved(folder))
@@ -284,10 +290,9 @@ def read_saved(folder: Path) -> Saved:
 def _neighbour_numbers(folder: Path) -> Iterator[int]:
     """Yield the numbers of the complete checkpoints in the neighbouring folders."""
     for other in folder.absolute().parent.iterdir():
-        if other.name == folder.name or not other.is_dir():
-            continue
         try:
-            yield read_saved(other).number
+            if other.name != folder.name and other.is_dir():
+                yield read_saved(other).number
         except (ValueError, OSError):  # no checkpoint, unfinished, or not readable
             continue
 

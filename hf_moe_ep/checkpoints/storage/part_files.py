@@ -11,8 +11,7 @@ This file holds rows 4 to 7 of w. The format is that of torch.distributed.checkp
 (hf_storage.py), so torch can read these files and `read_parts` can read torch's files. torch's
 reader reads all headers on every rank and stores every shard in a list: 433,000 shards for 3384
 tensors on 128 ranks. With `read_parts` a rank reads the headers of one file after the other, and
-stops when it has all of its elements. `spread.py` finds the files that a rank needs. If the
-sharding at the time of the save is unknown, `nearest_first` sorts all files by their writers.
+stops when it has all of its elements. `spread.py` finds the files that a rank needs.
 """
 
 from __future__ import annotations
@@ -71,19 +70,6 @@ def writer_of(name: str) -> int:
     if match is None:
         raise ValueError(f"{name} is not the name of a rank's file")
     return int(match[1]) - 1
-
-
-def nearest_first(names: Iterable[str], rank: int, world: int) -> list[str]:
-    """Sort file names by the distance of their writers from a rank of `world` ranks.
-
-    If the number of ranks has not changed, the rank's own file is the first. Otherwise the first
-    file is that of the rank at the same relative position. Ranks hold shards in order, so the
-    shards that a rank needs are in this file or near it. With fewer ranks than at the save, later
-    files have some of them, too.
-    """
-    writers = {name: writer_of(name) for name in names}
-    position = rank * (1 + max(writers.values(), default=0)) // world
-    return sorted(writers, key=lambda name: (abs(writers[name] - position), -writers[name], name))
 
 
 @dataclass

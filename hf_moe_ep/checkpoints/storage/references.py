@@ -4,10 +4,6 @@
     references.check_unchanged()                        before anything is written
     references.tensors()                                {key: FileTensor}
 
-A list of FileTensors would need about 600 bytes per tensor. `FileReferences` keeps one compressed
-text, about 10 bytes per tensor, and 32 bytes more per tensor when `hashes` has been called. The
-list is made anew for each use.
-
 A file counts as unchanged if its size and its time of modification are those of the first look. If
 only the time differs, the bytes of its tensors are hashed and compared, provided that their hashes
 are known; otherwise nobody can tell, and the file counts as changed. References that were read from
@@ -16,10 +12,9 @@ a checkpoint (`from_json`) know hashes but no times, so their first check reads 
 
 from __future__ import annotations
 
-import json
 import os
-import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +41,12 @@ class FileReferences:
         self,
         folder: Path,
         source: str,
-        packed: bytes,
+        tensors: dict[str, FileTensor],
         stamps: dict[str, tuple[int, int | None]],
-        digests: bytes | None = None,
+        digests: dict[str, bytes] | None = None,
     ) -> None:
         self.folder, self.source = folder, source
-        self._packed = packed
+        self._tensors = tensors
         # The size and the time of modification of each file; the time is None if it is not known.
         self._stamps = stamps
         self._digests = digests
@@ -62,7 +57,7 @@ class FileReferences:
         folder: Path,
         tensors: Mapping[str, FileTensor],
         source: str = "",
-        digests: bytes | None = None,
+        digests: dict[str, bytes] | None = None,
     ) -> FileReferences:
         """Refer to tensors of the files in a folder.
 
@@ -70,50 +65,28 @@ class FileReferences:
             folder: an existing folder.
             tensors: the tensors by the keys under which they are used later.
             source: the name under which the user knows the folder; "" is the folder's path.
-            digests: the sha256 of each tensor, one behind the other, if they are known.
+            digests: the sha256 of each tensor, if they are known.
         """
-        names = sorted({_name_in(folder, tensor) for tensor in tensors.values()})
-        number = {name: index for index, name in enumerate(names)}
-        rows = [
-            [
-                key,
-                number[_name_in(folder, tensor)],
-                DTYPE_NAMES[tensor.dtype],
-                *tensor.shape,
-                tensor.start,
-            ]
+        absolute = folder.absolute()  # os.chdir must not redirect a later save
+        moved = {
+            key: replace(tensor, file=absolute / _name_in(folder, tensor))
             for key, tensor in tensors.items()
-        ]
+        }
         stamps: dict[str, tuple[int, int | None]] = {}
-        for name in names:
-            status = (folder / name).stat()
+        for name in sorted({_name_in(absolute, tensor) for tensor in moved.values()}):
+            status = (absolute / name).stat()
             stamps[name] = status.st_size, status.st_mtime_ns
-        folder = folder.absolute()  # os.chdir must not redirect a later save
-        return cls(folder, source or os.fspath(folder), _pack(names, rows), stamps, digests)
+        return cls(absolute, source or os.fspath(absolute), moved, stamps, digests)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FileReferences:
         return self
 
     def __len__(self) -> int:
-        return len(self._rows()[1])
-
-    @property
-    def held_bytes(self) -> int:
-        """The memory that the references take while they are not used."""
-        return len(self._packed) + len(self._digests or b"")
+        return len(self._tensors)
 
     def tensors(self) -> dict[str, FileTensor]:
-        """List the tensors by key, in their order in the checkpoint."""
-        names, rows = self._rows()
-        paths = [self.folder / name for name in names]
-        return {
-            key: FileTensor(paths[file], DTYPES[dtype], tuple(shape), start)
-            for key, file, dtype, *shape, start in rows
-        }
-
-    def _rows(self) -> tuple[list[str], list[list[Any]]]:
-        names, rows = json.loads(zlib.decompress(self._packed))
-        return names, rows
+        """Return the tensors by key, in their order in the checkpoint."""
+        return dict(self._tensors)
 
     def check_unchanged(self, *, reads: bool = True) -> None:
         """Raise ValueError if a file is gone, or has changed since the first look at it.
@@ -152,24 +125,20 @@ class FileReferences:
         """
         if self._digests is None:
             self.check_unchanged()
-            self._digests = b"".join(tensor_sha256(tensor) for tensor in self.tensors().values())
-        return {key: digest.hex() for key, digest in self.known_digests().items()}
+            self._digests = {key: tensor_sha256(tensor) for key, tensor in self._tensors.items()}
+        return {key: digest.hex() for key, digest in self._digests.items()}
 
     def known_digests(self) -> dict[str, bytes]:
         """Return the sha256 of each tensor by key if `hashes` or `learn` was called, else none."""
-        if self._digests is None:
-            return {}
-        starts = range(0, len(self._digests), _DIGEST)
-        digests = (self._digests[start : start + _DIGEST] for start in starts)
-        return dict(zip(self.tensors(), digests, strict=True))
+        return dict(self._digests or {})
 
     def learn(self, digests: Mapping[str, bytes]) -> None:
         """Keep the sha256 of all tensors, which another reader of their bytes has computed."""
-        self._digests = b"".join(digests[key] for key in self.tensors())
+        self._digests = {key: digests[key] for key in self._tensors}
 
     def _compare_hashes(self, name: str) -> None:
         hashes = self.hashes()
-        for key, tensor in self.tensors().items():
+        for key, tensor in self._tensors.items():
             if _name_in(self.folder, tensor) != name:
                 continue
             actual, known = tensor_sha256(tensor).hex(), hashes[key]
@@ -178,7 +147,7 @@ class FileReferences:
 
     def moved(self, folder: Path, tensors: Mapping[str, FileTensor]) -> FileReferences:
         """Return references to a copy of the tensors in another place, with the known hashes."""
-        copies = {key: tensors[key] for key in self.tensors()}
+        copies = {key: tensors[key] for key in self._tensors}
         return FileReferences.of(folder, copies, self.source, self._digests)
 
     def to_json(self) -> dict[str, Any]:
@@ -197,7 +166,7 @@ class FileReferences:
                     "start": tensor.start,
                     "sha256": hashes[key],
                 }
-                for key, tensor in self.tensors().items()
+                for key, tensor in self._tensors.items()
             },
         }
 
@@ -212,22 +181,22 @@ class FileReferences:
         try:
             if content["format"] != _FORMAT:
                 raise ValueError(f"{path} has format {content['format']}, not {_FORMAT}")
-            names = sorted(content["files"])
-            number = {name: index for index, name in enumerate(names)}
-            rows = [
-                [key, number[row["file"]], row["dtype"], *row["shape"], row["start"]]
-                for key, row in content["tensors"].items()
-            ]
-            digests = b"".join(bytes.fromhex(row["sha256"]) for row in content["tensors"].values())
-            if len(digests) != _DIGEST * len(rows):
-                raise ValueError("a sha256 has another length")
+            folder, rows = Path(content["folder"]), content["tensors"]
             stamps: dict[str, tuple[int, int | None]] = {
-                name: (int(content["files"][name]), None) for name in names
+                name: (int(content["files"][name]), None) for name in sorted(content["files"])
             }
-            references = cls(
-                Path(content["folder"]), content["source"], _pack(names, rows), stamps, digests
-            )
-            references.tensors()
+            if unknown := {row["file"] for row in rows.values()} - stamps.keys():
+                raise ValueError(f"no size of {min(unknown)}")
+            tensors = {
+                key: FileTensor(
+                    folder / row["file"], DTYPES[row["dtype"]], tuple(row["shape"]), row["start"]
+                )
+                for key, row in rows.items()
+            }
+            digests = {key: bytes.fromhex(row["sha256"]) for key, row in rows.items()}
+            if any(len(digest) != _DIGEST for digest in digests.values()):
+                raise ValueError("a sha256 has another length")
+            references = cls(folder, content["source"], tensors, stamps, digests)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged ({error}); load an older checkpoint") from error
         return references
@@ -235,7 +204,3 @@ class FileReferences:
 
 def _name_in(folder: Path, tensor: FileTensor) -> str:
     return tensor.file.relative_to(folder).as_posix()
-
-
-def _pack(names: list[str], rows: list[list[Any]]) -> bytes:
-    return zlib.compress(json.dumps([names, rows], separators=(",", ":")).encode())

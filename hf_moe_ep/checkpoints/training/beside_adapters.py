@@ -21,14 +21,9 @@ from pathlib import Path
 
 from torch import nn
 
-from hf_moe_ep.checkpoints.storage.part_files import (
-    Shards,
-    nearest_first,
-    read_parts,
-    write_parts,
-)
+from hf_moe_ep.checkpoints.storage.part_files import Shards, write_parts
 from hf_moe_ep.checkpoints.training import state_file
-from hf_moe_ep.checkpoints.training.folder import layout_of, write_json
+from hf_moe_ep.checkpoints.training.folder import layout_of, read_shards, write_json
 from hf_moe_ep.checkpoints.training.same_run import check_model, list_some
 from hf_moe_ep.checkpoints.training.stages import join_stages
 from hf_moe_ep.checkpoints.training.state_file import StateFile
@@ -46,7 +41,6 @@ from hf_moe_ep.ranks.all_ranks import (
     run_on_all,
     run_on_first,
     this_rank,
-    world_size,
 )
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import patched_state
@@ -147,8 +141,7 @@ def read_beside(model: nn.Module, folder: Path, saved: StateFile) -> None:
         targets, apart = model_targets(entries)
         parts = {name: stock_parts(tensor, apart.get(name)) for name, tensor in targets.items()}
         names = [file.name for file in path.glob("shard-*.safetensors")]
-        ordered = nearest_first(names, this_rank(), world_size())
-        read_parts((path / name for name in ordered), parts)
+        read_shards(path, names, parts, saved)
         fill_model(entries, targets, saved.scalars)
 
     run_on_all(f"reading {path}", read)

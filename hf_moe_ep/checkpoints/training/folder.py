@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from hf_moe_ep.checkpoints.storage.atomic import check_is_no_file
 from hf_moe_ep.checkpoints.storage.part_files import (
     Parts,
     Shards,
-    nearest_first,
     read_parts,
     write_parts,
     writer_of,
@@ -130,11 +129,16 @@ def read_tensors(path: Path, targets: Mapping[str, Parts], saved: StateFile) -> 
     """Read this rank's shards of `targets`."""
     known = manifest.read(path)["files"]
     names = [Path(name).name for name in known if name.startswith(f"{TENSORS}/")]
+    read_shards(path / TENSORS, names, targets, saved)
+
+
+def read_shards(
+    path: Path, names: Iterable[str], targets: Mapping[str, Parts], saved: StateFile
+) -> None:
+    """Read this rank's shards of `targets` from those files `names` in a folder that have them."""
     ranks = ranks_needed(targets, saved)
-    if ranks is not None:
-        names = [name for name in names if writer_of(name) in ranks]
-    ordered = nearest_first(names, this_rank(), world_size())
-    read_parts((path / TENSORS / name for name in ordered), targets)
+    needed = [name for name in sorted(names) if ranks is None or writer_of(name) in ranks]
+    read_parts((path / name for name in needed), targets)
 
 
 def ranks_needed(targets: Mapping[str, Parts], saved: StateFile) -> set[int] | None:
