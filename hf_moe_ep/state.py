@@ -31,6 +31,7 @@ the row above.
     placement/hub_order.py | _hf_moe_ep_guarded | ModelState, on experts' parameters and optimizers
     moe/counting.py | choice_counts | tokens per expert, from the first counted forward on
     moe/counting.py | leads_to_gradients counted_tokens | which tokens count, during a forward
+    moe/counting.py | batch_is_known | the same
     moe/padding.py | real_tokens | the tokens that experts compute, during a forward
     moe/recompute.py | real_tokens | the same, during a checkpointed function
     moe/shared_experts.py | shared forward _input _deferred _computed | while a MoE block runs
@@ -274,6 +275,9 @@ class ModelState:
     # [T], 1 for the tokens of the current forward that are counted, 0 for others (moe/counting.py);
     # None if all are counted.
     counted_tokens: Tensor | None = None
+    # True during a training forward whose tokens were among the arguments of the causal LM
+    # (moe/counting.py).
+    batch_is_known: bool = False
     # [layers, E], how often this rank's tokens chose each expert (moe/counting.py); None before the
     # first counted forward.
     choice_counts: Tensor | None = None
