@@ -127,7 +127,8 @@ def train(
     adopt_trainer(self, self.model)
     if not is_specialised(self):
         return original(self, *args, **kwargs)
-    state = find_state(self.model)
+    # Without a model, `model_init` builds one inside of the original function.
+    state = None if self.model is None else find_state(self.model)
     if state is not None and state.is_reported:
         # This module is slow to import, so it is imported only for `hf-moe-ep run`.
         from hf_moe_ep.integrations.run_report import add_report
