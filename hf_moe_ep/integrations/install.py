@@ -561,15 +561,6 @@ ADAPTER_METHODS = (
         ),
     ),
     *_build_rows(
-        "peft.peft_model:PeftModelForCausalLM",
-        features.PROMPTS,
-        (
-            "prepare_inputs_for_generation",
-            prompts.begin_generation,
-            "initialises FSDP2's root before PEFT calls only the embedding",
-        ),
-    ),
-    *_build_rows(
         _PEFT_MODEL,
         features.ADAPTER_REFUSALS,
         ("load_adapter", adapters.load_adapter, "refuses a sharded model"),
