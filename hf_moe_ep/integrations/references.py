@@ -8,7 +8,8 @@ frozen and sharded layer by layer, so that a forward gathers one FSDP2 unit (a l
     a patched model                  by the reference's own config
     a stock language model of the    the reference is patched with the policy's config first, so
     policy's architecture            that both models have the same units and shards
-    any other model                  by TRL: a reward model, or the reference of a stock policy
+    any other model                  by TRL: a stock reward model, or the reference of a stock
+                                     policy
 
 `sync_ref_model=True` mixes the policy's weights into the reference. As both models have the same
 shards, each rank mixes its own shards, without gathering any parameter.
@@ -107,7 +108,7 @@ def _classify_reference(
         return _OTHER
     if state is None and any(isinstance(module, FSDPModule) for module in model.modules()):
         return _OTHER
-    if policy is not None:
+    if policy is not None and output_head(model) is not None:  # not a reward model
         _check_same_architecture(model, state, policy)
     if state is None:
         return _STOCK

@@ -368,7 +368,12 @@ def _loss_on_last_stage(
 
 
 def compute_loss_of_swift(
-    original: Original, self: transformers.Trainer, model: Any, inputs: Any, *args: Any, **kwargs: Any
+    original: Original,
+    self: transformers.Trainer,
+    model: Any,
+    inputs: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Wrap ms-swift's `compute_loss`: divide by the number of processes that share a batch.
 

@@ -141,6 +141,21 @@ def models_that_are_no_language_models_are_left_to_trl(rank: int, world: int) ->
             reference_of(tiny(**FP32), accelerator_of(tiny(**FP32)))
 
 
+def a_patched_reward_model_need_not_be_like_the_policy(rank: int, world: int) -> None:
+    """TRL's SDPOTrainer shards reward models as it shards reference models."""
+    sizes = {"num_experts": 4, "pad_token_id": 0, **FP32}
+    stock = tiny("qwen3_moe, rewards", seed=3, **sizes).eval()
+    with launched():
+        accelerator = accelerator_of(patch(tiny(**FP32), ep_size=2))
+        rewards = patch(tiny("qwen3_moe, rewards", seed=3, **sizes), ep_size=2)
+        rewards = reference_of(rewards, accelerator)
+        assert all(isinstance(p, DTensor) and not p.requires_grad for p in rewards.parameters())
+        inputs = batch(stock, 2, 9, seed=rank)
+        del inputs["labels"]
+        with torch.no_grad():
+            assert_close("scores", rewards(**inputs).logits, stock(**inputs).logits, FP32_INSIDE)
+
+
 def unlike_references_are_refused_by_name(rank: int, world: int) -> None:
     """Every rank raises the error, also if only rank 1 has an unlike reference."""
     llama = LlamaConfig(
@@ -212,6 +227,7 @@ CHECKS = (
     a_patched_reference_beside_a_stock_policy,
     a_teacher_is_sharded_although_accelerate_would_not_shard_it,
     models_that_are_no_language_models_are_left_to_trl,
+    a_patched_reward_model_need_not_be_like_the_policy,
     unlike_references_are_refused_by_name,
     mixing_into_the_reference_gathers_no_parameter,
     process_groups_are_shared,
