@@ -80,6 +80,7 @@ def prepare_objects(
         # patched (axolotl/monkeypatch/accelerate/fsdp2.py).
         wrap_process(ACCELERATE)
         specialise(self, Accelerator, ACCELERATOR_METHODS)
+        references.share_meshes(self, state)
         wrap_adapters(model, state)
         if state.config.experts_dtype is not None:
             wrap_process(QUANTISED)
@@ -107,7 +108,9 @@ def create_accelerator(original: Callable[..., Any], self: transformers.Trainer)
     builds the model later. TRL's trainers prepare their reference models right after this call.
     """
     _wrap_cpu_ranks(bool(self.args.fsdp))
+    earlier = getattr(self, "accelerator", None)
     original(self)
+    references.take_over_meshes(earlier, self.accelerator)
     adopt_trainer(self, self.model)
 
 
