@@ -167,6 +167,7 @@ def patch_model(
     if old_state is not None:
         state.adapts_experts = old_state.adapts_experts
         state.is_reported = old_state.is_reported
+        state.shared_meshes = old_state.shared_meshes
         state.unread, old_state.unread = old_state.unread, None
         state.extra = old_state.extra
         if config.mtp_layers != old_state.config.mtp_layers:

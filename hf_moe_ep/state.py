@@ -31,6 +31,7 @@ the row above.
     placement/hub_order.py | _hf_moe_ep_guarded | ModelState, on experts' parameters and optimizers
     moe/counting.py | choice_counts | tokens per expert, from the first counted forward on
     moe/counting.py | leads_to_gradients counted_tokens | which tokens count, during a forward
+    moe/counting.py | batch_is_known | the same
     moe/padding.py | real_tokens | the tokens that experts compute, during a forward
     moe/recompute.py | real_tokens | the same, during a checkpointed function
     moe/shared_experts.py | shared forward _input _deferred _computed | while a MoE block runs
@@ -60,6 +61,7 @@ the row above.
     checkpoints/training/save.py | saver | from the first save in the background on
     checkpoints/training/base.py | known_sums | checksums of frozen parameters, until they change
     patch.py | unread adapts_experts is_reported | those of the old state, if it patches again
+    patch.py | shared_meshes | the same
     patch.py | extra | references to the tensors of files that the class ignores
     apply.py | extra | the same
     checkpoints/hub/extra.py | extra | the same, after a save over these files
@@ -156,7 +158,8 @@ the row above.
     integrations/engines.py | _hf_moe_ep_sent setattr | of TRL's objects that sent extra tensors
     integrations/new_adapters.py | target_parameters | of a LoraConfig that --lora-experts extends
     integrations/saving.py | replaced | Accelerate's functions that save, during a save
-    integrations/references.py | _hf_moe_ep_policy meshes_beside | the policy of a reference model
+    integrations/references.py | _hf_moe_ep_policy | the policy of a reference model
+    integrations/references.py | _hf_moe_ep_meshes shared_meshes | of all models of an Accelerator
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
     integrations/shared_batches.py | setattr | attributes that Accelerate sets on a scheduler
@@ -214,7 +217,7 @@ from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, Quantisation, Quantised
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.background import Saver
-from hf_moe_ep.ranks.mesh import Meshes, Stages
+from hf_moe_ep.ranks.mesh import Meshes, SharedMeshes, Stages
 from hf_moe_ep.upstream.frameworks import how_to_shard
 from hf_moe_ep.upstream.sharded_models import inside_ddp_forward
 
@@ -275,6 +278,9 @@ class ModelState:
     # [T], 1 for the tokens of the current forward that are counted, 0 for others (moe/counting.py);
     # None if all are counted.
     counted_tokens: Tensor | None = None
+    # True during a training forward whose tokens were among the arguments of the causal LM
+    # (moe/counting.py).
+    batch_is_known: bool = False
     # [layers, E], how often this rank's tokens chose each expert (moe/counting.py); None before the
     # first counted forward.
     choice_counts: Tensor | None = None
@@ -354,9 +360,9 @@ class ModelState:
     patch_alike: Callable[..., nn.Module] | None = None
     # With pp_size > 1, the meshes of a model that was cut into stages, but not sharded yet.
     meshes_of_stage: Meshes | None = None
-    # For a policy and its reference model: the meshes of the other model, once it is sharded. The
-    # two models share their process groups if their layouts are the same.
-    meshes_beside: Meshes | None = None
+    # The meshes of the models that the same Accelerator shards. Two models share their process
+    # groups if their layouts are the same.
+    shared_meshes: SharedMeshes = field(default_factory=SharedMeshes)
     # The states of all experts modules, in order. Each is also the attribute STATE of its module.
     moe_layers: list[MoELayer] = field(default_factory=list)
     # True while an MoE block runs that a plan describes (`ModelPlan.block`), and False while other

@@ -549,7 +549,8 @@ def test_peft_wrapped_models_get_each_hook_once() -> None:
     after = ["FinishAuxLoss", "EndCounting", "MarkLogits"]
     around = ["BeginFusedLoss", "EndFusedLoss", "FindPadding", "ForgetPadding"]
     counted = ["FindCounted", "ForgetCounted"]
-    assert sorted(ours) == sorted([*before, *after, *around, *counted])
+    of_decoder = ["FindCountedOfDecoder", "ForgetCountedOfDecoder"]
+    assert sorted(ours) == sorted([*before, *after, *around, *counted, *of_decoder])
     actual, expected = wrapped(**_inputs()), stock(**_inputs())
     assert_close("logits", actual.logits, expected.logits, 1e-12)
     unpatch(wrapped)

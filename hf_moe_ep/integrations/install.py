@@ -80,6 +80,7 @@ def prepare_objects(
         # patched (axolotl/monkeypatch/accelerate/fsdp2.py).
         wrap_process(ACCELERATE)
         specialise(self, Accelerator, ACCELERATOR_METHODS)
+        references.share_meshes(self, state)
         wrap_adapters(model, state)
         if state.config.experts_dtype is not None:
             wrap_process(QUANTISED)
@@ -107,7 +108,9 @@ def create_accelerator(original: Callable[..., Any], self: transformers.Trainer)
     builds the model later. TRL's trainers prepare their reference models right after this call.
     """
     _wrap_cpu_ranks(bool(self.args.fsdp))
+    earlier = getattr(self, "accelerator", None)
     original(self)
+    references.take_over_meshes(earlier, self.accelerator)
     adopt_trainer(self, self.model)
 
 
@@ -127,7 +130,8 @@ def train(
     adopt_trainer(self, self.model)
     if not is_specialised(self):
         return original(self, *args, **kwargs)
-    state = find_state(self.model)
+    # Without a model, `model_init` builds one inside of the original function.
+    state = None if self.model is None else find_state(self.model)
     if state is not None and state.is_reported:
         # This module is slow to import, so it is imported only for `hf-moe-ep run`.
         from hf_moe_ep.integrations.run_report import add_report
@@ -557,15 +561,6 @@ ADAPTER_METHODS = (
             "get_prompt",
             prompts.compute_prompt,
             "gathers the prompt encoder outside the model's forward",
-        ),
-    ),
-    *_build_rows(
-        "peft.peft_model:PeftModelForCausalLM",
-        features.PROMPTS,
-        (
-            "prepare_inputs_for_generation",
-            prompts.begin_generation,
-            "initialises FSDP2's root before PEFT calls only the embedding",
         ),
     ),
     *_build_rows(

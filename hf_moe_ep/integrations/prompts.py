@@ -19,7 +19,6 @@ from torch.func import functional_call
 from hf_moe_ep.checkpoints.hub.gather import gather_tensor
 from hf_moe_ep.ranks.all_ranks import PATIENCE_OF_RANK_0, check_everyone_calls
 from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS
-from hf_moe_ep.upstream.sharded_models import begin_with_root
 
 
 def compute_prompt_to_save(
@@ -46,15 +45,6 @@ def compute_prompt(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     with torch.no_grad():
         whole = {name: gather_tensor(parameter) for name, parameter in sharded.items()}
         return _call_with(self.prompt_encoder, whole, call)
-
-
-def begin_generation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `PeftModelForCausalLM.prepare_inputs_for_generation`: initialise FSDP2's root first.
-
-    PEFT calls the embedding there, before the model.
-    """
-    begin_with_root(self)
-    return original(self, *args, **kwargs)
 
 
 def save_prompts(model: Any, state_dict: Mapping[str, Tensor], save: Callable[[], Any]) -> None:

@@ -8,7 +8,8 @@ frozen and sharded layer by layer, so that a forward gathers one FSDP2 unit (a l
     a patched model                  by the reference's own config
     a stock language model of the    the reference is patched with the policy's config first, so
     policy's architecture            that both models have the same units and shards
-    any other model                  by TRL: a reward model, or the reference of a stock policy
+    any other model                  by TRL: a stock reward model, or the reference of a stock
+                                     policy
 
 `sync_ref_model=True` mixes the policy's weights into the reference. As both models have the same
 shards, each rank mixes its own shards, without gathering any parameter.
@@ -45,12 +46,26 @@ from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
 _logger = logging.getLogger("hf_moe_ep")
 _POLICY = "_hf_moe_ep_policy"
+_MESHES = "_hf_moe_ep_meshes"
 Original = Callable[..., Any]
 
 
 def remember_policy(trainer: transformers.Trainer, state: ModelState) -> None:
     """Store the state of the policy (the trained model) on its Accelerator: references need it."""
     setattr(trainer.accelerator, _POLICY, state)
+
+
+def share_meshes(accelerator: Accelerator, state: ModelState) -> None:
+    """Let a model share process groups with the other models that `accelerator` shards."""
+    if not hasattr(accelerator, _MESHES):
+        setattr(accelerator, _MESHES, state.shared_meshes)
+    state.shared_meshes = getattr(accelerator, _MESHES)
+
+
+def take_over_meshes(earlier: Accelerator | None, accelerator: Accelerator) -> None:
+    """Keep the process groups of a Trainer that creates an Accelerator for each trial."""
+    if hasattr(earlier, _MESHES):
+        setattr(accelerator, _MESHES, getattr(earlier, _MESHES))
 
 
 def hash_weights(original: Callable[[nn.Module], str], module: nn.Module) -> str:
@@ -90,7 +105,7 @@ def shard_reference(original: Original, model: nn.Module, accelerator: Accelerat
         # A reference model computes no loss, so it needs no head for multi-token prediction.
         without_head = {"mtp_layers": 0, "mtp_from_scratch": False}
         run_on_all("the reference model", partial(policy.patch_alike, model, **without_head))
-    _shard_frozen(model, accelerator, policy)
+    _shard_frozen(model, accelerator)
     model.eval()
     return model
 
@@ -107,7 +122,7 @@ def _classify_reference(
         return _OTHER
     if state is None and any(isinstance(module, FSDPModule) for module in model.modules()):
         return _OTHER
-    if policy is not None:
+    if policy is not None and output_head(model) is not None:  # not a reward model
         _check_same_architecture(model, state, policy)
     if state is None:
         return _STOCK
@@ -169,7 +184,7 @@ def prepare_evaluated(
     if state is not None and state.meshes is None:
         run_on_all("accelerator.prepare_model", partial(_check_shares_batches, state, self))
         policy: ModelState | None = getattr(self, _POLICY, None)
-        _shard(model, self, policy, frozen=policy is not None and policy is not state)
+        _shard(model, self, frozen=policy is not None and policy is not state)
     with without_dynamo(self):  # only layers that are trained are compiled
         return original(self, model, device_placement, evaluation_mode)
 
@@ -186,17 +201,17 @@ def shard_own_reference(
     model = args[0] if args and isinstance(args[0], nn.Module) else self.model
     state = find_state(model)
     if state is not None and state.meshes is None and self.accelerator.is_fsdp2:
-        _shard(model, self.accelerator, state, frozen=False)
+        _shard(model, self.accelerator, frozen=False)
     return original(self, *args, **kwargs)
 
 
-def _shard_frozen(model: nn.Module, accelerator: Accelerator, policy: ModelState | None) -> None:
+def _shard_frozen(model: nn.Module, accelerator: Accelerator) -> None:
     """Freeze a patched reference and, unless it is sharded already, shard it. Rank 0 logs this."""
     state = find_state(model)
     assert state is not None
     name = type(model).__name__
     if state.meshes is None:
-        _shard(model, accelerator, policy, frozen=True)
+        _shard(model, accelerator, frozen=True)
     else:
         model.requires_grad_(False)
     if launched_rank() == 0:
@@ -207,13 +222,8 @@ def _shard_frozen(model: nn.Module, accelerator: Accelerator, policy: ModelState
         )
 
 
-def _shard(
-    model: nn.Module, accelerator: Accelerator, policy: ModelState | None, *, frozen: bool
-) -> None:
-    """Shard a patched model with the options of `accelerator`.
-
-    The model shares process groups with the policy, whichever of the two is sharded first.
-    """
+def _shard(model: nn.Module, accelerator: Accelerator, *, frozen: bool) -> None:
+    """Shard a patched model with the options of `accelerator`."""
     state, inner = find_state(model), unwrap(model)
     assert state is not None
     check_parallelism(accelerator.parallelism_config, state)
@@ -223,12 +233,8 @@ def _shard(
     if frozen:
         # No backward follows that would use the gathered parameters.
         options = replace(options, reshard_after_forward=True)
-    if policy is not None:
-        state.meshes_beside = policy.meshes or policy.meshes_beside
+    share_meshes(accelerator, state)
     shard_and_read(inner, state, options, accelerator.device)
-    assert state.meshes is not None
-    if policy is not None and state.meshes.fit(policy.config, accelerator.device):
-        policy.meshes_beside = state.meshes
 
 
 def mix_shards(original: Original, model: nn.Module, target_model: nn.Module, alpha: float) -> None:

@@ -372,28 +372,23 @@ def compute_loss_of_swift(
     self: transformers.Trainer,
     model: Any,
     inputs: Any,
-    return_outputs: bool = False,
-    num_items_in_batch: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Wrap ms-swift's `compute_loss`: divide by the number of processes that share a batch.
 
     ms-swift multiplies the loss per token of all ranks by the number of processes, because
     gradients are averaged over processes. The Trainer multiplies by the number of data ranks.
     """
-    result = original(self, model, inputs, return_outputs, num_items_in_batch)
-    size = processes_per_batch(self.accelerator)
-    if size == 1 or not multiplies_by_processes(self, num_items_in_batch):
+    result = original(self, model, inputs, *args, **kwargs)
+    size, num_items = processes_per_batch(self.accelerator), _find_num_items(args, kwargs)
+    if size == 1 or not multiplies_by_processes(self, num_items):
         return result
-    return (result[0] / size, *result[1:]) if return_outputs else result / size
+    return (result[0] / size, *result[1:]) if isinstance(result, tuple) else result / size
 
 
 def compute_loss_of_sft(
-    original: Original,
-    self: Any,
-    model: Any,
-    inputs: Any,
-    return_outputs: bool = False,
-    num_items_in_batch: Any = None,
+    original: Original, self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Wrap SFTTrainer's `compute_loss`: pass the divisor of the loss to the pipeline stages.
 
@@ -404,16 +399,25 @@ def compute_loss_of_sft(
     """
     state = find_state(self.model)
     if state is None or (state.config.pp_size or 1) == 1:
-        return original(self, model, inputs, return_outputs, num_items_in_batch)
-    if num_items_in_batch is not None:
+        return original(self, model, inputs, *args, **kwargs)
+    if (num_items := _find_num_items(args, kwargs)) is not None:
         factor = self.current_gradient_accumulation_steps
         if self.args.average_tokens_across_devices:
             factor *= self.accelerator.num_processes // self.get_tp_size()
-        state.loss_divisor = num_items_in_batch / factor
+        state.loss_divisor = num_items / factor
     try:
-        return original(self, model, inputs, return_outputs, num_items_in_batch)
+        return original(self, model, inputs, *args, **kwargs)
     finally:
         state.loss_divisor = None
+
+
+def _find_num_items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return `num_items_in_batch` of a call `compute_loss(model, inputs, *args, **kwargs)`.
+
+    The arguments reach the original function as they were given, because the method of a subclass
+    may take only some of them.
+    """
+    return kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
 
 
 def track_num_input_tokens(original: Original, self: transformers.Trainer, inputs: Any) -> None:

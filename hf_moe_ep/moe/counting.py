@@ -31,7 +31,12 @@ from hf_moe_ep.etp import count_whole
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, MoELayer, StateHook
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
-from hf_moe_ep.upstream.models import bind_forward, find_tokens, given_cache
+from hf_moe_ep.upstream.models import (
+    base_model_prefix,
+    bind_forward,
+    find_tokens,
+    given_cache,
+)
 
 
 class BeginCounting(StateHook):
@@ -59,13 +64,17 @@ class FindCounted(StateHook):
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if model.training and torch.compiler.is_compiling():
-            self.state.counted_tokens = find_counted_tokens(kwargs)
+            self._keep(kwargs)
         elif model.training:
             self._find(model, args, kwargs)
 
     @torch.compiler.disable
     def _find(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.state.counted_tokens = find_counted_tokens(bind_forward(model, args, kwargs))
+        self._keep(bind_forward(model, args, kwargs))
+
+    def _keep(self, given: dict[str, Any]) -> None:
+        self.state.batch_is_known = find_tokens(given) is not None
+        self.state.counted_tokens = find_counted_tokens(given)
 
 
 class ForgetCounted(StateHook):
@@ -76,8 +85,32 @@ class ForgetCounted(StateHook):
     """
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.state.batch_is_known = False
         if self.state.counted_tokens is not None and self.state.is_counted is None:
             self.state.counted_tokens = None
+
+
+class FindCountedOfDecoder(FindCounted):
+    """The same hook for the decoder: acts if a caller passes the batch to the decoder alone.
+
+    TRL's distillation trainers do so in place of the model's forward
+    (trl/trainer/distillation_trainer.py, `_get_last_hidden_state`).
+    """
+
+    def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.state.batch_is_known:
+            super().__call__(decoder, args, kwargs)
+
+    def _keep(self, given: dict[str, Any]) -> None:
+        self.state.counted_tokens = find_counted_tokens(given)
+
+
+class ForgetCountedOfDecoder(ForgetCounted):
+    """Forward hook of the decoder: forgets what `FindCountedOfDecoder` has found."""
+
+    def __call__(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self.state.batch_is_known:
+            super().__call__(decoder, args, output)
 
 
 def attach_counting(parts: Parts, state: ModelState) -> None:
@@ -90,6 +123,10 @@ def attach_counting(parts: Parts, state: ModelState) -> None:
     model = next(module for module in owners if module is not None)
     model.register_forward_pre_hook(FindCounted(state), with_kwargs=True)
     model.register_forward_hook(ForgetCounted(state), always_call=True)
+    if prefix := base_model_prefix(model):
+        decoder = getattr(model, prefix)
+        decoder.register_forward_pre_hook(FindCountedOfDecoder(state), with_kwargs=True)
+        decoder.register_forward_hook(ForgetCountedOfDecoder(state), always_call=True)
 
 
 def find_counted_tokens(given: dict[str, Any]) -> Tensor | None:

@@ -55,9 +55,11 @@ uses one process group of ep_fsdp x ep (x etp) ranks. Our own clipping uses this
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -300,6 +302,34 @@ class Meshes:
     def data_parallel_rank(self) -> int:
         """The index of this rank's batch, from 0 to `data_parallel_size` - 1."""
         return (dist.get_rank() - self.first_rank) // self.ranks_per_batch
+
+
+class SharedMeshes:
+    """The meshes of several models, such as a policy and its references, or the models of a search.
+
+    Models with equal layouts share their process groups, because torch keeps every group until the
+    default group is destroyed. A copied model shares the groups of the original.
+    """
+
+    def __init__(self) -> None:
+        self._meshes: list[Meshes] = []
+        self._default_group: weakref.ref[dist.ProcessGroup] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedMeshes:
+        return self
+
+    def find_or_build(self, config: ParallelConfig, device: torch.device) -> Meshes:
+        """Return meshes of `config` over the present default group; every rank calls this."""
+        default_group = dist.group.WORLD
+        assert default_group is not None
+        if self._default_group is None or self._default_group() is not default_group:
+            self._meshes.clear()
+            self._default_group = weakref.ref(default_group)
+        for meshes in self._meshes:
+            if meshes.fit(config, device):
+                return meshes
+        self._meshes.append(build_meshes(config, device))
+        return self._meshes[-1]
 
 
 def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:

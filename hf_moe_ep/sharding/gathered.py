@@ -26,6 +26,10 @@ output arrives, or a unit runs again, the modules get the gathered parameters ba
 through `parameters()`. The list may begin at the model, at a module around it or at a unit, but not
 inside a unit. With pipeline stages, forward and backward are one call, and nothing has to be shown.
 
+A caller may pass the batch to the decoder and bypass the hooks of the root, as TRL's distillation
+trainers do with adapters. Units are then resharded before the decoder runs, and the checks of the
+root's forward run as well. Such a forward leaves units gathered until the next one begins.
+
 After an error in a backward, the gradients are incomplete: some layers have reduced them, and
 others have not. The next forward and clipping raise an error until the gradients are deleted.
 """
@@ -40,15 +44,22 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from hf_moe_ep.moe.forwards import KeepForwards
+from hf_moe_ep.moe.layer import ForwardGuard
+from hf_moe_ep.sharding.checks import RefuseUnfrozen
 from hf_moe_ep.sharding.units import reshard, units_in
+from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.graph import tensors_in
-from hf_moe_ep.upstream.models import models_that_generate
+from hf_moe_ep.upstream.models import base_model_prefix, models_that_generate
+from hf_moe_ep.upstream.modules import forward_hooks
 from hf_moe_ep.upstream.sharded_models import (
     backward_has_begun,
+    begin_with_root,
     end_failed_backward,
     end_failed_forward,
     forward_has_begun,
+    forward_of_root_has_begun,
     install_gathered,
     install_shards,
     reshard_unit,
@@ -95,15 +106,19 @@ class GatheredUnits:
 
     def attach(self) -> None:
         """Register the hooks on the root, and replace `named_modules` and `generate`."""
-        # This hook must run before FSDP2's own hook, which gathers the root.
-        self.root.register_forward_pre_hook(self._begin_forward, prepend=True)
-        self.root.register_forward_hook(self._end_forward, always_call=True)
         unit: Any
         for unit in self._units:
-            # A unit that is still gathered may be called alone, or be recomputed in backward.
-            unit.register_forward_pre_hook(self._begin_unit)
+            # A unit may be called alone, before the root has run or while the unit is still
+            # gathered, or be recomputed in backward. All hooks with `prepend` must run before
+            # FSDP2's own hooks, which gather units.
+            unit.register_forward_pre_hook(self._begin_unit, prepend=True)
             # All lists of modules and parameters pass through the `named_modules` of the units.
             setattr(unit, "named_modules", partial(self._list_modules, unit))  # noqa: B010  mypy
+        self.root.register_forward_pre_hook(self._begin_forward, prepend=True)
+        self.root.register_forward_hook(self._end_forward, always_call=True)
+        inner = without_adapters(self.root)
+        if prefix := base_model_prefix(inner):
+            getattr(inner, prefix).register_forward_pre_hook(self._begin_decoder, prepend=True)
         for model in models_that_generate(self.root):
             setattr(model, "generate", partial(self._generate, model))  # noqa: B010
 
@@ -121,7 +136,18 @@ class GatheredUnits:
         self._reshard()
 
     @torch.compiler.disable
+    def _begin_decoder(self, *_: Any) -> None:
+        """Begin a forward of the decoder alone as a forward of the root."""
+        if backward_is_running() or forward_of_root_has_begun(self.root):
+            return
+        self._begin_forward()
+        for hook in forward_hooks(self.root):
+            if isinstance(hook, (KeepForwards, ForwardGuard, RefuseUnfrozen)):
+                hook(self.root, ())
+
+    @torch.compiler.disable
     def _begin_unit(self, *_: Any) -> None:
+        begin_with_root(self.root)
         if self.shows_shards:
             self._show_gathered(None)
 

@@ -89,7 +89,7 @@ from hf_moe_ep.ops.quantised import (
     rows_may_be_cut,
 )
 from hf_moe_ep.plan import matches
-from hf_moe_ep.ranks.mesh import Meshes, build_meshes
+from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.sharding.buffers import use_buffers
 from hf_moe_ep.sharding.checks import (
     RefuseUnfrozen,
@@ -166,9 +166,7 @@ def build_meshes_and_cut_stages(
     check_adapters_separate(model)
     check_ranks_agree(model, state, options)
     check_nodes(state.config)
-    meshes = state.meshes_beside
-    if meshes is None or not meshes.fit(state.config, device):
-        meshes = build_meshes(state.config, device)
+    meshes = state.shared_meshes.find_or_build(state.config, device)
     if meshes.stages is not None:
         cut_into_stages(model, state, options, meshes)
     return meshes

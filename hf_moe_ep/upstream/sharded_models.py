@@ -114,7 +114,7 @@ def times_written(tensor: Tensor) -> tuple[int, ...]:
     return tensor._version, tensor._version
 
 
-def begin_with_root(model: nn.Module) -> None:
+def begin_with_root(root: FSDPModule) -> None:
     """Initialise FSDP2 from its root, before a unit inside the root is called on its own.
 
     FSDP2 takes the first unit that runs as the root. Without this call the inner unit would become
@@ -122,9 +122,7 @@ def begin_with_root(model: nn.Module) -> None:
     (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). If FSDP2 is initialised already, this
     function does nothing.
     """
-    root = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
-    if root is not None:
-        root._get_fsdp_state()._lazy_init()
+    root._get_fsdp_state()._lazy_init()
 
 
 # torch.compile would trace this hook through FSDP2's weak dictionary of all states, which may lose
@@ -199,6 +197,12 @@ def reshard_unit(unit: FSDPModule) -> None:
 def forward_has_begun(unit: FSDPModule) -> bool:
     """Return True if a forward of any unit of the same model runs, or was ended by an error."""
     return unit._get_fsdp_state()._state_ctx.iter_forward_root is not None
+
+
+def forward_of_root_has_begun(root: FSDPModule) -> bool:
+    """Return True if a forward of the root runs; False if a unit inside of it was called alone."""
+    state = root._get_fsdp_state()
+    return state._state_ctx.iter_forward_root is state
 
 
 def backward_has_begun(unit: FSDPModule) -> bool:

@@ -100,7 +100,7 @@ def attach(parts: Parts, state: ModelState) -> None:
         return
     run_tower_once = TowerOnce(state, tower.module, len(parts.main_layers))
     tower.owner.register_forward_pre_hook(run_tower_once, with_kwargs=True)
-    encode_on_all_ranks = partial(run_tower_once.encode_before_generate, parts.root, tower.owner)
+    encode_on_all_ranks = partial(run_tower_once.encode_before_generate, tower.owner)
     _wrap_encoding(encode_on_all_ranks, parts.root, state)
     if state.config.ranks_per_batch > 1:
         tower.decoder.register_forward_pre_hook(TakeDeepstack(), with_kwargs=True)

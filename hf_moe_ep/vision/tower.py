@@ -26,14 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, ShardedOnly
 from hf_moe_ep.upstream.models import bind_forward, given_cache, input_embedding
-from hf_moe_ep.upstream.sharded_models import begin_with_root
 from hf_moe_ep.upstream.towers import (
     TOWER_OUTPUTS,
     run_tower,
@@ -93,7 +91,6 @@ class TowerOnce(ShardedOnly):
 
     def encode_before_generate(
         self,
-        root: nn.Module,
         inner: nn.Module,
         stock: Callable[[dict[str, Any]], Any],
         model_kwargs: dict[str, Any],
@@ -102,8 +99,6 @@ class TowerOnce(ShardedOnly):
         meshes = self.state.meshes
         if meshes is None or meshes.world_size == 1:
             return stock(model_kwargs)
-        if isinstance(root, FSDPModule):
-            begin_with_root(root)
         on_any_rank = self._seen_anywhere(inner, model_kwargs, meshes.device)
         for (pixels, _, _), must_run in zip(_MODALITIES.values(), on_any_rank, strict=True):
             if must_run and model_kwargs.get(pixels) is None:

@@ -24,12 +24,13 @@ from support.launched import launched, prepared
 from support.parity import full_tensor
 from support.tiny_models import batch, tiny
 from torch import nn
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeForSequenceClassification
 
 from hf_moe_ep import patch
 from hf_moe_ep.integrations import references
-from hf_moe_ep.integrations.install import AXOLOTL, FRAMEWORK_METHODS, TRL
+from hf_moe_ep.integrations.install import AXOLOTL, FRAMEWORK_METHODS, TRL, create_accelerator
 from hf_moe_ep.integrations.references import shard_own_reference
 from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.wrap import Feature, Wrap, call_when_imported, find_owner, wrap_process
@@ -141,6 +142,21 @@ def models_that_are_no_language_models_are_left_to_trl(rank: int, world: int) ->
             reference_of(tiny(**FP32), accelerator_of(tiny(**FP32)))
 
 
+def a_patched_reward_model_need_not_be_like_the_policy(rank: int, world: int) -> None:
+    """TRL's SDPOTrainer shards reward models as it shards reference models."""
+    sizes = {"num_experts": 4, "pad_token_id": 0, **FP32}
+    stock = tiny("qwen3_moe, rewards", seed=3, **sizes).eval()
+    with launched():
+        accelerator = accelerator_of(patch(tiny(**FP32), ep_size=2))
+        rewards = patch(tiny("qwen3_moe, rewards", seed=3, **sizes), ep_size=2)
+        rewards = reference_of(rewards, accelerator)
+        assert all(isinstance(p, DTensor) and not p.requires_grad for p in rewards.parameters())
+        inputs = batch(stock, 2, 9, seed=rank)
+        del inputs["labels"]
+        with torch.no_grad():
+            assert_close("scores", rewards(**inputs).logits, stock(**inputs).logits, FP32_INSIDE)
+
+
 def unlike_references_are_refused_by_name(rank: int, world: int) -> None:
     """Every rank raises the error, also if only rank 1 has an unlike reference."""
     llama = LlamaConfig(
@@ -205,6 +221,27 @@ def process_groups_are_shared(rank: int, world: int) -> None:
         assert (of_policy.ep_size, of_reference.ep_size) == (2, 1)
 
 
+def models_of_one_accelerator_add_no_groups(rank: int, world: int) -> None:
+    """Such as the folds of a cross validation, and the trials of a search, each of which creates
+    an Accelerator."""
+    with launched():
+        accelerator, first, _ = prepared(tiny(**FP32), ep_size=2)
+        of_first, groups = patched_state(first).meshes, len(_world.pg_map)
+        del first
+        _, second, _ = prepared(tiny(**FP32), accelerator, ep_size=2)
+        assert patched_state(second).meshes is of_first
+        trainer: Any = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(fsdp=False))
+        trainer.model = None
+
+        def create(self: Any) -> None:
+            self.accelerator = Accelerator(cpu=True)
+
+        create_accelerator(create, trainer)
+        assert trainer.accelerator is not accelerator
+        _, third, _ = prepared(tiny(**FP32), trainer.accelerator, ep_size=2)
+        assert patched_state(third).meshes is of_first and len(_world.pg_map) == groups
+
+
 CHECKS = (
     a_patched_reference_is_sharded_when_trl_prepares_it,
     a_stock_reference_is_sharded_like_the_policy,
@@ -212,9 +249,11 @@ CHECKS = (
     a_patched_reference_beside_a_stock_policy,
     a_teacher_is_sharded_although_accelerate_would_not_shard_it,
     models_that_are_no_language_models_are_left_to_trl,
+    a_patched_reward_model_need_not_be_like_the_policy,
     unlike_references_are_refused_by_name,
     mixing_into_the_reference_gathers_no_parameter,
     process_groups_are_shared,
+    models_of_one_accelerator_add_no_groups,
 )
 
 

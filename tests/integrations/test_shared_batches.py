@@ -301,6 +301,31 @@ def test_trainers_that_generate_on_each_rank_are_refused() -> None:
         share_trainer_batches(trainer, state)
 
 
+@pytest.mark.parametrize("pp_size", [1, 2])
+@pytest.mark.parametrize(
+    "wrapper", [shared_batches.compute_loss_of_sft, shared_batches.compute_loss_of_swift]
+)
+def test_a_loss_gets_its_arguments_as_the_trainer_passes_them(
+    wrapper: Callable[..., Any], pp_size: int
+) -> None:
+    """A subclass of a trainer may name only some of them, as the method of this test does."""
+    trainer: Any = SimpleNamespace(
+        model=patch(tiny(num_hidden_layers=2), pp_size=pp_size),
+        accelerator=SimpleNamespace(num_processes=1),
+        args=SimpleNamespace(average_tokens_across_devices=False),
+        current_gradient_accumulation_steps=1,
+    )
+
+    def of_user(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **kw: Any) -> Any:
+        return (self, model, inputs), return_outputs, kw
+
+    for given in ({}, {"return_outputs": True}, {"num_items_in_batch": 3}):
+        arguments, return_outputs, kwargs = wrapper(of_user, trainer, "model", "inputs", **given)
+        assert arguments == (trainer, "model", "inputs")
+        assert {"return_outputs": return_outputs} | kwargs == {"return_outputs": False} | given
+    assert wrapper(of_user, trainer, "model", "inputs", True)[1]
+
+
 def test_attributes_that_accelerate_sets_are_the_schedulers() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     inner = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)

@@ -24,7 +24,7 @@ from support.close import assert_close
 from support.launched import FP32_BUDGET, launched
 from support.tiny_models import batch, tiny
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.integrations import features
@@ -338,6 +338,21 @@ def test_a_method_of_a_user_is_called_before_the_wrapper(monkeypatch: pytest.Mon
     unwrapped.save_model()
     assert wrapped.called == ["mine", "ours", "stock"] and unwrapped.called == ["mine", "stock"]
     assert type(wrapped).__name__ == "_MyTrainer" and isinstance(wrapped, _MyTrainer)
+
+
+def test_train_builds_a_patched_model_after_a_search_has_released_the_last_one(
+    tmp_path: Path,
+) -> None:
+    """`Trainer.hyperparameter_search` sets the model to None after each trial."""
+    trainer = Trainer(
+        model_init=lambda: patch(tiny(dtype=torch.float32, num_hidden_layers=1)),
+        args=TrainingArguments(tmp_path, use_cpu=True, max_steps=1, save_strategy="no"),
+        train_dataset=[{"input_ids": [3, 1, 4], "labels": [3, 1, 4]}],
+    )
+    first = trainer.train()
+    trainer.model = trainer.model_wrapped = None
+    assert trainer.train().training_loss == first.training_loss
+    assert find_state(trainer.model) is not None
 
 
 def _ours(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """LoRA on stacked experts against stock PEFT on the stock model in one process, fp64."""
 
 import copy
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from support import checks, parity
 from support.adapters import EXPERTS, TARGETS, with_lora
 from support.architectures import tiny as tiny_of
@@ -17,12 +19,14 @@ from support.modalities import modality_by_step
 from support.needs import NO_ADD_ADAPTER
 from support.parity import CHECKPOINT, Case, on_ranks
 from support.quantised import SIZES, dequantise_experts
+from support.redirected import call_redirected
 from support.tiny_models import batch, tiny
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import apply_ep_fsdp2, load_checkpoint, patch, save_checkpoint, unpatch
 from hf_moe_ep.lora.factors import pack_factors
-from hf_moe_ep.state import STATE, MoELayer
+from hf_moe_ep.state import STATE, MoELayer, find_state
 
 
 def adapt_one_layer(model: nn.Module) -> nn.Module:
@@ -278,6 +282,58 @@ def generate_before_any_forward(rank: int, world: int) -> None:
         assert torch.equal(*tokens), patch_first
 
 
+def _distillation_losses(model: nn.Module, ranks: Iterable[int], checkpoints: bool) -> list[Tensor]:
+    """Take three steps with an evaluation in between, and return the losses of this process.
+
+    The model is called as by TRL's distillation trainers: the forward of the PeftModel calls the
+    decoder, and multiplies by the head's weight. A second call between forward and backward stands
+    for a teacher.
+    """
+
+    def compute_loss(inputs: dict[str, Tensor]) -> Tensor:
+        decoder = model.get_base_model().base_model
+        weight = model.get_output_embeddings().weight
+        hidden = decoder(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state
+        with torch.no_grad():
+            of_teacher = decoder(inputs["input_ids"].flip(1)).last_hidden_state
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return ((hidden - of_teacher) @ weight.T).square().mean()
+
+    losses = []
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=0.05)
+    for step in range(3):
+        model.train()
+        if checkpoints:
+            parity.checkpointing(model, False)
+        batches = [batch(tiny(), 2, 9, seed=2 * step + rank, pad=2) for rank in ranks]
+        loss = sum(call_redirected(model, compute_loss, inputs) for inputs in batches)
+        (loss / len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            losses += [loss.detach(), call_redirected(model, compute_loss, batches[0])]
+    return losses
+
+
+def a_forward_that_calls_only_the_decoder(rank: int, world: int) -> None:
+    for tied, checkpoints in ((False, False), (True, False), (False, True)):
+        stock, model = (
+            with_lora(tiny(tie_word_embeddings=tied), seed=0, fp32=False) for _ in range(2)
+        )
+        apply_ep_fsdp2(model, ep_size=world)
+        want = _distillation_losses(stock, range(world), checkpoints)
+        got = _distillation_losses(model, [rank], checkpoints)
+        for step in range(3):
+            dist.all_reduce(got[2 * step])
+            dist.broadcast(got[2 * step + 1], src=0)
+        for number, (loss, expected) in enumerate(zip(got, want, strict=True)):
+            assert_close(f"loss {number}, tied {tied}", loss, expected, FP64_MODEL)
+        state = find_state(model)
+        assert state is not None and state.forward_number == 2 * len(want)
+
+
 def adapters_that_share_weights_are_refused(rank: int, world: int) -> None:
     """Sharding would end what they share: views of one tensor, copied layers, merged weights."""
     merged: Any = with_lora(tiny(), seed=0)
@@ -325,6 +381,7 @@ def quantised_experts_keep_their_scales(rank: int, world: int) -> None:
         2,
         reference_pass_before_a_step,
         generate_before_any_forward,
+        a_forward_that_calls_only_the_decoder,
         adapters_that_share_weights_are_refused,
         quantised_experts_keep_their_scales,
     ),

@@ -4,6 +4,7 @@ Every rank builds its meshes, and the ranks in its groups are compared. The pari
 collectives in these groups give the right numbers.
 """
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_moe_ep import ParallelConfig
-from hf_moe_ep.ranks.mesh import Meshes, build_meshes, check_world
+from hf_moe_ep.ranks.mesh import Meshes, SharedMeshes, build_meshes, check_world
 from hf_moe_ep.upstream.process_groups import fake_group, take_default_timeout
 
 CPU = torch.device("cpu")
@@ -159,6 +161,23 @@ def test_two_models_have_separate_meshes() -> None:
         wide = build_meshes(ParallelConfig(ep_size=4), CPU)
         narrow = build_meshes(ParallelConfig(ep_size=2), CPU)
         assert _members(wide.ep, 0) == [4, 5, 6, 7] and _members(narrow.ep, 0) == [4, 5]
+
+
+def test_models_share_groups_until_the_default_group_is_destroyed() -> None:
+    shared, config = SharedMeshes(), ParallelConfig(ep_size=4)
+    found = []
+    for _ in range(2):
+        with _as_rank(5, 8):
+            meshes = shared.find_or_build(config, CPU)
+            groups = len(_world.pg_map)
+            assert copy.deepcopy(shared).find_or_build(config, CPU) is meshes
+            assert len(_world.pg_map) == groups
+            assert shared.find_or_build(ParallelConfig(ep_size=2), CPU) is not meshes
+            assert len(_world.pg_map) > groups
+            assert shared.find_or_build(config, CPU) is meshes
+            assert all(group in _world.pg_map for group in meshes.all_groups())
+            found.append(meshes)
+    assert found[0] is not found[1]
 
 
 def test_sp_groups_are_consecutive_ranks() -> None:

@@ -19,6 +19,7 @@ from support.architectures import tiny as tiny_of
 from support.architectures.steps import TEXT_TYPES, loss_of_sum
 from support.architectures.types import OUTSIDE
 from support.checks import Check, Found, on_ranks
+from support.redirected import call_redirected
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -130,6 +131,24 @@ def test_a_call_of_the_decoder_alone_is_counted_if_gradients_are_enabled() -> No
     assert not expert_load(model).counts.any()
     model.model(**inputs)
     assert torch.equal(expert_load(model).counts, _count_choices(tiny(), [batch(model, 2, 9)]))
+
+
+def test_padding_is_not_counted_if_a_caller_passes_the_mask_to_the_decoder_alone() -> None:
+    """TRL's distillation trainers replace the forward of the model by a call of the decoder. With
+    adapters they bypass the hooks of the causal LM."""
+    stock, inputs = tiny(), [batch(tiny(), 2, 9, seed=seed, pad=3 * seed) for seed in range(3)]
+    model = patch(tiny())
+
+    def run_decoder(*batches: dict[str, Tensor]) -> Tensor:
+        outputs = [model.base_model(x["input_ids"], x["attention_mask"]) for x in batches]
+        return sum(output.last_hidden_state.sum() for output in outputs)
+
+    call_redirected(model, run_decoder, *inputs).backward()
+    assert torch.equal(expert_load(model).counts, _count_choices(stock, inputs))
+    run_decoder(*inputs)
+    assert torch.equal(expert_load(model).counts, _count_choices(stock, inputs))
+    model(**inputs[1])
+    assert torch.equal(expert_load(model).counts, _count_choices(stock, inputs[1:2]))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

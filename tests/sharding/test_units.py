@@ -153,6 +153,24 @@ def _called_after_a_list(rank: int, world: int) -> None:
         assert torch.equal(grad, gradients[1][name]), name
 
 
+def _embedding_is_called_first(rank: int, world: int) -> None:
+    """A unit that the caller runs before the first forward of the root does not become the root."""
+    stock, model = tiny(), apply_ep_fsdp2(tiny(), ep_size=2)
+    for step in range(2):
+        inputs = [batch(stock, 2, 7, seed=2 * step + other) for other in range(world)]
+        losses = []
+        for m, batches in ((stock, inputs), (model, inputs[rank : rank + 1])):
+            m.zero_grad()
+            for own in batches:
+                embeds = m.get_input_embeddings()(own["input_ids"])
+                losses.append(m(inputs_embeds=embeds, labels=own["labels"]).loss)
+                (losses[-1] / len(batches)).backward()
+        assert_close("loss", losses[-1], losses[rank], 1e-10)
+        expected = dict(stock.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert_close(name, parameter.grad.full_tensor(), expected[name].grad, 1e-10)
+
+
 def _routers_compute_in_fp32(
     prepare: Prepare | None,
     options: dict[str, Any],
@@ -331,6 +349,7 @@ CHECKS = on_ranks(
     {"listed: whole experts": partial(_check_listed, *LISTED["whole experts"])},
     {
         "called after a list": _called_after_a_list,
+        "embedding called first": _embedding_is_called_first,
         "routers in fp32": partial(_routers_compute_in_fp32, None, {"ep_size": 2}),
         "frozen": _frozen_after_a_forward,
         "gathered by hand": _gathered_by_hand,

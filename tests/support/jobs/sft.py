@@ -6,7 +6,7 @@
 
 `--parallel` adds two lines, an import and a call. With `--pp 2` the ranks form 2 pipeline stages
 instead of pairs that share a sequence, and with `--ep 4` neither. `--padded` pads rows instead of
-packing them.
+packing them. With `--own-loss` a subclass of the trainer overrides the loss.
 FOLDER/run.json holds the trainer's log, the lengths of the documents in each packed row, and the
 number of steps that ran.
 
@@ -75,6 +75,15 @@ class Steps(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class OwnLoss(SFTTrainer):
+    """A trainer whose loss is SFTTrainer's, in a method as TRL's documentation suggests it."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -84,6 +93,7 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--padded", action="store_true")
     parser.add_argument("--loss", default="nll")
+    parser.add_argument("--own-loss", action="store_true")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--die-at", type=int, default=0)
@@ -121,7 +131,7 @@ def main() -> None:
         patch(model, ep_size=options.ep, sp_size=4 // options.ep // options.pp, **stages)
 
     steps = Steps(options.die_at, options.stop_after)
-    trainer = SFTTrainer(
+    trainer = (OwnLoss if options.own_loss else SFTTrainer)(
         model,
         args=arguments,
         train_dataset=documents(),
