@@ -35,7 +35,7 @@ from hf_moe_ep.optim.owners import (
     find_sharding,
     whole_ranges,
 )
-from hf_moe_ep.ranks.all_ranks import check_alike, check_everyone_calls
+from hf_moe_ep.ranks.all_ranks import check_alike, check_everyone_calls, gather_from_all
 from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.collectives import Transfer, start_all_to_all
 from hf_moe_ep.sharding.units import reshard
@@ -142,7 +142,8 @@ class Muon(Optimizer):
             optimizer.add_param_group({"params": model.model.layers[0].parameters()})
 
         A group without "use_muon" becomes two groups, if the rules choose both algorithms. Frozen
-        parameters may be given as well: they are trained once they get gradients.
+        parameters may be given as well: they are trained once they get gradients. With pipeline
+        stages every rank calls this, also with an empty list.
         """
         self._layouts = self._find_layouts()
         params = param_group["params"]
@@ -152,20 +153,38 @@ class Muon(Optimizer):
         if "use_muon" in options:
             self._add_group(params, plain, options)
             return
-        if unknown := [self._layouts.unknown[p] for p in plain if p in self._layouts.unknown]:
-            raise ValueError(
-                f"it is unknown whether these parameters are matrices for Muon: "
-                f"{', '.join(unknown)}; give them to AdamW by Muon(model, ..., param_groups=["
-                f"{{'params': [...], 'use_muon': False}}, {{'params': the other parameters}}])"
-            )
+        by_muon, used = self._choose_algorithms(plain)
         for use_muon in (True, False):
-            chosen = [(p in self._layouts.of_matrices) == use_muon for p in plain]
-            if any(chosen):
+            if use_muon in used:
+                chosen = [is_of_muon == use_muon for is_of_muon in by_muon]
                 self._add_group(
                     [p for p, is_chosen in zip(params, chosen, strict=True) if is_chosen],
                     [p for p, is_chosen in zip(plain, chosen, strict=True) if is_chosen],
                     options | {"use_muon": use_muon},
                 )
+
+    def _choose_algorithms(self, params: list[nn.Parameter]) -> tuple[list[bool], set[bool]]:
+        """Return for each parameter if Muon trains it, and the set of these values on all stages.
+
+        All pipeline stages must have equally many groups, although some may be empty: checkpoints
+        and schedulers number the groups. So every rank calls this.
+        """
+        stages = getattr(patched_state(self.model).meshes, "stages", None)
+        if stages is None:
+            by_muon = self._choose(params)
+            return by_muon, set(by_muon)
+        column = stages.column.get_group()
+        of_stages = gather_from_all("Muon.add_param_group", lambda: self._choose(params), column)
+        return of_stages[stages.index], set().union(*of_stages)
+
+    def _choose(self, params: list[nn.Parameter]) -> list[bool]:
+        if unknown := [self._layouts.unknown[p] for p in params if p in self._layouts.unknown]:
+            raise ValueError(
+                f"it is unknown whether these parameters are matrices for Muon: "
+                f"{', '.join(unknown)}; give them to AdamW by Muon(model, ..., param_groups=["
+                f"{{'params': [...], 'use_muon': False}}, {{'params': the other parameters}}])"
+            )
+        return [p in self._layouts.of_matrices for p in params]
 
     def _add_group(self, params: list[Any], plain: list[Any], options: dict[str, Any]) -> None:
         use_muon = options["use_muon"]

@@ -459,7 +459,24 @@ CHECKS: dict[str, Any] = {
     },
     **{name: partial(saves_adapters, options) for name, options in ADAPTERS.items()},
 }
+def parameter_groups_of_stages_that_differ_are_refused(rank: int, world: int, folder: str) -> None:
+    """A checkpoint has one lr per group, which each stage would load."""
+    run = Run(rank, {"pp_size": 2})
+    run.optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
+    with pytest.raises(ValueError, match=r"lr of parameter group 0 is 0.1 on .* 0 and 0.2 on .* 1"):
+        save_checkpoint(f"{folder}/lr", run.model, run.optimizer)
+    run.optimizer.param_groups[0]["lr"] = 0.1
+    if rank == 1:
+        run.optimizer.add_param_group({"params": []})
+    with pytest.raises(ValueError, match=r"different numbers of parameter groups \(1, 2\)"):
+        save_checkpoint(f"{folder}/groups", run.model, run.optimizer)
+    if rank == 0:
+        run.optimizer.add_param_group({"params": []})
+    save_checkpoint(f"{folder}/groups", run.model, run.optimizer)
+
+
 TWO_RANKS = (
+    parameter_groups_of_stages_that_differ_are_refused,
     a_folder_that_is_not_shared_is_refused,
     a_failing_stage_loses_nothing,
     shared_adapters_are_refused,

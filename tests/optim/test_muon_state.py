@@ -90,6 +90,61 @@ def resumes_with_stages(rank: int, world: int, folder: str) -> None:
     _compare(again, model)
 
 
+def groups_of_stages_keep_their_options(rank: int, world: int, folder: str) -> None:
+    """The group of the embedding is empty on stage 1, and that of the head on stage 0."""
+
+    def start(seed: int) -> tuple[nn.Module, Muon]:
+        model = apply_ep_fsdp2(tiny(seed=seed), pp_size=2)
+        named = list(model.named_parameters())
+        embedding, head = (
+            [p for name, p in named if part in name] for part in ("embed_tokens", "lm_head")
+        )
+        rest = [p for name, p in named if "embed_tokens" not in name and "lm_head" not in name]
+        groups = [
+            {"params": embedding, "lr": 1e-3},
+            {"params": head, "lr": 1e-4},
+            {"params": rest},
+        ]
+        return model, Muon(model, LR, param_groups=groups)
+
+    def lr_by_name(model: nn.Module, optimizer: Muon) -> dict[str, float]:
+        names = {p: name for name, p in model.named_parameters()}
+        return {names[p]: g["lr"] for g in optimizer.param_groups for p in g["params"]}
+
+    model, optimizer = start(0)
+    want = lr_by_name(model, optimizer)
+    assert set(want.values()) == {LR, 1e-3 if rank == 0 else 1e-4}
+    _run(model, optimizer, range(1))
+    save_checkpoint(Path(folder) / "step-1", model, optimizer)
+    resumed, its_optimizer = start(1)
+    load_checkpoint(folder, resumed, its_optimizer)
+    assert lr_by_name(resumed, its_optimizer) == want
+    for it in ((model, optimizer), (resumed, its_optimizer)):
+        _run(*it, range(1, 2))
+    for name, parameter in whole_parameters(resumed).items():
+        assert torch.equal(parameter, whole_parameters(model)[name]), name
+
+
+def a_frozen_stage_has_the_groups_of_the_others(rank: int, world: int, folder: str) -> None:
+    def start(**layout: Any) -> tuple[nn.Module, Muon]:
+        model = tiny()
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
+        apply_ep_fsdp2(model, **layout)
+        return model, Muon(model, LR)
+
+    model, optimizer = start(pp_size=2)
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+    assert any(group["params"] for group in optimizer.param_groups) == (rank == 1)
+    _run(model, optimizer, range(1))
+    save_checkpoint(Path(folder) / "step-1", model, optimizer)
+    resumed, its_optimizer = start(ep_size=2)
+    load_checkpoint(folder, resumed, its_optimizer)
+    for it in ((model, optimizer), (resumed, its_optimizer)):
+        _run(*it, range(1, 2))
+    _compare(model, resumed)
+
+
 def _compare(model: nn.Module, whole: nn.Module) -> None:
     """Compare the parameters of this rank's stage with those of a model without stages."""
     want = whole_parameters(whole)
@@ -260,6 +315,8 @@ def _packed(name: str, factor: Tensor) -> Tensor:
             moved_experts_take_their_momentum_along,
             an_optimizer_from_before_sharding_is_refused,
             factors_of_adapters_on_request,
+            groups_of_stages_keep_their_options,
+            a_frozen_stage_has_the_groups_of_the_others,
         ),
         *on_ranks(
             2,
