@@ -126,6 +126,7 @@ the row above.
     upstream/accelerate_and_trainer.py | __getattr__ __all__ Accelerator | of accelerate, until used
     runner/hook.py | _warn_once propagate name disabled | warnings; the log of `hf-moe-ep run`
     runner/path/sitecustomize.py | exec_module meta_path | installs the hook of `hf-moe-ep run`
+    upstream/sharded_models.py | _custom_op_handlers | DTensor's check for infinities, with etp_size
     placement/hub_order.py | _watch_new_optimizers | a hook of torch, from balance_experts on
     integrations/prepare.py | _hf_moe_ep_taken_sizes | of a ParallelismConfig, for later models
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks

@@ -459,6 +459,8 @@ CHECKS: dict[str, Any] = {
     },
     **{name: partial(saves_adapters, options) for name, options in ADAPTERS.items()},
 }
+
+
 def parameter_groups_of_stages_that_differ_are_refused(rank: int, world: int, folder: str) -> None:
     """A checkpoint has one lr per group, which each stage would load."""
     run = Run(rank, {"pp_size": 2})
