@@ -132,7 +132,7 @@ def share_infinities() -> None:
     several ranks have copies of the first gradient, they would decide differently. The operator
     treats each gradient by itself, so the list may begin with the one that has the most shards.
     """
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     stock = handlers[operator]
     if not isinstance(stock, _MostShardedFirst):

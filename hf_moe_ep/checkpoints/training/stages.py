@@ -48,20 +48,30 @@ def _join_optimizers(parts: list[OptimizerState | None]) -> OptimizerState | Non
     optimizers = [part for part in parts if part is not None]
     if not optimizers:
         return None
-    numbers = [len(part.groups) for part in optimizers]
+    groups = join_groups([part.groups for part in optimizers])
+    return replace(optimizers[0], values=_join([part.values for part in optimizers]), groups=groups)
+
+
+def join_groups(of_stages: Sequence[Sequence[Group]]) -> list[Group]:
+    """Return the parameter groups of the whole model, from those of all stages.
+
+    Raises:
+        ValueError: the number of groups or an option of a group depends on the stage.
+    """
+    numbers = [len(groups) for groups in of_stages]
     if len(set(numbers)) > 1:
         raise ValueError(
             f"the optimizers of the pipeline stages have different numbers of parameter groups "
             f"({', '.join(map(str, numbers))}), and a checkpoint joins groups of equal numbers; "
             f"create the same groups on every stage, empty ones as well: {{'params': []}}"
         )
-    groups = []
-    for index, of_stages in enumerate(zip(*(part.groups for part in optimizers), strict=True)):
-        _check_options([group.options for group in of_stages], index)
+    joined = []
+    for index, groups in enumerate(zip(*of_stages, strict=True)):
+        _check_options([group.options for group in groups], index)
         # Two stages have a tied embedding; its name is listed once.
-        names = dict.fromkeys(name for group in of_stages for name in group.names)
-        groups.append(Group(list(names), of_stages[0].options))
-    return replace(optimizers[0], values=_join([part.values for part in optimizers]), groups=groups)
+        names = dict.fromkeys(name for group in groups for name in group.names)
+        joined.append(Group(list(names), groups[0].options))
+    return joined
 
 
 def _check_options(of_stages: list[dict[str, Any]], index: int) -> None:
