@@ -99,7 +99,7 @@ the row above.
     ops/expert_mlp.py | finish | computes weight gradients that a backward has postponed
     -- set by sharding on a model, for its life --
     pipeline/cut.py | _loss_function correction shared undo relied_on | of other stages, removed
-    pipeline/cut.py | moe_names tensors tied | of a Stage: what the whole model has
+    pipeline/cut.py | moe_names tensors tied has_adapters | of a Stage: what the whole model has
     pipeline/stage.py | setattr | plain attributes of the layers for which modules stand
     sharding/stages.py | stage values defers_aux_loss routed | the stage of this rank
     checkpoints/hub/gather.py | keys_of_adapters | of a Stage: the keys of PEFT's files
