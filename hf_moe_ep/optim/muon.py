@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from hf_moe_ep.etp import apart_dims_by_id
 from hf_moe_ep.optim.matrices import Layouts, MatrixLayout, find_layouts, layout_on_request
 from hf_moe_ep.optim.orthogonal import adjusted_lr, dtype_of_steps, orthogonalise
 from hf_moe_ep.optim.owners import (
@@ -191,22 +192,34 @@ class Muon(Optimizer):
         options = (self._of_muon if use_muon else self._of_adamw) | options
         _check_options(options)
         for parameter in plain if use_muon else ():
-            if self._layout(parameter) is None:
-                raise ValueError(
-                    f"a group with 'use_muon': True has a parameter {tuple(parameter.shape)}, "
-                    f"which is neither a matrix nor a stacked weight of experts; set 'use_muon': "
-                    f"False for it"
-                )
+            self._layout_of(parameter)
         super().add_param_group({"params": params, **options})
 
     def _find_layouts(self) -> Layouts:
         reshard(self.model)
         return find_layouts(self.model, split_heads=self.split_heads)
 
-    def _layout(self, parameter: nn.Parameter) -> MatrixLayout | None:
-        """Return the layout of a parameter that the rules or the user give to Muon."""
+    def _layout_of(self, parameter: nn.Parameter) -> MatrixLayout:
+        """Return the layout of a parameter that the rules or the user give to Muon.
+
+        Raises:
+            ValueError: the parameter holds no matrices, or parts of them that Muon cannot join.
+        """
         by_rule = self._layouts.of_matrices.get(parameter)
-        return by_rule or layout_on_request(self.model, parameter)
+        layout = by_rule or layout_on_request(self.model, parameter)
+        if layout is not None:
+            return layout
+        reason = "which is neither a matrix nor a stacked weight of experts"
+        if id(parameter) in apart_dims_by_id(self.model):
+            etp_size = patched_state(self.model).config.etp_size
+            reason = (
+                f"a LoRA factor of which etp_size={etp_size} gives a rank two ranges of the rows "
+                f"of each matrix"
+            )
+        raise ValueError(
+            f"a group with 'use_muon': True has a parameter {tuple(parameter.shape)}, {reason}; "
+            f"set 'use_muon': False for it"
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -333,8 +346,7 @@ class Muon(Optimizer):
                     f"its model any more; create Muon after apply_ep_fsdp2(model), or pass model "
                     f"and optimizer to accelerator.prepare together"
                 )
-            layout = self._layout(parameter)
-            assert layout is not None
+            layout = self._layout_of(parameter)
             matrices.append(_describe(names[parameter], parameter, layout, update))
         meshes = patched_state(self.model).meshes
         if meshes is not None:

@@ -289,6 +289,29 @@ def factors_of_adapters_on_request(rank: int, world: int) -> None:
             assert_close(name, _packed(name, got), wanted[name].detach(), FP64_MODEL)
 
 
+def factors_that_etp_cuts_in_two_are_refused(rank: int, world: int) -> None:
+    """lora_B of gate and up is one matrix per expert, of which a rank has two ranges of rows."""
+    from accelerate import Accelerator
+
+    def groups(model: nn.Module, *, is_cut: bool) -> list[dict[str, Any]]:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        factors = [p for name, p in named if ("base_layer.lora_B" in name) == is_cut]
+        return [{"params": factors, "use_muon": True}]
+
+    message = r"etp_size=2 gives a rank two ranges of the rows .*set 'use_muon': False for it"
+    model = apply_ep_fsdp2(with_lora(tiny(), modules=()), etp_size=2)
+    with pytest.raises(ValueError, match=message):
+        Muon(model, LR, param_groups=groups(model, is_cut=True))
+    _run(model, Muon(model, LR, param_groups=groups(model, is_cut=False)), range(1))
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        later = patch(with_lora(tiny(), modules=()), etp_size=2)
+        optimizer = Muon(later, LR, param_groups=groups(later, is_cut=True))
+        prepared, optimizer = accelerator.prepare(later, optimizer)
+        with pytest.raises(ValueError, match=message):
+            _run(prepared, optimizer, range(1))
+
+
 def only_one_rank_has_other_gradients(rank: int, world: int) -> None:
     """The other rank would wait in an exchange that this rank never starts."""
     model, optimizer = _start(ep_size=2)
@@ -315,6 +338,7 @@ def _packed(name: str, factor: Tensor) -> Tensor:
             moved_experts_take_their_momentum_along,
             an_optimizer_from_before_sharding_is_refused,
             factors_of_adapters_on_request,
+            factors_that_etp_cuts_in_two_are_refused,
             groups_of_stages_keep_their_options,
             a_frozen_stage_has_the_groups_of_the_others,
         ),
