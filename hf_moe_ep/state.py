@@ -174,7 +174,8 @@ the row above.
     upstream/accelerate_and_trainer.py | data_ptr | of parameters without memory, the same
     upstream/captured_outputs.py | compiling global_var | transformers' collector, in a layer
     integrations/accelerate_states.py | automatic_checkpoint_naming | Accelerate's, while it saves
-    integrations/optimizer_states.py | replaced | torch's functions of state dicts of optimizers
+    integrations/optimizer_states.py | get_optimizer_state_dict | torch's, while Accelerate saves
+    integrations/optimizer_states.py | set_optimizer_state_dict | the same, while it loads
     integrations/trackers.py | trackers | Accelerate's, one at a time while it logs
     integrations/trainer_checkpoints.py | _held_back | calls that wait for a manifest
     upstream/adapters.py | named_modules | of a model, while PEFT collects the tensors to save
