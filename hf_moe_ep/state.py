@@ -102,7 +102,7 @@ the row above.
     ops/expert_mlp.py | finish | computes weight gradients that a backward has postponed
     -- set by sharding on a model, for its life --
     pipeline/cut.py | _loss_function correction shared undo relied_on | of other stages, removed
-    pipeline/cut.py | moe_names tensors tied | of a Stage: what the whole model has
+    pipeline/cut.py | moe_names tensors tied has_adapters | of a Stage: what the whole model has
     pipeline/stage.py | setattr | plain attributes of the layers for which modules stand
     sharding/stages.py | stage values defers_aux_loss routed | the stage of this rank
     checkpoints/hub/gather.py | keys_of_adapters | of a Stage: the keys of PEFT's files
@@ -129,6 +129,7 @@ the row above.
     upstream/accelerate_and_trainer.py | __getattr__ __all__ Accelerator | of accelerate, until used
     runner/hook.py | _warn_once propagate name disabled | warnings; the log of `hf-moe-ep run`
     runner/path/sitecustomize.py | exec_module meta_path | installs the hook of `hf-moe-ep run`
+    upstream/sharded_models.py | _custom_op_handlers | DTensor's check for infinities, with etp_size
     placement/hub_order.py | _watch_new_optimizers | a hook of torch, from balance_experts on
     integrations/prepare.py | _hf_moe_ep_taken_sizes | of a ParallelismConfig, for later models
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
@@ -177,6 +178,8 @@ the row above.
     upstream/accelerate_and_trainer.py | data_ptr | of parameters without memory, the same
     upstream/captured_outputs.py | compiling global_var | transformers' collector, in a layer
     integrations/accelerate_states.py | automatic_checkpoint_naming | Accelerate's, while it saves
+    integrations/optimizer_states.py | get_optimizer_state_dict | torch's, while Accelerate saves
+    integrations/optimizer_states.py | set_optimizer_state_dict | the same, while it loads
     integrations/trackers.py | trackers | Accelerate's, one at a time while it logs
     integrations/trainer_checkpoints.py | _held_back | calls that wait for a manifest
     upstream/adapters.py | named_modules | of a model, while PEFT collects the tensors to save

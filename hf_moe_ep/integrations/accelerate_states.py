@@ -49,6 +49,7 @@ from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.extra import EXTRA
 from hf_moe_ep.checkpoints.training.folder import layout_of
 from hf_moe_ep.etp import apart_dims_by_name
+from hf_moe_ep.integrations.optimizer_states import optimizers_of_stages
 from hf_moe_ep.integrations.random_states import reseed_on_other_ranks
 from hf_moe_ep.integrations.saving import (
     check_bases,
@@ -119,7 +120,9 @@ def save_state(
     # With automatic names Accelerate refuses an existing folder, and deletes older folders before
     # it saves.
     by_folder = replaced(project, "automatic_checkpoint_naming", False)
-    with _all_experts_in_hub_order(self), planned_by_each(apart), by_folder:
+    has_stages = any(state.stage is not None for state in states)
+    by_each = planned_by_each(apart, has_stages=has_stages)
+    with _all_experts_in_hub_order(self), by_each, optimizers_of_stages(), by_folder:
         with share_write_errors(accelerate.accelerator):
             saved = run_on_all(f"saving {folder}", save)
     manifest.write(folder, layout_of(states[0]), belongs=_is_written_by_accelerate)
@@ -157,7 +160,12 @@ def load_state(
     check_resumable(folder, verifiable)
     check_state_dict_type(self)
     apart = _apart_dims_by_name(self)
-    with loading_values(folder), _all_experts_in_hub_order(self), loaded_in_parts(apart):
+    with (
+        loading_values(folder),
+        _all_experts_in_hub_order(self),
+        loaded_in_parts(apart),
+        optimizers_of_stages(),
+    ):
         check_bases(prepared_models(self), folder)
         restore_all_extra(prepared_models(self), folder)
         loaded = original(self, os.fspath(folder), *args, **kw)

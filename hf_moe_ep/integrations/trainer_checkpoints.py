@@ -58,6 +58,7 @@ from hf_moe_ep.checkpoints.training.beside_adapters import (
 from hf_moe_ep.checkpoints.training.folder import STATE, layout_of, write_json
 from hf_moe_ep.etp import apart_dims_by_name
 from hf_moe_ep.integrations import shared_batches
+from hf_moe_ep.integrations.optimizer_states import optimizers_of_stages
 from hf_moe_ep.integrations.random_states import reseed_on_other_ranks, saved_layout
 from hf_moe_ep.integrations.saving import (
     check_state_dict_type,
@@ -111,7 +112,11 @@ def save_checkpoint(
     manifest.check_is_shared(folder)
     postponed = _held_back[os.path.abspath(folder.parent)] = []
     try:
-        with experts_in_hub_order(self.model, self.optimizer), planned_by_each(apart):
+        with (
+            experts_in_hub_order(self.model, self.optimizer),
+            planned_by_each(apart, has_stages=state.stage is not None),
+            optimizers_of_stages(),
+        ):
             with share_write_errors(transformers.trainer):
                 run_on_all(f"saving {folder}", lambda: original(self, model, trial))
             if (names := _names_with_adapters(self)) is not None:
@@ -274,6 +279,7 @@ def load_optimizer(
         loading_values(Path(checkpoint)),
         experts_in_hub_order(self.model, self.optimizer),
         loaded_in_parts(apart_dims_by_name(self.model)),
+        optimizers_of_stages(),
     ):
         return original(self, checkpoint, *args, **kwargs)
 

@@ -171,7 +171,13 @@ def find_layouts(model: nn.Module, *, split_heads: bool = False) -> Layouts:
 
 
 def layout_on_request(model: nn.Module, parameter: nn.Parameter) -> MatrixLayout | None:
-    """Return the layout of a parameter for which a user asks for Muon, or None if it has none."""
+    """Return the layout of a parameter for which a user asks for Muon, or None if it has none.
+
+    A factor that is held apart, [E, 2, F, r], has none: its matrices [2F, r] have rows of gate and
+    up, and a rank has two ranges of them.
+    """
+    if parameter.ndim == 4:
+        return None
     for factor in stacked_factors(unwrap(model)):
         if factor.parameter is parameter:
             stack = None if is_stacked(parameter) else stack_conversion(factor)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from hf_moe_ep.etp import apart_dims_by_id
 from hf_moe_ep.optim.matrices import Layouts, MatrixLayout, find_layouts, layout_on_request
 from hf_moe_ep.optim.orthogonal import adjusted_lr, dtype_of_steps, orthogonalise
 from hf_moe_ep.optim.owners import (
@@ -35,7 +36,7 @@ from hf_moe_ep.optim.owners import (
     find_sharding,
     whole_ranges,
 )
-from hf_moe_ep.ranks.all_ranks import check_alike, check_everyone_calls
+from hf_moe_ep.ranks.all_ranks import check_alike, check_everyone_calls, gather_from_all
 from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.collectives import Transfer, start_all_to_all
 from hf_moe_ep.sharding.units import reshard
@@ -142,7 +143,8 @@ class Muon(Optimizer):
             optimizer.add_param_group({"params": model.model.layers[0].parameters()})
 
         A group without "use_muon" becomes two groups, if the rules choose both algorithms. Frozen
-        parameters may be given as well: they are trained once they get gradients.
+        parameters may be given as well: they are trained once they get gradients. With pipeline
+        stages every rank calls this, also with an empty list.
         """
         self._layouts = self._find_layouts()
         params = param_group["params"]
@@ -152,42 +154,72 @@ class Muon(Optimizer):
         if "use_muon" in options:
             self._add_group(params, plain, options)
             return
-        if unknown := [self._layouts.unknown[p] for p in plain if p in self._layouts.unknown]:
-            raise ValueError(
-                f"it is unknown whether these parameters are matrices for Muon: "
-                f"{', '.join(unknown)}; give them to AdamW by Muon(model, ..., param_groups=["
-                f"{{'params': [...], 'use_muon': False}}, {{'params': the other parameters}}])"
-            )
+        by_muon, used = self._choose_algorithms(plain)
         for use_muon in (True, False):
-            chosen = [(p in self._layouts.of_matrices) == use_muon for p in plain]
-            if any(chosen):
+            if use_muon in used:
+                chosen = [is_of_muon == use_muon for is_of_muon in by_muon]
                 self._add_group(
                     [p for p, is_chosen in zip(params, chosen, strict=True) if is_chosen],
                     [p for p, is_chosen in zip(plain, chosen, strict=True) if is_chosen],
                     options | {"use_muon": use_muon},
                 )
 
+    def _choose_algorithms(self, params: list[nn.Parameter]) -> tuple[list[bool], set[bool]]:
+        """Return for each parameter if Muon trains it, and the set of these values on all stages.
+
+        All pipeline stages must have equally many groups, although some may be empty: checkpoints
+        and schedulers number the groups. So every rank calls this.
+        """
+        stages = getattr(patched_state(self.model).meshes, "stages", None)
+        if stages is None:
+            by_muon = self._choose(params)
+            return by_muon, set(by_muon)
+        column = stages.column.get_group()
+        of_stages = gather_from_all("Muon.add_param_group", lambda: self._choose(params), column)
+        return of_stages[stages.index], set().union(*of_stages)
+
+    def _choose(self, params: list[nn.Parameter]) -> list[bool]:
+        if unknown := [self._layouts.unknown[p] for p in params if p in self._layouts.unknown]:
+            raise ValueError(
+                f"it is unknown whether these parameters are matrices for Muon: "
+                f"{', '.join(unknown)}; give them to AdamW by Muon(model, ..., param_groups=["
+                f"{{'params': [...], 'use_muon': False}}, {{'params': the other parameters}}])"
+            )
+        return [p in self._layouts.of_matrices for p in params]
+
     def _add_group(self, params: list[Any], plain: list[Any], options: dict[str, Any]) -> None:
         use_muon = options["use_muon"]
         options = (self._of_muon if use_muon else self._of_adamw) | options
         _check_options(options)
         for parameter in plain if use_muon else ():
-            if self._layout(parameter) is None:
-                raise ValueError(
-                    f"a group with 'use_muon': True has a parameter {tuple(parameter.shape)}, "
-                    f"which is neither a matrix nor a stacked weight of experts; set 'use_muon': "
-                    f"False for it"
-                )
+            self._layout_of(parameter)
         super().add_param_group({"params": params, **options})
 
     def _find_layouts(self) -> Layouts:
         reshard(self.model)
         return find_layouts(self.model, split_heads=self.split_heads)
 
-    def _layout(self, parameter: nn.Parameter) -> MatrixLayout | None:
-        """Return the layout of a parameter that the rules or the user give to Muon."""
+    def _layout_of(self, parameter: nn.Parameter) -> MatrixLayout:
+        """Return the layout of a parameter that the rules or the user give to Muon.
+
+        Raises:
+            ValueError: the parameter holds no matrices, or parts of them that Muon cannot join.
+        """
         by_rule = self._layouts.of_matrices.get(parameter)
-        return by_rule or layout_on_request(self.model, parameter)
+        layout = by_rule or layout_on_request(self.model, parameter)
+        if layout is not None:
+            return layout
+        reason = "which is neither a matrix nor a stacked weight of experts"
+        if id(parameter) in apart_dims_by_id(self.model):
+            etp_size = patched_state(self.model).config.etp_size
+            reason = (
+                f"a LoRA factor of which etp_size={etp_size} gives a rank two ranges of the rows "
+                f"of each matrix"
+            )
+        raise ValueError(
+            f"a group with 'use_muon': True has a parameter {tuple(parameter.shape)}, {reason}; "
+            f"set 'use_muon': False for it"
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -314,8 +346,7 @@ class Muon(Optimizer):
                     f"its model any more; create Muon after apply_ep_fsdp2(model), or pass model "
                     f"and optimizer to accelerator.prepare together"
                 )
-            layout = self._layout(parameter)
-            assert layout is not None
+            layout = self._layout_of(parameter)
             matrices.append(_describe(names[parameter], parameter, layout, update))
         meshes = patched_state(self.model).meshes
         if meshes is not None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.pipeline.micro_batches import check_can_be_cut, needs_grad
 from hf_moe_ep.pipeline.schedule import bubble
+from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.collectives import gather_counts
 from hf_moe_ep.sequence.same_batch import batch_numbers, check_sizes, find_other_batch
 from hf_moe_ep.sequence.split import FindDocuments, SplitSequence, check_packed_rows
@@ -36,6 +37,8 @@ from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 # What a call computes. All ranks must agree.
 LOGITS, LOSS, TRAINING = range(3)
 _MODES = ("a forward without labels", "a forward with labels but no training", "training")
+# The integers in which a parameter is read, by the size of its elements.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Agreement(NamedTuple):
@@ -86,8 +89,8 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
     column = stages.column.get_group()
     shared = (*options_of(model, given, tokens), state.gather_logits, state.caller_loss is None)
     options = zlib.crc32(repr(shared).encode())
-    own = [mode, _trains_tied_weight(state, mode), refusal is not None, options]
-    own.append(_may_learn(model, given))
+    own = [mode, _trains_tied_weight(state, mode), _sum_tied_weight(state, mode)]
+    own += [refusal is not None, options, _may_learn(model, given)]
     batch = batch_numbers(given | routes, tokens)
     by_stage = gather_counts(
         torch.cat([torch.tensor(own, device=batch.device), batch]),
@@ -95,7 +98,7 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
         where="the pipeline column's batches",
     )
     refusal = refusal or _find_difference(by_stage, column)
-    may_learn = any(learns for _, _, _, _, learns, *_ in by_stage)
+    may_learn = any(learns for _, _, _, _, _, learns, *_ in by_stage)
     own = [mode, refusal is not None, may_learn]
     by_rank = gather_counts(
         torch.cat([torch.tensor(own, device=batch.device), batch]),
@@ -252,15 +255,27 @@ def _trains_tied_weight(state: ModelState, mode: int) -> int:
     return -1 if weight is None or mode != TRAINING else int(weight.requires_grad)
 
 
+def _sum_tied_weight(state: ModelState, mode: int) -> int:
+    """Return the sum of the bits of this rank's shard of the tied weight; 0 if there is none.
+
+    Both stages shard the weight in the same way, so the ranks of a column have equal sums.
+    """
+    weight = state.stage.tied_weight
+    if weight is None or mode != TRAINING:
+        return 0
+    shard = local_tensor(weight.detach())
+    return int(shard.view(_INTEGERS[shard.element_size()]).sum())
+
+
 def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | None:
     """Return the error for the calls of the ranks of a column; None if they are alike.
 
     Args:
-        by_stage: for each rank: the mode, `_trains_tied_weight`, 1 if the rank cannot run the call,
-            a checksum of `options_of`, `_may_learn`, and `batch_numbers`.
+        by_stage: for each rank: the mode, `_trains_tied_weight`, `_sum_tied_weight`, 1 if the rank
+            cannot run the call, a checksum of `options_of`, `_may_learn`, and `batch_numbers`.
     """
     ranks = dist.get_process_group_ranks(column)
-    refused = [rank for rank, (_, _, is_refused, *_) in zip(ranks, by_stage) if is_refused]
+    refused = [rank for rank, (_, _, _, is_refused, *_) in zip(ranks, by_stage) if is_refused]
     if refused:
         return _error_of_other_rank(refused[0])
     modes = {rank: mode for rank, (mode, *_) in zip(ranks, by_stage, strict=True)}
@@ -274,7 +289,16 @@ def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | Non
             f"{trained} but not on rank {frozen}, which holds the other copy; freeze or train "
             f"embedding and head on both stages, or before the model is sharded"
         )
-    options = {rank: checksum for rank, (_, _, _, checksum, *_) in zip(ranks, by_stage)}
+    sums = {rank: total for rank, (_, trains, total, *_) in zip(ranks, by_stage) if trains >= 0}
+    if len(set(sums.values())) > 1:
+        first, last = sums
+        return ValueError(
+            f"rank {first} and rank {last} have different copies of the weight that ties the "
+            f"embedding to the output head, because their optimizers have trained it in different "
+            f"ways; it has the name of the embedding on rank {first} and that of the head on rank "
+            f"{last}, so put both names in one parameter group, and go on from a checkpoint"
+        )
+    options = {rank: checksum for rank, (_, _, _, _, checksum, *_) in zip(ranks, by_stage)}
     if len(set(options.values())) > 1:
         other = next(rank for rank in ranks if options[rank] != options[ranks[0]])
         return ValueError(
@@ -282,7 +306,7 @@ def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | Non
             f"flags or texts to the model, as output_router_logits, or have another autocast; all "
             f"ranks must call the model alike"
         )
-    batches = [numbers for _, _, _, _, _, *numbers in by_stage]
+    batches = [numbers for _, _, _, _, _, _, *numbers in by_stage]
     return find_other_batch(batches, ranks, "pipeline column")
 
 

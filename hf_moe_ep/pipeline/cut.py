@@ -31,6 +31,7 @@ from hf_moe_ep.pipeline.stage import (
     no_loss,
 )
 from hf_moe_ep.state import ModelState, Ours
+from hf_moe_ep.upstream.adapters import wraps_for_adapters
 from hf_moe_ep.upstream.module_names import canonical_name, stock_name
 from hf_moe_ep.upstream.modules import own_children_by_name
 
@@ -118,6 +119,7 @@ def cut_model(
     stage = Stage(index, size, own, len(parts.layers), boundary)
     stock_names = {id(module): stock_name(name) for name, module in parts.root.named_modules()}
     stage.moe_names = tuple(stock_names[id(module)] for module in parts.experts.values())
+    stage.has_adapters = any(map(wraps_for_adapters, model.modules()))
     stage.tensors = _list_tensors(model, stage_of_names(model, parts, stages))
     if parts.tied and index in (0, size - 1):
         owner = parts.embedding if index == 0 else parts.head

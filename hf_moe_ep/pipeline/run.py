@@ -199,6 +199,9 @@ class Pipeline:
             state.caller_loss.add_arguments(given)
         # Ranks compare their batches on this device. FSDP2 moves them only in the forward.
         given = {name: _move(value, meshes.device) for name, value in given.items()}
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                reshard_unit(module)  # an interrupted forward leaves units gathered
         with self._failure.shared():
             self._failure.begin("the comparison of all ranks")
             agreement = agree(self.model, state, given)
@@ -242,9 +245,6 @@ class Pipeline:
             # backward. Each micro-batch would then keep unsharded gradients.
             self.model.set_requires_gradient_sync(True)
             self.model.set_is_last_backward(True)
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                reshard_unit(module)  # an interrupted forward leaves units gathered
         gradients = StepGradients(self.model.parameters())
         try:
             place = state.config.pp_schedule, stage.index, stage.size, count

@@ -105,6 +105,7 @@ class Stage:
             the name of the parameter in the whole model.
         tied: on the first and on the last stage, the module that holds the tied weight, and the
             name of the weight in it; None if the weights are not tied.
+        has_adapters: True if PEFT wraps a module of any stage.
         tensors: all tensors of the whole model by name, in order, without tied copies.
         values: values that rank 0 has sent for parameters that are not sharded yet.
         routed: the `RoutedLayers` of the whole model, without their modules; or a text that says
@@ -121,6 +122,7 @@ class Stage:
     moe_names: tuple[str, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
     tied: tuple[nn.Module, str] | None = None
+    has_adapters: bool = False
     tensors: dict[str, WholeTensor] = field(default_factory=dict)
     values: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     routed: Any = None

@@ -135,6 +135,7 @@ from hf_moe_ep.upstream.sharded_models import (
     fully_shard_tied,
     keep_recorded_outputs,
     mark_fsdp_managed,
+    share_infinities,
     without_forward_hooks,
 )
 
@@ -254,6 +255,8 @@ def shard_units(
     state.buffers = use_buffers(model, units.all_experts, state.config, meshes)
     mark_fsdp_managed(model)
     keep_recorded_outputs(model)
+    if meshes.etp is not None:
+        share_infinities()
     state.meshes, state.policy = meshes, options.mp_policy
     return model
 

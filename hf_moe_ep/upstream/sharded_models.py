@@ -7,8 +7,10 @@ torch/nn/parallel/distributed.py and transformers/distributed/fsdp.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from transformers import modeling_utils
 
@@ -100,6 +102,41 @@ def is_refused_by_dtensor(error: Exception) -> bool:
         "does not have a sharding strategy registered",
     )
     return any(message in str(error) for message in messages)
+
+
+@dataclass(frozen=True)
+class _MostShardedFirst:
+    """Replaces DTensor's handler of the operator that finds infinities in a list of gradients."""
+
+    stock: Callable[..., None]
+
+    def __call__(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        gradients, *rest = args
+        first = max(gradients, key=_num_shards)
+        others = [gradient for gradient in gradients if gradient is not first]
+        self.stock(operator, ([first, *others], *rest), kwargs)
+
+
+def _num_shards(tensor: Tensor) -> int:
+    if not isinstance(tensor, DTensor):
+        return 0
+    axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in axes if not isinstance(placement, Replicate))
+
+
+def share_infinities() -> None:
+    """Let a gradient scaler skip a step on all ranks, also if copies are the first gradients.
+
+    DTensor reduces the flag that says if gradients are finite over the mesh axes on which the first
+    gradient is sharded (torch/distributed/tensor/_dispatch.py, found_inf_reduce_handler). If
+    several ranks have copies of the first gradient, they would decide differently. The operator
+    treats each gradient by itself, so the list may begin with the one that has the most shards.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    stock = handlers[operator]
+    if not isinstance(stock, _MostShardedFirst):
+        handlers[operator] = _MostShardedFirst(stock)
 
 
 def times_written(tensor: Tensor) -> tuple[int, ...]:

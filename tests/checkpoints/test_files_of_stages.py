@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
-from support.adapters import with_lora
+from support.adapters import TARGETS, with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
 from support.hub_files import read_all
-from support.parity import whole_parameters, whole_state
+from support.parity import whole_parameters
 from support.quantised import SIZES
-from support.stages import even_rows, four_layers, state_of
+from support.stages import even_rows, four_layers, state_of, state_of_all_stages
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -71,11 +71,11 @@ class Run:
     """A model and its optimizer, which trains all rows of a step on any number of data ranks."""
 
     def __init__(
-        self, seed: int, sizes: dict[str, Any], *, adapters: bool = False, **config: Any
+        self, seed: int, sizes: dict[str, Any], *, adapters: str | None = None, **config: Any
     ) -> None:
         self.model = four_layers(seed, **config)
-        if adapters:
-            self.model = with_lora(self.model, r=3, seed=5)
+        if adapters is not None:
+            self.model = with_lora(self.model, r=3, seed=5, **TARGETS[adapters])
         apply_ep_fsdp2(self.model, **sizes)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)
 
@@ -94,19 +94,7 @@ class Run:
 
     def state(self) -> dict[str, Tensor]:
         """Gather parameters and moments of all stages, on every rank."""
-        stage = state_of(self.model).stage
-        aliases = {} if stage is None else stage.aliases
-        own = {}
-        for key, tensor in whole_state(self.model, self.optimizer).items():
-            name, comma, moment = key.partition(",")
-            own[aliases.get(name, name) + comma + moment] = tensor
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, own)
-        joined: dict[str, Tensor] = {}
-        for tensors in by_rank:
-            for name, tensor in tensors.items():
-                assert torch.equal(joined.setdefault(name, tensor), tensor), f"{name} differs"
-        return joined
+        return state_of_all_stages(self.model, self.optimizer)
 
 
 def _count(model: nn.Module) -> int:
@@ -145,7 +133,7 @@ def resumes(config: dict[str, Any], rank: int, world: int, folder: str) -> None:
 
 def resumes_on_quantised_experts(kind: str, rank: int, world: int, folder: str) -> None:
     """Adapters resume at other layouts, if the hashes of the experts of all stages are equal."""
-    held, config = {"experts_dtype": kind}, {"adapters": True, **SIZES[kind]}
+    held, config = {"experts_dtype": kind}, {"adapters": "both", **SIZES[kind]}
     run = Run(0, STAGES | held, **config)
     run.step(0)
     save_checkpoint(f"{folder}/stages", run.model, run.optimizer)
@@ -459,7 +447,40 @@ CHECKS: dict[str, Any] = {
     },
     **{name: partial(saves_adapters, options) for name, options in ADAPTERS.items()},
 }
+
+
+def adapters_of_one_stage_are_all_that_is_saved(rank: int, world: int, folder: str) -> None:
+    """The stage without adapters has a frozen base, which no checkpoint contains."""
+    stages, whole = {"pp_size": 2}, {"ep_size": 2}
+    for number, (sizes, others) in enumerate(((stages, whole), (whole, stages))):
+        run, resumed = (Run(rank, layout, adapters="a layer") for layout in (sizes, others))
+        run.step(0)
+        save_checkpoint(f"{folder}/{number}", run.model, run.optimizer)
+        tensors = json.loads(Path(f"{folder}/{number}/state.json").read_text())["tensors"]
+        assert len(tensors) == 2 * 3 and all("lora" in name for name in tensors)
+        load_checkpoint(f"{folder}/{number}", resumed.model, resumed.optimizer)
+        assert_equal(f"{sizes} to {others}", resumed.state(), run.state())
+
+
+def parameter_groups_of_stages_that_differ_are_refused(rank: int, world: int, folder: str) -> None:
+    """A checkpoint has one lr per group, which each stage would load."""
+    run = Run(rank, {"pp_size": 2})
+    run.optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
+    with pytest.raises(ValueError, match=r"lr of parameter group 0 is 0.1 on .* 0 and 0.2 on .* 1"):
+        save_checkpoint(f"{folder}/lr", run.model, run.optimizer)
+    run.optimizer.param_groups[0]["lr"] = 0.1
+    if rank == 1:
+        run.optimizer.add_param_group({"params": []})
+    with pytest.raises(ValueError, match=r"different numbers of parameter groups \(1, 2\)"):
+        save_checkpoint(f"{folder}/groups", run.model, run.optimizer)
+    if rank == 0:
+        run.optimizer.add_param_group({"params": []})
+    save_checkpoint(f"{folder}/groups", run.model, run.optimizer)
+
+
 TWO_RANKS = (
+    adapters_of_one_stage_are_all_that_is_saved,
+    parameter_groups_of_stages_that_differ_are_refused,
     a_folder_that_is_not_shared_is_refused,
     a_failing_stage_loses_nothing,
     shared_adapters_are_refused,

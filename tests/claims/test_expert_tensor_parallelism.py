@@ -8,14 +8,19 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from support import parity
 from support.adapters import with_lora
 from support.architectures.adapted import build_adapted
 from support.architectures.steps import adamw, assert_same_step, build
 from support.checks import Check, Found
+from support.checks import on_ranks as on_ranks_of_checks
 from support.parity import CHECKPOINT, REENTRANT, TWO_FORWARDS, Case, on_ranks
+from support.tiny_models import batch, tiny
+from torch.distributed.tensor import DTensor, Replicate
 
 from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep.ranks.boxes import local_tensor
 
 TWO_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
 
@@ -121,4 +126,43 @@ OF_TYPES = [
 
 @pytest.mark.parametrize("claim", OF_TYPES)
 def test_types_equal_stock(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _all_ranks_skip_a_step(modules: tuple[str, ...], part: str, rank: int, world: int) -> None:
+    """The first gradient of the optimizer is a factor that all ranks of an etp group have."""
+    model = apply_ep_fsdp2(with_lora(tiny(), modules=modules), etp_size=2)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    named.sort(key=lambda item: "experts" not in item[0])
+    optimizer = torch.optim.AdamW([p for _, p in named], lr=1.0)
+    first = named[0][1]
+    assert isinstance(first, DTensor) and Replicate() in first.placements
+    before = [local_tensor(p).clone() for _, p in named]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(model(**batch(model, 2, 9, seed=rank)).loss).backward()
+    if rank == 1:
+        grad = next(p.grad for name, p in named if part in name)
+        local_tensor(grad).view(-1)[0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    for (name, p), old in zip(named, before, strict=True):
+        assert torch.equal(local_tensor(p), old), f"{name} was trained in a skipped step"
+
+
+# The factors of gate_up_proj are those of the inner one of PEFT's two wrappers.
+SKIPS = {
+    "B of gate_up": ((), "experts.base_layer.lora_B"),
+    "A of down": ((), "experts.lora_A"),
+    "attention": (("q_proj",), "q_proj.lora_B"),
+}
+
+
+@pytest.mark.parametrize(
+    "claim",
+    on_ranks_of_checks(
+        2, {name: partial(_all_ranks_skip_a_step, *case) for name, case in SKIPS.items()}
+    ),
+)
+def test_all_ranks_skip_a_step_with_an_infinity(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

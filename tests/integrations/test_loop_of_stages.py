@@ -3,6 +3,8 @@
 Accelerate deals the rows of a data loader: the ranks of a column get the same ones.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.launched import FP32_BUDGET, launched
+from support.stages import state_of_all_stages
 from support.tiny_models import batch, tiny
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hf_moe_ep import data_parallel_rank, data_parallel_size, patch
@@ -157,10 +161,90 @@ def goes_on_at_another_layout(
         optimizer.zero_grad()
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """A model and an optimizer whose state is saved and loaded at other numbers of stages.
+
+    Attributes:
+        config: of the model.
+        frozen: the beginnings of the names of frozen parameters.
+        apart: a word in the names of the parameters that are a group of their own.
+        wrap: a function that changes the model before `patch`.
+        optimizer: makes the optimizer of a list of parameter groups.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
+    apart: str = ""
+    wrap: Callable[[nn.Module], nn.Module] | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+
+    def start(self, seed: int, layout: dict[str, int]) -> tuple[Accelerator, nn.Module, Any]:
+        accelerator = Accelerator(cpu=True)
+        model = tiny(dtype=torch.float32, seed=seed, **SIZES, **self.config)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(self.frozen))
+        if self.wrap is not None:
+            model = self.wrap(model)
+        patch(model, **layout)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [{"params": [p for _, p in named]}]
+        if self.apart:
+            apart = [p for name, p in named if self.apart in name]
+            others = [p for name, p in named if self.apart not in name]
+            groups = [{"params": apart, "lr": 1e-3, "weight_decay": 0.5}, {"params": others}]
+        model, optimizer = accelerator.prepare(model, self.optimizer(groups, lr=1e-2))
+        return accelerator, model, optimizer
+
+
+def resumes(case: Resumed, rank: int, world: int, folder: str) -> None:
+    """The state of two stages is loaded with and without stages, and a state without in stages."""
+    for number, (saved, loaded) in enumerate(((2, 2), (2, 1), (1, 2))):
+        path = f"{folder}/{number}"
+        with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
+            accelerator, model, optimizer = case.start(0, {"pp_size": saved})
+            inputs = batch(model, 4, 9, seed=number)
+            accelerator.backward(model(**inputs).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+            accelerator.save_state(path)
+            want, wanted_groups = state_of_all_stages(model, optimizer), _options(optimizer)
+        with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
+            accelerator, model, optimizer = case.start(1, {"pp_size": loaded})
+            accelerator.load_state(path)
+            got = state_of_all_stages(model, optimizer)
+            assert got.keys() == want.keys()
+            for name, tensor in want.items():
+                assert torch.equal(got[name], tensor), f"{saved} to {loaded}: {name}"
+            assert _options(optimizer) == wanted_groups, f"{saved} to {loaded}"
+            accelerator.backward(model(**inputs).loss)
+            optimizer.step()
+
+
+def _options(optimizer: Any) -> list[dict[str, Any]]:
+    groups = optimizer.param_groups
+    return [{key: x for key, x in group.items() if key != "params"} for group in groups]
+
+
+UPPER_LAYERS = partial(with_lora, parameters=(), modules=("layers.2.self_attn.q_proj",), seed=0)
+RESUMED = {
+    "a stage that trains nothing": Resumed(
+        frozen=("model.embed_tokens", "model.layers.0.", "model.layers.1.")
+    ),
+    "a group that is empty on a stage": Resumed(apart="embed_tokens"),
+    "a tied embedding": Resumed(config={"tie_word_embeddings": True}),
+    "an optimizer without state": Resumed(optimizer=torch.optim.SGD),
+    "adapters of one stage": Resumed(wrap=UPPER_LAYERS),
+}
+
+
 @pytest.mark.parametrize(
     "claim",
     [
         *on_ranks(4, goes_on_at_another_layout, slow=True),
+        *on_ranks(2, {name: partial(resumes, case) for name, case in RESUMED.items()}, slow=True),
         Check(
             "2 stages with etp 2, ep 4, and back",
             4,

@@ -77,7 +77,9 @@ SAVED = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
 def resumed_runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Each run stops after 3 steps and goes on at the other layout."""
     folder = tmp_path_factory.mktemp("trainer_stages_resumed")
-    options = {"model": LAYERS, "arguments": SAVED}
+    options: dict[str, Any] = {"model": LAYERS, "arguments": SAVED}
+    tied = {"model": LAYERS | TIED, "arguments": SAVED}
+    adapted = {"lora": 3, "lora_on": "a layer", **options}
     first, second = folder / "of_stages", folder / "of_ep4"
     ranks = [
         Case("whole", ep=2, pp=2, **options),
@@ -87,6 +89,15 @@ def resumed_runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
         Case("resumed pp2", ("resume", "save"), ep=2, pp=2, folder=second, **options),
         Case("full", ep=2, pp=2, fails=True, environment=FULL, **options),
     ]
+    for kind, options in {"tied": tied, "adapted": adapted}.items():
+        first, second = folder / f"of_stages_{kind}", folder / f"of_ep4_{kind}"
+        ranks += [
+            Case(f"whole {kind}", ep=2, pp=2, **options),
+            Case(f"saved pp2 {kind}", ep=2, pp=2, folder=first, stop_after=3, **options),
+            Case(f"resumed ep4 {kind}", ("resume",), ep=4, folder=first, **options),
+            Case(f"saved ep4 {kind}", ep=4, folder=second, stop_after=3, **options),
+            Case(f"resumed pp2 {kind}", ("resume",), ep=2, pp=2, folder=second, **options),
+        ]
     return launch(ranks, folder / "ranks", CPU_4, timeout=600)
 
 
@@ -101,6 +112,21 @@ def test_runs_go_on_at_another_number_of_stages(resumed_runs: Results, name: str
     loaded = load_stock(got.values["save"])
     for key, parameter in loaded.state_dict().items():
         assert torch.equal(parameter, got.params[key]), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tied", "adapted"])
+@pytest.mark.parametrize("name", ["resumed ep4", "resumed pp2"])
+def test_weights_of_two_stages_and_of_one_go_on(
+    resumed_runs: Results, name: str, kind: str
+) -> None:
+    """A tied weight is on two stages; with adapters on one layer, a stage trains nothing."""
+    got, want = resumed_runs[f"{name} {kind}"][0], resumed_runs[f"whole {kind}"][0]
+    for key in ("loss", "grad_norm"):
+        assert_close(key, got.series(key), want.series(key), FP32_BUDGET)
+    assert got.params.keys() == want.params.keys()
+    for key, parameter in want.params.items():
+        assert_close(key, got.params[key], parameter, AFTER_ADAMW)
 
 
 @pytest.mark.slow

@@ -90,6 +90,61 @@ def resumes_with_stages(rank: int, world: int, folder: str) -> None:
     _compare(again, model)
 
 
+def groups_of_stages_keep_their_options(rank: int, world: int, folder: str) -> None:
+    """The group of the embedding is empty on stage 1, and that of the head on stage 0."""
+
+    def start(seed: int) -> tuple[nn.Module, Muon]:
+        model = apply_ep_fsdp2(tiny(seed=seed), pp_size=2)
+        named = list(model.named_parameters())
+        embedding, head = (
+            [p for name, p in named if part in name] for part in ("embed_tokens", "lm_head")
+        )
+        rest = [p for name, p in named if "embed_tokens" not in name and "lm_head" not in name]
+        groups = [
+            {"params": embedding, "lr": 1e-3},
+            {"params": head, "lr": 1e-4},
+            {"params": rest},
+        ]
+        return model, Muon(model, LR, param_groups=groups)
+
+    def lr_by_name(model: nn.Module, optimizer: Muon) -> dict[str, float]:
+        names = {p: name for name, p in model.named_parameters()}
+        return {names[p]: g["lr"] for g in optimizer.param_groups for p in g["params"]}
+
+    model, optimizer = start(0)
+    want = lr_by_name(model, optimizer)
+    assert set(want.values()) == {LR, 1e-3 if rank == 0 else 1e-4}
+    _run(model, optimizer, range(1))
+    save_checkpoint(Path(folder) / "step-1", model, optimizer)
+    resumed, its_optimizer = start(1)
+    load_checkpoint(folder, resumed, its_optimizer)
+    assert lr_by_name(resumed, its_optimizer) == want
+    for it in ((model, optimizer), (resumed, its_optimizer)):
+        _run(*it, range(1, 2))
+    for name, parameter in whole_parameters(resumed).items():
+        assert torch.equal(parameter, whole_parameters(model)[name]), name
+
+
+def a_frozen_stage_has_the_groups_of_the_others(rank: int, world: int, folder: str) -> None:
+    def start(**layout: Any) -> tuple[nn.Module, Muon]:
+        model = tiny()
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
+        apply_ep_fsdp2(model, **layout)
+        return model, Muon(model, LR)
+
+    model, optimizer = start(pp_size=2)
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+    assert any(group["params"] for group in optimizer.param_groups) == (rank == 1)
+    _run(model, optimizer, range(1))
+    save_checkpoint(Path(folder) / "step-1", model, optimizer)
+    resumed, its_optimizer = start(ep_size=2)
+    load_checkpoint(folder, resumed, its_optimizer)
+    for it in ((model, optimizer), (resumed, its_optimizer)):
+        _run(*it, range(1, 2))
+    _compare(model, resumed)
+
+
 def _compare(model: nn.Module, whole: nn.Module) -> None:
     """Compare the parameters of this rank's stage with those of a model without stages."""
     want = whole_parameters(whole)
@@ -234,6 +289,29 @@ def factors_of_adapters_on_request(rank: int, world: int) -> None:
             assert_close(name, _packed(name, got), wanted[name].detach(), FP64_MODEL)
 
 
+def factors_that_etp_cuts_in_two_are_refused(rank: int, world: int) -> None:
+    """lora_B of gate and up is one matrix per expert, of which a rank has two ranges of rows."""
+    from accelerate import Accelerator
+
+    def groups(model: nn.Module, *, is_cut: bool) -> list[dict[str, Any]]:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        factors = [p for name, p in named if ("base_layer.lora_B" in name) == is_cut]
+        return [{"params": factors, "use_muon": True}]
+
+    message = r"etp_size=2 gives a rank two ranges of the rows .*set 'use_muon': False for it"
+    model = apply_ep_fsdp2(with_lora(tiny(), modules=()), etp_size=2)
+    with pytest.raises(ValueError, match=message):
+        Muon(model, LR, param_groups=groups(model, is_cut=True))
+    _run(model, Muon(model, LR, param_groups=groups(model, is_cut=False)), range(1))
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        later = patch(with_lora(tiny(), modules=()), etp_size=2)
+        optimizer = Muon(later, LR, param_groups=groups(later, is_cut=True))
+        prepared, optimizer = accelerator.prepare(later, optimizer)
+        with pytest.raises(ValueError, match=message):
+            _run(prepared, optimizer, range(1))
+
+
 def only_one_rank_has_other_gradients(rank: int, world: int) -> None:
     """The other rank would wait in an exchange that this rank never starts."""
     model, optimizer = _start(ep_size=2)
@@ -260,6 +338,9 @@ def _packed(name: str, factor: Tensor) -> Tensor:
             moved_experts_take_their_momentum_along,
             an_optimizer_from_before_sharding_is_refused,
             factors_of_adapters_on_request,
+            factors_that_etp_cuts_in_two_are_refused,
+            groups_of_stages_keep_their_options,
+            a_frozen_stage_has_the_groups_of_the_others,
         ),
         *on_ranks(
             2,

@@ -389,9 +389,29 @@ def is_described(rank: int, world: int) -> None:
     assert f"parameters {whole:,} in the model" in describe(model)
 
 
+def copies_of_a_tied_weight_that_differ_are_refused(rank: int, world: int) -> None:
+    """The weight is embed_tokens on the first stage and lm_head on the last one."""
+    model = _sharded(rank, partial(four_layers, tie_word_embeddings=True))
+    (rows,) = rows_of(4)(model, 0, 0)
+    decayed = [p for name, p in model.named_parameters() if "embed" not in name]
+    others = [p for name, p in model.named_parameters() if "embed" in name]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    model(**rows).loss.backward()
+    model.eval()
+    model(**rows)  # leaves units gathered on rank 1
+    model.train()
+    assert torch.isfinite(model(**rows).loss), "the copies are equal"
+    optimizer.step()
+    optimizer.zero_grad()
+    match = r"rank 0 and rank 1 have different copies of the weight.*in one parameter group"
+    _raises(match, lambda: model(**rows))
+
+
 TWO_RANKS = (
     calls_are_refused,
     tensors_of_the_caller_are_refused,
+    copies_of_a_tied_weight_that_differ_are_refused,
     stages_disagree,
     backward_runs_once,
     arguments_are_moved_to_the_device_of_the_ranks,

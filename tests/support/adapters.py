@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 ATTENTION = ("q_proj", "v_proj")
 
-# Name -> arguments of `with_lora` that put adapters on experts, on attention, or on both.
+# Name -> arguments of `with_lora` that put adapters on experts, on attention, on both, or on one
+# projection of layer 2 alone.
 TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     "both": {},
     "experts": {"modules": ()},
     "attention": {"parameters": ()},
+    "a layer": {"parameters": (), "modules": ("layers.2.self_attn.q_proj",)},
 }
 
 

@@ -29,7 +29,7 @@ from hf_moe_ep.state import STATE, ModelState
 from support.checks import PATIENT, Check
 from support.close import FP64_MODEL, assert_close
 from support.fp64 import FP64
-from support.parity import full_tensor
+from support.parity import full_tensor, whole_state
 from support.quantised import in_place_of_bytes
 from support.tiny_models import batch, tiny
 
@@ -281,3 +281,20 @@ def state_of(model: nn.Module) -> ModelState:
         for module in model.modules()
         if isinstance(vars(module).get(STATE), ModelState)
     )
+
+
+def state_of_all_stages(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Gather parameters and moments of all stages by their names, on every rank."""
+    stage = state_of(model).stage
+    aliases = {} if stage is None else stage.aliases
+    own = {}
+    for key, tensor in whole_state(model, optimizer).items():
+        name, comma, moment = key.partition(",")
+        own[aliases.get(name, name) + comma + moment] = tensor
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    joined: dict[str, Tensor] = {}
+    for tensors in by_rank:
+        for name, tensor in tensors.items():
+            assert torch.equal(joined.setdefault(name, tensor), tensor), f"{name} differs"
+    return joined

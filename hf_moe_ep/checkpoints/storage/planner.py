@@ -10,8 +10,8 @@ every save. But the layout determines which rank writes which shards (`spread.py
     each rank writes  the shards that `choose_writers` of `spread.py` assigns to it
 
 The files are in DCP's format. After writing, each rank sends a list of its written shards to rank
-0, as with DCP's planner. If only some of the ranks hold a tensor, as with pipeline stages, DCP
-plans the whole save.
+0, as with DCP's planner. With pipeline stages only some of the ranks hold a tensor, and DCP plans
+the whole save.
 
 With etp_size > 1 a sharded model may hold gate and up *apart*: as [E, 2, F, H] instead of the stock
 shape [E, 2F, H] (`etp.py`). Files have stock shapes, so that they can be loaded at any layout. A
@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -65,12 +64,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from hf_moe_ep.checkpoints.storage.spread import Spread, choose_writers
 from hf_moe_ep.etp import stock_parts, stock_shape
-from hf_moe_ep.ranks.all_ranks import gather, this_rank, world_size
+from hf_moe_ep.ranks.all_ranks import this_rank, world_size
 from hf_moe_ep.ranks.boxes import box_sizes, local_tensor
 from hf_moe_ep.upstream.replaced import replaced
-
-# The names that DCP gives to the lists of parameters of an optimizer's groups.
-_PARAMETERS = re.compile(r"(^|\.)param_groups\.\d+\.params$")
 
 
 class SpreadPlanner(DefaultSavePlanner):
@@ -79,30 +75,34 @@ class SpreadPlanner(DefaultSavePlanner):
     Args:
         apart: for each parameter that holds gate and up apart, by its name, the stock dim that the
             model holds as two dims (`etp.py`).
+        has_stages: True if DCP must plan the save, because each pipeline stage has its own tensors.
     """
 
     _writers: dict[str, tuple[Spread, int]] | None = None
 
     def __init__(
-        self, *args: Any, apart: Mapping[str, int] = MappingProxyType({}), **kwargs: Any
+        self,
+        *args: Any,
+        apart: Mapping[str, int] = MappingProxyType({}),
+        has_stages: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._has_stages = has_stages
         self._apart_dims_by_name = apart
         self._apart: dict[str, int] = {}
 
     def create_local_plan(self) -> SavePlan:
         """Store this rank's plan; return an empty plan with the hash that rank 0 compares.
 
-        If only some of the ranks hold a tensor, return this rank's plan; DCP merges all plans.
+        With pipeline stages, return this rank's plan; DCP merges all plans.
         """
         tensors = {n: value for n, value in self.state_dict.items() if isinstance(value, Tensor)}
         self._apart = _find_apart(tensors, self._apart_dims_by_name)
-        try:
-            self._writers = choose_writers(tensors, range(world_size()), self._apart)
-        except ValueError:  # this happens on all ranks or on none, because all know the meshes
-            self._join_parameter_groups()
+        if self._has_stages:
             self.plan = self._plan(self.state_dict)
             return self.plan
+        self._writers = choose_writers(tensors, range(world_size()), self._apart)
         # Rank 0, the coordinator, writes all entries that are not tensors.
         to_write = {
             name: value
@@ -177,17 +177,6 @@ class SpreadPlanner(DefaultSavePlanner):
             new_plan = replace(new_plan, items=self.plan.items)
         self.plan = new_plan
         return new_plan
-
-    def _join_parameter_groups(self) -> None:
-        """Let each parameter group of an optimizer list the parameters of all pipeline stages.
-
-        DCP writes an entry that is no tensor from one rank, which knows only its own stage.
-        """
-        own = {name: x for name, x in self.state_dict.items() if _PARAMETERS.search(name)}
-        by_rank = gather(own) if own else [own]
-        for name in own:
-            joined = dict.fromkeys(x for lists in by_rank for x in lists.get(name, ()))
-            self.state_dict[name] = list(joined)
 
     def _writes(self, name: str, tensor: Tensor) -> bool:
         """Return True if this rank writes a shard of a tensor."""
@@ -297,12 +286,15 @@ def _find_part(tensor: Tensor, apart: int, index: MetadataIndex) -> Tensor:
 
 
 @contextmanager
-def planned_by_each(apart: Mapping[str, int] = MappingProxyType({})) -> Iterator[None]:
+def planned_by_each(
+    apart: Mapping[str, int] = MappingProxyType({}), *, has_stages: bool = False
+) -> Iterator[None]:
     """Replace DCP's planner class inside the block, because Accelerate creates its own planner.
 
-    Saves of other threads plan with DCP's class. `apart` is the argument of `SpreadPlanner`.
+    Saves of other threads plan with DCP's class. The arguments are those of `SpreadPlanner`.
     """
-    with _planner_class_replaced("DefaultSavePlanner", partial(SpreadPlanner, apart=apart)):
+    planner = partial(SpreadPlanner, apart=apart, has_stages=has_stages)
+    with _planner_class_replaced("DefaultSavePlanner", planner):
         yield
 
 

@@ -136,7 +136,7 @@ def save_checkpoint(
     base = describe_base(model)
     with experts_in_hub_order(model, optimizer):
         files, own, values = run_on_all("save_checkpoint", prepare)
-        joined = join_stages(own, state)
+        joined = run_on_all("save_checkpoint", lambda: join_stages(own, state))
         content = run_on_all("save_checkpoint", joined.to_json)
         _check_equal(digest(content))
         if is_first():

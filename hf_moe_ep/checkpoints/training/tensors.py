@@ -143,7 +143,11 @@ def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
     `base.py` saves hashes of these experts instead.
     """
     inner = unwrap(model)
-    has_adapters = any(wraps_for_adapters(module) for module in inner.modules())
+    state = find_state(inner)
+    if state is not None and state.stage is not None:
+        has_adapters = state.stage.has_adapters  # perhaps on the layers of other stages only
+    else:
+        has_adapters = any(map(wraps_for_adapters, inner.modules()))
     of_adapters = adapter_parameters(inner)
     converters, apart = _find_converters(inner), apart_dims_by_id(inner)
     quantised = {

@@ -67,7 +67,7 @@ class Case:
         microbatches: the pp_microbatches; with 0 as many as stages.
         shares: the number of ranks per batch, if the launch config sets it.
         lora: the rank of random adapters; 0 for none.
-        lora_on: "both", "experts" or "attention".
+        lora_on: a name in `support.adapters.TARGETS`.
         lora_after: attach the adapters after `patch`.
         own_loss: give the Trainer a `compute_loss_func`.
         held: the format of quantised experts. A stock model gets their dequantised values.

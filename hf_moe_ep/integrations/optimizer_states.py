@@ -1,0 +1,103 @@
+"""Give torch's state dicts of an optimizer the names and the groups of all pipeline stages.
+
+Accelerate saves and loads an optimizer with two functions of torch.distributed.checkpoint, which
+see the parameters of one stage. Files must not depend on the number of stages, so inside
+`optimizers_of_stages`:
+
+    a tied weight        the last stage names its copy like the embedding, as a whole model does
+    a parameter group    lists the parameters of all stages; rank 0 writes these lists
+    loading              takes a stage's own parameters from each list, by the number of the group;
+                         torch would search for the groups, and cannot find one that is empty here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+
+from hf_moe_ep.checkpoints.hub.stages import gather_stages
+from hf_moe_ep.checkpoints.training.same_run import check_optimizer
+from hf_moe_ep.checkpoints.training.stages import join_groups
+from hf_moe_ep.checkpoints.training.state_file import Group, OptimizerState
+from hf_moe_ep.checkpoints.training.tensors import parameter_names
+from hf_moe_ep.ranks.all_ranks import run_on_all
+from hf_moe_ep.state import find_state
+from hf_moe_ep.upstream.replaced import replaced
+
+
+@contextmanager
+def optimizers_of_stages() -> Iterator[None]:
+    """Let torch's functions get and set the state of optimizers of pipeline stages, in the block.
+
+    Every rank must call the functions.
+    """
+    get, load = (
+        partial(wrapper, getattr(torch_state_dict, name))
+        for name, wrapper in (
+            ("get_optimizer_state_dict", _get_state),
+            ("set_optimizer_state_dict", _set_state),
+        )
+    )
+    with (
+        replaced(torch_state_dict, "get_optimizer_state_dict", get),
+        replaced(torch_state_dict, "set_optimizer_state_dict", load),
+    ):
+        yield
+
+
+def _get_state(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Wrap `get_optimizer_state_dict`: whole names, and groups of all stages."""
+    own, state = original(model, *args, **kwargs), find_state(model)
+    if state is None or state.stage is None:
+        return own
+    aliases: dict[str, str] = state.stage.aliases
+    groups = [_to_group(group, aliases) for group in own["param_groups"]]
+    joined = join_groups(gather_stages(groups, state))
+    return {
+        "state": {aliases.get(name, name): values for name, values in own["state"].items()},
+        "param_groups": [
+            group.options | {"params": whole.names}
+            for group, whole in zip(groups, joined, strict=True)
+        ],
+    }
+
+
+def _set_state(
+    original: Callable[..., Any],
+    model: nn.Module,
+    optimizers: Any,
+    optim_state_dict: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Wrap `set_optimizer_state_dict`: load the parameters of this stage.
+
+    Raises:
+        ValueError: on every rank: the optimizer has other parameter groups than the saved one.
+    """
+    state = find_state(model)
+    is_one = isinstance(optimizers, torch.optim.Optimizer)
+    if state is None or state.stage is None or not is_one:
+        return original(model, optimizers, optim_state_dict, *args, **kwargs)
+    saved_groups = optim_state_dict["param_groups"]
+    saved = OptimizerState(None, [], {}, [_to_group(group, {}) for group in saved_groups])
+    where = "the checkpoint of the optimizer"
+    run_on_all(where, lambda: check_optimizer(model, optimizers, saved, where))
+    names, _ = parameter_names(model, optimizers)
+    groups = [
+        saved_group | {"params": [names[id(parameter)] for parameter in group["params"]]}
+        for group, saved_group in zip(optimizers.param_groups, saved_groups, strict=True)
+    ]
+    optimizers.load_state_dict({"state": optim_state_dict["state"], "param_groups": groups})
+    return None
+
+
+def _to_group(group: dict[str, Any], aliases: dict[str, str]) -> Group:
+    names = [aliases.get(name, name) for name in group["params"]]
+    return Group(names, {key: value for key, value in group.items() if key != "params"})
