@@ -88,7 +88,7 @@ from hf_moe_ep.ops.quantised import (
     rows_and_columns_of_blocks,
     rows_may_be_cut,
 )
-from hf_moe_ep.plan import matches
+from hf_moe_ep.plan import matches, name_in_layer
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes
 from hf_moe_ep.sharding.buffers import use_buffers
 from hf_moe_ep.sharding.checks import (
@@ -128,7 +128,7 @@ from hf_moe_ep.upstream.adapters import refuse_unmerge, without_adapters
 from hf_moe_ep.upstream.experts_interface import post_expert_norm
 from hf_moe_ep.upstream.hub import kept_in_fp32
 from hf_moe_ep.upstream.models import keep_packing
-from hf_moe_ep.upstream.module_names import canonical_name, stock_name
+from hf_moe_ep.upstream.module_names import canonical_name, stock_name, without_copies
 from hf_moe_ep.upstream.modules import keep_dtypes
 from hf_moe_ep.upstream.sharded_models import (
     bytes_as_parameters,
@@ -266,13 +266,19 @@ def _routers_in_fp32(
     """Return the fp32 routers of the layers that compute in bf16 or fp16, by the layer's index.
 
     Other routers compute in the dtype of the rows, so they need the cast. A layer with two routers
-    (Ernie-4.5-VL) is left out: with `fsdp_double_buffer` they would need a third buffer.
+    (Ernie-4.5-VL) is left out: with `fsdp_double_buffer` they would need a third buffer. PEFT's
+    wrapper of a router computes with the router's weight, or with a copy of it, so the wrapper is
+    the unit.
     """
     dtype = options.mp_policy.param_dtype
     kept = kept_in_fp32(model, dtype) if dtype in (torch.bfloat16, torch.float16) else []
     if not kept or not state.plan.router:
         return {}
     names = {module: name for name, module in model.named_modules()}
+
+    def name_of_router(name: str) -> str:
+        return name_in_layer(without_copies(stock_name(name)), state.plan)
+
     routers: dict[int, list[nn.Module]] = {}
     for index, layer in enumerate(units.layers):
         if len(units.with_tied(layer)) > 1 or all(p.dtype != dtype for p in layer.parameters()):
@@ -280,16 +286,17 @@ def _routers_in_fp32(
         found: list[nn.Module] = []
         inside: set[nn.Module] = set()
         for module in layer.modules():
-            if module in inside or not matches(state.plan.router, stock_name(names[module])):
+            router = name_of_router(names[module])
+            if module in inside or not matches(state.plan.router, router):
                 continue
-            inside.update(module.modules())  # PEFT's wrapper computes with the router's weight
+            inside.update(module.modules())
             own = {
-                stock_name(f"{names[module]}.{name}"): parameter
+                parameter: name_of_router(f"{names[module]}.{name}")
                 for name, parameter in module.named_parameters()
                 if parameter not in options.ignored_params
             }
-            is_kept = any(pattern.search(name) for pattern in kept for name in own)
-            if is_kept and all(parameter.dtype == torch.float32 for parameter in own.values()):
+            is_kept = any(pattern.search(name) for pattern in kept for name in own.values())
+            if is_kept and all(parameter.dtype == torch.float32 for parameter in own):
                 found.append(module)
         if len(found) == 1:
             routers[index] = found

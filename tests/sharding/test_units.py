@@ -184,6 +184,28 @@ def _routers_compute_in_fp32(
     assert all(gate.weight.grad.full_tensor().any() for gate in gates)
 
 
+def _trained_copies_and_heads_in_fp32(rank: int, world: int) -> None:
+    """PEFT trains a copy of a router; a head for multi-token prediction has a router of its own."""
+    build = partial(architectures.tiny, "glm4_moe", dtype=torch.bfloat16)
+    mtp = {"mtp_layers": 1, "mtp_from_scratch": True}
+    copies = partial(with_lora, seed=0, modules_to_save=["gate"])
+    seen: list[Tensor] = []
+    for name, prepare, options in (("modules_to_save.", copies, {}), ("mtp.", None, mtp)):
+        model: Any = build()
+        if not kept_in_fp32(model, torch.bfloat16)[0].search("mlp.gate.weight"):
+            return  # transformers 5.16 keeps the correction bias of GLM-4.5 alone
+        model = apply_ep_fsdp2(model if prepare is None else prepare(model), ep_size=2, **options)
+        seen.clear()
+        for path, module in model.named_modules():
+            if path.endswith((".gate", ".gate.modules_to_save.default")) and name in f"{path}.":
+                module.register_forward_pre_hook(lambda gate, _: seen.append(gate.weight.clone()))
+        model.train()(**batch(model, 2, 7, seed=rank)).loss.backward()
+        assert seen and all(weight.dtype == torch.float32 for weight in seen), (name, seen)
+        assert not any(torch.equal(weight, weight.bfloat16()) for weight in seen), name
+        grads = [p.grad for n, p in model.named_parameters() if name in n and ".gate." in n]
+        assert grads and all(grad is not None for grad in grads), name
+
+
 def _adapted_routers_in_fp32(rank: int, world: int) -> None:
     """PEFT adds its factors to the router's weight before the router's own forward."""
     for options in ({"parameters": (*EXPERTS, "mlp.gate.weight")}, {"modules_to_save": ["gate"]}):
@@ -355,6 +377,7 @@ MORE_CHECKS = on_ranks(
         "routers in fp32, with children": partial(
             _routers_compute_in_fp32, None, {"ep_size": 2}, model_type="ernie4_5_moe"
         ),
+        "copies and heads of routers in fp32": _trained_copies_and_heads_in_fp32,
         "adapters on routers in fp32": _adapted_routers_in_fp32,
         "routers in fp32 of a script": _routers_of_a_script_are_cast,
         "routers in fp32, buffers": partial(
