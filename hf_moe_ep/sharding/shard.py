@@ -96,6 +96,7 @@ from hf_moe_ep.sharding.checks import (
     check_adapters_separate,
     check_dtypes,
     check_experts_split,
+    check_experts_unshared,
     check_frozen,
     check_nodes,
     check_packed,
@@ -186,6 +187,9 @@ def shard_units(
     entries = find_entries(model, units.all_experts, state.plan, options)
     check_quantised_frozen(model, entries)
     check_packed(model, options)
+    if not can_stay_whole(state, meshes, options):
+        experts_of_layers = chain(*units.experts.values())
+        check_experts_unshared(model, map(units.with_tied, experts_of_layers))
     keep_packing(model)
     for experts in units.all_experts:
         if meshes.dispatch.size() > 1:
