@@ -42,6 +42,7 @@ Trainer through `integrations/`, shards the model.
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -129,8 +130,8 @@ def patch(
         config: the settings; `overrides` are fields of the config by name.
         plan: the names of the model's modules, for an architecture whose plan cannot be derived.
 
-    Patching a patched model again with the same config changes nothing. With another config the
-    model is unpatched and patched again.
+    Patching a patched model again with the same config changes nothing. With another config, or if
+    another process has pickled the patched model, the model is unpatched and patched again.
 
     Raises:
         ValueError: the architecture has no stacked experts, or its parts are ambiguous; the number
@@ -156,6 +157,7 @@ def patch_model(
         old_state is not None
         and old_state.meshes is None
         and old_state.config == config
+        and old_state.process == os.getpid()
         and plan in (None, old_state.plan)
     ):
         return model

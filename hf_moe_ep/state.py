@@ -351,6 +351,9 @@ class ModelState:
     # Calls `patch` with the config and plan of this model, to patch a reference, or this model with
     # other settings.
     patch_alike: Callable[..., nn.Module] | None = None
+    # The process that patched the model. If another process has unpickled the model, our functions
+    # are not in Accelerate, Transformers and PEFT there.
+    process: int = field(default_factory=os.getpid)
     # With pp_size > 1, the meshes of a model that was cut into stages, but not sharded yet.
     meshes_of_stage: Meshes | None = None
     # For a policy and its reference model: the meshes of the other model, once it is sharded. The

@@ -240,8 +240,8 @@ def _passes_gradient(x: Tensor, known: Tensor) -> bool:
         return True
     if not (x.requires_grad and known.requires_grad):
         return x.requires_grad == known.requires_grad
-    node, output = get_gradient_edge(x)[:2]
-    known_node, known_output = get_gradient_edge(known)[:2]
-    while node is not known_node and node.name() in _VIEWS:
-        node, output = node.next_functions[0]
-    return node is known_node and output == known_output
+    edge: tuple[Any, int] = get_gradient_edge(x)[:2]
+    known_edge = get_gradient_edge(known)[:2]
+    while edge != known_edge and edge[0].name() in _VIEWS:
+        edge = edge[0].next_functions[0]
+    return edge == known_edge
