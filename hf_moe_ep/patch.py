@@ -131,7 +131,8 @@ def patch(
         plan: the names of the model's modules, for an architecture whose plan cannot be derived.
 
     Patching a patched model again with the same config changes nothing. With another config, or if
-    another process has pickled the patched model, the model is unpatched and patched again.
+    another process has pickled the patched model, the model is unpatched and patched again. A
+    given plan is kept.
 
     Raises:
         ValueError: the architecture has no stacked experts, or its parts are ambiguous; the number
@@ -153,6 +154,8 @@ def patch_model(
     check_is_model(model)
     warn_of_versions()
     old_state: ModelState | None = getattr(model, STATE, None)
+    if plan is None and old_state is not None and old_state.plan.origin == "given":
+        plan = old_state.plan
     if (
         old_state is not None
         and old_state.meshes is None
