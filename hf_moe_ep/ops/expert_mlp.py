@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.ops.autograd import mark_without_grad, placeholder_grad
+from hf_moe_ep.ops.autograd import mark_without_grad, placeholder_grad, refuse_tangents
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import (
     WEIGHT_NAMES,
@@ -79,6 +79,10 @@ def expert_mlp(
         experts = replace(experts, up=up, down=down, masters=None)
     tensors = [getattr(experts, name) for name in WEIGHT_NAMES]
     inputs = dict(zip(INPUT_NAMES, (rows_RH, weights_RK, *tensors), strict=True))
+    refuse_tangents(
+        inputs.values(),
+        "the experts of hf_moe_ep; run those of the model: experts_backend='eager', ep_size=1",
+    )
     trained = [name for name, x in inputs.items() if x is not None and x.requires_grad]
     has_backward = bool(trained) and torch.is_grad_enabled()
     settings = Settings(

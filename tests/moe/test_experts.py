@@ -20,6 +20,7 @@ from support.architectures import NEW_TYPES
 from support.close import assert_close
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
@@ -293,3 +294,23 @@ def test_a_matrix_of_another_dtype_is_trained() -> None:
     assert grads[1][1].dtype == torch.float32
     for want, got in zip(*grads, strict=True):
         assert got.any() and torch.equal(got.bfloat16(), want)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_forward_mode_differentiation_is_refused(frozen: bool) -> None:
+    """The operator of the experts has no forward formula, and torch would take its result for a
+    constant if no parameter is trained.
+    """
+    model: Any = patch(tiny(attn_implementation="eager"), experts_backend="torch")
+    model.requires_grad_(not frozen)
+    inputs = batch(model, 2, 7)
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(embeds, torch.ones_like(embeds))
+        with pytest.raises(ValueError, match="forward_ad"):
+            model(**inputs, inputs_embeds=dual)
+    with pytest.raises(ValueError, match="forward_ad"):
+        model.eval()  # in training, tokens are counted in place, which jvp refuses
+        torch.func.jvp(
+            lambda x: model(**inputs, inputs_embeds=x).loss, (embeds,), (torch.ones_like(embeds),)
+        )
