@@ -333,6 +333,18 @@ def _generates(options: dict[str, Any], expected: int, rank: int, world: int) ->
             optimizer.zero_grad()
 
 
+def _own_generate_is_called(rank: int, world: int) -> None:
+    """A library, or the user, may have set `generate` of one model before it is sharded."""
+    model: Any = tiny()
+    stock = model.generate
+    model.generate = lambda *args, **kwargs: ("own", stock(*args, **kwargs))
+    apply_ep_fsdp2(model, ep_size=2)
+    tokens = batch(model, 2, 8)["input_ids"]
+    name, got = model.eval().generate(tokens, max_new_tokens=2, do_sample=False)
+    assert name == "own"
+    assert torch.equal(got, tiny().eval().generate(tokens, max_new_tokens=2, do_sample=False))
+
+
 BETWEEN = {
     "in training": _in_training,
     "in evaluation": _in_evaluation,
@@ -383,6 +395,7 @@ MORE_CHECKS = on_ranks(
         "routers in fp32, buffers": partial(
             _routers_compute_in_fp32, None, {"ep_size": 1, "fsdp_double_buffer": True}
         ),
+        "own generate": _own_generate_is_called,
         "generation": partial(_generates, WHOLE_EXPERTS, 14),
         "generation, no resharding": partial(_generates, NEVER_RESHARD, 6),
         "fails in backward, no resharding": partial(_fails_in_backward, NEVER_RESHARD, None),
