@@ -34,7 +34,6 @@ from torch.autograd.function import once_differentiable
 
 from hf_moe_ep.moe.layer import moe_forward
 from hf_moe_ep.plan import MoEBlock, WeightSource, matches
-from hf_moe_ep.state import StateHook
 from hf_moe_ep.upstream.adapters import without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.module_names import stock_name, unwrap
 from hf_moe_ep.upstream.modules import own_child, own_children_by_name, own_parameters
@@ -147,20 +146,6 @@ class _WithZeroGrads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return grad, *map(torch.zeros_like, ctx.saved_tensors)
-
-
-class EnterBlock(StateHook):
-    """Pre-forward hook of a block that a plan describes: records that the block runs."""
-
-    def __call__(self, block: nn.Module, args: tuple[Any, ...]) -> None:
-        self.state.in_described_block = True
-
-
-class LeaveBlock(StateHook):
-    """Forward hook of a block that a plan describes: records that the block has ended."""
-
-    def __call__(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.state.in_described_block = False
 
 
 def stack_experts(model: nn.Module, description: MoEBlock | None) -> None:
