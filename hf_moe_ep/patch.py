@@ -120,6 +120,9 @@ def patch(
         patch(model, ep_size=8)
         trainer = Trainer(model=model, ...)              # shards it, under `accelerate launch`
 
+    Create the optimizer after this call if a plan describes the MoE blocks of the model
+    (`ModelPlan.block`: DBRX, JetMoE, LongCat-Flash): their parameters are replaced by stacked ones.
+
     In a training loop of your own, call `apply_ep_fsdp2(model)` instead of the last line. If each
     of several processes has loaded all parameters of a large model, a warning says how much memory
     they take together, and advises `hf_moe_ep.from_pretrained`.
