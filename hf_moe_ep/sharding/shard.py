@@ -7,7 +7,8 @@ are described in `ranks/mesh.py`.
     experts of a layer,  ep_fsdp; dim 0 is split over   divided by the world size in our backward,
     and their adapters   ep before, another dim over    then summed; fp16 and "eager": see below
                          etp (`etp.py`)
-    router of fp32       fsdp; not cast, see below      averaged by FSDP2, in fp32
+    router or head of    fsdp; not cast, see below      averaged by FSDP2, in fp32
+    fp32
     decoder layer, and   fsdp                           averaged by FSDP2
     weights that all its
     experts share
@@ -32,8 +33,9 @@ If ep_size * etp_size is the number of ranks, each rank holds its experts whole,
 are no part of a unit. `whole_experts.py` lists the exceptions.
 
 Transformers keeps the routers of many models in fp32 when it loads the model in bf16 (DeepSeek,
-GLM-4), because rounding changes the choice of experts. As a part of its layer's unit, such a router
-would be cast to bf16.
+GLM-4), because rounding changes the choice of experts, and the head of HY-V4. As a part of its
+layer's unit, or of the unit of the final norm, such a module would be cast to bf16. Other fp32
+parameters, such as sinks beside bf16 weights, are cast.
 
 If the layers are compiled (`compile_layers`) and no tokens are dispatched, the experts are part of
 the unit of their layer, and FSDP2 averages their gradients like those of any other weight. They
@@ -242,9 +244,14 @@ def shard_units(
     if units.embedding is not None and not units.tied:
         fill([units.embedding])
         shard(units.embedding)
-    if units.tail:
-        fill(units.tail)
-        shard(units.tail, reshard_after_forward=False)
+    head = _head_in_fp32(model, units, state, options)
+    for module in head:
+        fill([module])
+        in_fp32 = _kwargs_in_fp32(options) | {"reshard_after_forward": False}
+        fully_shard(module, mesh=meshes.dense, **in_fp32)
+    if tail := [module for module in units.tail if module not in head]:
+        fill(tail)
+        shard(tail, reshard_after_forward=False)
     fill([model])
     root = _find_root(model)
     _shard_root(root, meshes, options)
@@ -275,14 +282,9 @@ def _routers_in_fp32(
     the unit.
     """
     dtype = options.mp_policy.param_dtype
-    kept = kept_in_fp32(model, dtype) if dtype in (torch.bfloat16, torch.float16) else []
-    if not kept or not state.plan.router:
+    if not state.plan.router:
         return {}
     names = {module: name for name, module in model.named_modules()}
-
-    def name_of_router(name: str) -> str:
-        return name_in_layer(without_copies(stock_name(name)), state.plan)
-
     routers: dict[int, list[nn.Module]] = {}
     for index, layer in enumerate(units.layers):
         if len(units.with_tied(layer)) > 1 or all(p.dtype != dtype for p in layer.parameters()):
@@ -290,21 +292,52 @@ def _routers_in_fp32(
         found: list[nn.Module] = []
         inside: set[nn.Module] = set()
         for module in layer.modules():
-            router = name_of_router(names[module])
-            if module in inside or not matches(state.plan.router, router):
+            name = _name_in_layer(names[module], state)
+            if module in inside or not matches(state.plan.router, name):
                 continue
             inside.update(module.modules())
-            own = {
-                parameter: name_of_router(f"{names[module]}.{name}")
-                for name, parameter in module.named_parameters()
-                if parameter not in options.ignored_params
-            }
-            is_kept = any(pattern.search(name) for pattern in kept for name in own.values())
-            if is_kept and all(parameter.dtype == torch.float32 for parameter in own):
+            if _is_kept_in_fp32(model, names[module], module, state, options):
                 found.append(module)
         if len(found) == 1:
             routers[index] = found
     return routers
+
+
+def _head_in_fp32(
+    model: nn.Module, units: Units, state: ModelState, options: ShardOptions
+) -> list[nn.Module]:
+    """Return a list of the head if it computes in fp32 (HY-V4), otherwise an empty list.
+
+    A head with the weights of the embedding computes in the dtype of the embedding.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    if units.head is None or units.tied:
+        return []
+    is_kept = _is_kept_in_fp32(model, names[units.head], units.head, state, options)
+    return [units.head] if is_kept else []
+
+
+def _is_kept_in_fp32(
+    model: nn.Module, name: str, module: nn.Module, state: ModelState, options: ShardOptions
+) -> bool:
+    """Return True if a module's parameters are fp32, and stock keeps fp32 in a bf16 or fp16 model.
+
+    `name` is the name of the module in `model`.
+    """
+    dtype = options.mp_policy.param_dtype
+    kept = kept_in_fp32(model, dtype) if dtype in (torch.bfloat16, torch.float16) else []
+    own = {
+        parameter: _name_in_layer(f"{name}.{own_name}", state)
+        for own_name, parameter in module.named_parameters()
+        if parameter not in options.ignored_params
+    }
+    is_kept = any(pattern.search(name) for pattern in kept for name in own.values())
+    return is_kept and all(parameter.dtype == torch.float32 for parameter in own)
+
+
+def _name_in_layer(name: str, state: ModelState) -> str:
+    """Return the name in the stock model, in layer 0 for a module of an MTP head."""
+    return name_in_layer(without_copies(stock_name(name)), state.plan)
 
 
 def _kwargs_in_fp32(options: ShardOptions) -> dict[str, Any]:

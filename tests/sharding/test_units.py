@@ -217,6 +217,28 @@ def _adapted_routers_in_fp32(rank: int, world: int) -> None:
         assert grads and all(grad is not None for grad in grads)
 
 
+def _heads_compute_in_fp32(rank: int, world: int) -> None:
+    """Transformers keeps the head of HY-V4 in fp32 in a bf16 model, and so does a step."""
+    sizes = {"dtype": torch.bfloat16, "tie_word_embeddings": False}
+    stock = architectures.tiny("hy_v4", **sizes)
+    inputs = batch(stock, 2, 7, seed=rank)
+    assert stock(**inputs).logits.dtype == stock.lm_head.weight.dtype == torch.float32
+    weight = stock.lm_head.weight.detach()
+    assert not torch.equal(weight, weight.bfloat16())
+    for options in ({}, {"fused_loss": True}):
+        model: Any = apply_ep_fsdp2(architectures.tiny("hy_v4", **sizes), ep_size=2, **options)
+        seen: list[Tensor] = []
+        model.lm_head.register_forward_pre_hook(
+            lambda head, args, seen=seen: seen.extend((head.weight.detach().clone(), args[0]))
+        )
+        out = model(**inputs)
+        assert torch.equal(seen[0], weight) and seen[1].dtype == torch.float32
+        assert options or out.logits.dtype == torch.float32
+        out.loss.backward()
+        assert model.lm_head.weight.grad.full_tensor().any()
+        assert model.model.norm.weight.grad.full_tensor().any()
+
+
 def _routers_of_a_script_are_cast(rank: int, world: int) -> None:
     """Qwen3-MoE's router computes in the dtype of the rows, whatever dtype a script gives it."""
     model = tiny(dtype=torch.bfloat16)
@@ -390,6 +412,7 @@ MORE_CHECKS = on_ranks(
             _routers_compute_in_fp32, None, {"ep_size": 2}, model_type="ernie4_5_moe"
         ),
         "copies and heads of routers in fp32": _trained_copies_and_heads_in_fp32,
+        "heads in fp32": _heads_compute_in_fp32,
         "adapters on routers in fp32": _adapted_routers_in_fp32,
         "routers in fp32 of a script": _routers_of_a_script_are_cast,
         "routers in fp32, buffers": partial(
