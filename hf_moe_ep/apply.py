@@ -132,10 +132,12 @@ def _patch_if_needed(
             overrides.get("plan"),
             None if weights is None else Path(weights),
         )
-        state = getattr(model, STATE)
+    elif state.process != os.getpid():
+        patch_model(model, state.config)
     else:
         check_unsharded(model)
         wrap_adapters(model, state)
+    state = getattr(model, STATE)
     assert state is not None
     return state
 

@@ -42,6 +42,7 @@ Trainer through `integrations/`, shards the model.
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -119,6 +120,9 @@ def patch(
         patch(model, ep_size=8)
         trainer = Trainer(model=model, ...)              # shards it, under `accelerate launch`
 
+    Create the optimizer after this call if a plan describes the MoE blocks of the model
+    (`ModelPlan.block`: DBRX, JetMoE, LongCat-Flash): their parameters are replaced by stacked ones.
+
     In a training loop of your own, call `apply_ep_fsdp2(model)` instead of the last line. If each
     of several processes has loaded all parameters of a large model, a warning says how much memory
     they take together, and advises `hf_moe_ep.from_pretrained`.
@@ -129,8 +133,9 @@ def patch(
         config: the settings; `overrides` are fields of the config by name.
         plan: the names of the model's modules, for an architecture whose plan cannot be derived.
 
-    Patching a patched model again with the same config changes nothing. With another config the
-    model is unpatched and patched again.
+    Patching a patched model again with the same config changes nothing. With another config, or if
+    another process has pickled the patched model, the model is unpatched and patched again. A
+    given plan is kept.
 
     Raises:
         ValueError: the architecture has no stacked experts, or its parts are ambiguous; the number
@@ -152,10 +157,13 @@ def patch_model(
     check_is_model(model)
     warn_of_versions()
     old_state: ModelState | None = getattr(model, STATE, None)
+    if plan is None and old_state is not None and old_state.plan.origin == "given":
+        plan = old_state.plan
     if (
         old_state is not None
         and old_state.meshes is None
         and old_state.config == config
+        and old_state.process == os.getpid()
         and plan in (None, old_state.plan)
     ):
         return model

@@ -42,9 +42,9 @@ the row above.
     compiled/layers.py | _hf_moe_ep_compiled _hf_moe_ep_layer | of layers and MoE blocks
     compiled/layers.py | is_checked warned | if the graphs of a kind of layer exist, or are too many
     compiled/subclasses.py | __class__ _hf_moe_ep_stock_class | a subclass, until unpatch
-    moe/attach.py | may_choose_no_expert in_described_block | of layers and models described by hand
-    moe/stacked.py | setattr delattr | weights of described MoE blocks, until unpatch
-    moe/stacked.py | in_described_block | whether such a block runs, during a forward
+    moe/attach.py | may_choose_no_expert may_route | of layers and models described by hand
+    moe/stacked.py | setattr delattr data | weights of described MoE blocks, until unpatch
+    moe/recompute.py | may_route | whether such a block, or no indexer, runs during a forward
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
     upstream/attention_interface.py | _hf_moe_ep_masks __dict__ | a view of the config of models
     sequence/attach.py | mixers context forward | names, for `describe`; forwards of delta nets
@@ -361,6 +361,9 @@ class ModelState:
     # Calls `patch` with the config and plan of this model, to patch a reference, or this model with
     # other settings.
     patch_alike: Callable[..., nn.Module] | None = None
+    # The process that patched the model. If another process has unpickled the model, our functions
+    # are not in Accelerate, Transformers and PEFT there.
+    process: int = field(default_factory=os.getpid)
     # With pp_size > 1, the meshes of a model that was cut into stages, but not sharded yet.
     meshes_of_stage: Meshes | None = None
     # The meshes of the models that the same Accelerator shards. Two models share their process
@@ -368,9 +371,9 @@ class ModelState:
     shared_meshes: SharedMeshes = field(default_factory=SharedMeshes)
     # The states of all experts modules, in order. Each is also the attribute STATE of its module.
     moe_layers: list[MoELayer] = field(default_factory=list)
-    # True while an MoE block runs that a plan describes (`ModelPlan.block`), and False while other
-    # modules of its model run; None if no plan describes the blocks.
-    in_described_block: bool | None = None
+    # False while modules run that may call topk, but do not route: attention with an indexer, and
+    # everything outside of the MoE blocks that a plan describes (`ModelPlan.block`).
+    may_route: bool = True
     # The forwards that other packages must not replace (moe/forwards.py).
     relied_on: list[ReliedOn] = field(default_factory=list)
     # The attributes that `replace` has set, with their old values.

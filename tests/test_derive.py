@@ -23,6 +23,7 @@ from hf_moe_ep.architectures import find_parts, find_plan
 from hf_moe_ep.derive import derive_plan
 from hf_moe_ep.plan import ModelPlan, VisionPlan
 from hf_moe_ep.planner.config import find_config, meta_model
+from hf_moe_ep.state import find_state
 
 # Refused model types whose experts do not use transformers' experts interface: the model class,
 # options of its config, and words of the reason.
@@ -122,6 +123,16 @@ def test_the_error_names_modules_that_prevent_derivation(change: Callable[[Any],
         patch(model)
     for words in (type(model).__name__, *NOT_DERIVED[change]):
         assert words in str(raised.value), str(raised.value)
+
+
+def test_a_given_plan_is_kept_when_the_model_is_patched_with_other_settings() -> None:
+    model: Any = tiny()
+    plan = replace(derive_plan(model), origin="given")
+    _second_router(model)
+    patch(model, plan=plan)
+    patch(model, recompute_activations=True)
+    state = find_state(model)
+    assert state is not None and state.plan == plan and state.config.recompute_activations
 
 
 def test_the_error_contains_a_plan_with_all_derived_fields() -> None:

@@ -1,6 +1,7 @@
 """`patch` keeps the numbers of stock and changes one model only; `unpatch` removes every trace."""
 
 import copy
+import pickle
 import subprocess
 import sys
 import warnings
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from support.architectures import tiny as tiny_of_type
 from support.close import assert_close, max_error
 from support.ranks import run_ranks
@@ -446,6 +448,38 @@ def test_patching_a_part_of_a_patched_model() -> None:
     else:
         unpatch(model.model)
     _compare(model, tiny(), _inputs())
+
+
+def test_a_pickled_model_has_our_methods_and_runs_in_a_new_process(tmp_path: Path) -> None:
+    file = tmp_path / "model.pkl"
+    config = LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"])
+    for model in (patch(tiny()), get_peft_model(patch(tiny()), config)):
+        file.write_bytes(pickle.dumps(model))
+        names = _wrapped_methods(model)
+        assert names and _wrapped_methods(pickle.loads(file.read_bytes())) == names
+    script = """
+import contextlib, os, pickle, sys, hf_moe_ep
+from support.tiny_models import batch
+for prepare in (hf_moe_ep.patch, hf_moe_ep.apply_ep_fsdp2):
+    with open(sys.argv[1], "rb") as file:
+        model = pickle.load(file)
+    model(**batch(model, 2, 7))
+    with contextlib.suppress(ValueError):  # there is no process group
+        prepare(model)
+    assert model._hf_moe_ep.process == os.getpid()
+from accelerate.accelerator import Accelerator
+assert hasattr(Accelerator.prepare, "_hf_moe_ep_wrapper")
+"""
+    subprocess.run([sys.executable, "-c", script, file], check=True)
+
+
+def _wrapped_methods(model: nn.Module) -> list[tuple[str, str]]:
+    return [
+        (name, key)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if hasattr(value, "_hf_moe_ep_wrapper") and value.__self__ is module
+    ]
 
 
 @pytest.mark.parametrize("sizes", [{}, SIZES["aux loss"]], ids=["plain", "aux loss"])

@@ -55,6 +55,7 @@ from hf_moe_ep.upstream.accelerate_and_trainer import (
     refresh_gather_function,
 )
 from hf_moe_ep.upstream.wrap import (
+    BoundWrapper,
     Feature,
     Wrap,
     bind_wrapper,
@@ -222,7 +223,7 @@ def wrap_adapters(model: nn.Module, state: ModelState) -> None:
     for module in list(model.modules()):
         for row, owner in rows:
             if isinstance(module, owner) and row.name not in vars(module):
-                state.replace(module, row.name, bind_wrapper(module, row))
+                state.replace(module, row.name, BoundWrapper(module, row))
 
 
 def _build_rows(
@@ -680,7 +681,7 @@ def install(model: nn.Module, state: ModelState) -> None:
         if isinstance(module, transformers.PreTrainedModel):
             for row in MODEL_METHODS:
                 if row.name not in vars(module):
-                    state.replace(module, row.name, bind_wrapper(module, row))
+                    state.replace(module, row.name, BoundWrapper(module, row))
     wrap_adapters(model, state)
     if ACCELERATE[0].target in in_force() or accelerate_is_in_use():
         wrap_accelerate()

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from hf_moe_ep.ops.autograd import refuse_tangents
 from hf_moe_ep.ops.dtypes import compute_dtype
 
 
@@ -64,6 +65,7 @@ class HeadLoss:
     def compute(self, hidden_TH: Tensor) -> Tensor:
         """Return the sum of the losses of all tokens, divided by `divisor`."""
         inputs = (hidden_TH, *self.parameters)
+        refuse_tangents(inputs, "a fused loss; leave fused_loss out")
         if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
             return _ChunkedLoss.apply(self, *inputs)
         return self.run_chunks(hidden_TH, (), None)[0]

@@ -28,11 +28,13 @@ from hf_moe_ep.moe.experts import choose_compute
 from hf_moe_ep.moe.forwards import KeepForwards, check_forwards, record_forwards
 from hf_moe_ep.moe.layer import ForwardGuard, moe_forward
 from hf_moe_ep.moe.padding import attach_padding
+from hf_moe_ep.moe.recompute import SetMayRoute
 from hf_moe_ep.moe.routers_alone import find_routers
 from hf_moe_ep.moe.shared_experts import attach_shared_experts
-from hf_moe_ep.moe.stacked import EnterBlock, LeaveBlock, StackedExperts
+from hf_moe_ep.moe.stacked import StackedExperts
 from hf_moe_ep.ops.quantised import Quantisation, check_available
 from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer
+from hf_moe_ep.upstream.code import uses_name
 from hf_moe_ep.upstream.experts_interface import (
     EXPERTS_IMPLEMENTATION,
     own_experts_config,
@@ -78,6 +80,7 @@ def attach(parts: Parts, state: ModelState) -> None:
     record_forwards(parts, state)
     parts.root.register_forward_pre_hook(KeepForwards(state))
     parts.root.register_forward_pre_hook(ForwardGuard(state))
+    _watch_routing(parts, state)
     attach_counting(parts, state)
     attach_shared_experts(parts.root, state)
     attach_padding(parts, state)
@@ -85,13 +88,28 @@ def attach(parts: Parts, state: ModelState) -> None:
 
 
 def _attach_to_block(experts: StackedExperts, state: ModelState) -> None:
-    """Replace the forward of a block, and record while the block runs."""
+    """Replace the forward of a block."""
     block = experts.block
     if experts.description.forward is not None:
         state.replace(block, "forward", MethodType(experts.description.forward, block))
-    state.in_described_block = False
-    block.register_forward_pre_hook(EnterBlock(state))
-    block.register_forward_hook(LeaveBlock(state), always_call=True)
+
+
+def _watch_routing(parts: Parts, state: ModelState) -> None:
+    """Register hooks that record which topk calls may be those of routers.
+
+    In a model whose MoE blocks a plan describes, these are the calls inside of the blocks (the
+    attention of JetMoE calls topk as well). In other models they are all calls outside of attention
+    that calls topk: the choice of an indexer (DeepSeek-V3.2) may have the shape of a router's.
+    """
+    blocks = [
+        module.block for module in parts.experts.values() if isinstance(module, StackedExperts)
+    ]
+    state.may_route = not blocks
+    attention = [] if blocks else parts.attention
+    indexed = [a for a in attention if any(uses_name(module, "topk") for module in a.modules())]
+    for module in (*blocks, *indexed):
+        module.register_forward_pre_hook(SetMayRoute(state, bool(blocks)))
+        module.register_forward_hook(SetMayRoute(state, not blocks), always_call=True)
 
 
 def _check_ep_size(parts: Parts, config: ParallelConfig) -> None:

@@ -59,6 +59,7 @@ from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.permute import count_pairs
 from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
+from hf_moe_ep.upstream.experts_interface import register_experts_forward
 
 
 class ForwardGuard(Ours):
@@ -69,6 +70,10 @@ class ForwardGuard(Ours):
     def __init__(self, state: ModelState) -> None:
         self.state = state
         self._checkpoints = CheckpointWatch(state)
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        vars(self).update(attributes)
+        register_experts_forward(moe_forward)  # for a model that another process has pickled
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.state.check_ready()

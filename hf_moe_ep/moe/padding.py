@@ -25,9 +25,10 @@ left out.
 
 With ep_size 1 the outputs of a model equal those of stock at padding tokens too, so padding is only
 left out if the outputs at these tokens are not returned: with a fused loss (`loss/attach.py`), for
-which no logits exist, or with pipeline stages, whose training step returns none. The experts then
-get only the rows of the other tokens. The host must know their number, which is one host sync per
-forward. torch.compile cannot trace it, so compiled blocks compute all tokens.
+which no logits exist, in a forward that returns no hidden states, router logits or attentions; or
+with pipeline stages, whose training step returns none. The experts then get only the rows of the
+other tokens. The host must know their number, which is one host sync per forward. torch.compile
+cannot trace it, so compiled blocks compute all tokens.
 """
 
 from __future__ import annotations
@@ -102,13 +103,14 @@ class FindPadding(Ours):
         self.state.real_tokens = None if mask_T is None else RealTokens(mask_T)
 
     def _outputs_are_unseen(self, model: Any, given: dict[str, Any]) -> bool:
-        shows_hidden = asks_for("output_hidden_states", given, model.config)
+        outputs = [f"output_{name}" for name in ("hidden_states", "router_logits", "attentions")]
+        shown = [name for name in outputs if asks_for(name, given, model.config)]
         if self.state.stage is not None:
             # All pipeline stages must agree, and the loss is fused on the last one alone.
             reads_logits = self.state.gather_logits or self.state.config.gather_logits
             reads_logits |= self.state.caller_loss is not None
-            return not reads_logits and not shows_hidden
-        return self.state.loss_is_fused and not shows_hidden
+            return not reads_logits and outputs[0] not in shown
+        return self.state.loss_is_fused and (self.state.only_loss_is_read or not shown)
 
 
 class ForgetPadding(StateHook):

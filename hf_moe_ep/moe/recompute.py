@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.moe.chosen_topk import ChosenTopK
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
-from hf_moe_ep.state import STATE, ModelState
+from hf_moe_ep.state import STATE, ModelState, StateHook
 from hf_moe_ep.upstream.autograd_modes import assert_later
 from hf_moe_ep.upstream.modules import is_compiled, own_child
 
@@ -182,11 +182,11 @@ class Frame:
     def _next_ids(self) -> Tensor | None:
         """Return the stored expert ids of the next layer, or None if topk must not be replaced.
 
-        It must not be replaced after the last layer, outside of the MoE blocks that a plan
-        describes (the attention of JetMoE calls topk as well), and while a checkpointed function
-        inside this function runs, because that function has its own frame.
+        It must not be replaced after the last layer, while modules run that do not route
+        (`SetMayRoute`), and while a checkpointed function inside this function runs, because that
+        function has its own frame.
         """
-        if self._state.in_described_block is False:
+        if not self._state.may_route:
             return None
         routed = self._next_layer() if self._state.frame is self else None
         return None if routed is None else routed.expert_ids_TK
@@ -203,6 +203,21 @@ class Frame:
         if routed.exchanges is None and self._num_replaced >= routed.num_topks:
             self._next, self._num_replaced = self._next + 1, 0
         return expert_ids_TK
+
+
+class SetMayRoute(StateHook):
+    """Pre-forward or forward hook: records whether topk calls from now on may be those of routers.
+
+    Compiled layers replace topk only inside of their MoE blocks, so this hook is not traced.
+    """
+
+    def __init__(self, state: ModelState, value: bool) -> None:
+        super().__init__(state)
+        self._value = value
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.state.may_route = self._value
 
 
 class CheckpointedTokens:

@@ -13,6 +13,9 @@ sent. The stock forward of the block still runs:
     stock calls the routed experts first    The layer computes the shared experts on the block's
                                             input. The later stock call returns this result if its
                                             argument is that input, and computes otherwise.
+
+If the block or its shared experts have full backward hooks, the shared experts run where stock runs
+them. Such hooks are called by the autograd nodes of inputs and outputs, in the order of stock.
 """
 
 from __future__ import annotations
@@ -23,17 +26,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.code import takes_one_argument
 from hf_moe_ep.upstream.dispatch_modes import replace_in, storage_id, without_memory
 from hf_moe_ep.upstream.module_names import stock_name
+from hf_moe_ep.upstream.modules import has_backward_hooks
 from hf_moe_ep.upstream.replaced_forwards import forward_functions
 from hf_moe_ep.upstream.sharded_models import times_written
 
 # The names of shared experts in transformers begin like this: shared_expert, shared_experts.
 _PREFIX = "shared_expert"
+
+# The autograd nodes of `view` and `reshape`, with which blocks flatten their input.
+_VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 
 
 class Deferred(Tensor):
@@ -96,6 +104,10 @@ class SharedExperts:
         is_child = any(child is self._module for child in block.children())
         return is_child and SharedExperts.forward in forward_functions(self._module)
 
+    def have_backward_hooks(self, block: nn.Module) -> bool:
+        """Return True if backward calls hooks of the shared experts or of their block."""
+        return has_backward_hooks(self._module) or has_backward_hooks(block)
+
     def begin(self, block_input: Tensor | None) -> None:
         """Begin a forward of the block. With None, shared experts run where stock runs them.
 
@@ -133,7 +145,8 @@ class SharedExperts:
         """Return the result for `x`, which is an argument of the stock call."""
         assert self._computed is not None
         (known, version, out), self._computed = self._computed, None
-        if _same_values(x, known) and times_written(known) == version:
+        is_input = _same_values(x, known) and _passes_gradient(x, known)
+        if is_input and times_written(known) == version:
             return out.view(x.shape)
         warnings.warn(
             f"{type(self._module).__name__} was computed twice, because its block gives it another "
@@ -158,8 +171,10 @@ class BeginBlock(Ours):
         if torch.compiler.is_compiling():
             return
         x = args[0] if args else kwargs.get("hidden_states")
-        takes_part = isinstance(x, Tensor) and self._shared.is_called_by(block)
-        self._shared.begin(x if takes_part else None)
+        takes_part = self._shared.is_called_by(block) and not self._shared.have_backward_hooks(
+            block
+        )
+        self._shared.begin(x if takes_part and isinstance(x, Tensor) else None)
 
 
 class EndBlock(Ours):
@@ -214,3 +229,19 @@ def _same_values(x: Tensor, known: Tensor) -> bool:
         and x.is_contiguous()
         and known.is_contiguous()
     )
+
+
+def _passes_gradient(x: Tensor, known: Tensor) -> bool:
+    """Return True if the gradient of `x` reaches `known` unchanged: if `x` is `known` or a view.
+
+    An autograd function may return its input, and still change the gradient.
+    """
+    if x is known or not torch.is_grad_enabled():
+        return True
+    if not (x.requires_grad and known.requires_grad):
+        return x.requires_grad == known.requires_grad
+    edge: tuple[Any, int] = get_gradient_edge(x)[:2]
+    known_edge = get_gradient_edge(known)[:2]
+    while edge != known_edge and edge[0].name() in _VIEWS:
+        edge = edge[0].next_functions[0]
+    return edge == known_edge

@@ -25,6 +25,7 @@ the routing weights of these experts, to the sum of the other experts.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -34,7 +35,6 @@ from torch.autograd.function import once_differentiable
 
 from hf_moe_ep.moe.layer import moe_forward
 from hf_moe_ep.plan import MoEBlock, WeightSource, matches
-from hf_moe_ep.state import StateHook
 from hf_moe_ep.upstream.adapters import without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.module_names import stock_name, unwrap
 from hf_moe_ep.upstream.modules import own_child, own_children_by_name, own_parameters
@@ -84,6 +84,7 @@ class StackedExperts(nn.Module):
         # The block and its stock modules are not registered as children of this module, because the
         # block contains this module, and the stock modules are no longer part of the model.
         self.__dict__["_block"] = [block]
+        self.__dict__["_stock_parameters"] = _StockParameters()
         self.__dict__["_stock"] = {n: _child(block, n) for n in _replaced_children(description)}
         self.stock_order = list(own_children_by_name(block))
         self.changed = tuple(_changed_weights(block, description))
@@ -132,6 +133,26 @@ class StackedExperts(nn.Module):
                 setattr(self, name, value)
 
 
+class _StockParameters(dict[str, weakref.ref[nn.Parameter]]):
+    """The stock parameters by name, as long as other objects, such as an optimizer, hold them.
+
+    A copy of the model has none of them.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _StockParameters, ()
+
+    def restore(self, name: str, value: Tensor, like: nn.Parameter) -> nn.Parameter:
+        """Return a parameter with `value`: the stock parameter if it exists and fits."""
+        known = self.get(name)
+        parameter = None if known is None else known()
+        if parameter is None or parameter.device != value.device:
+            return _new_parameter(value, like)
+        parameter.data = value
+        parameter.requires_grad = like.requires_grad
+        return parameter
+
+
 class _WithZeroGrads(torch.autograd.Function):
     """Return the first tensor. In backward the other tensors get zeros as gradients, as in stock.
 
@@ -147,20 +168,6 @@ class _WithZeroGrads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return grad, *map(torch.zeros_like, ctx.saved_tensors)
-
-
-class EnterBlock(StateHook):
-    """Pre-forward hook of a block that a plan describes: records that the block runs."""
-
-    def __call__(self, block: nn.Module, args: tuple[Any, ...]) -> None:
-        self.state.in_described_block = True
-
-
-class LeaveBlock(StateHook):
-    """Forward hook of a block that a plan describes: records that the block has ended."""
-
-    def __call__(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.state.in_described_block = False
 
 
 def stack_experts(model: nn.Module, description: MoEBlock | None) -> None:
@@ -354,6 +361,7 @@ def _stack(block: nn.Module, description: MoEBlock) -> None:
             block.register_parameter(weight + UNUSED, _new_parameter(unused, first))
         for name, parameter in zip(names, parameters, strict=True):
             assert parameter is not None
+            experts.__dict__["_stock_parameters"][name] = weakref.ref(parameter)
             placeholder = _new_parameter(torch.empty_like(parameter, device="meta"), parameter)
             _set_parameter(block, name, placeholder)
     experts.train(block.training)
@@ -383,7 +391,8 @@ def _unstack(experts: StackedExperts) -> None:
         values = _unstack_tensor(
             parameter.detach(), None if rest is None else rest.detach(), source
         )
-        new |= {name: _new_parameter(v.clone(), parameter) for name, v in values.items()}
+        restore = experts.__dict__["_stock_parameters"].restore
+        new |= {name: restore(name, v.clone(), parameter) for name, v in values.items()}
     for weight in unused:
         delattr(block, weight + UNUSED)
     for hook in experts.__dict__.pop("_hooks", ()):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from hf_moe_ep.upstream.autograd_modes import hidden_from_modes
 
@@ -15,6 +17,25 @@ def mark_without_grad(ctx: Any, outputs: tuple[Tensor, ...], needs: tuple[bool, 
     """Mark the outputs whose inputs need no gradient as not differentiable."""
     pairs = zip(outputs, needs, strict=True)
     ctx.mark_non_differentiable(*(output for output, needed in pairs if not needed))
+
+
+def refuse_tangents(tensors: Iterable[Tensor | None], instead: str) -> None:
+    """Raise ValueError if forward-mode differentiation (`torch.autograd.forward_ad`) runs.
+
+    Operators without a forward formula return results without a tangent, so torch would take these
+    results for constants.
+
+    Args:
+        tensors: the inputs of a computation without a forward formula.
+        instead: names the computation, and says how stock code computes it.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if any(x is not None and unpack_dual(x).tangent is not None for x in tensors):
+        raise ValueError(
+            f"torch.autograd.forward_ad and torch.func.jvp cannot differentiate {instead}, or "
+            f"compute gradients with backward()"
+        )
 
 
 def placeholder_grad(like: Tensor, shape: torch.Size) -> Tensor:

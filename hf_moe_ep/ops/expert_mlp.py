@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.ops.autograd import mark_without_grad, placeholder_grad
+from hf_moe_ep.ops.autograd import mark_without_grad, placeholder_grad, refuse_tangents
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import (
     WEIGHT_NAMES,
@@ -72,8 +72,17 @@ def expert_mlp(
             accepts. "auto" uses the kernels; if they cannot be built for the GPU, or do not fit
             into it, "auto" warns and uses torch.
     """
+    if experts.masters is not None and experts.postponed is None and _need_grad(experts):
+        # No `_Postpone` computes the gradients of these experts, so autograd casts the masters.
+        dtype = experts.masters.dtype
+        up, down = experts.up.to(dtype), experts.down.to(dtype)
+        experts = replace(experts, up=up, down=down, masters=None)
     tensors = [getattr(experts, name) for name in WEIGHT_NAMES]
     inputs = dict(zip(INPUT_NAMES, (rows_RH, weights_RK, *tensors), strict=True))
+    refuse_tangents(
+        inputs.values(),
+        "the experts of hf_moe_ep; run those of the model: experts_backend='eager', ep_size=1",
+    )
     trained = [name for name, x in inputs.items() if x is not None and x.requires_grad]
     has_backward = bool(trained) and torch.is_grad_enabled()
     settings = Settings(
@@ -129,16 +138,20 @@ def postpone_grads(experts: ExpertWeights) -> ExpertWeights:
     all chunks are added up in fp32 or wider and rounded once, so they are as exact as the gradients
     of a single chunk.
     """
-    tensors = experts.named_tensors()
-    needs_grad = any(tensor.requires_grad for tensor in tensors.values())
-    if not (needs_grad and torch.is_grad_enabled()):
+    if not _need_grad(experts):
         return experts
+    tensors = experts.named_tensors()
     previous, masters = experts.postponed, experts.masters
     postponed = PostponedGrads() if previous is None else PostponedGrads(previous.sums)
     is_first = previous is None
     outputs = _Postpone.apply(postponed, masters, is_first, tuple(tensors), *tensors.values())
     named = dict(zip(tensors, outputs, strict=True))
     return replace(experts, postponed=postponed, **named)
+
+
+def _need_grad(experts: ExpertWeights) -> bool:
+    tensors = experts.named_tensors().values()
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 class _Postpone(torch.autograd.Function):

@@ -7,7 +7,7 @@ checks looks at the model of one rank only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,29 @@ def check_adapters_separate(model: nn.Module) -> None:
                 f"give each of them numbers of its own; leave out ensure_weight_tying, or adapt "
                 f"only one of the tied modules"
             )
+
+
+def check_experts_unshared(model: nn.Module, experts_units: Iterable[Sequence[nn.Module]]) -> None:
+    """Raise ValueError if two units of experts have a parameter in common.
+
+    FSDP2 shards a parameter in one unit. The other unit would train a copy, whose gradients no rank
+    adds up.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    known: dict[nn.Parameter, str] = {}
+    for modules in experts_units:
+        of_unit: dict[nn.Parameter, str] = {}
+        for module in modules:
+            for name, parameter in module.named_parameters():
+                of_unit.setdefault(parameter, canonical_name(f"{names[module]}.{name}"))
+        for parameter in filter(known.get, of_unit):
+            raise ValueError(
+                f"{known[parameter]} and {of_unit[parameter]} are one parameter, and after "
+                f"sharding each of the two layers would train a copy of its own; give the layers "
+                f"parameters of their own before patch, or let each rank keep its experts whole: "
+                f"ep_size * etp_size must be the number of ranks, without CPU offload"
+            )
+        known |= of_unit
 
 
 def check_experts_split(experts: nn.Module, entries: ParameterEntries) -> None:

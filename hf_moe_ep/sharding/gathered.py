@@ -36,7 +36,7 @@ others have not. The next forward and clipping raise an error until the gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -120,7 +120,8 @@ class GatheredUnits:
         if prefix := base_model_prefix(inner):
             getattr(inner, prefix).register_forward_pre_hook(self._begin_decoder, prepend=True)
         for model in models_that_generate(self.root):
-            setattr(model, "generate", partial(self._generate, model))  # noqa: B010
+            own = vars(model).get("generate")  # of a library or the user
+            setattr(model, "generate", partial(self._generate, model, own))  # noqa: B010
 
     @torch.compiler.disable  # FSDP2 disables the compiler for its own hooks too.
     def _begin_forward(self, *_: Any) -> None:
@@ -179,10 +180,14 @@ class GatheredUnits:
         for unit in self._units:
             reshard_unit(unit)
 
-    def _generate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def _generate(
+        self, model: Any, own: Callable[..., Any] | None, *args: Any, **kwargs: Any
+    ) -> Any:
         self._reshard()
         self.generates = True
         try:
+            if own is not None:
+                return own(*args, **kwargs)
             return type(model).generate(model, *args, **kwargs)
         finally:
             self.generates = False

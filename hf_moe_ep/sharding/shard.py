@@ -7,7 +7,8 @@ are described in `ranks/mesh.py`.
     experts of a layer,  ep_fsdp; dim 0 is split over   divided by the world size in our backward,
     and their adapters   ep before, another dim over    then summed; fp16 and "eager": see below
                          etp (`etp.py`)
-    router of fp32       fsdp; not cast, see below      averaged by FSDP2, in fp32
+    router or head of    fsdp; not cast, see below      averaged by FSDP2, in fp32
+    fp32
     decoder layer, and   fsdp                           averaged by FSDP2
     weights that all its
     experts share
@@ -32,8 +33,9 @@ If ep_size * etp_size is the number of ranks, each rank holds its experts whole,
 are no part of a unit. `whole_experts.py` lists the exceptions.
 
 Transformers keeps the routers of many models in fp32 when it loads the model in bf16 (DeepSeek,
-GLM-4), because rounding changes the choice of experts. As a part of its layer's unit, such a router
-would be cast to bf16.
+GLM-4), because rounding changes the choice of experts, and the head of HY-V4. As a part of its
+layer's unit, or of the unit of the final norm, such a module would be cast to bf16. Other fp32
+parameters, such as sinks beside bf16 weights, are cast.
 
 If the layers are compiled (`compile_layers`) and no tokens are dispatched, the experts are part of
 the unit of their layer, and FSDP2 averages their gradients like those of any other weight. They
@@ -88,7 +90,7 @@ from hf_moe_ep.ops.quantised import (
     rows_and_columns_of_blocks,
     rows_may_be_cut,
 )
-from hf_moe_ep.plan import matches
+from hf_moe_ep.plan import matches, name_in_layer
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.sharding.buffers import use_buffers
 from hf_moe_ep.sharding.checks import (
@@ -96,6 +98,7 @@ from hf_moe_ep.sharding.checks import (
     check_adapters_separate,
     check_dtypes,
     check_experts_split,
+    check_experts_unshared,
     check_frozen,
     check_nodes,
     check_packed,
@@ -128,7 +131,7 @@ from hf_moe_ep.upstream.adapters import refuse_unmerge, without_adapters
 from hf_moe_ep.upstream.experts_interface import post_expert_norm
 from hf_moe_ep.upstream.hub import kept_in_fp32
 from hf_moe_ep.upstream.models import keep_packing
-from hf_moe_ep.upstream.module_names import canonical_name, stock_name
+from hf_moe_ep.upstream.module_names import canonical_name, stock_name, without_copies
 from hf_moe_ep.upstream.modules import keep_dtypes
 from hf_moe_ep.upstream.sharded_models import (
     bytes_as_parameters,
@@ -185,6 +188,9 @@ def shard_units(
     entries = find_entries(model, units.all_experts, state.plan, options)
     check_quantised_frozen(model, entries)
     check_packed(model, options)
+    if not can_stay_whole(state, meshes, options):
+        experts_of_layers = chain(*units.experts.values())
+        check_experts_unshared(model, map(units.with_tied, experts_of_layers))
     keep_packing(model)
     for experts in units.all_experts:
         if meshes.dispatch.size() > 1:
@@ -237,9 +243,14 @@ def shard_units(
     if units.embedding is not None and not units.tied:
         fill([units.embedding])
         shard(units.embedding)
-    if units.tail:
-        fill(units.tail)
-        shard(units.tail, reshard_after_forward=False)
+    head = _head_in_fp32(model, units, state, options)
+    for module in head:
+        fill([module])
+        in_fp32 = _kwargs_in_fp32(options) | {"reshard_after_forward": False}
+        fully_shard(module, mesh=meshes.dense, **in_fp32)
+    if tail := [module for module in units.tail if module not in head]:
+        fill(tail)
+        shard(tail, reshard_after_forward=False)
     fill([model])
     root = _find_root(model)
     _shard_root(root, meshes, options)
@@ -267,11 +278,12 @@ def _routers_in_fp32(
     """Return the fp32 routers of the layers that compute in bf16 or fp16, by the layer's index.
 
     Other routers compute in the dtype of the rows, so they need the cast. A layer with two routers
-    (Ernie-4.5-VL) is left out: with `fsdp_double_buffer` they would need a third buffer.
+    (Ernie-4.5-VL) is left out: with `fsdp_double_buffer` they would need a third buffer. PEFT's
+    wrapper of a router computes with the router's weight, or with a copy of it, so the wrapper is
+    the unit.
     """
     dtype = options.mp_policy.param_dtype
-    kept = kept_in_fp32(model, dtype) if dtype in (torch.bfloat16, torch.float16) else []
-    if not kept or not state.plan.router:
+    if not state.plan.router:
         return {}
     names = {module: name for name, module in model.named_modules()}
     routers: dict[int, list[nn.Module]] = {}
@@ -281,20 +293,52 @@ def _routers_in_fp32(
         found: list[nn.Module] = []
         inside: set[nn.Module] = set()
         for module in layer.modules():
-            if module in inside or not matches(state.plan.router, stock_name(names[module])):
+            name = _name_in_layer(names[module], state)
+            if module in inside or not matches(state.plan.router, name):
                 continue
-            inside.update(module.modules())  # PEFT's wrapper computes with the router's weight
-            own = {
-                stock_name(f"{names[module]}.{name}"): parameter
-                for name, parameter in module.named_parameters()
-                if parameter not in options.ignored_params
-            }
-            is_kept = any(pattern.search(name) for pattern in kept for name in own)
-            if is_kept and all(parameter.dtype == torch.float32 for parameter in own.values()):
+            inside.update(module.modules())
+            if _is_kept_in_fp32(model, names[module], module, state, options):
                 found.append(module)
         if len(found) == 1:
             routers[index] = found
     return routers
+
+
+def _head_in_fp32(
+    model: nn.Module, units: Units, state: ModelState, options: ShardOptions
+) -> list[nn.Module]:
+    """Return a list of the head if it computes in fp32 (HY-V4), otherwise an empty list.
+
+    A head with the weights of the embedding computes in the dtype of the embedding.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    if units.head is None or units.tied:
+        return []
+    is_kept = _is_kept_in_fp32(model, names[units.head], units.head, state, options)
+    return [units.head] if is_kept else []
+
+
+def _is_kept_in_fp32(
+    model: nn.Module, name: str, module: nn.Module, state: ModelState, options: ShardOptions
+) -> bool:
+    """Return True if a module's parameters are fp32, and stock keeps fp32 in a bf16 or fp16 model.
+
+    `name` is the name of the module in `model`.
+    """
+    dtype = options.mp_policy.param_dtype
+    kept = kept_in_fp32(model, dtype) if dtype in (torch.bfloat16, torch.float16) else []
+    own = {
+        parameter: _name_in_layer(f"{name}.{own_name}", state)
+        for own_name, parameter in module.named_parameters()
+        if parameter not in options.ignored_params
+    }
+    is_kept = any(pattern.search(name) for pattern in kept for name in own.values())
+    return is_kept and all(parameter.dtype == torch.float32 for parameter in own)
+
+
+def _name_in_layer(name: str, state: ModelState) -> str:
+    """Return the name in the stock model, in layer 0 for a module of an MTP head."""
+    return name_in_layer(without_copies(stock_name(name)), state.plan)
 
 
 def _kwargs_in_fp32(options: ShardOptions) -> dict[str, Any]:

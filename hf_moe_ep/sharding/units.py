@@ -32,6 +32,7 @@ class Units:
         encoders: other encoders of pictures and sound (`vision/encoders.py`).
         tail: final norm and head, which are one unit. If the weights are tied, the unit begins with
             the embedding. With a second tower it includes all norms and embeddings.
+        head: the head, which is the last module of `tail`; None if there is none.
         tied: True if the embedding belongs to `tail`.
         mtp: the head for multi-token prediction, whose decoder layers are the last of `layers`.
     """
@@ -43,6 +44,7 @@ class Units:
     encoders: list[nn.Module]
     embedding: nn.Module | None
     tail: list[nn.Module]
+    head: nn.Module | None
     tied: bool
     mtp: MtpHead | None
 
@@ -83,6 +85,7 @@ def units_of(parts: Parts) -> Units:
         encoders=[] if parts.encoders is None else [*parts.encoders.modules],
         embedding=parts.embedding,
         tail=[*tail, *(_owners_outside(parts.root, tail) if parts.tied_modules else ())],
+        head=parts.head,
         tied=tied,
         mtp=parts.mtp,
     )

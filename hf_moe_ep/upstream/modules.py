@@ -60,6 +60,17 @@ def forward_hooks(module: nn.Module) -> list[object]:
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return True if `module`, or every module, has backward hooks or backward pre-hooks."""
+    of_all = vars(torch.nn.modules.module)
+    return bool(
+        module._backward_hooks
+        or module._backward_pre_hooks
+        or of_all["_global_backward_hooks"]
+        or of_all["_global_backward_pre_hooks"]
+    )
+
+
 def remove_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -> None:
     """Remove the forward and pre-forward hooks of `module` for which `is_ours` is true."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):

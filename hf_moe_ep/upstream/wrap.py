@@ -13,8 +13,9 @@ There are three ways to apply wraps (`rows` are `Wrap` objects):
                                        MyTrainer -> (ours) -> Trainer. `super().save_model` in
                                        MyTrainer then calls our method, which calls stock's
 
-    bind_wrapper(model, row)           one object: a bound method, which the caller sets on the
+    bind_wrapper(trainer, row)         one object: a bound method, which the caller sets on the
                                        object
+    BoundWrapper(model, row)           the same, for objects that users pickle
 
 The installed version of a package may lack a target. The feature that needs the target is then
 switched off: one warning names the target and the feature, all other rows work, and each call that
@@ -211,7 +212,7 @@ def _create_method(row: Wrap, ours: type) -> Callable[..., Any]:
 
     @functools.wraps(getattr(ours, row.name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_missing(row, self, *args, **kwargs)
+        _refuse_missing(row.target, self, *args, **kwargs)
         return row.wrapper(getattr(super(ours, type(self)), row.name), self, *args, **kwargs)
 
     return method
@@ -223,20 +224,43 @@ def bind_wrapper(instance: Any, row: Wrap) -> MethodType:
     return MethodType(_wrap_function(row, getattr(type(instance), row.name)), instance)
 
 
+class BoundWrapper:
+    """A bound method that calls a wrapper around the stock method, and that can be pickled.
+
+    Python pickles any other bound method as the name of an attribute of its object. The stock
+    method has this name as well, and would be unpickled.
+    """
+
+    def __init__(self, instance: Any, row: Wrap) -> None:
+        check_targets([row])
+        self.__self__, self.__name__ = instance, row.name
+        self._target, self._hf_moe_ep_wrapper = row.target, row.wrapper
+
+    @property
+    def __wrapped__(self) -> MethodType:
+        """The stock method, whose signature `inspect` shows."""
+        return MethodType(getattr(type(self.__self__), self.__name__), self.__self__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stock = self.__wrapped__.__func__
+        _refuse_missing(self._target, self.__self__, *args, **kwargs)
+        return self._hf_moe_ep_wrapper(stock, self.__self__, *args, **kwargs)
+
+
 def _wrap_function(row: Wrap, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        _refuse_missing(row, *args, **kwargs)
+        _refuse_missing(row.target, *args, **kwargs)
         return row.wrapper(original, *args, **kwargs)
 
     wrapped._hf_moe_ep_wrapper = row.wrapper  # type: ignore[attr-defined]
     return wrapped
 
 
-def _refuse_missing(row: Wrap, *args: Any, **kwargs: Any) -> None:
+def _refuse_missing(target: str, *args: Any, **kwargs: Any) -> None:
     """Raise ImportError if this call uses a feature that the installed versions lack."""
     for feature, message in _missing:
-        is_used = feature.used_by.get(row.target)
+        is_used = feature.used_by.get(target)
         if is_used is not None and is_used(*args, **kwargs):
             raise ImportError(message)
 

@@ -8,6 +8,7 @@ import torch
 from support.close import FP32_INSIDE, FP64_LAYER, assert_close
 from support.largest_tensor import LargestTensor
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -93,6 +94,15 @@ def test_frozen_parameters_and_no_grad() -> None:
         loss = head_loss.compute(hidden_TH.requires_grad_())
     assert not loss.requires_grad
     assert_close("loss", loss, want["loss"], FP32_INSIDE)
+
+
+def test_forward_mode_differentiation_is_refused() -> None:
+    """Chunks are computed on detached hidden states, which would lose the tangent."""
+    head = nn.Linear(HIDDEN, VOCAB).requires_grad_(False)
+    hidden_TH = torch.randn(TOKENS, HIDDEN)
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="forward_ad"):
+        dual_TH = forward_ad.make_dual(hidden_TH, torch.ones_like(hidden_TH))
+        _head_loss(head, _labels(), 7).compute(dual_TH)
 
 
 def test_backward_can_run_twice() -> None:

@@ -18,10 +18,13 @@ import torch
 import transformers
 from support.architectures import NEW_TYPES
 from support.close import assert_close
+from support.tiny_models import batch, tiny
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
+from hf_moe_ep import patch
 from hf_moe_ep.moe.experts import choose_compute, run_experts
 from hf_moe_ep.ops.formula import ExpertFormula
 
@@ -277,3 +280,37 @@ def test_experts_off_the_interface_are_refused(arguments: dict[str, Any], words:
     """Weights have other names or are transposed, or the activation is missing."""
     with pytest.raises(ValueError, match=words):
         choose_compute(_build_own(**arguments), "torch", recompute=False)
+
+
+def test_a_matrix_of_another_dtype_is_trained() -> None:
+    """An fp32 down_proj in a bf16 model is cast to bf16, and gets the gradient of the cast."""
+    grads = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model: Any = patch(tiny(dtype=torch.bfloat16), experts_backend="torch")
+        experts = model.model.layers[1].mlp.experts
+        experts.down_proj.data = experts.down_proj.to(dtype)
+        model(**batch(model, 2, 7)).loss.backward()
+        grads.append([experts.gate_up_proj.grad, experts.down_proj.grad])
+    assert grads[1][1].dtype == torch.float32
+    for want, got in zip(*grads, strict=True):
+        assert got.any() and torch.equal(got.bfloat16(), want)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_forward_mode_differentiation_is_refused(frozen: bool) -> None:
+    """The operator of the experts has no forward formula, and torch would take its result for a
+    constant if no parameter is trained.
+    """
+    model: Any = patch(tiny(attn_implementation="eager"), experts_backend="torch")
+    model.requires_grad_(not frozen)
+    inputs = batch(model, 2, 7)
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(embeds, torch.ones_like(embeds))
+        with pytest.raises(ValueError, match="forward_ad"):
+            model(**inputs, inputs_embeds=dual)
+    with pytest.raises(ValueError, match="forward_ad"):
+        model.eval()  # in training, tokens are counted in place, which jvp refuses
+        torch.func.jvp(
+            lambda x: model(**inputs, inputs_embeds=x).loss, (embeds,), (torch.ones_like(embeds),)
+        )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from support import parity
 from support.architectures.steps import assert_same_grads, build
 from support.checks import Check, Found, on_ranks
-from support.close import FP64_MODEL
+from support.close import FP64_MODEL, assert_close
 from support.fp64 import FP64
 from support.parity import Case
 from support.tiny_models import batch, tiny
@@ -260,6 +260,16 @@ def test_one_process_computes_no_padding(checkpoints: str | None) -> None:
         model.eval()(**inputs)
         patch(model.train(), fused_loss=False)(**inputs)
     assert rows == [80] * 4 * LAYERS
+
+
+@pytest.mark.parametrize("output", ["router_logits", "attentions"])
+def test_outputs_at_padding_are_those_of_stock(output: str) -> None:
+    model, stock = (tiny(num_hidden_layers=LAYERS, attn_implementation="eager") for _ in range(2))
+    inputs = _padded(stock, 0) | {f"output_{output}": True}
+    got, want = patch(model, **FUSED)(**inputs)[output], stock(**inputs)[output]
+    assert len(got) == len(want) == LAYERS
+    for layer in range(LAYERS):
+        assert_close(f"layer {layer}", got[layer], want[layer], FP64_MODEL)
 
 
 # A delta net, Mamba-2 and an indexer.

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
-from support import parity
+from support import architectures, parity
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.counting import EXCHANGES, counting
@@ -231,6 +231,25 @@ def a_checkpoint_that_is_not_wrapped(rank: int, world: int) -> None:
         assert_close(name, grad, want[name], 1e-12)
 
 
+def an_indexer_is_not_a_router(rank: int, world: int) -> None:
+    """DeepSeek's indexer chooses 2 of 8 keys, as many as each router chooses of 8 experts."""
+    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "index_topk": 2}
+    sizes |= {"n_group": 1, "topk_group": 1}
+    wanted = {}
+    for use_reentrant in (None, False, True):
+        model = architectures.tiny("deepseek_v32", **sizes)
+        if use_reentrant is not None:
+            parity.checkpointing(model, use_reentrant)
+        apply_ep_fsdp2(model, ep_size=2)
+        model(**batch(model, 2, 8, seed=rank)).loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        whole = {name: grad.full_tensor() for name, grad in grads.items()}
+        wanted = wanted or whole
+        assert wanted.keys() == whole.keys()
+        for name, grad in whole.items():
+            assert_close(f"{name}, reentrant {use_reentrant}", grad, wanted[name], 1e-12)
+
+
 def selective_checkpointing(rank: int, world: int) -> None:
     """torch's selective checkpointing must see the same operators in forward and in recompute."""
     want = _grads(_model({}, None), _inputs(rank))
@@ -272,6 +291,7 @@ ON_TWO_RANKS = [
         weight_grads_overlap_rows,
         checkpointed_hooks_of_fsdp2,
         a_checkpoint_that_is_not_wrapped,
+        an_indexer_is_not_a_router,
         selective_checkpointing,
         compiled,
         slow=True,

@@ -3,6 +3,7 @@
 import gc
 import pickle
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -19,6 +20,7 @@ from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.tiny_models import batch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_full_backward_hook
 
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
 from hf_moe_ep.compiled.layers import COMPILED
@@ -29,6 +31,7 @@ from hf_moe_ep.state import STATE, MoELayer
 
 # In stock, qwen2_moe calls its shared experts before the routed experts, deepseek_v3 after them.
 TYPES = ("qwen2_moe", "deepseek_v3")
+SHARED = ("shared_expert", "shared_experts")
 
 
 def _shared(model: nn.Module) -> list[SharedExperts]:
@@ -198,6 +201,64 @@ def _another_input(rank: int, world: int) -> None:
             assert_same_step("doubled", (model, reference), (adamw(model), adamw(reference)))
 
 
+def _backward_hooks_see_stocks_gradients(model_type: str, rank: int, world: int) -> None:
+    """Full backward hooks of a MoE block and of its shared experts see and change gradients."""
+    by_model = {}
+    for name in ("ours", "stock"):
+        model = build(model_type)
+        if name == "ours":
+            apply_ep_fsdp2(model, ep_size=world)
+        torch.manual_seed(rank)
+        by_model[name] = _gradients_at_hooks(model, batch(model, 2, 9 + rank))
+    assert len(by_model["ours"]) == len(by_model["stock"]) > 2
+    for want, got in zip(by_model["stock"], by_model["ours"], strict=True):
+        assert_close("gradient at a hook", got, want, budget(model_type))
+
+
+def _gradients_at_hooks(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Halve gradients at backward hooks; return what the hooks got, and the embeddings' gradient.
+
+    The embeddings of the tokens are a leaf, whose gradient no other rank adds to.
+    """
+    seen: list[Tensor] = []
+
+    def halve(_: nn.Module, grads: tuple[Tensor, ...], __: Any) -> tuple[Tensor, ...]:
+        seen.append(grads[0].detach().clone())
+        return (grads[0] / 2,)
+
+    block = model.model.layers[-1].mlp
+    shared = next(child for name, child in block.named_children() if name in SHARED)
+    shape = *inputs.pop("input_ids").shape, model.config.hidden_size
+    embeds = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    for module in (block, shared):
+        handle = module.register_full_backward_hook(halve)
+        model(**inputs, inputs_embeds=embeds).loss.backward()
+        handle.remove()
+    with warnings.catch_warnings(), register_module_full_backward_hook(lambda *_: None):
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+        model(**inputs, inputs_embeds=embeds).loss.backward()
+    # Without a backward hook, an autograd function in a pre-forward hook halves the gradient.
+    with (
+        warnings.catch_warnings(),
+        block.register_forward_pre_hook(lambda _, args: (Half.apply(args[0]),)),
+    ):
+        warnings.filterwarnings("ignore", ".* was computed twice")
+        model(**inputs, inputs_embeds=embeds).loss.backward()
+    return [*seen, embeds.grad]
+
+
+class Half(torch.autograd.Function):
+    """Returns its input, and halves the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / 2
+
+
 MORE = {
     f"{name}, {checkpoints}{claim}": partial(check, name, use_reentrant)
     for name in TYPES
@@ -208,6 +269,7 @@ MORE |= {
     f"{name} runs alone": partial(_another_forward_runs_alone, change)
     for name, change in {"Liger": _as_liger, "PEFT's copy": _with_trained_copies}.items()
 }
+MORE |= {f"{name}, hooks": partial(_backward_hooks_see_stocks_gradients, name) for name in TYPES}
 MORE |= {f"{name}, an error": partial(_an_error_keeps_no_activation, name) for name in TYPES}
 EACH = {
     name: {

@@ -208,6 +208,30 @@ def test_a_refused_model_is_unchanged() -> None:
     assert_equal(model.state_dict(), listed().state_dict())
 
 
+def test_stock_parameters_come_back_as_the_objects_that_an_optimizer_holds() -> None:
+    """Also after the weights have changed, but not as those of a copied model."""
+    model = listed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (held,) = (group["params"] for group in optimizer.param_groups)
+    with pytest.raises(ValueError, match="ep_size"):
+        patch(model, plan=PLAN, ep_size=64)
+    assert [*map(id, model.parameters())] == [*map(id, held)]
+    patch(model, plan=PLAN)
+    copied = unpatch(copy.deepcopy(model))
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj.mul_(3)
+    unpatch(model)
+    assert [*map(id, model.parameters())] == [*map(id, held)]
+    assert set(map(id, held)).isdisjoint(map(id, copied.parameters()))
+    changed = 0
+    for name, stock in listed().named_parameters():
+        is_tripled = torch.equal(model.get_parameter(name), 3 * stock)
+        assert is_tripled or torch.equal(model.get_parameter(name), stock), name
+        assert torch.equal(copied.get_parameter(name), stock), name
+        changed += is_tripled and bool(stock.any())
+    assert changed == model.config.num_experts
+
+
 def test_compiled_layers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"compile_layers cannot compile qwen3_moe: its plan has"):
         patch(listed(), plan=PLAN, compile_layers="aot_eager")

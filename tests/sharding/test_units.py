@@ -202,6 +202,28 @@ def _routers_compute_in_fp32(
     assert all(gate.weight.grad.full_tensor().any() for gate in gates)
 
 
+def _trained_copies_and_heads_in_fp32(rank: int, world: int) -> None:
+    """PEFT trains a copy of a router; a head for multi-token prediction has a router of its own."""
+    build = partial(architectures.tiny, "glm4_moe", dtype=torch.bfloat16)
+    mtp = {"mtp_layers": 1, "mtp_from_scratch": True}
+    copies = partial(with_lora, seed=0, modules_to_save=["gate"])
+    seen: list[Tensor] = []
+    for name, prepare, options in (("modules_to_save.", copies, {}), ("mtp.", None, mtp)):
+        model: Any = build()
+        if not kept_in_fp32(model, torch.bfloat16)[0].search("mlp.gate.weight"):
+            return  # transformers 5.16 keeps the correction bias of GLM-4.5 alone
+        model = apply_ep_fsdp2(model if prepare is None else prepare(model), ep_size=2, **options)
+        seen.clear()
+        for path, module in model.named_modules():
+            if path.endswith((".gate", ".gate.modules_to_save.default")) and name in f"{path}.":
+                module.register_forward_pre_hook(lambda gate, _: seen.append(gate.weight.clone()))
+        model.train()(**batch(model, 2, 7, seed=rank)).loss.backward()
+        assert seen and all(weight.dtype == torch.float32 for weight in seen), (name, seen)
+        assert not any(torch.equal(weight, weight.bfloat16()) for weight in seen), name
+        grads = [p.grad for n, p in model.named_parameters() if name in n and ".gate." in n]
+        assert grads and all(grad is not None for grad in grads), name
+
+
 def _adapted_routers_in_fp32(rank: int, world: int) -> None:
     """PEFT adds its factors to the router's weight before the router's own forward."""
     for options in ({"parameters": (*EXPERTS, "mlp.gate.weight")}, {"modules_to_save": ["gate"]}):
@@ -211,6 +233,28 @@ def _adapted_routers_in_fp32(rank: int, world: int) -> None:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         grads = [p.grad for name, p in trained.items() if "mlp.gate." in name]
         assert grads and all(grad is not None for grad in grads)
+
+
+def _heads_compute_in_fp32(rank: int, world: int) -> None:
+    """Transformers keeps the head of HY-V4 in fp32 in a bf16 model, and so does a step."""
+    sizes = {"dtype": torch.bfloat16, "tie_word_embeddings": False}
+    stock = architectures.tiny("hy_v4", **sizes)
+    inputs = batch(stock, 2, 7, seed=rank)
+    assert stock(**inputs).logits.dtype == stock.lm_head.weight.dtype == torch.float32
+    weight = stock.lm_head.weight.detach()
+    assert not torch.equal(weight, weight.bfloat16())
+    for options in ({}, {"fused_loss": True}):
+        model: Any = apply_ep_fsdp2(architectures.tiny("hy_v4", **sizes), ep_size=2, **options)
+        seen: list[Tensor] = []
+        model.lm_head.register_forward_pre_hook(
+            lambda head, args, seen=seen: seen.extend((head.weight.detach().clone(), args[0]))
+        )
+        out = model(**inputs)
+        assert torch.equal(seen[0], weight) and seen[1].dtype == torch.float32
+        assert options or out.logits.dtype == torch.float32
+        out.loss.backward()
+        assert model.lm_head.weight.grad.full_tensor().any()
+        assert model.model.norm.weight.grad.full_tensor().any()
 
 
 def _routers_of_a_script_are_cast(rank: int, world: int) -> None:
@@ -329,6 +373,18 @@ def _generates(options: dict[str, Any], expected: int, rank: int, world: int) ->
             optimizer.zero_grad()
 
 
+def _own_generate_is_called(rank: int, world: int) -> None:
+    """A library, or the user, may have set `generate` of one model before it is sharded."""
+    model: Any = tiny()
+    stock = model.generate
+    model.generate = lambda *args, **kwargs: ("own", stock(*args, **kwargs))
+    apply_ep_fsdp2(model, ep_size=2)
+    tokens = batch(model, 2, 8)["input_ids"]
+    name, got = model.eval().generate(tokens, max_new_tokens=2, do_sample=False)
+    assert name == "own"
+    assert torch.equal(got, tiny().eval().generate(tokens, max_new_tokens=2, do_sample=False))
+
+
 BETWEEN = {
     "in training": _in_training,
     "in evaluation": _in_evaluation,
@@ -374,11 +430,14 @@ MORE_CHECKS = on_ranks(
         "routers in fp32, with children": partial(
             _routers_compute_in_fp32, None, {"ep_size": 2}, model_type="ernie4_5_moe"
         ),
+        "copies and heads of routers in fp32": _trained_copies_and_heads_in_fp32,
+        "heads in fp32": _heads_compute_in_fp32,
         "adapters on routers in fp32": _adapted_routers_in_fp32,
         "routers in fp32 of a script": _routers_of_a_script_are_cast,
         "routers in fp32, buffers": partial(
             _routers_compute_in_fp32, None, {"ep_size": 1, "fsdp_double_buffer": True}
         ),
+        "own generate": _own_generate_is_called,
         "generation": partial(_generates, WHOLE_EXPERTS, 14),
         "generation, no resharding": partial(_generates, NEVER_RESHARD, 6),
         "fails in backward, no resharding": partial(_fails_in_backward, NEVER_RESHARD, None),

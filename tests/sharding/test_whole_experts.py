@@ -16,6 +16,7 @@ import torch
 from support import parity
 from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
+from support.close import FP64_MODEL, assert_close
 from support.quantised import SIZES
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
@@ -235,6 +236,31 @@ def fsdp2_keeps_what_it_has_to_move(rank: int, world: int) -> None:
     assert all(isinstance(p, DTensor) for e in _experts(model) for p in e.parameters())
 
 
+def layers_share_experts_only_if_these_stay_whole(rank: int, world: int) -> None:
+    """FSDP2 units would train two copies. Whole experts get the gradients of both layers."""
+    for ep_size, options in (
+        (2, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+        (1, {}),
+    ):
+        with pytest.raises(
+            ValueError, match=r"layers\.0\..* and .*layers\.1\..* are one parameter"
+        ):
+            apply_ep_fsdp2(_with_shared_experts(tiny()), ep_size=ep_size, **options)
+    model, stock = (_with_shared_experts(tiny()) for _ in range(2))
+    apply_ep_fsdp2(model, ep_size=2)
+    model(**batch(model, 2, 7)).loss.backward()
+    stock(**batch(model, 2, 7)).loss.backward()
+    for experts, of_stock in zip(_experts(model), _experts(stock), strict=True):
+        got, want = experts.gate_up_proj.grad.full_tensor(), of_stock.gate_up_proj.grad
+        assert_close("gradient", got, want, FP64_MODEL)
+
+
+def _with_shared_experts(model: Any) -> Any:
+    first, second = (layer.mlp.experts for layer in model.model.layers[:2])
+    second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
+    return model
+
+
 @pytest.mark.parametrize(
     "claim",
     on_ranks(
@@ -244,6 +270,7 @@ def fsdp2_keeps_what_it_has_to_move(rank: int, world: int) -> None:
         frozen_masters_are_saved_and_not_their_copies,
         frozen_experts_are_not_touched,
         fsdp2_keeps_what_it_has_to_move,
+        layers_share_experts_only_if_these_stay_whole,
     )
     + on_ranks(
         2,

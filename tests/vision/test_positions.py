@@ -42,7 +42,7 @@ def test_outputs_equal_stock(rows: str, left: bool) -> None:
     shape = None if rows == "text" else (3, *batch["input_ids"].shape)
     assert getattr(collated.pop("position_ids", None), "shape", None) == shape
     assert collated.keys() == batch.keys()
-    check_packed_rows(PositionCollator(model, first_sample)([batch]), has_mixers=True)
+    check_packed_rows(PositionCollator(model, first_sample)([batch]), separates=True)
     with torch.no_grad():
         want = model(**batch)
         got = model(**PositionCollator(model, first_sample)([batch]))
