@@ -406,7 +406,7 @@ def parse_setting(field: Field[Any], text: str, name: str) -> Any:
         name: the name of the option or variable in errors, with the separator before its value.
 
     Raises:
-        ValueError: the text is no value of this type.
+        ValueError: the text is not a value of this type.
     """
     kind = str(field.type)
     if "bool" in kind and text.lower() in (*_TRUE, *_FALSE):

@@ -375,7 +375,7 @@ class _Derivation:
 
         Among the modules that contain the decoder, find the innermost module whose forward takes
         pictures or sound. Its encoders are its other children that have parameters; the embedding
-        and the head are no encoders. If no such module exists, there are no encoders.
+        and the head are not encoders. If no such module exists, there are no encoders.
         """
         owner, inner = decoder.rpartition(".")[0], decoder
         while inner and not input_names(self.modules[owner]):

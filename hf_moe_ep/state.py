@@ -650,7 +650,7 @@ def _not_traced(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def check_is_model(model: object) -> None:
-    """Raise ValueError if `model` is no model, but for example the name of one."""
+    """Raise ValueError if `model` is not a model, but for example the name of one."""
     if isinstance(model, nn.Module):
         return
     got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
@@ -665,7 +665,7 @@ def find_state(model: nn.Module) -> ModelState | None:
     """Return the state of a patched model, wrapped or not; None if the model is not patched.
 
     Raises:
-        ValueError: `model` is no model.
+        ValueError: `model` is not a model.
     """
     check_is_model(model)
     for module in model.modules():

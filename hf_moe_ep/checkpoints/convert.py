@@ -91,15 +91,15 @@ def convert(
         trust_remote_code: run the Python files beside the config if it names a class in them.
 
     Raises:
-        ValueError: `source` is no training checkpoint, is damaged, holds only adapters, or does not
-            fit the config; `target` is not empty or lies inside `source`; the files of the extra
+        ValueError: `source` is not a training checkpoint, is damaged, holds only adapters, or does
+            not fit the config; `target` is not empty or lies inside `source`; the files of the extra
             tensors are gone or have changed; the disk has too little free space.
     """
     folder, out = Path(source), Path(target).resolve()
     check_can_appear(out)
     max_bytes = parse_size(max_shard_size)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; name the folder of a training checkpoint")
+        raise ValueError(f"{folder} is not a folder; name the folder of a training checkpoint")
     config_folder = Path(config) if config is not None else folder
     for source_folder in (folder, config_folder):
         if source_folder.resolve() in (out, *out.parents):
@@ -198,8 +198,8 @@ def _open_checkpoint(folder: Path) -> tuple[Any, Metadata]:
         reader = HuggingFaceStorageReader(os.fspath(folder / TENSORS))
     else:
         raise ValueError(
-            f"{folder} is no training checkpoint: it has neither {_ACCELERATE_TENSORS} (Trainer, "
-            f"Accelerate, with fsdp_state_dict_type SHARDED_STATE_DICT) nor {TENSORS} "
+            f"{folder} is not a training checkpoint: it has neither {_ACCELERATE_TENSORS} "
+            f"(Trainer, Accelerate, with fsdp_state_dict_type SHARDED_STATE_DICT) nor {TENSORS} "
             f"(save_checkpoint)"
         )
     metadata: Metadata = reader.read_metadata()

@@ -136,7 +136,7 @@ def merge_adapter(
     adapter_folder, out = Path(adapter).resolve(), Path(target).resolve()
     check_can_appear(out)
     if not (adapter_folder / ADAPTER_CONFIG).is_file():
-        raise ValueError(f"{adapter} is no adapter folder: it has no {ADAPTER_CONFIG}")
+        raise ValueError(f"{adapter} is not an adapter folder: it has no {ADAPTER_CONFIG}")
     folder = local_folder(base, {})
     if not {folder.resolve(), adapter_folder}.isdisjoint((out, *out.parents)):
         raise ValueError(f"target {target} lies in {base} or in {adapter}; name another folder")
@@ -193,7 +193,7 @@ def merge_adapter(
 
 def _check_not_quantized(folder: Path) -> None:
     if not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder} is no model: it has no {CONFIG}")
+        raise ValueError(f"{folder} is not a model: it has no {CONFIG}")
     config = read_object(folder / CONFIG)
     # A part, such as text_config, may have a quantization_config of its own.
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]

@@ -76,7 +76,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _looks_unfinished(path: Path) -> bool:
-    """Return True if a folder that is no complete checkpoint looks like an unfinished one.
+    """Return True if a folder that is not a complete checkpoint looks like an unfinished one.
 
     A folder that this user may not read, such as lost+found, does not. One that cannot be read for
     another reason (a disk that fails) may be one.

@@ -257,7 +257,7 @@ def _check_is_of_trainer(folder: Path) -> None:
     elif (folder / STATE).is_file():
         advice = "it was written by save_checkpoint, so load it with load_checkpoint"
     raise ValueError(
-        f"{folder} is no checkpoint of the Trainer, because it has no {_TRAINER_STATE}; {advice}"
+        f"{folder} is not a checkpoint of the Trainer, because it has no {_TRAINER_STATE}; {advice}"
     )
 
 

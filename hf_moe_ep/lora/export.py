@@ -100,7 +100,7 @@ def _convert(
     source, target = Path(source).resolve(), Path(target).resolve()
     for name in (CONFIG, WEIGHTS):
         if not (source / name).is_file():
-            raise ValueError(f"{source} is no adapter folder: it has no {name}")
+            raise ValueError(f"{source} is not an adapter folder: it has no {name}")
     if target == source or source in target.parents:
         raise ValueError(f"target {target} is inside source {source}; name another folder")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

@@ -12,7 +12,7 @@ that the loss of the model is divided by. With D depths the loss of the model be
 
     loss + mtp_loss_weight / D * (loss of depth 1 + .. + loss of depth D)
 
-A position counts if the label is not ignored, if the position is no padding (a 2-D attention mask
+A position counts if the label is not ignored, if the position is not padding (a 2-D attention mask
 is 1), and if the label is in the same document: packed documents have position ids that restart.
 The main model's loss function computes the cross-entropy, so slices of sequences (sp_size > 1) and
 losses without logits (fused_loss) work as for the main model.

@@ -11,7 +11,7 @@
 
 AdamW trains all other parameters of at most two dims: embeddings, the head and everything else
 outside of layers and encoders; routers; convolutions; norms, biases, and whatever has only one
-dimension larger than 1; tables of positions and the like, which are no weight of an nn.Linear;
+dimension larger than 1; tables of positions and the like, which are not weights of an nn.Linear;
 adapters, unless the user asks for Muon. No rule covers other parameters of three or more dims.
 
 With 2 experts of F = 3, gate_up_proj has 12 rows. A rank that holds the rows 2 .. 5 of each expert

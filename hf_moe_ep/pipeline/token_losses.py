@@ -118,7 +118,7 @@ def _scale_of(
     """Return the caller's loss divided by the known loss, derived from the caller's gradients.
 
     Raises:
-        ValueError: the loss of the caller is no multiple of the known loss.
+        ValueError: the loss of the caller is not a multiple of the known loss.
     """
     by_name = dict(zip(names, grads, strict=True))
     if by_name.get("entropy") is not None:

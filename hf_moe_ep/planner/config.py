@@ -66,7 +66,7 @@ def find_architecture_config(name: str) -> PreTrainedConfig:
         return AutoConfig.for_model(name)
     if name not in published_configs() and not (os.path.exists(name) or _HUB_ID.fullmatch(name)):
         raise ValueError(
-            f"{name!r} is no model type of the installed transformers and no folder with a "
+            f"{name!r} is not a model type of the installed transformers nor a folder with a "
             f"config.json; name a model of the hub as OWNER/NAME, or use one of "
             f"{', '.join(published_configs())}"
         )
@@ -79,7 +79,7 @@ def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
         return _fetch_config(path.as_posix(), known)
     if not file.is_file():
         raise ValueError(
-            f"{os.fspath(path)!r} is no known model ({', '.join(known)}) and no folder "
+            f"{os.fspath(path)!r} is not a known model ({', '.join(known)}) and no folder "
             f"with a config.json; name a model of the hub as OWNER/NAME"
         )
     model_type = read_object(file).get("model_type")

@@ -11,7 +11,7 @@ Bytes are counted per storage. A storage counts once, however many tensors share
 operator that creates it until its last tensor is freed. The sum is the memory that a program
 requests from a GPU's allocator, without rounding and caching. Temporary memory inside an operator
 is not counted, except for the operators of the experts, whose steps run one by one. FSDP2 allocates
-and frees gathered units with `UntypedStorage.resize_`, which is no operator, so `count_tensors`
+and frees gathered units with `UntypedStorage.resize_`, which is not an operator, so `count_tensors`
 wraps this method.
 
 Host memory is counted separately. Tensors are on the host if they were passed to

@@ -295,7 +295,7 @@ class StillHere:
             self._reduce(this_rank() + 1)
 
     def end(self) -> None:
-        """Finish the loop. A rank that leaves after the last round is no error."""
+        """Finish the loop. A rank that leaves after the last round is not an error."""
         self._reduce(0)
 
     def _reduce(self, number: int) -> int:

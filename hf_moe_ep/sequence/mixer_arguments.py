@@ -77,7 +77,7 @@ class MixerArguments:
         )
 
     def has_tokens(self, name: str, value: Any) -> bool:
-        """Return True if dimension 1 of an argument that is no mask counts tokens."""
+        """Return True if dimension 1 of an argument that is not a mask counts tokens."""
         if not isinstance(value, Tensor) or name.endswith("mask"):
             return False
         return BY_TOKEN.get(name) == 1 or (name in self.names and value.ndim >= 3)

@@ -56,8 +56,8 @@ def clip_grad_norm_(
         The norm before clipping: a plain scalar tensor, the same number on every rank.
 
     Raises:
-        ValueError: `model` is not a module, `norm_type` is no positive number, or the last backward
-            raised an error.
+        ValueError: `model` is not a module, `norm_type` is not a positive number, or the last
+            backward raised an error.
         RuntimeError: the norm is nan or inf and `error_if_nonfinite` is set.
     """
     if not isinstance(model, nn.Module):

@@ -136,7 +136,7 @@ def _own_gpu() -> int:
         return group_device.index
     local_rank = launched_local_rank()
     # The current device is 0 until a script chooses another device, so 0 is not taken as a choice.
-    # LOCAL_RANK is no valid index if the launcher shows each rank a single GPU.
+    # LOCAL_RANK is not a valid index if the launcher shows each rank a single GPU.
     was_chosen = torch.cuda.is_initialized() and torch.cuda.current_device() != 0
     if local_rank is None or was_chosen or local_rank >= torch.cuda.device_count():
         return torch.cuda.current_device()

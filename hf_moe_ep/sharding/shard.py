@@ -30,7 +30,7 @@ factor. Stock's experts code (experts_backend="eager") does not divide in backwa
 averages the gradients.
 
 If ep_size * etp_size is the number of ranks, each rank holds its experts whole, and their weights
-are no part of a unit. `whole_experts.py` lists the exceptions.
+are not part of a unit. `whole_experts.py` lists the exceptions.
 
 Transformers keeps the routers of many models in fp32 when it loads the model in bf16 (DeepSeek,
 GLM-4), because rounding changes the choice of experts, and the head of HY-V4. As a part of its

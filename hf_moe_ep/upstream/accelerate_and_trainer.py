@@ -51,7 +51,7 @@ def accelerate_is_in_use() -> bool:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _PACKAGES_WITH_ACCELERATOR:
             namespaces.append(frame.f_locals)
         frame = frame.f_back
-    # Identities, because `==` of tensors is no bool. There are about 150,000 variables.
+    # Identities, because `==` of tensors is not a bool. There are about 150,000 variables.
     wanted = {id(accelerate), id(Accelerator)}
     return any(not wanted.isdisjoint(map(id, list(names.values()))) for names in namespaces)
 

@@ -370,5 +370,5 @@ def test_damaged_headers_and_indexes_are_named(tmp_path: Path) -> None:
     path.unlink()
     for text in ('{"weight_map": {"a', "{}", "[]", '{"weight_map": []}'):
         (tmp_path / INDEX).write_text(text)
-        with pytest.raises(ValueError, match=rf"{INDEX} is no index or damaged"):
+        with pytest.raises(ValueError, match=rf"{INDEX} is not an index, or is damaged"):
             verify(tmp_path)

@@ -343,9 +343,9 @@ def _prompt(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("wrap", "options", "words"),
     [
-        (lambda m: m, {"max_bytes": 0}, "max_bytes 0 is no number of bytes"),
-        (lambda m: m, {"max_bytes": 1e9}, r"max_bytes 1000000000.0 is no number of bytes"),
-        (lambda m: m, {"dtype": torch.int8}, "dtype torch.int8 is no floating point dtype"),
+        (lambda m: m, {"max_bytes": 0}, "max_bytes 0 is not a number of bytes"),
+        (lambda m: m, {"max_bytes": 1e9}, r"max_bytes 1000000000.0 is not a number of bytes"),
+        (lambda m: m, {"dtype": torch.int8}, "dtype torch.int8 is not a floating point dtype"),
         (with_lora, {}, "has adapters, .*pass merge_adapters=True"),
         (_dora, {"merge_adapters": True}, "q_proj has an adapter .*DoraLinearVariant; only LoRA"),
         (_ia3, {"merge_adapters": True}, "k_proj has an adapter .*ia3.*; only LoRA on"),

@@ -539,8 +539,14 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         _rename_attention,
         r"missing \d+ .*self_attn.*holds instead .*keys belong to another layout",
     ),
-    "no adapter": (lambda _, adapter: shutil.rmtree(adapter), "is no adapter folder: it has no"),
-    "no model": (lambda base, _: (base / "config.json").unlink(), "is no model: it has no config"),
+    "no adapter": (
+        lambda _, adapter: shutil.rmtree(adapter),
+        "is not an adapter folder: it has no",
+    ),
+    "no model": (
+        lambda base, _: (base / "config.json").unlink(),
+        "is not a model: it has no config",
+    ),
     "damaged config": (
         lambda base, _: (base / "config.json").write_text('{"model_type": '),
         r"base/config.json is damaged or not JSON: Expecting value",

@@ -226,7 +226,7 @@ def test_what_is_encoded_and_what_is_not() -> None:
     with pytest.raises(ValueError, match="dtype=None yields no FP8; pass dtype='fp8'"):
         _ = hub_tensors(model).quantization_config
     for wrong in ("fp4", torch.float8_e4m3fn, torch.int8):
-        with pytest.raises(ValueError, match="is no floating point dtype; try"):
+        with pytest.raises(ValueError, match="is not a floating point dtype; try"):
             hub_tensors(model, dtype=wrong)
 
 

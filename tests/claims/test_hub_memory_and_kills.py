@@ -79,7 +79,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         r"model-00001-of-00003.safetensors is truncated.* bytes instead of \d+",
     ),
     "file missing": (lambda f: (f / FIRST).unlink(), rf"{FIRST} is missing, but {INDEX} names it"),
-    "empty file": (lambda f: (f / FIRST).write_bytes(b""), rf"{FIRST} is no safetensors file"),
+    "empty file": (lambda f: (f / FIRST).write_bytes(b""), rf"{FIRST} is not a safetensors file"),
     "header damaged": (
         lambda f: (f / FIRST).write_bytes(b"\x10" + bytes(7) + b"{" * 200),
         rf"{FIRST} has a damaged header",
@@ -305,7 +305,7 @@ def _save_with_different_arguments(rank: int, world: int, folder: str) -> None:
         save_pretrained(model, folder, max_shard_size="50KB" if rank else "5GB")
     with pytest.raises(ValueError, match=r"values of dtype: rank 0 with None, rank 1 .*bfloat16"):
         save_pretrained(model, folder, dtype=torch.bfloat16 if rank else None)
-    with pytest.raises(ValueError, match=r"max_shard_size 'five' is no size"):
+    with pytest.raises(ValueError, match=r"max_shard_size 'five' is not a size"):
         save_pretrained(model, folder, max_shard_size="five")
     save_pretrained(model, folder if rank == 0 else f"{folder}/of another rank")
 

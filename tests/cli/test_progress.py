@@ -69,4 +69,4 @@ def test_one_error_names_all_missing_options(capsys: pytest.CaptureFixture[str])
     assert all(flag in err for flag in ("--gpus", "--seq", "--batch", "--gpu-memory")), err
     assert main(["memory", "nowhere"]) == 2
     err = capsys.readouterr().err
-    assert "--gpus" in err and "'nowhere' is no known model (Qwen/Qwen3-30B-A3B" in err, err
+    assert "--gpus" in err and "'nowhere' is not a known model (Qwen/Qwen3-30B-A3B" in err, err

@@ -181,9 +181,9 @@ def test_folders_that_the_trainer_has_not_written_are_refused(
     file.write_text("x")
     (tmp_path / "empty").mkdir()
     for folder, match in {
-        hub: r"hub is no checkpoint of the Trainer, because it has no trainer_state.json",
-        own: "own is no checkpoint of the Trainer, .*written by save_checkpoint, so load it with",
-        runs: "runs is no checkpoint of the Trainer, .*name a checkpoint in it, such as .*point-7$",
+        hub: r"hub is not a checkpoint of the Trainer, because it has no trainer_state.json",
+        own: "own is not a checkpoint of the Trainer, .*written by save_checkpoint, so load it",
+        runs: "runs is not a checkpoint of the Trainer, .*name a checkpoint in it, such .*point-7$",
         file: "file is a file; name the folder of a checkpoint",
         tmp_path / "nowhere": "nowhere does not exist; name the folder of a checkpoint",
         tmp_path / "empty": "empty is empty: this checkpoint was not finished; load an older one",

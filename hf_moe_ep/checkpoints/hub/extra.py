@@ -86,7 +86,7 @@ def check_patterns(ignore_unexpected: Sequence[str]) -> tuple[str, ...]:
             re.compile(pattern)
         except (re.error, TypeError) as error:
             raise ValueError(
-                f"ignore_unexpected: {pattern!r} is no regular expression: {error}"
+                f"ignore_unexpected: {pattern!r} is not a regular expression: {error}"
             ) from error
     return tuple(ignore_unexpected)
 

@@ -115,8 +115,8 @@ def find_weights(
         ignore_unexpected: patterns of keys that do not belong to the model and are accepted.
 
     Raises:
-        ValueError: on every rank: the folder is no complete checkpoint; tensors are missing, have
-            another shape, or do not belong to the model (the error names them); ranks read
+        ValueError: on every rank: the folder is not a complete checkpoint; tensors are missing,
+            have another shape, or do not belong to the model (the error names them); ranks read
             different weights.
     """
 
@@ -166,7 +166,8 @@ def match_checkpoint(
     `file_tensors` are the tensors of the checkpoint in `directory`; None reads them from its files.
 
     Raises:
-        ValueError: the folder is no complete checkpoint; tensors are missing or have another shape.
+        ValueError: the folder is not a complete checkpoint; tensors are missing or have another
+            shape.
     """
     file_tensors = read_index(directory) if file_tensors is None else file_tensors
     layout = hub_layout(model, plan, shapes_by_name(model), copies=False)

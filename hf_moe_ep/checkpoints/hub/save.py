@@ -94,7 +94,7 @@ def save_pretrained(
         kwargs: passed to PEFT's `save_pretrained`; allowed only for a model with adapters.
 
     Raises:
-        ValueError: the model is not patched; `directory` is a file; `max_shard_size` is no size;
+        ValueError: the model is not patched; `directory` is a file; `max_shard_size` is not a size;
             the experts are held quantised and the model has no adapters; the files of the extra
             tensors are gone or have changed since the model was loaded; ranks pass different
             arguments, or the first ranks of pipeline stages do not share `directory` (raised on

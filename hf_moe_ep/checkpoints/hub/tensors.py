@@ -149,12 +149,12 @@ def hub_tensors(
     model = unwrap(model)
     state = patched_state(model)
     if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0:
-        raise ValueError(f"max_bytes {max_bytes!r} is no number of bytes; try 2**30")
+        raise ValueError(f"max_bytes {max_bytes!r} is not a number of bytes; try 2**30")
     is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
     if dtype not in (None, FP8) and not is_float:
         raise ValueError(
-            f"dtype {dtype!r} is no floating point dtype; try torch.bfloat16, or {FP8!r} for E4M3 "
-            f"with scales of blocks"
+            f"dtype {dtype!r} is not a floating point dtype; try torch.bfloat16, or {FP8!r} for "
+            f"E4M3 with scales of blocks"
         )
     if since is not None and not isinstance(since, SyncToken):
         raise ValueError(f"since={since!r} is no SyncToken; make one per engine: SyncToken()")

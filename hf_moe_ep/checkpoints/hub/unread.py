@@ -89,8 +89,8 @@ def find_unread(
     """Find the parameters `names` of a model on meta in the files of a checkpoint; read no values.
 
     Raises:
-        ValueError: the files are no complete checkpoint; tensors are missing or have another shape;
-            or tensors are quantised, so that they are not read as they are stored.
+        ValueError: the files are not a complete checkpoint; tensors are missing or have another
+            shape; or tensors are quantised, so that they are not read as they are stored.
     """
     names = set(names)
     folder = files[0].parent

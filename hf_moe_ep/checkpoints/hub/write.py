@@ -220,7 +220,7 @@ def parse_size(size: int | str) -> int:
     if isinstance(size, str) and match:
         size = int(float(match[1]) * _UNITS[match[2]])
     if not isinstance(size, int) or size <= 0:
-        raise ValueError(f"max_shard_size {size!r} is no size; try '5GB' or a number of bytes")
+        raise ValueError(f"max_shard_size {size!r} is not a size; try '5GB' or a number of bytes")
     return size
 
 

@@ -2,7 +2,7 @@
 
 A sum does not depend on the order of its summands, so the sums of the shards add up to the sum of
 the whole tensor at any layout. Each summand must depend on the element and on its position in the
-whole tensor. Such a checksum shows every accidental change, but is no protection against an
+whole tensor. Such a checksum shows every accidental change, but does not protect against an
 attacker.
 """
 

@@ -16,7 +16,7 @@ that writes a file may hash it; each of the other files is read and hashed by on
 "number" is one more than the highest number in the manifests of the neighbouring folders;
 `order.py` uses it to choose the newest checkpoint. Manifests of older versions have no number.
 
-Files that are added to the folder later are not checked. The manifest is no protection against an
+Files that are added to the folder later are not checked. The manifest does not protect against an
 attacker, who can change both the files and the manifest.
 """
 

@@ -159,7 +159,7 @@ def read_weights(directory: Path, name: str) -> dict[str, FileTensor]:
         names = sorted(set(file_of.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{directory / name} is no index or damaged: {reason}") from error
+        raise ValueError(f"{directory / name} is not an index, or is damaged: {reason}") from error
     tensors: dict[str, FileTensor] = {}
     for file in names:
         if not (directory / file).is_file():
@@ -196,7 +196,9 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise ValueError(f"{path} is no safetensors file or is truncated: it has {size} bytes")
+            raise ValueError(
+                f"{path} is not a safetensors file or is truncated: it has {size} bytes"
+            )
         text = file.read(length)
     try:
         rows, metadata = _parse_header(text)

@@ -120,7 +120,7 @@ def _load_value(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
     except _UNREADABLE as error:
         file = Path(planner.metadata.storage_meta.checkpoint_id or "", file_of_item(planner, item))
         raise ValueError(
-            f"{file} cannot be loaded: its item {item.storage_index.fqn} is no plain value, so "
+            f"{file} cannot be loaded: its item {item.storage_index.fqn} is not a plain value, so "
             f"loading it could run code that someone put into the file, or the file is damaged "
             f"({_describe_reason(error)}); load an older checkpoint, or allow a class of your own "
             f"by torch.serialization.add_safe_globals"

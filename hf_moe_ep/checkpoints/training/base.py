@@ -8,7 +8,7 @@
 words (of 1 to 8 bytes) of a stacked matrix or of its scales. Each summand depends on a word and on
 the position of the word in the whole tensor. So the sums of the ranks add up to the sum of the
 whole tensor: no tensor is gathered, and every layout of ranks gives the same hash. Different bases
-have different hashes, but the hash is no protection against an attacker.
+have different hashes, but the hash does not protect against an attacker.
 
 If `balance_experts` has moved experts to other rows, the hash uses their positions in hub order, in
 which row e is expert e.

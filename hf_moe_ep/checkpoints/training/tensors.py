@@ -265,7 +265,7 @@ def _collect_optimizer(
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, Tensor):
             raise ValueError(
-                f"the optimizer has state under the key {parameter!r}, which is no parameter"
+                f"the optimizer has state under the key {parameter!r}, which is not a parameter"
             )
         name = names.get(id(parameter), f"a parameter {tuple(parameter.shape)}")
         if name not in trained:
