@@ -92,8 +92,8 @@ def convert(
 
     Raises:
         ValueError: `source` is not a training checkpoint, is damaged, holds only adapters, or does
-            not fit the config; `target` is not empty or lies inside `source`; the files of the extra
-            tensors are gone or have changed; the disk has too little free space.
+            not fit the config; `target` is not empty or lies inside `source`; the files of the
+            extra tensors are gone or have changed; the disk has too little free space.
     """
     folder, out = Path(source), Path(target).resolve()
     check_can_appear(out)
