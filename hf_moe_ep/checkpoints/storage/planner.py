@@ -21,7 +21,8 @@ and `PartsLoadPlanner` reads two boxes.
 `DefaultSavePlanner(enable_plan_caching=True)` does not replace it. Its cache has one entry per
 class of planner, and Accelerate saves a model and an optimizer in turn, so the entry never fits. On
 4 gloo ranks, the plans for 3,111 tensors of a model and 6,222 of its optimizer take 5.0 to 5.6 s
-with DCP's planner, 5.7 to 7.0 s with plan caching, and 1.9 to 2.2 s with this planner. """
+with DCP's planner, 5.7 to 7.0 s with plan caching, and 1.9 to 2.2 s with this planner.
+"""
 
 from __future__ import annotations
 
