@@ -79,7 +79,7 @@ def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
         return _fetch_config(path.as_posix(), known)
     if not file.is_file():
         raise ValueError(
-            f"{os.fspath(path)!r} is not a known model ({', '.join(known)}) and no folder "
+            f"{os.fspath(path)!r} is not a known model ({', '.join(known)}) nor a folder "
             f"with a config.json; name a model of the hub as OWNER/NAME"
         )
     model_type = read_object(file).get("model_type")

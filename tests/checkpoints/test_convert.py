@@ -177,7 +177,7 @@ def test_folders_that_cannot_be_converted(
     ours = saved / "ours qwen3_moe"
     cases = {
         "exists and is not empty": (ours, saved),
-        "no training checkpoint: it has neither": (saved / "base qwen3_moe", tmp_path / "a"),
+        "not a training checkpoint: it has neither": (saved / "base qwen3_moe", tmp_path / "a"),
         "has no config.json; name the model's folder with --config": (
             saved / "accelerate qwen3_moe",
             tmp_path / "a",

@@ -110,7 +110,7 @@ def test_a_vision_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 REFUSED = {
     "llama": "unknown architecture 'llama'",
-    "no_such_type": "'no_such_type' is no model type",
+    "no_such_type": "'no_such_type' is not a model type",
 }
 
 

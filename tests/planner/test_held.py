@@ -490,7 +490,7 @@ ERRORS = {
     ),
     "no such shape": (
         ["Qwen9", "--gpus", "2"],
-        "'Qwen9' is no known model.*Qwen/Qwen3-30B-A3B",
+        "'Qwen9' is not a known model.*Qwen/Qwen3-30B-A3B",
     ),
     "no ranks": (["{}", "--gpus", "0"], r"world_size \(0\)"),
     "experts": (["{}", "--gpus", "6", "--ep-size", "3"], r"ep_size \(3\) must divide.*\(8\)"),
