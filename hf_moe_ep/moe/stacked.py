@@ -149,7 +149,8 @@ class _StockParameters(dict[str, weakref.ref[nn.Parameter]]):
         if parameter is None or parameter.device != value.device:
             return _new_parameter(value, like)
         parameter.data = value
-        return parameter.requires_grad_(like.requires_grad)
+        parameter.requires_grad_(like.requires_grad)
+        return parameter
 
 
 class _WithZeroGrads(torch.autograd.Function):
