@@ -43,7 +43,7 @@ the row above.
     compiled/layers.py | is_checked warned | if the graphs of a kind of layer exist, or are too many
     compiled/subclasses.py | __class__ _hf_moe_ep_stock_class | a subclass, until unpatch
     moe/attach.py | may_choose_no_expert may_route | of layers and models described by hand
-    moe/stacked.py | setattr delattr data requires_grad | weights of described MoE blocks
+    moe/stacked.py | setattr delattr data | weights of described MoE blocks
     moe/recompute.py | may_route | whether such a block, or no indexer, runs during a forward
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
     upstream/attention_interface.py | _hf_moe_ep_masks __dict__ | a view of the config of models

@@ -149,7 +149,7 @@ class _StockParameters(dict[str, weakref.ref[nn.Parameter]]):
         if parameter is None or parameter.device != value.device:
             return _new_parameter(value, like)
         parameter.data = value
-        parameter.requires_grad = like.requires_grad
+        parameter.requires_grad_(like.requires_grad)
         return parameter
 
 
@@ -208,20 +208,6 @@ def as_stock(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:
         if isinstance(module, StackedExperts):
             experts_name = stock_name(module_name)
             _replace_by_stock(result, module, experts_name, experts_name.rpartition(".")[0])
-    return result
-
-
-def as_stacked(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace the parameters of stock blocks among `tensors` by stacked weights.
-
-    This is the inverse of `as_stock`. A stacked weight may have the name of a stock parameter of
-    another shape, so `tensors` must have no stacked weights yet.
-    """
-    result = dict(tensors)
-    for module_name, module in model.named_modules():
-        if isinstance(module, StackedExperts):
-            block_name = stock_name(module_name).rpartition(".")[0]
-            _replace_by_stacked(result, module, f"{block_name}." if block_name else "")
     return result
 
 
@@ -496,20 +482,15 @@ def _load_stock_state_dict(
 ) -> None:
     """Hook of a block: load a state dict that has the stock parameters."""
     experts = next(m for m in block.modules() if isinstance(m, StackedExperts))
-    _replace_by_stacked(state_dict, experts, prefix)
-
-
-def _replace_by_stacked(tensors: dict[str, Any], experts: StackedExperts, prefix: str) -> None:
-    """Replace the stock parameters of the block with this prefix in `tensors`; see `as_stacked`."""
     for weight, source in experts.description.weights.items():
         names = [f"{prefix}{name}" for name in _parts_of(source, experts.num_experts)]
-        if not all(name in tensors for name in names):
+        if not all(name in state_dict for name in names):
             continue
-        values = [tensors.pop(name) for name in names]
+        values = [state_dict.pop(name) for name in names]
         stacked, unused = _stack_tensors(values, source, experts.num_experts)
-        tensors[f"{prefix}{experts.description.experts}.{weight}"] = stacked
+        state_dict[f"{prefix}{experts.description.experts}.{weight}"] = stacked
         if unused is not None:
-            tensors[f"{prefix}{weight}{UNUSED}"] = unused
+            state_dict[f"{prefix}{weight}{UNUSED}"] = unused
 
 
 def _new_parameter(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:
