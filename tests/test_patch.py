@@ -1,6 +1,7 @@
 """`patch` keeps the numbers of stock and changes one model only; `unpatch` removes every trace."""
 
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from support.architectures import tiny as tiny_of_type
 from support.close import assert_close, max_error
 from support.ranks import run_ranks
+from support.scripts import ROOT
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -470,7 +472,9 @@ for prepare in (hf_moe_ep.patch, hf_moe_ep.apply_ep_fsdp2):
 from accelerate.accelerator import Accelerator
 assert hasattr(Accelerator.prepare, "_hf_moe_ep_wrapper")
 """
-    subprocess.run([sys.executable, "-c", script, file], check=True)
+    path = os.pathsep.join(map(os.fspath, (ROOT, ROOT / "tests")))
+    environment = os.environ | {"PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", script, file], check=True, env=environment)
 
 
 def _wrapped_methods(model: nn.Module) -> list[tuple[str, str]]:
