@@ -211,6 +211,20 @@ def as_stock(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:
     return result
 
 
+def as_stacked(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Replace the parameters of stock blocks among `tensors` by stacked weights.
+
+    This is the inverse of `as_stock`. A stacked weight may have the name of a stock parameter of
+    another shape, so `tensors` must have no stacked weights yet.
+    """
+    result = dict(tensors)
+    for module_name, module in model.named_modules():
+        if isinstance(module, StackedExperts):
+            block_name = stock_name(module_name).rpartition(".")[0]
+            _replace_by_stacked(result, module, f"{block_name}." if block_name else "")
+    return result
+
+
 def count_blocks(model: nn.Module, description: MoEBlock) -> tuple[int, int]:
     """Return the number of experts of a block, and of blocks in a stock model; (0, 0) for none."""
     blocks = [block for _, block in _find_blocks(model, description)]
@@ -482,15 +496,20 @@ def _load_stock_state_dict(
 ) -> None:
     """Hook of a block: load a state dict that has the stock parameters."""
     experts = next(m for m in block.modules() if isinstance(m, StackedExperts))
+    _replace_by_stacked(state_dict, experts, prefix)
+
+
+def _replace_by_stacked(tensors: dict[str, Any], experts: StackedExperts, prefix: str) -> None:
+    """Replace the stock parameters of the block with this prefix in `tensors`; see `as_stacked`."""
     for weight, source in experts.description.weights.items():
         names = [f"{prefix}{name}" for name in _parts_of(source, experts.num_experts)]
-        if not all(name in state_dict for name in names):
+        if not all(name in tensors for name in names):
             continue
-        values = [state_dict.pop(name) for name in names]
+        values = [tensors.pop(name) for name in names]
         stacked, unused = _stack_tensors(values, source, experts.num_experts)
-        state_dict[f"{prefix}{experts.description.experts}.{weight}"] = stacked
+        tensors[f"{prefix}{experts.description.experts}.{weight}"] = stacked
         if unused is not None:
-            state_dict[f"{prefix}{weight}{UNUSED}"] = unused
+            tensors[f"{prefix}{weight}{UNUSED}"] = unused
 
 
 def _new_parameter(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:
