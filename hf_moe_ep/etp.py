@@ -18,7 +18,8 @@ the result, rounds it to the dtype of the rows, and combine adds up the parts. F
     lora_B of down_proj               everything                 Replicate()
 
 The bias of down_proj must be added once, so each rank adds the part that it has. The gradient of a
-replicated factor is a sum over the etp group (`sum_gradients`).
+replicated factor is a sum over the etp group (`sum_factor_gradients`). Shared experts are not cut:
+each rank computes them for its own tokens, and FSDP2 averages their gradients.
 
 In gate_up_proj [E, 2F, H] a rank has two ranges of rows, and no public placement of DTensor
 describes two ranges. A sharded model therefore holds gate and up *apart*: the dim 2F becomes the
@@ -340,7 +341,7 @@ class _SumGradients(torch.autograd.Function):
         return sum_over_ranks(grad.contiguous(), ctx.group), None
 
 
-def sum_gradients(factor: Tensor, meshes: Meshes) -> Tensor:
+def sum_factor_gradients(factor: Tensor, meshes: Meshes) -> Tensor:
     """Return a factor that all ranks of an etp group have; backward adds up their gradients.
 
     Each rank computes the gradient from its part of the hidden units. The all-reduce gives all of

@@ -1,4 +1,7 @@
-"""Qwen3-VL-MoE, whose hub checkpoints have stacked and transposed expert matrices."""
+"""Qwen3-VL-MoE, whose hub checkpoints have stacked and transposed expert matrices.
+
+Keys are renamed by transformers' own tables (`upstream/conversion.py`).
+"""
 
 from __future__ import annotations
 

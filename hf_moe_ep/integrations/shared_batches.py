@@ -279,7 +279,10 @@ def floating_point_ops(original: Original, self: transformers.Trainer, inputs: A
 
 
 def get_tp_size(original: Original, self: transformers.Trainer) -> int:
-    """Wrap `Trainer.get_tp_size`: return the number of processes per data rank."""
+    """Wrap `Trainer.get_tp_size`: return the number of processes per data rank.
+
+    The Trainer computes from it the samples per step, and from these its epochs and max_steps.
+    """
     size: int = original(self)
     return size * processes_per_batch(self.accelerator)
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.etp import in_stock_shape, sum_gradients, whole_bias
+from hf_moe_ep.etp import in_stock_shape, sum_factor_gradients, whole_bias
 from hf_moe_ep.lora.factors import join
 from hf_moe_ep.ops.dtypes import compute_dtype
 from hf_moe_ep.ops.expert_mlp import expert_mlp
@@ -225,9 +225,9 @@ def _local_factors(
         if meshes is not None and meshes.etp_size > 1:
             # The factor that has the dim H is whole on every rank of an etp group.
             if name == "up":
-                a = sum_gradients(a, meshes)
+                a = sum_factor_gradients(a, meshes)
             else:
-                b = sum_gradients(b, meshes)
+                b = sum_factor_gradients(b, meshes)
         factors |= {f"{name}_a": a.to(dtype), f"{name}_b": b.to(dtype), f"{name}_scale": scale}
     return factors
 

@@ -23,7 +23,9 @@ nor FSDP2 has to support an 8-bit float dtype.
 bitsandbytes quantises and dequantises nf4; it is imported at its first use. The scales of nested
 nf4 are dequantised here. All codes and values are equal to those that bitsandbytes computes. The
 product of a stored value and its scale is computed in fp32 and rounded once. Quantised matrices are
-frozen, so no function of this module has a gradient.
+frozen, so no function of this module has a gradient. The torch path dequantises a matrix for each
+product, in forward and in backward (`ExpertWeights.matrix`); the Triton kernels do so while they
+multiply (`kernels/dequantise.py`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     argument               what happens to it
     hidden_states          the hook of the first layer slices this first argument of the layers
-    position_embeddings    every layer's hook slices it along the dimension given in `BY_TOKEN`
+    position_embeddings    (rope) every layer's hook slices it along the dimension in `BY_TOKEN`
     attention_mask         it stays whole, because attention sees the whole sequence
     block_states           every layer's hook slices it; it has the inputs of earlier layers
     prev_topk_indices      it stays as it is, because the previous layer returned it for a slice
