@@ -115,7 +115,7 @@ def _run_compiled(case: Case, rank: int, world: int) -> None:
     """Run a case with compiled layers.
 
     Sizes are variables of the graphs in the cases of OF_ANY_LENGTH, and constants in the others,
-    which are traced in a twentieth of the time: their layouts have no influence on what is traced.
+    which are traced much faster: their layouts have no influence on what is traced.
     """
     torch.compiler.reset()
     counters.clear()

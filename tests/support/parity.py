@@ -326,7 +326,7 @@ def _compare_grads(where: str, model: nn.Module, reference: nn.Module, budget: f
 
 
 # A value of `compile_layers`: sizes are constants of the graphs, not variables as they are with
-# `compile_layers=True` (tests/compiled), which takes ten times as long to trace.
+# `compile_layers=True` (tests/compiled), which takes five to ten times as long to trace.
 OF_ONE_SIZE = {"backend": "aot_eager", "dynamic": False}
 # Values of `Case.prepare`, and fields of a `Case` with two forwards before a backward.
 CHECKPOINT = partial(checkpointing, use_reentrant=False)
