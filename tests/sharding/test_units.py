@@ -210,7 +210,7 @@ def _trained_copies_and_heads_in_fp32(rank: int, world: int) -> None:
     seen: list[Tensor] = []
     for name, prepare, options in (("modules_to_save.", copies, {}), ("mtp.", None, mtp)):
         model: Any = build()
-        if not kept_in_fp32(model, torch.bfloat16)[0].search("mlp.gate.weight"):
+        if not any(p.search("gate.weight") for p in kept_in_fp32(model, torch.bfloat16)):
             return  # transformers 5.16 keeps the correction bias of GLM-4.5 alone
         model = apply_ep_fsdp2(model if prepare is None else prepare(model), ep_size=2, **options)
         seen.clear()
