@@ -93,7 +93,7 @@ MATRIX = [
     )
     for ep in (1, 2, 4)
     for r in (1, 8, 16)
-    for what in TARGETS
+    for what in ("both", "experts", "attention")
 ]
 
 
