@@ -28,7 +28,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -188,8 +187,8 @@ def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool, work: WorkCounter
         stack.enter_context(replaced(same_batch, "_compute_checksum", checksum))
         if like_gpu:
             stack.enter_context(replaced(torch_mlp, "_BLOCK", sys.maxsize))
-            attend = partial(_attend_like_gpu, functional.scaled_dot_product_attention)
-            stack.enter_context(replaced(functional, "scaled_dot_product_attention", attend))
+        attend = partial(_attend, functional.scaled_dot_product_attention, like_gpu)
+        stack.enter_context(replaced(functional, "scaled_dot_product_attention", attend))
         with fake_tensors(), DrawnChoicesMode(choices):
             # The stock function caches its result for the process, so it must not see fake tensors.
             codes = torch.empty(256)
@@ -197,64 +196,45 @@ def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool, work: WorkCounter
             yield
 
 
-def _attend_like_gpu(attend: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Compute attention by an operator that a GPU has for these tensors.
-
-    If values are narrower than keys, as in latent attention, CPUs compute the matrix of all scores.
-    GPUs have an operator that needs no such matrix.
-    """
-    call = _ATTENTION.bind(*args, **kwargs)
-    call.apply_defaults()
-    query, key, value, mask = (call.arguments[n] for n in ("query", "key", "value", "attn_mask"))
-    if value.shape[-1] == query.shape[-1] or not is_fake(query):
-        return attend(*args, **kwargs)
-    if mask is not None:
-        shape = (*query.shape[:-1], key.shape[-2])
-        mask = torch.empty_like(mask, dtype=query.dtype).expand(shape)
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
-    out, *_ = efficient_attention(
-        query,
-        key,
-        value,
-        mask,
-        compute_log_sumexp=True,
-        dropout_p=call.arguments["dropout_p"],
-        is_causal=call.arguments["is_causal"],
-        scale=call.arguments["scale"],
-    )
-    return out
-
-
-def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> None:
-    """The arguments of torch's `scaled_dot_product_attention`, which has no signature."""
-
-
-_ATTENTION = signature(_sdpa)
-
-
 class _NoMask:
-    """Replacement of torch's CausalBias, which is not a fake tensor: attention without a mask.
-
-    On a GPU attention with a CausalBias needs no memory for a mask either. With `is_causal`, only
-    the scores that a causal kernel computes are counted (`count_flops`).
-    """
+    """Replacement of torch's CausalBias, which is not a fake tensor (`_attend`)."""
 
     def __init__(self, queries: int, keys: int) -> None:
         pass
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **{**(kwargs or {}), "attn_mask": None, "is_causal": True})
+
+def _attend(
+    attend: Callable[..., Tensor],
+    like_gpu: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | _NoMask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Replacement of torch's `scaled_dot_product_attention`; `attend` is torch's own function.
+
+    Attention with a CausalBias needs no memory for a mask on a GPU. With `is_causal`, only the
+    scores that a causal kernel computes are counted (`count_flops`). If values are narrower than
+    keys, as in latent attention, a CPU computes the matrix of all scores, and a GPU has an operator
+    that needs no such matrix.
+    """
+    if isinstance(attn_mask, _NoMask):
+        attn_mask, is_causal = None, True
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    if not like_gpu or value.shape[-1] == query.shape[-1]:
+        options |= {"attn_mask": attn_mask, "enable_gqa": enable_gqa}
+        return attend(query, key, value, **options)
+    if attn_mask is not None:
+        shape = (*query.shape[:-1], key.shape[-2])
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype).expand(shape)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
+    out, *_ = efficient_attention(query, key, value, attn_mask, compute_log_sumexp=True, **options)
+    return out
 
 
 def split_in_three(

@@ -372,11 +372,13 @@ def test_a_token_goes_to_the_ranks_of_its_groups() -> None:
     assert rows[1] == pytest.approx(4 * moe_layers * tokens / 2 * size, rel=0.25)
 
 
-def test_latent_attention_has_no_matrix_of_scores() -> None:
+@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_latent_attention_has_no_matrix_of_scores(cp: int) -> None:
     """Values are narrower than keys there, and CPUs compute such attention by matrix products."""
     config = tiny_of_type("deepseek_v3").config
+    options: dict[str, Any] = {"world_size": cp, "optimizer": "none"}
     plans = {
-        tokens: plan_step(config, world_size=1, batch=Batch(tokens), optimizer="none")
+        tokens: plan_step(config, ParallelConfig(cp_size=cp), batch=Batch(tokens), **options)
         for tokens in (256, 512)
     }
     held = {
@@ -387,7 +389,7 @@ def test_latent_attention_has_no_matrix_of_scores() -> None:
     # Two products forward and five backward, of half the scores.
     per_layer = config.num_attention_heads * 512**2 * widths
     assert plans[512].work.flops("attention") == pytest.approx(
-        3.5 * config.num_hidden_layers * per_layer, rel=0.1
+        3.5 / cp * config.num_hidden_layers * per_layer, rel=0.1
     )
 
 
