@@ -164,8 +164,8 @@ def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
             optimizer.state[p] = {"step": torch.tensor(1.0), **moments}
         with Watch() as planning:
             named = collect(model, optimizer)
-            forms = named.forms()
-            named.files(forms, 1 << 30)
+            forms = named.describe_tensors()
+            named.list_own_files(forms, 1 << 30)
             layout = {"world_size": world}
             content = StateFile(layout, {}, None, forms, named.scalars, named.optimizer).to_json()
             state_digest = digest(content)

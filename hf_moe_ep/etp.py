@@ -6,7 +6,7 @@ to them. A row of hidden states is sent to all ranks of its expert. Each rank co
 the result, rounds it to the dtype of the rows, and combine adds up the parts. For rank 1 of 2:
 
     tensor                            this rank has              placement on the axis etp
-    gate_up_proj [E, 2F, H]           rows F/2 .. F-1 of gate    held as [E, 2, F, H], Shard(2)
+    gate_up_proj [E, 2F, H]           rows F/2 .. F-1 of gate    split to [E, 2, F, H], Shard(2)
                                       and of up
     the same, interleaved             rows F .. 2F-1             Shard(1)
     down_proj    [E, H, F]            columns F/2 .. F-1         Shard(2)
@@ -22,11 +22,11 @@ replicated factor is a sum over the etp group (`sum_factor_gradients`). Shared e
 each rank computes them for its own tokens, and FSDP2 averages their gradients.
 
 In gate_up_proj [E, 2F, H] a rank has two ranges of rows, and no public placement of DTensor
-describes two ranges. A sharded model therefore holds gate and up *apart*: the dim 2F becomes the
-two dims (2, F). This is a view of the same values, in which Shard describes exactly what a rank
-has. So DTensor, FSDP2, gradient norms and optimizers need no special case, and code that expects
-the stock shape fails instead of reading wrong rows. `stock_parts` and `in_stock_shape` convert a
-shard or a whole tensor back. All files have stock shapes, so they can be loaded with any etp_size.
+describes two ranges. A sharded model therefore *splits* the dim 2F into the two dims (2, F). This
+is a view of the same values, in which Shard describes exactly what a rank has. So DTensor, FSDP2,
+gradient norms and optimizers need no special case, and code that expects the stock shape fails
+instead of reading wrong rows. `stock_parts` and `in_stock_shape` convert a shard or a whole tensor
+back. All files have stock shapes, so they can be loaded with any etp_size.
 """
 
 from __future__ import annotations
@@ -63,35 +63,35 @@ class Cut:
 
     Attributes:
         dim: the dim of the stock tensor that is cut; None if every rank has the whole tensor.
-        is_apart: True if this dim has the rows of gate and then those of up. The model then holds
-            the tensor with one more dim: (2, F) instead of 2F.
+        is_split: True if this dim has the rows of gate and then the rows of up. The model then
+            splits the dim into two: (2, F) instead of 2F.
     """
 
     dim: int | None
-    is_apart: bool = False
+    is_split: bool = False
 
     @property
-    def apart_dim(self) -> int | None:
-        """The stock dim that the model holds as two dims, (2, F); None if there is none."""
-        return self.dim if self.is_apart else None
+    def split_dim(self) -> int | None:
+        """The stock dim that the model splits into two dims, (2, F); None if there is none."""
+        return self.dim if self.is_split else None
 
     @property
     def held_dim(self) -> int | None:
         """The dim of the held tensor that is cut."""
-        return None if self.dim is None else self.dim + self.is_apart
+        return None if self.dim is None else self.dim + self.is_split
 
     def take(self, value: Tensor, rank: int, size: int) -> Tensor:
         """Copy the part of a rank from a tensor of stock shape. The part has stock dims, too."""
         if self.dim is None:
             return value
-        if not self.is_apart:
+        if not self.is_split:
             return value.chunk(size, self.dim)[rank].clone()
         halves = value.unflatten(self.dim, (2, -1)).chunk(size, self.dim + 1)
         return halves[rank].flatten(self.dim, self.dim + 1)
 
     def hold(self, part: Tensor) -> Tensor:
         """View a part as the model holds it."""
-        return part if self.apart_dim is None else part.unflatten(self.apart_dim, (2, -1))
+        return part if self.split_dim is None else part.unflatten(self.split_dim, (2, -1))
 
     def placements(self, meshes: Meshes) -> list[Any]:
         """Return the placements on `meshes.expert_axes` of a tensor whose dim 0 counts experts.
@@ -111,10 +111,10 @@ def cut_of_tensor(compute: Compute, name: str, *, quantised: bool = False) -> Cu
     """
     up, down = compute.parameters
     out_dim, in_dim = (2, 1) if compute.transposed and not quantised else (1, 2)
-    is_apart = compute.formula.gated and not compute.formula.interleaved
+    is_split = compute.formula.gated and not compute.formula.interleaved
     cuts = {
-        up: Cut(out_dim, is_apart),
-        up + _BIAS: Cut(1, is_apart),
+        up: Cut(out_dim, is_split),
+        up + _BIAS: Cut(1, is_split),
         down: Cut(in_dim),
         down + _BIAS: Cut(1),
     }
@@ -128,8 +128,8 @@ def cut_of_factor(compute: Compute, parameter: str, *, is_b: bool) -> Cut:
     holds_out = is_b != compute.turns_factors
     if (parameter == up) != holds_out:
         return Cut(None)
-    is_apart = parameter == up and compute.formula.gated and not compute.formula.interleaved
-    return Cut(1 if is_b else 2, is_apart)
+    is_split = parameter == up and compute.formula.gated and not compute.formula.interleaved
+    return Cut(1 if is_b else 2, is_split)
 
 
 def find_cuts(model: nn.Module) -> dict[nn.Parameter, Cut]:
@@ -153,30 +153,30 @@ def find_cuts(model: nn.Module) -> dict[nn.Parameter, Cut]:
     return cuts
 
 
-def apart_dims_by_id(model: nn.Module) -> dict[int, int]:
-    """Map id(parameter) to the stock dim that the model holds apart, as (2, F).
+def split_dims_by_id(model: nn.Module) -> dict[int, int]:
+    """Map id(parameter) to the stock dim that the model splits into two dims, (2, F).
 
     The result is empty unless the model is sharded with etp_size > 1.
     """
     state = find_state(model)
     if state is None or state.meshes is None or state.meshes.etp is None:
         return {}
-    dims = {id(parameter): cut.apart_dim for parameter, cut in find_cuts(model).items()}
+    dims = {id(parameter): cut.split_dim for parameter, cut in find_cuts(model).items()}
     return {key: dim for key, dim in dims.items() if dim is not None}
 
 
-def apart_dims_by_name(model: nn.Module) -> dict[str, int]:
-    """Return `apart_dims_by_id` by the names of the parameters, and by PEFT's keys of adapters.
+def split_dims_by_name(model: nn.Module) -> dict[str, int]:
+    """Return `split_dims_by_id` by the names of the parameters, and by PEFT's keys of adapters.
 
     The Trainer saves the active adapter under PEFT's keys, which lack the adapter's name.
     """
-    apart = apart_dims_by_id(model)
-    if not apart:
+    split_dims = split_dims_by_id(model)
+    if not split_dims:
         return {}
     inner = unwrap(model)
     parameters = {canonical_name(name): p.detach() for name, p in inner.named_parameters()}
     ids = {canonical_name(name): id(p) for name, p in inner.named_parameters()}
-    names = {name: apart[ids[name]] for name in parameters if ids[name] in apart}
+    names = {name: split_dims[ids[name]] for name in parameters if ids[name] in split_dims}
     if has_adapters(inner) and not learns_prompts(inner):
         adapters = keys_of_adapters(inner, parameters, save_embedding_layers=False)
         for keys in adapters.values():
@@ -184,102 +184,104 @@ def apart_dims_by_name(model: nn.Module) -> dict[str, int]:
     return names
 
 
-def stock_shape(shape: torch.Size | tuple[int, ...], apart: int | None) -> tuple[int, ...]:
-    """Return the stock shape of a held tensor, whose stock dim `apart` is held as two dims."""
-    if apart is None:
+def stock_shape(shape: torch.Size | tuple[int, ...], split_dim: int | None) -> tuple[int, ...]:
+    """Return the stock shape of a held tensor, in which `split_dim` is split into two dims."""
+    if split_dim is None:
         return tuple(shape)
-    return (*shape[:apart], shape[apart] * shape[apart + 1], *shape[apart + 2 :])
+    return (*shape[:split_dim], shape[split_dim] * shape[split_dim + 1], *shape[split_dim + 2 :])
 
 
-def in_stock_shape(value: Tensor, apart: int | None) -> Tensor:
+def in_stock_shape(value: Tensor, split_dim: int | None) -> Tensor:
     """View a held tensor, or some of its rows along dim 0, with stock dims."""
-    return value if apart is None else value.flatten(apart, apart + 1)
+    return value if split_dim is None else value.flatten(split_dim, split_dim + 1)
 
 
 def in_stock_shapes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Give whole tensors that are named like the parameters of a model their stock shapes."""
-    apart = apart_dims_by_id(model)
+    split_dims = split_dims_by_id(model)
     result = dict(tensors)
-    for name, parameter in model.named_parameters() if apart else ():
+    for name, parameter in model.named_parameters() if split_dims else ():
         for key in {name, canonical_name(name)} & result.keys():
-            if id(parameter) in apart and result[key] is not None:
-                result[key] = in_stock_shape(result[key], apart[id(parameter)])
+            if id(parameter) in split_dims and result[key] is not None:
+                result[key] = in_stock_shape(result[key], split_dims[id(parameter)])
     return result
 
 
-def stock_box(box: Box, apart: int, size: int) -> Box:
-    """Convert a box with one index of the dim `apart` to the stock tensor.
+def stock_box(box: Box, split_dim: int, size: int) -> Box:
+    """Convert a box with one index of the dim `split_dim` (gate or up) to the stock tensor.
 
-    `size` is the length of the dim after `apart`, F.
+    `size` is the length of the dim after `split_dim`, F.
     """
-    half = box[apart][0]
-    assert box[apart] == (half, half + 1)
-    start, stop = box[apart + 1]
-    return (*box[:apart], (half * size + start, half * size + stop), *box[apart + 2 :])
+    half = box[split_dim][0]
+    assert box[split_dim] == (half, half + 1)
+    start, stop = box[split_dim + 1]
+    return (*box[:split_dim], (half * size + start, half * size + stop), *box[split_dim + 2 :])
 
 
-def split_box(box: Box, apart: int | None, size: int) -> Iterator[tuple[int, Box]]:
+def split_box(box: Box, split_dim: int | None, size: int) -> Iterator[tuple[int, Box]]:
     """Yield (position of the half in the box, box in the stock tensor) of a box of a held tensor.
 
-    Without halves (`apart` is None) the box itself is yielded once.
+    If `split_dim` is None, the box itself is yielded once.
     """
-    if apart is None:
+    if split_dim is None:
         yield 0, box
         return
-    first, stop = box[apart]
+    first, stop = box[split_dim]
     for half in range(first, stop):
         yield (
             half - first,
-            stock_box((*box[:apart], (half, half + 1), *box[apart + 1 :]), apart, size),
+            stock_box((*box[:split_dim], (half, half + 1), *box[split_dim + 1 :]), split_dim, size),
         )
 
 
-def stock_parts(tensor: Tensor, apart: int | None) -> list[tuple[Box, Tensor]]:
+def stock_parts(tensor: Tensor, split_dim: int | None) -> list[tuple[Box, Tensor]]:
     """List (box in the stock tensor, view of this rank's values) of a parameter's shard.
 
-    A shard is one part, or two if gate and up are held apart.
+    A shard is one part, or two if the model splits a dim of the tensor.
     """
     box, local = local_box(tensor), local_tensor(tensor)
-    if apart is None:
+    if split_dim is None:
         return [(box, local)]
-    size = tensor.shape[apart + 1]
-    return [(part, local.select(apart, index)) for index, part in split_box(box, apart, size)]
+    size = tensor.shape[split_dim + 1]
+    halves = split_box(box, split_dim, size)
+    return [(part, local.select(split_dim, index)) for index, part in halves]
 
 
 def slabs_in_stock_shape(
-    slabs: Iterable[tuple[Box, T]], apart: int | None
+    slabs: Iterable[tuple[Box, T]], split_dim: int | None
 ) -> Iterator[tuple[Box, T]]:
     """Convert slabs of a held tensor, (box, values or None), to slabs of the stock tensor.
 
     A slab has all elements of some rows of dim 0.
     """
     for box, slab in slabs:
-        if apart is None:
+        if split_dim is None:
             yield box, slab
             continue
-        sizes: tuple[int, ...] = stock_shape(tuple(stop for _, stop in box), apart)
-        values: Any = slab if slab is None else in_stock_shape(slab, apart)
+        sizes: tuple[int, ...] = stock_shape(tuple(stop for _, stop in box), split_dim)
+        values: Any = slab if slab is None else in_stock_shape(slab, split_dim)
         yield (box[0], *((0, size) for size in sizes[1:])), values
         del values
         del slab
 
 
 def for_each_half(
-    change: Callable[[Box, Tensor], Tensor], apart: int | None, size: int
+    change: Callable[[Box, Tensor], Tensor], split_dim: int | None, size: int
 ) -> Callable[[Box, Tensor], Tensor]:
     """Return `change` for boxes and values of a held tensor.
 
     `change(box, values)` takes those of the stock tensor, so it is called once per half. `size` is
-    the length of the dim after `apart`.
+    the length of the dim after `split_dim`.
     """
-    if apart is None:
+    if split_dim is None:
         return change
 
     def change_halves(box: Box, values: Tensor) -> Tensor:
         halves = [
-            change(part, values.select(apart, index)) for index, part in split_box(box, apart, size)
+            change(part, values.select(split_dim, index))
+            for index, part in split_box(box, split_dim, size)
         ]
-        return torch.stack(halves, apart)
+        return torch.stack(halves, split_dim)
 
     return change_halves
 

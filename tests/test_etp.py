@@ -46,12 +46,12 @@ def test_weights_of_parts_sum_their_gradients_once() -> None:
 def test_a_rank_takes_the_same_rows_of_gate_and_up() -> None:
     """F = 4: rank 1 of 2 has the rows 2, 3 of gate and the rows 6, 7, which are those of up."""
     value = torch.arange(8.0).view(1, 8, 1).expand(2, 8, 3)
-    cut = Cut(1, is_apart=True)
+    cut = Cut(1, is_split=True)
     part = cut.take(value, 1, 2)
     assert part[0, :, 0].tolist() == [2, 3, 6, 7]
     assert cut.hold(part).shape == (2, 2, 2, 3) and cut.held_dim == 2
     # Transposed: columns. Interleaved rows are consecutive.
-    turned = Cut(2, is_apart=True).take(value.mT, 1, 2)
+    turned = Cut(2, is_split=True).take(value.mT, 1, 2)
     assert turned[0, 0].tolist() == [2, 3, 6, 7]
     assert Cut(1).take(value, 1, 2)[0, :, 0].tolist() == [4, 5, 6, 7]
 
@@ -69,7 +69,7 @@ def test_factors_are_whole_on_the_side_of_the_hidden_states(turned: bool) -> Non
         for factor in "ab"
     }
     up, down = ("a", "b") if turned else ("b", "a")
-    assert cuts["gate_up_proj", up] == Cut(2 if turned else 1, is_apart=True)
+    assert cuts["gate_up_proj", up] == Cut(2 if turned else 1, is_split=True)
     assert cuts["down_proj", down] == Cut(1 if turned else 2)
     assert cuts["gate_up_proj", down] == cuts["down_proj", up] == Cut(None)
 

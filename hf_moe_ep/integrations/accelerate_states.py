@@ -43,12 +43,12 @@ from hf_moe_ep.checkpoints.newest import (
     newest_resumable,
 )
 from hf_moe_ep.checkpoints.storage import manifest
-from hf_moe_ep.checkpoints.storage.planner import loaded_in_parts, planned_by_each
+from hf_moe_ep.checkpoints.storage.planner import use_split_load_planner, use_spread_planner
 from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.extra import EXTRA
 from hf_moe_ep.checkpoints.training.folder import layout_of
-from hf_moe_ep.etp import apart_dims_by_name
+from hf_moe_ep.etp import split_dims_by_name
 from hf_moe_ep.integrations.optimizer_states import optimizers_of_stages
 from hf_moe_ep.integrations.random_states import reseed_on_other_ranks
 from hf_moe_ep.integrations.saving import (
@@ -116,13 +116,13 @@ def save_state(
         write_extra(prepared_models(self), folder)
         return original(self, os.fspath(folder), *args, **kw)
 
-    apart = _apart_dims_by_name(self)
+    split_dims = _split_dims_by_name(self)
     # With automatic names Accelerate refuses an existing folder, and deletes older folders before
     # it saves.
     by_folder = replaced(project, "automatic_checkpoint_naming", False)
     has_stages = any(state.stage is not None for state in states)
-    by_each = planned_by_each(apart, has_stages=has_stages)
-    with _all_experts_in_hub_order(self), by_each, optimizers_of_stages(), by_folder:
+    planner = use_spread_planner(split_dims, has_stages=has_stages)
+    with _all_experts_in_hub_order(self), planner, optimizers_of_stages(), by_folder:
         with share_write_errors(accelerate.accelerator):
             saved = run_on_all(f"saving {folder}", save)
     manifest.write(folder, layout_of(states[0]), belongs=_is_written_by_accelerate)
@@ -159,11 +159,11 @@ def load_state(
     folder, verifiable = run_on_first("load_state", choose)
     check_resumable(folder, verifiable)
     check_state_dict_type(self)
-    apart = _apart_dims_by_name(self)
+    split_dims = _split_dims_by_name(self)
     with (
         loading_values(folder),
         _all_experts_in_hub_order(self),
-        loaded_in_parts(apart),
+        use_split_load_planner(split_dims),
         optimizers_of_stages(),
     ):
         check_bases(prepared_models(self), folder)
@@ -186,10 +186,10 @@ def _find_states(accelerator: Accelerator) -> list[ModelState]:
     return [state for state in states if state is not None]
 
 
-def _apart_dims_by_name(accelerator: Accelerator) -> dict[str, int]:
-    """Return `etp.apart_dims_by_name` of all prepared models."""
+def _split_dims_by_name(accelerator: Accelerator) -> dict[str, int]:
+    """Return `etp.split_dims_by_name` of all prepared models."""
     models = prepared_models(accelerator)
-    return {name: dim for model in models for name, dim in apart_dims_by_name(model).items()}
+    return {name: dim for model in models for name, dim in split_dims_by_name(model).items()}
 
 
 def _automatic_parent(accelerator: Accelerator) -> Path:

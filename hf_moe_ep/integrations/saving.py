@@ -37,7 +37,7 @@ from hf_moe_ep.checkpoints.training.extra import EXTRA, describe_extra, restore_
 from hf_moe_ep.checkpoints.training.folder import write_json
 from hf_moe_ep.checkpoints.training.tensors import model_state_tensors
 from hf_moe_ep.config import launched_local_world_size, launched_world_size
-from hf_moe_ep.etp import apart_dims_by_name, in_stock_shapes
+from hf_moe_ep.etp import in_stock_shapes, split_dims_by_name
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.moe.stacked import as_stacked
@@ -383,11 +383,11 @@ def check_state_dict_type(accelerator: Accelerator) -> None:
                 f"{state.stage.size} pipeline stages; write fsdp_state_dict_type: "
                 f"SHARDED_STATE_DICT (trainer.save_model and save_pretrained write the whole model)"
             )
-        if apart := apart_dims_by_name(model):
+        if split_dims := split_dims_by_name(model):
             raise ValueError(
                 f"fsdp_state_dict_type {kind} saves optimizer states in the shapes of this layout, "
                 f"and with etp_size > 1 gate and up are separate dims of a parameter "
-                f"({next(iter(apart))}); set fsdp_state_dict_type: SHARDED_STATE_DICT"
+                f"({next(iter(split_dims))}); set fsdp_state_dict_type: SHARDED_STATE_DICT"
             )
 
 

@@ -18,9 +18,9 @@ folder without our marker was written by stock or by an old hf_moe_ep; it is loa
 `load_model` also loads the experts of a model that is not sharded. Stock searches the files for the
 model's own parameter names, but in the layout of the hub experts have other names: stock would
 report the experts as missing and keep their old values. With adapters, stock code saves and loads
-the active adapter only. `checkpoints/training/beside_adapters.py` saves and loads all other tensors
-that are trained. `checkpoints/storage/unpickle.py` checks the files of torch.distributed.checkpoint
-(DCP); the Trainer reads all other files with weights_only=True.
+the active adapter only. `checkpoints/training/trained_without_peft.py` saves and loads all other
+tensors that are trained. `checkpoints/storage/unpickle.py` checks the files of
+torch.distributed.checkpoint (DCP); the Trainer reads all other files with weights_only=True.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from hf_moe_ep.checkpoints.newest import (
     newest_resumable,
 )
 from hf_moe_ep.checkpoints.storage import manifest
-from hf_moe_ep.checkpoints.storage.planner import loaded_in_parts, planned_by_each
+from hf_moe_ep.checkpoints.storage.planner import use_split_load_planner, use_spread_planner
 from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base
-from hf_moe_ep.checkpoints.training.beside_adapters import (
-    BESIDE,
-    check_beside,
-    read_beside,
-    write_beside,
-)
 from hf_moe_ep.checkpoints.training.folder import STATE, layout_of, write_json
-from hf_moe_ep.etp import apart_dims_by_name
+from hf_moe_ep.checkpoints.training.trained_without_peft import (
+    WITHOUT_PEFT_FOLDER,
+    check_tensors_without_peft,
+    read_tensors_without_peft,
+    write_tensors_without_peft,
+)
+from hf_moe_ep.etp import split_dims_by_name
 from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.optimizer_states import optimizers_of_stages
 from hf_moe_ep.integrations.random_states import reseed_on_other_ranks, saved_layout
@@ -101,7 +101,7 @@ def save_checkpoint(
         return
     check_state_dict_type(self.accelerator)
     folder = checkpoint_folder(self, trial)
-    apart = apart_dims_by_name(self.model)
+    split_dims = split_dims_by_name(self.model)
 
     def begin() -> None:
         manifest.begin(folder)
@@ -114,13 +114,13 @@ def save_checkpoint(
     try:
         with (
             experts_in_hub_order(self.model, self.optimizer),
-            planned_by_each(apart, has_stages=state.stage is not None),
+            use_spread_planner(split_dims, has_stages=state.stage is not None),
             optimizers_of_stages(),
         ):
             with share_write_errors(transformers.trainer):
                 run_on_all(f"saving {folder}", lambda: original(self, model, trial))
             if (names := _names_with_adapters(self)) is not None:
-                write_beside(self.model, folder, names)
+                write_tensors_without_peft(self.model, folder, names)
     finally:
         del _held_back[os.path.abspath(folder.parent)]
     if state.config.experts_dtype is not None:
@@ -278,7 +278,7 @@ def load_optimizer(
     with (
         loading_values(Path(checkpoint)),
         experts_in_hub_order(self.model, self.optimizer),
-        loaded_in_parts(apart_dims_by_name(self.model)),
+        use_split_load_planner(split_dims_by_name(self.model)),
         optimizers_of_stages(),
     ):
         return original(self, checkpoint, *args, **kwargs)
@@ -331,7 +331,7 @@ def load_model(
         with (
             loading_values(Path(folder)),
             experts_in_hub_order(self.model, self.optimizer),
-            loaded_in_parts(apart_dims_by_name(self.model)),
+            use_split_load_planner(split_dims_by_name(self.model)),
         ):
             if (names := _names_with_adapters(self)) is None:
                 return original(self, *args, **kwargs)
@@ -344,9 +344,9 @@ def load_model(
                 )
             # PEFT itself restores most of the parameters that compute a prompt.
             strict = not learns_prompts(model)
-            saved = check_beside(self.model, Path(folder), names, strict=strict)
+            saved = check_tensors_without_peft(self.model, Path(folder), names, strict=strict)
             loaded = original(self, *args, **kwargs)
-            read_beside(self.model, Path(folder), saved)
+            read_tensors_without_peft(self.model, Path(folder), saved)
             return loaded
     parameters = [name for name, _ in model.named_parameters()]
     weights = find_weights(model, folder, state.plan, parameters)
@@ -383,6 +383,6 @@ def _remove_files_of_ranks(folder: Path) -> None:
     Otherwise, if the earlier run had more ranks than this run, a later run with as many ranks
     would resume with outdated random states.
     """
-    for pattern in ("rng_state*.pth", "*/*.distcp", f"{BESIDE}/*"):
+    for pattern in ("rng_state*.pth", "*/*.distcp", f"{WITHOUT_PEFT_FOLDER}/*"):
         for file in folder.glob(pattern):
             file.unlink()

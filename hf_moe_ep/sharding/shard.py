@@ -593,8 +593,8 @@ def _placement_with_etp(
     if shape[0] % ep_fsdp_size == 0 or shard_dim == 0:
         return Shard(0)
     held = set() if cut.held_dim is None else {cut.held_dim}
-    if cut.apart_dim is not None:
-        held.add(cut.apart_dim)
+    if cut.split_dim is not None:
+        held.add(cut.split_dim)
     for dim in range(1, len(shape)):
         if dim in held or shape[dim] % ep_fsdp_size:
             continue

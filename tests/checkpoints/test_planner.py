@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hf_moe_ep.checkpoints.storage.planner import SpreadPlanner, planned_by_each
+from hf_moe_ep.checkpoints.storage.planner import SpreadPlanner, use_spread_planner
 from hf_moe_ep.upstream.process_groups import fake_group
 
 WORLD = 8
@@ -136,7 +136,7 @@ def _save_and_load(rank: int, world: int, folder: str) -> list[str]:
     run = start("full", layout)
     step(run, 0)
     saved, files = everything(run), []
-    for name, plan_with in (("theirs", _plan_by_dcp), ("ours", planned_by_each)):
+    for name, plan_with in (("theirs", _plan_by_dcp), ("ours", use_spread_planner)):
         with plan_with():
             state = dict(zip(("model", "optimizer"), _state_dicts(run), strict=True))
             planner = dcp.default_planner.DefaultSavePlanner()
@@ -170,7 +170,7 @@ def test_a_save_of_another_thread_plans_with_the_class_of_dcp() -> None:
     def create() -> DefaultSavePlanner:
         return dcp.default_planner.DefaultSavePlanner(flatten_state_dict=False)
 
-    with ThreadPoolExecutor() as other_thread, planned_by_each():
+    with ThreadPoolExecutor() as other_thread, use_spread_planner():
         assert type(other_thread.submit(create).result()) is DefaultSavePlanner
         assert type(create()) is SpreadPlanner
     assert type(create()) is DefaultSavePlanner

@@ -109,8 +109,8 @@ def _write_and_read(rank: int, world: int, path: Path) -> tuple[Any, list[Any], 
     refuse = mock.Mock(side_effect=AssertionError("asks other ranks"))
     verbs = ("all_gather_object", "gather_object", "scatter_object_list", "all_reduce", "barrier")
     with mock.patch.multiple(dist, **dict.fromkeys(verbs, refuse)):
-        forms = named.forms()
-        files = named.files(forms, limit=5000)
+        forms = named.describe_tensors()
+        files = named.list_own_files(forms, bytes_per_file=5000)
         names = write_parts(path / folder.TENSORS, rank, files)
     assert len(files) > 1
     dist.barrier()

@@ -100,7 +100,7 @@ def test_a_state_is_read_back_and_its_digest_ignores_the_layout() -> None:
         "w": {
             "step": OptimizerValue(value=torch.tensor(3.0), on_device=True),
             "count": OptimizerValue(value=4),
-            "exp_avg": OptimizerValue(in_file="optimizer.exp_avg.w"),
+            "exp_avg": OptimizerValue(tensor_name="optimizer.exp_avg.w"),
         }
     }
     groups = [Group(["w"], {"lr": 0.1, "betas": (0.9, 0.999)})]

@@ -25,7 +25,7 @@ from hf_moe_ep import (
     global_token_count,
     patch,
 )
-from hf_moe_ep.etp import apart_dims_by_id, in_stock_shape, in_stock_shapes
+from hf_moe_ep.etp import in_stock_shape, in_stock_shapes, split_dims_by_id
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.sharding.options import ShardOptions, default_policy
 from hf_moe_ep.sharding.shard import shard_model
@@ -282,10 +282,10 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 def whole_state(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return gathered copies of the parameters and of their optimizer states."""
-    apart = apart_dims_by_id(model)
+    split_dims = split_dims_by_id(model)
     return whole_parameters(model) | {
         f"{name}, {key}": in_stock_shape(
-            full_tensor(value).clone(), apart.get(id(parameter)) if value.ndim else None
+            full_tensor(value).clone(), split_dims.get(id(parameter)) if value.ndim else None
         )
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state[parameter].items()

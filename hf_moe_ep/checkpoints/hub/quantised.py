@@ -27,7 +27,7 @@ from hf_moe_ep.checkpoints.hub.fp8 import BLOCK, Fp8Tensor, scales_as_fp32
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
-from hf_moe_ep.etp import apart_dims_by_id, in_stock_shape, stock_parts, stock_shape
+from hf_moe_ep.etp import in_stock_shape, split_dims_by_id, stock_parts, stock_shape
 from hf_moe_ep.ops.quantised import Quantisation, Quantised, quantise
 from hf_moe_ep.ranks.boxes import Box, local_tensor
 from hf_moe_ep.state import STATE, Compute, MoELayer, quantised_matrices
@@ -44,8 +44,8 @@ class HeldAsBytes:
         shape_OI: the shape of one whole matrix.
         quantisation: the format.
         transposed: True if the model's parameter is [E, I, O].
-        second_rows: the second range of this rank's rows, those of up, if the model holds gate and
-            up apart (`etp.py`).
+        second_rows: the second range of this rank's rows, the rows of up, if the model splits the
+            rows of gate and up into (2, F) (`etp.py`).
     """
 
     local: Quantised
@@ -132,9 +132,9 @@ def _rows_of(matrix: Quantised, rows: slice) -> Quantised:
 def find_quantised_shards(model: nn.Module) -> dict[str, HeldAsBytes]:
     """Find this rank's shards of all matrices that a model holds quantised, by parameter name."""
     shards = {}
-    apart = apart_dims_by_id(model)  # the dims in which gate and up are held apart (`etp.py`)
+    split_dims = split_dims_by_id(model)  # the dims that the model splits into (2, F) (`etp.py`)
     for name, matrix, quantisation in quantised_matrices(model):
-        tensors, dim = matrix.by_name("").values(), apart.get(id(matrix.values))
+        tensors, dim = matrix.by_name("").values(), split_dims.get(id(matrix.values))
         _, num_rows, row_bytes = stock_shape(matrix.values.shape, dim)
         parts = [box for box, _ in stock_parts(matrix.values, dim)]
         shards[name] = HeldAsBytes(

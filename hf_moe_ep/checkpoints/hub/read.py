@@ -44,7 +44,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     read_index,
     same_values,
 )
-from hf_moe_ep.etp import apart_dims_by_id, stock_parts
+from hf_moe_ep.etp import split_dims_by_id, stock_parts
 from hf_moe_ep.moe.stacked import stack_experts
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.all_ranks import differing, gather, is_first, run_on_all
@@ -396,7 +396,7 @@ def load_weights(
     """
     allocate_meta(model, device)
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
-    apart = apart_dims_by_id(model)
+    split_dims = split_dims_by_id(model)
     weights = _of_own_stage(model, targets, weights)
     quantised = find_quantised_shards(model)
     compute_device = patched_state(model).device if quantised else device
@@ -415,7 +415,7 @@ def load_weights(
                     quantised[name].read(stored, reader, compute_device)
                 else:
                     tensor = targets[name]
-                    for box, part in stock_parts(tensor, apart.get(id(tensor))):
+                    for box, part in stock_parts(tensor, split_dims.get(id(tensor))):
                         stored.read_into(part, box, reader)
                 progress.update(sizes[name])
 

@@ -43,7 +43,7 @@ from hf_moe_ep.checkpoints.hub.write import (
     write_checkpoint,
 )
 from hf_moe_ep.checkpoints.storage.atomic import check_is_no_file
-from hf_moe_ep.etp import apart_dims_by_id, slabs_in_stock_shape
+from hf_moe_ep.etp import slabs_in_stock_shape, split_dims_by_id
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import (
     check_alike,
@@ -143,13 +143,13 @@ def _save_weights(
     processors: Sequence[Any],
     extra_tensors: bool,
 ) -> None:
-    tensors, apart = tensors_of_model(model, state), apart_dims_by_id(model)
+    tensors, split_dims = tensors_of_model(model, state), split_dims_by_id(model)
     groups = group_tensors(
         model,
         state.plan,
         tensors,
         choose_dtypes(model, dtype, state.dtypes),
-        lambda name, tensor: slabs_in_stock_shape(slabs_of(tensor), apart.get(id(tensor))),
+        lambda name, tensor: slabs_in_stock_shape(slabs_of(tensor), split_dims.get(id(tensor))),
     )
     groups = assign_groups(groups, state)
     files, what = split_files(groups, max_shard_size), f"saving to {folder}"

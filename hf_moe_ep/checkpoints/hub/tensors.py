@@ -50,7 +50,7 @@ from hf_moe_ep.checkpoints.hub.stages import (
 from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, checksums
 from hf_moe_ep.checkpoints.hub.write import TensorGroup, choose_dtypes, group_tensors
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
-from hf_moe_ep.etp import apart_dims_by_id, for_each_half, slabs_in_stock_shape
+from hf_moe_ep.etp import for_each_half, slabs_in_stock_shape, split_dims_by_id
 from hf_moe_ep.lora.merged import add_updates, with_whole_factors
 from hf_moe_ep.ops.quantised import encode_blocks
 from hf_moe_ep.placement.hub_order import placement_by_tensor
@@ -471,11 +471,11 @@ class _Source:
         slots = placement_by_tensor(model)
         dtype_of = choose_dtypes(model, dtype, state.dtypes)
         # By id of a parameter: the stock dim 2F that the model holds as (2, F) with etp (`etp.py`).
-        apart = apart_dims_by_id(model)
+        split_dims = split_dims_by_id(model)
 
         def slabs_of(name: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
             tensor_updates, slots_E = updates.get(id(tensor), []), slots.get(id(tensor))
-            dtype, dim = dtype_of(name, tensor), apart.get(id(tensor))
+            dtype, dim = dtype_of(name, tensor), split_dims.get(id(tensor))
             merge = partial(_merge_and_cast, dtype, [_gather_factors(u) for u in tensor_updates])
             # The products of adapters have the stock shape.
             change = for_each_half(merge, dim, 0 if dim is None else tensor.shape[dim + 1])

@@ -50,7 +50,7 @@ from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, filled_box
 from hf_moe_ep.checkpoints.hub.switch import changed_files, settle, switch_files
 from hf_moe_ep.checkpoints.storage.atomic import write_atomically
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, FileTensor, Writer
-from hf_moe_ep.etp import apart_dims_by_id, stock_shape
+from hf_moe_ep.etp import split_dims_by_id, stock_shape
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.all_ranks import gather_on_first, is_first
 from hf_moe_ep.ranks.boxes import Box, box_sizes, slices
@@ -157,8 +157,8 @@ def group_tensors(
     """
     name_in_model = {checkpoint_name(name): name for name in tensors}
     by_name = {name: tensors[in_model] for name, in_model in name_in_model.items()}
-    apart = apart_dims_by_id(model)
-    shapes = {name: stock_shape(t.shape, apart.get(id(t))) for name, t in by_name.items()}
+    split_dims = split_dims_by_id(model)
+    shapes = {name: stock_shape(t.shape, split_dims.get(id(t))) for name, t in by_name.items()}
     layout = hub_layout(model, plan, shapes)
     groups = []
     for group in group_by_shared_tensors(layout, by_name):

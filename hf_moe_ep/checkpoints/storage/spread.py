@@ -1,19 +1,19 @@
 """Describe how a tensor is sharded, which ranks write it, and which ranks hold a box of it.
 
-A box is one index range per dim (`boxes.py`). `Spread` describes the sharding over a grid of ranks.
-Each axis of the grid cuts one dim of a tensor, or no dim; the last axis cuts first, and each
-earlier axis cuts the resulting shards. The ranks along an axis that cuts no dim are replicas.
-Example with 8 rows on 8 ranks, cut by the second axis of a grid [2, 4], `cuts` (None, 0):
+A box is one index range per dim (`ranks/boxes.py`). `Spread` describes the sharding over a grid of
+ranks. Each axis of the grid cuts one dim of a tensor, or none. The last axis cuts first, and each
+earlier axis cuts the resulting shards. The ranks along an axis that cuts no dim are replicas. In
+this example the grid is [2, 4] and `cuts` is (None, 0): the second axis cuts the 8 rows.
 
                    rows 0, 1   2, 3   4, 5   6, 7
     replica 0      rank 0      1      2      3
     replica 1      rank 4      5      6      7
 
-With `apart`, a dim of a tensor has the rows of gate and then those of up, and an axis cuts both
-halves of the dim: a rank then has two boxes (`etp.py`).
+A tensor with a `split_dim` (`etp.py`) has the rows of gate and then the rows of up in this dim. An
+axis cuts both halves of the dim, so a rank has two boxes.
 
-One replica writes a tensor: `choose_writers` takes the replica with the fewest bytes so far. Every
-rank knows the layout and computes the same result, so no communication is needed. A training
+One replica writes a tensor: `choose_writers` chooses the replica with the fewest bytes so far.
+Every rank knows the layout and computes the same result, so no communication is needed. A training
 checkpoint stores the sharding for the ranks that load it.
 """
 
@@ -39,22 +39,21 @@ class Spread:
     Attributes:
         grid: the sizes of the grid's axes.
         ranks: the ranks in the grid, row-major.
-        cuts: for each axis the dim of the tensor that it cuts; None for an axis of replicas.
-        apart: the dim that consists of two halves, each of which is cut as a dim of its own; None
-            if there is no such dim.
+        cuts: for each axis, the dim of the tensor that it cuts; None for an axis of replicas.
+        split_dim: the dim that has two halves, which are both cut; None if there is no such dim.
     """
 
     grid: tuple[int, ...]
     ranks: tuple[int, ...]
     cuts: tuple[int | None, ...]
-    apart: int | None = None
+    split_dim: int | None = None
 
     @staticmethod
-    def of(name: str, tensor: Tensor, ranks: Sequence[int], apart: int | None = None) -> Spread:
+    def of(name: str, tensor: Tensor, ranks: Sequence[int], split_dim: int | None = None) -> Spread:
         """Return the sharding of a tensor on `ranks`; plain tensors are replicated.
 
         Args:
-            apart: the dim of the tensor in files that the model holds as two dims (2, half).
+            split_dim: the dim of the tensor in files that the model splits into (2, half).
 
         Raises:
             ValueError: only some of the ranks hold the tensor, or its values are partial sums.
@@ -75,14 +74,15 @@ class Spread:
                     f"{name} has the placement {placement}; a checkpoint can hold Shard and "
                     f"Replicate"
                 )
-            is_behind = apart is not None and dim is not None and dim > apart
-            cuts.append(dim - 1 if dim is not None and is_behind else dim)
+            if dim is not None and split_dim is not None and dim > split_dim:
+                dim -= 1  # the model has one more dim in front of it
+            cuts.append(dim)
         ranks = tuple(mesh.mesh.flatten().tolist())
-        return Spread(tuple(mesh.shape), ranks, tuple(cuts), apart)
+        return Spread(tuple(mesh.shape), ranks, tuple(cuts), split_dim)
 
     def to_json(self) -> dict[str, Any]:
         content = {"grid": list(self.grid), "ranks": list(self.ranks), "cuts": list(self.cuts)}
-        return content if self.apart is None else {**content, "apart": self.apart}
+        return content if self.split_dim is None else {**content, "apart": self.split_dim}
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Spread:
@@ -104,22 +104,22 @@ class Spread:
         return self._replica_of(coordinate[::-1]) == replica
 
     def boxes(self, shape: Iterable[int], replica: int) -> Iterator[tuple[int, Box]]:
-        """Yield (rank, its box) for all ranks of a replica, for a tensor of the shape `shape`.
+        """Yield (rank, box of the rank) for a tensor of shape `shape`, for all ranks of a replica.
 
-        With `apart` a rank has two boxes.
+        If the tensor has a `split_dim`, the boxes of both halves are yielded for each rank.
         """
         sizes, half = list(shape), 0
-        if self.apart is not None:
-            half = sizes[self.apart] = sizes[self.apart] // 2
+        if self.split_dim is not None:
+            half = sizes[self.split_dim] = sizes[self.split_dim] // 2
         for rank, coordinate in zip(self.ranks, product(*map(range, self.grid)), strict=True):
             if self._replica_of(coordinate) != replica:
                 continue
             box = cut_box(sizes, self.grid, self.cuts, coordinate)
             yield rank, box
-            if self.apart is not None:
-                start, stop = box[self.apart]
+            if self.split_dim is not None:
+                start, stop = box[self.split_dim]
                 second = (start + half, stop + half)
-                yield rank, (*box[: self.apart], second, *box[self.apart + 1 :])
+                yield rank, (*box[: self.split_dim], second, *box[self.split_dim + 1 :])
 
     def _replica_of(self, coordinate: Iterable[int]) -> int:
         """Return the number of a rank's replica, row-major over the axes that cut no dim."""
@@ -135,13 +135,14 @@ class Spread:
 
 
 def choose_writers(
-    tensors: Mapping[str, Tensor], ranks: Sequence[int], apart: Mapping[str, int]
+    tensors: Mapping[str, Tensor], ranks: Sequence[int], split_dims: Mapping[str, int]
 ) -> dict[str, tuple[Spread, int]]:
     """Return the sharding of each tensor and the replica that writes it, the same on all `ranks`.
 
-    `apart` has the dims of `Spread.of`, by the names of tensors that have one.
-
     Tensors with the same sharding share one `Spread`, because a `Spread` lists all ranks.
+
+    Args:
+        split_dims: for each tensor that the model splits, the argument `split_dim` of `Spread.of`.
 
     Raises:
         ValueError: as in `Spread.of`.
@@ -152,9 +153,9 @@ def choose_writers(
     for name, tensor in tensors.items():
         key: Any = None
         if isinstance(tensor, DTensor):
-            key = (id(tensor.device_mesh), tensor.placements, apart.get(name))
+            key = (id(tensor.device_mesh), tensor.placements, split_dims.get(name))
         if key not in known:
-            spread = Spread.of(name, tensor, ranks, apart.get(name))
+            spread = Spread.of(name, tensor, ranks, split_dims.get(name))
             known[key] = equal.setdefault(spread, spread)
         spreads[name] = known[key]
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
@@ -163,7 +164,7 @@ def choose_writers(
 
 
 def choose_replicas(tensors: Mapping[str, tuple[Spread, int]]) -> dict[str, int]:
-    """Choose which replica writes each tensor; tensors are given as (sharding, bytes).
+    """Choose which replica writes each tensor; `tensors` has (sharding, bytes) by name.
 
     Tensors are assigned in the order of their sizes, the largest first, to the replica with the
     fewest bytes so far. Tensors with different numbers of replicas are balanced separately.

@@ -35,7 +35,7 @@ from hf_moe_ep.checkpoints.training.tensors import (
     allocate_moment,
     fill_model,
     model_state_tensors,
-    model_targets,
+    list_model_targets,
     parameter_names,
     refuse_torch_muon,
     restore_optimizer,
@@ -128,8 +128,10 @@ def load_checkpoint(
     # In hub order, row e of a stacked tensor is expert e. The optimizer's new state is read in hub
     # order; at the end of the block it is moved with its experts.
     with experts_in_hub_order(model, optimizer):
-        saved, (targets, apart) = run_on_all(f"reading {path}", compare)
-        parts = {name: stock_parts(tensor, apart.get(name)) for name, tensor in targets.items()}
+        saved, (targets, split_dims) = run_on_all(f"reading {path}", compare)
+        parts = {
+            name: stock_parts(tensor, split_dims.get(name)) for name, tensor in targets.items()
+        }
         run_on_all(f"reading {path}", lambda: folder.read_tensors(path, parts, saved))
         run_on_all(f"reading {path}", restore)
     return saved.progress
@@ -140,26 +142,26 @@ def _choose_targets(
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Return the tensors to read into: the model's own, unless the files have another form.
 
-    The second dict has `StateTensor.apart` of the tensors that have one.
+    The second dict has `StateTensor.split_dim` of the tensors that have one.
     """
-    targets, apart = model_targets(model_state_tensors(model))
+    targets, split_dims = list_model_targets(model_state_tensors(model))
     if optimizer is None or saved.optimizer is None:
-        return targets, apart
+        return targets, split_dims
     _, trained = parameter_names(model, optimizer)
     for parameter, values in saved.optimizer.values.items():
         if parameter not in trained:
             continue  # another pipeline stage has this parameter
         parameter_form = saved.tensors.get(f"model.{parameter}")
         for value in values.values():
-            if value.in_file is not None:
-                if (dim := trained[parameter].apart) is not None:
-                    apart[value.in_file] = dim
-                targets[value.in_file] = allocate_moment(
+            if value.tensor_name is not None:
+                if (dim := trained[parameter].split_dim) is not None:
+                    split_dims[value.tensor_name] = dim
+                targets[value.tensor_name] = allocate_moment(
                     trained[parameter],
-                    saved.tensors[value.in_file].dtype,
+                    saved.tensors[value.tensor_name].dtype,
                     None if parameter_form is None else parameter_form.dtype,
                 )
-    return targets, apart
+    return targets, split_dims
 
 
 def _restore_random(

@@ -161,7 +161,7 @@ def _collect_state(
     if not isinstance(progress, dict | None):
         raise ValueError(f"progress is {progress!r}; make it a dict, like {{'step': 100}}")
     named = collect(model, optimizer)
-    forms = named.forms()
+    forms = named.describe_tensors()
     own = StateFile(
         layout=folder.layout_of(state),
         progress=progress or {},
@@ -170,7 +170,7 @@ def _collect_state(
         scalars=named.scalars,
         optimizer=named.optimizer,
     )
-    return named.files(forms, _FILE_BYTES), own
+    return named.list_own_files(forms, _FILE_BYTES), own
 
 
 def _check_equal(state_digest: str) -> None:

@@ -59,13 +59,13 @@ class OptimizerValue:
     """One entry of a parameter's optimizer state: a tensor in the files, or a value.
 
     Attributes:
-        in_file: the name of the tensor in the files; None for a value.
+        tensor_name: the name of the tensor in the files; None for a value.
         value: a number, a 0-dim tensor, or another value that JSON can hold.
         on_device: True if the value is a tensor on the parameter's device, like `step` of fused
             AdamW.
     """
 
-    in_file: str | None = None
+    tensor_name: str | None = None
     value: Any = None
     on_device: bool = False
 
@@ -216,8 +216,8 @@ def _optimizer_from_json(rest: dict[str, Any]) -> OptimizerState | None:
 
 
 def _value_to_json(saved: OptimizerValue, where: str) -> dict[str, Any]:
-    if saved.in_file is not None:
-        return {"__in_file__": saved.in_file}
+    if saved.tensor_name is not None:
+        return {"__in_file__": saved.tensor_name}
     value = encode(saved.value, where)
     if not isinstance(saved.value, Tensor):
         return {"value": value}
@@ -226,5 +226,5 @@ def _value_to_json(saved: OptimizerValue, where: str) -> dict[str, Any]:
 
 def _value_from_json(entry: dict[str, Any]) -> OptimizerValue:
     if "__in_file__" in entry:
-        return OptimizerValue(in_file=entry["__in_file__"])
+        return OptimizerValue(tensor_name=entry["__in_file__"])
     return OptimizerValue(value=decode(entry["value"]), on_device=entry.get("on") == _PARAMETER)

@@ -7,10 +7,10 @@
 Everything else is saved as JSON (`state_file.py`): single numbers like `step`, and options. Sharded
 tensors are DTensors of the global shape, so another run can shard them over its own ranks
 (`spread.py`, `part_files.py`). LoRA factors of experts are saved in the form of a sharded model,
-[E, r, in] and [E, out, r]; loading packs them for a model that is not sharded (`factors.py`).
+[E, r, in] and [E, out, r]; loading packs them for a model that is not sharded (`lora/factors.py`).
 
-torch's get_optimizer_state_dict is not used: if an optimizer has no state yet, this function takes
-a step with lr 0 to create the state, which leaves `step` at 1. A run that was saved before its
+torch's get_optimizer_state_dict is not used. If an optimizer has no state yet, that function
+creates the state by a step with lr 0, which leaves `step` at 1. A run that was saved before its
 first step would then resume with another bias correction.
 """
 
@@ -34,7 +34,7 @@ from hf_moe_ep.checkpoints.training.state_file import (
     OptimizerValue,
     SavedTensor,
 )
-from hf_moe_ep.etp import apart_dims_by_id, stock_parts, stock_shape
+from hf_moe_ep.etp import split_dims_by_id, stock_parts, stock_shape
 from hf_moe_ep.lora.computed import pack_conversion, stack_conversion, stacked_factors
 from hf_moe_ep.lora.factors import is_stacked
 from hf_moe_ep.ranks.all_ranks import this_rank, world_size
@@ -51,34 +51,36 @@ _WHY_NOT_TORCH_MUON = (
 
 Convert = Callable[[Tensor], Tensor]
 # The conversions of a tensor that has the same form in the files and in the model.
-_STORED: tuple[Convert | None, Convert | None] = (None, None)
+_NO_CONVERSIONS: tuple[Convert | None, Convert | None] = (None, None)
 
 
 @dataclass(frozen=True)
 class StateTensor:
     """A tensor of the model, and the conversions between its form and the form in the files.
 
-    Only packed LoRA factors have conversions: (E * r, in) in the model is [E, r, in] in a file.
-    `apart` is the dim in the file that the model holds as two dims (`etp.py`): a rank writes its
-    shard as two boxes, without a conversion.
+    Attributes:
+        to_file, from_file: the conversions of a packed LoRA factor, whose form is (E * r, in) in
+            the model and [E, r, in] in a file; None for all other tensors.
+        split_dim: the dim in the file that the model splits into two dims (`etp.py`). It needs no
+            conversion, because a rank writes its shard as two boxes.
     """
 
     tensor: Tensor
     to_file: Convert | None = None
     from_file: Convert | None = None
-    apart: int | None = None
+    split_dim: int | None = None
 
-    def in_file_form(self, value: Tensor) -> Tensor:
+    def to_file_form(self, value: Tensor) -> Tensor:
         """Convert `value`, which has the shape of `tensor`, to the form of the files."""
         return (value if self.to_file is None else self.to_file(value)).contiguous()
 
     def file_shape(self) -> list[int]:
         """Return the shape in the files."""
         if self.to_file is None:
-            return list(stock_shape(self.tensor.shape, self.apart))
+            return list(stock_shape(self.tensor.shape, self.split_dim))
         return list(self.to_file(self.tensor.to("meta")).shape)
 
-    def in_model_form(self, value: Tensor) -> Tensor:
+    def to_model_form(self, value: Tensor) -> Tensor:
         """Convert a value that was read from the files to the shape of `tensor`."""
         return value if self.from_file is None else self.from_file(value)
 
@@ -87,17 +89,19 @@ class StateTensor:
 class NamedState:
     """The tensors of a training state by name, and the rest of the state of model and optimizer.
 
-    `apart` has the dims of `StateTensor.apart`, by the names of tensors that have one. `ranks` hold
-    the tensors: all ranks, or those of this rank's pipeline stage.
+    Attributes:
+        scalars: the 0-dim tensors of the model.
+        split_dims: `StateTensor.split_dim` of each tensor that has one.
+        ranks: the ranks that hold the tensors: all ranks, or the ranks of this pipeline stage.
     """
 
     tensors: dict[str, Tensor]
     scalars: dict[str, Tensor]
     optimizer: OptimizerState | None
-    apart: dict[str, int]
+    split_dims: dict[str, int]
     ranks: Sequence[int]
 
-    def forms(self) -> dict[str, SavedTensor]:
+    def describe_tensors(self) -> dict[str, SavedTensor]:
         """Return shape, dtype, sharding and writer of every tensor, the same on all `ranks`.
 
         Raises:
@@ -105,35 +109,41 @@ class NamedState:
         """
         for name, tensor in self.tensors.items():
             check_dtype(name, tensor.dtype)
-        writers = choose_writers(self.tensors, self.ranks, self.apart)
-        shapes = {n: stock_shape(t.shape, self.apart.get(n)) for n, t in self.tensors.items()}
+        writers = choose_writers(self.tensors, self.ranks, self.split_dims)
+        shapes = {n: stock_shape(t.shape, self.split_dims.get(n)) for n, t in self.tensors.items()}
         return {
             name: SavedTensor(list(shapes[name]), tensor.dtype, *writers[name])
             for name, tensor in self.tensors.items()
         }
 
-    def files(self, forms: dict[str, SavedTensor], limit: int) -> list[Shards]:
-        """Return the shards that this rank writes, by file; a file has about `limit` bytes.
+    def list_own_files(
+        self, saved_tensors: dict[str, SavedTensor], bytes_per_file: int
+    ) -> list[Shards]:
+        """Return the shards that this rank writes, by file.
 
-        All of `ranks` return the same number of files, some of them empty. The second box of a
-        shard is in a file behind all others.
+        All `ranks` return the same number of files; some files are empty. If a shard has a second
+        box, this box is in a file behind all others.
+
+        Args:
+            saved_tensors: the result of `describe_tensors`.
+            bytes_per_file: the approximate size of a file.
         """
         files: list[dict[str, tuple[Box, Tensor]]] = [{}]
         second_boxes: list[dict[str, tuple[Box, Tensor]]] = [{}]
         rank, num_bytes = this_rank(), 0  # the bytes of all `ranks`
         for name, tensor in self.tensors.items():
-            while num_bytes // (limit * len(self.ranks)) >= len(files):
+            while num_bytes // (bytes_per_file * len(self.ranks)) >= len(files):
                 files.append({})
                 second_boxes.append({})
             num_bytes += tensor.numel() * tensor.element_size()
-            form = forms[name]
-            assert form.spread is not None
-            if not form.spread.is_writer(rank, form.replica):
+            saved = saved_tensors[name]
+            assert saved.spread is not None
+            if not saved.spread.is_writer(rank, saved.replica):
                 continue
-            for number, (box, values) in enumerate(stock_parts(tensor, self.apart.get(name))):
+            for number, (box, values) in enumerate(stock_parts(tensor, self.split_dims.get(name))):
                 if values.numel():
                     (second_boxes if number else files)[-1][name] = (box, values.detach())
-        return [*files, *second_boxes] if self.apart else list(files)
+        return [*files, *second_boxes] if self.split_dims else list(files)
 
 
 def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
@@ -145,52 +155,54 @@ def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
     inner = unwrap(model)
     state = find_state(inner)
     if state is not None and state.stage is not None:
-        has_adapters = state.stage.has_adapters  # perhaps on the layers of other stages only
+        has_adapters = state.stage.has_adapters  # the adapted layers may be on other stages
     else:
         has_adapters = any(map(wraps_for_adapters, inner.modules()))
-    of_adapters = adapter_parameters(inner)
-    converters, apart = _find_converters(inner), apart_dims_by_id(inner)
+    adapter_ids = adapter_parameters(inner)
+    converters, split_dims = _find_converters(inner), split_dims_by_id(inner)
     quantised = {
         id(tensor)
         for name, matrix, _ in quantised_matrices(inner)
         for tensor in matrix.by_name(name).values()
     }
     parameters = {
-        _whole_name(inner, name): StateTensor(
-            p.detach(), *converters.get(p, _STORED), apart.get(id(p))
+        _name_in_whole_model(inner, name): StateTensor(
+            p.detach(), *converters.get(p, _NO_CONVERSIONS), split_dims.get(id(p))
         )
         for name, p in inner.named_parameters()
-        if id(p) not in quantised and (p.requires_grad or id(p) in of_adapters or not has_adapters)
+        if id(p) not in quantised and (p.requires_grad or id(p) in adapter_ids or not has_adapters)
     }
     buffers = persistent_buffers(inner)
     return parameters | {canonical_name(name): StateTensor(b.detach()) for name, b in buffers}
 
 
-def trained_names(model: nn.Module) -> set[str]:
+def find_trained_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters that are trained, as in `model_state_tensors`."""
     inner = unwrap(model)
-    return {_whole_name(inner, name) for name, p in inner.named_parameters() if p.requires_grad}
+    return {
+        _name_in_whole_model(inner, name) for name, p in inner.named_parameters() if p.requires_grad
+    }
 
 
-def model_targets(
+def list_model_targets(
     entries: Mapping[str, StateTensor],
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Return the tensors to read into, by their names in the files.
 
-    They are the model's own tensors, or new ones if the files have another form. The second dict
-    has `StateTensor.apart` of the tensors that have one.
+    They are the model's own tensors, or new tensors if the files have another form. The second dict
+    has `StateTensor.split_dim` of each tensor that has one.
     """
     targets: dict[str, Tensor] = {}
-    apart: dict[str, int] = {}
+    split_dims: dict[str, int] = {}
     for name, entry in entries.items():
-        if entry.apart is not None:
-            apart[f"model.{name}"] = entry.apart
+        if entry.split_dim is not None:
+            split_dims[f"model.{name}"] = entry.split_dim
         if entry.tensor.ndim:
             is_packed = entry.to_file is not None
             targets[f"model.{name}"] = (
-                entry.in_file_form(entry.tensor) if is_packed else entry.tensor
+                entry.to_file_form(entry.tensor) if is_packed else entry.tensor
             )
-    return targets, apart
+    return targets, split_dims
 
 
 @torch.no_grad()
@@ -199,59 +211,71 @@ def fill_model(
     targets: Mapping[str, Tensor],
     scalars: Mapping[str, Tensor],
 ) -> None:
-    """Fill the tensors of the model that reading into `model_targets` could not fill."""
+    """Fill the 0-dim tensors and the packed factors; all other tensors were read in place.
+
+    Args:
+        targets: the result of `list_model_targets`, after reading.
+        scalars: the saved 0-dim tensors.
+    """
     for name, entry in entries.items():
         if not entry.tensor.ndim:
             entry.tensor.copy_(scalars[name])
         elif entry.from_file is not None:
-            entry.tensor.copy_(entry.in_model_form(targets[f"model.{name}"]))
+            entry.tensor.copy_(entry.to_model_form(targets[f"model.{name}"]))
 
 
-def _whole_name(model: nn.Module, name: str) -> str:
-    """Return the name of a parameter in the whole model, of which this rank may hold a stage.
+def _name_in_whole_model(model: nn.Module, name: str) -> str:
+    """Return the name of a parameter in the whole model, of which this rank may hold one stage.
 
-    On the last stage, a head that is tied to the embedding gets the name of the embedding.
+    On the last stage, a head that is tied to the embedding gets the embedding's name.
     """
     name, state = canonical_name(name), find_state(model)
     return name if state is None or state.stage is None else state.stage.aliases.get(name, name)
 
 
 def collect(model: nn.Module, optimizer: Any) -> NamedState:
-    """Collect the state of a model and its optimizer; the result may share their memory.
+    """Collect the state of a model and its optimizer; the tensors may share their memory.
 
     The model must be resharded, so that its parameters are shards and not gathered.
 
     Raises:
         ValueError: the optimizer has state that cannot be named or saved.
     """
-    of_model = model_state_tensors(model)
+    model_tensors = model_state_tensors(model)
     state = find_state(model)
     stage = None if state is None else state.stage
     copies = set() if stage is None else set(stage.aliases.values())
-    of_model = {name: saved for name, saved in of_model.items() if name not in copies}
+    model_tensors = {name: saved for name, saved in model_tensors.items() if name not in copies}
     ranks = range(world_size())
     if stage is not None:
         ranks_per_stage = world_size() // stage.size
         ranks = range(stage.index * ranks_per_stage, (stage.index + 1) * ranks_per_stage)
     tensors = {
-        f"model.{name}": saved.in_file_form(saved.tensor)
-        for name, saved in of_model.items()
+        f"model.{name}": saved.to_file_form(saved.tensor)
+        for name, saved in model_tensors.items()
         if saved.tensor.ndim
     }
-    scalars = {name: saved.tensor for name, saved in of_model.items() if not saved.tensor.ndim}
-    apart = {
-        f"model.{name}": saved.apart for name, saved in of_model.items() if saved.apart is not None
+    scalars = {name: saved.tensor for name, saved in model_tensors.items() if not saved.tensor.ndim}
+    split_dims = {
+        f"model.{name}": saved.split_dim
+        for name, saved in model_tensors.items()
+        if saved.split_dim is not None
     }
     if optimizer is None:
-        return NamedState(tensors, scalars, None, apart, ranks)
-    moments, optimizer_state, moments_apart = _collect_optimizer(model, optimizer, copies)
-    return NamedState(tensors | moments, scalars, optimizer_state, apart | moments_apart, ranks)
+        return NamedState(tensors, scalars, None, split_dims, ranks)
+    moments, optimizer_state, optimizer_split_dims = _collect_optimizer(model, optimizer, copies)
+    return NamedState(
+        tensors | moments, scalars, optimizer_state, split_dims | optimizer_split_dims, ranks
+    )
 
 
 def _collect_optimizer(
     model: nn.Module, optimizer: Any, copies: set[str]
 ) -> tuple[dict[str, Tensor], OptimizerState, dict[str, int]]:
-    """Return the optimizer's tensors by name, the rest of its state, and `NamedState.apart`."""
+    """Return the optimizer's tensors by name, the rest of its state, and the tensors' split dims.
+
+    `copies` has the names of tied parameters that another pipeline stage saves.
+    """
     names, trained = parameter_names(model, optimizer)
     if _is_torch_muon(optimizer):  # an error would lose the run
         warnings.warn(
@@ -260,7 +284,7 @@ def _collect_optimizer(
             stacklevel=2,
         )
     tensors: dict[str, Tensor] = {}
-    apart: dict[str, int] = {}
+    split_dims: dict[str, int] = {}
     values: dict[str, dict[str, OptimizerValue]] = {}
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, Tensor):
@@ -281,10 +305,10 @@ def _collect_optimizer(
                 where = f"{key} of {name} in {type(optimizer).__name__}"
                 _check_same_shape(where, value, parameter)
                 tensor_name = f"optimizer.{key}.{name}"
-                tensors[tensor_name] = trained[name].in_file_form(value.detach())
-                if (dim := trained[name].apart) is not None:
-                    apart[tensor_name] = dim
-                values[name][key] = OptimizerValue(in_file=tensor_name)
+                tensors[tensor_name] = trained[name].to_file_form(value.detach())
+                if (dim := trained[name].split_dim) is not None:
+                    split_dims[tensor_name] = dim
+                values[name][key] = OptimizerValue(tensor_name=tensor_name)
             elif isinstance(value, Tensor):
                 on_device = value.device.type != "cpu"
                 values[name][key] = OptimizerValue(value=value.detach(), on_device=on_device)
@@ -295,7 +319,7 @@ def _collect_optimizer(
         for group in optimizer.param_groups
     ]
     state = OptimizerState(class_name_of(optimizer), base_names_of(optimizer), values, groups)
-    return tensors, state, apart
+    return tensors, state, split_dims
 
 
 def refuse_torch_muon(optimizer: Any) -> None:
@@ -338,8 +362,8 @@ def parameter_names(
         ValueError: the optimizer has a parameter that is not the model's.
     """
     inner = unwrap(model)
-    converters, apart = _find_converters(inner), apart_dims_by_id(inner)
-    names = {id(p): _whole_name(inner, name) for name, p in inner.named_parameters()}
+    converters, split_dims = _find_converters(inner), split_dims_by_id(inner)
+    names = {id(p): _name_in_whole_model(inner, name) for name, p in inner.named_parameters()}
     trained = {}
     for index, group in enumerate(optimizer.param_groups):
         for number, p in enumerate(group["params"]):
@@ -349,8 +373,8 @@ def parameter_names(
                     f"not belong to this model; create the optimizer after apply_ep_fsdp2(model), "
                     f"or pass both to accelerator.prepare"
                 )
-            converter = converters.get(p, _STORED)
-            trained[names[id(p)]] = StateTensor(p.detach(), *converter, apart.get(id(p)))
+            converter = converters.get(p, _NO_CONVERSIONS)
+            trained[names[id(p)]] = StateTensor(p.detach(), *converter, split_dims.get(id(p)))
     return names, trained
 
 
@@ -368,7 +392,7 @@ def allocate_moment(
     """
     tensor = parameter.tensor
     new_dtype = tensor.dtype if dtype == parameter_dtype else dtype
-    return torch.zeros_like(parameter.in_file_form(tensor), dtype=new_dtype)
+    return torch.zeros_like(parameter.to_file_form(tensor), dtype=new_dtype)
 
 
 def restore_optimizer(
@@ -385,7 +409,8 @@ def restore_optimizer(
                 group[key] = value
     optimizer.state.clear()
     for group in optimizer.param_groups:
-        # As in torch's `load_state_dict`: the run that saved may have had its state on the host.
+        # As in torch's `load_state_dict`: these optimizers need `step` on the device, and the
+        # saved run may have had it on the host.
         moves_step = bool(group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
             name = names[id(parameter)]
@@ -407,17 +432,18 @@ def _restore_value(
 ) -> Any:
     """Return one entry of a parameter's optimizer state.
 
-    With `to_device` a tensor is moved to the device of the parameter.
+    Args:
+        to_device: move a 0-dim tensor to the parameter's device.
     """
-    if saved.in_file is not None:
-        return trained.in_model_form(tensors[saved.in_file])
+    if saved.tensor_name is not None:
+        return trained.to_model_form(tensors[saved.tensor_name])
     if saved.on_device or (to_device and isinstance(saved.value, Tensor)):
         return saved.value.to(parameter.device)
     return saved.value
 
 
 def _select_options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group: lr, betas, and the options of a scheduler."""
+    """Return the options of a parameter group, such as lr, betas, and a scheduler's options."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 

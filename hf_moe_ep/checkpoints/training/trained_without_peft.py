@@ -1,15 +1,16 @@
-"""Save the trained tensors that are missing in the adapter file of the Trainer.
+"""Save the trained tensors that PEFT does not save, in a checkpoint of the Trainer.
 
 The Trainer saves a model with adapters as PEFT does: the active adapter, without the base model. If
-the user also trains a router or a norm of the base, or a second adapter, a checkpoint of the
-Trainer therefore has their moments but not their values. `write_beside` saves such tensors in a
-folder of the checkpoint, in the format of `save_checkpoint`:
+the user also trains a router or a norm of the base, or a second adapter, the Trainer saves the
+moments of these tensors but not their values. This module saves the values in a folder of the
+checkpoint, in the format of `save_checkpoint`:
 
     beside_adapters/tensors.json    names, shapes, shardings, 0-dim tensors (`state_file.py`)
     beside_adapters/shard-*         the shards of each rank (`part_files.py`)
 
-Without such tensors nothing is written. `check_beside` finds out before a load whether a checkpoint
-has what the model needs, and `read_beside` reads the tensors at any other layout of ranks.
+If there are no such tensors, nothing is written. Before a load, `check_tensors_without_peft`
+compares the saved tensors with the tensors of the model. `read_tensors_without_peft` reads them at
+any layout of ranks.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from hf_moe_ep.checkpoints.training.tensors import (
     collect,
     fill_model,
     model_state_tensors,
-    model_targets,
-    trained_names,
+    list_model_targets,
+    find_trained_names,
 )
 from hf_moe_ep.etp import stock_parts
 from hf_moe_ep.ranks.all_ranks import (
@@ -45,67 +46,76 @@ from hf_moe_ep.ranks.all_ranks import (
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import patched_state
 
-BESIDE = "beside_adapters"
+WITHOUT_PEFT_FOLDER = "beside_adapters"
 _TENSORS = "tensors.json"
 _FILE_BYTES = 1 << 30
 
 
-def write_beside(model: nn.Module, folder: Path, saved_elsewhere: Collection[str]) -> None:
+def write_tensors_without_peft(
+    model: nn.Module, folder: Path, saved_elsewhere: Collection[str]
+) -> None:
     """Save the tensors of `model_state_tensors` except `saved_elsewhere`; every rank calls this.
 
-    Experts must be in hub order. `saved_elsewhere` has the names of tensors of this rank's pipeline
-    stage that another file contains.
+    Experts must be in hub order.
+
+    Args:
+        saved_elsewhere: the names of tensors of this rank's stage that another file contains.
     """
     state = patched_state(model)
     reshard(model)
-    what = f"saving {folder / BESIDE}"
+    what = f"saving {folder / WITHOUT_PEFT_FOLDER}"
 
     def select() -> tuple[StateFile, list[Shards]]:
         named = collect(model, None)
         missing = {name for name in model_state_tensors(model) if name not in saved_elsewhere}
-        # The keys of `tensors` begin with "model.", those of `scalars` do not (`collect`).
+        # The keys of `tensors` begin with "model.", the keys of `scalars` do not (`collect`).
         selected = replace(
             named,
             tensors={n: x for n, x in named.tensors.items() if n.removeprefix("model.") in missing},
             scalars={n: x for n, x in named.scalars.items() if n in missing},
         )
-        forms = selected.forms()
-        content = StateFile(layout_of(state), tensors=forms, scalars=selected.scalars)
-        return content, selected.files(forms, _FILE_BYTES)
+        saved_tensors = selected.describe_tensors()
+        content = StateFile(layout_of(state), tensors=saved_tensors, scalars=selected.scalars)
+        return content, selected.list_own_files(saved_tensors, _FILE_BYTES)
 
     own, files = run_on_all(what, select)
     content = join_stages(own, state)
     if not content.tensors and not content.scalars:
         return
-    run_on_first(what, lambda: (folder / BESIDE).mkdir(parents=True, exist_ok=True))
-    run_on_all(what, lambda: write_parts(folder / BESIDE, this_rank(), files))
-    run_on_first(what, lambda: write_json(folder / BESIDE / _TENSORS, content.to_json()))
+    run_on_first(what, lambda: (folder / WITHOUT_PEFT_FOLDER).mkdir(parents=True, exist_ok=True))
+    run_on_all(what, lambda: write_parts(folder / WITHOUT_PEFT_FOLDER, this_rank(), files))
+    run_on_first(
+        what, lambda: write_json(folder / WITHOUT_PEFT_FOLDER / _TENSORS, content.to_json())
+    )
 
 
-def check_beside(
+def check_tensors_without_peft(
     model: nn.Module, folder: Path, saved_elsewhere: Collection[str], *, strict: bool = True
 ) -> StateFile:
-    """Check that a checkpoint has what `write_beside` would save; every rank calls this.
+    """Check that a checkpoint has the tensors that PEFT does not save; every rank calls this.
 
-    Checkpoints of stock code and of older versions have no such tensors. If none of the missing
-    ones is trained (buffers, a frozen adapter of a reference), or if `strict` is False, the model
-    keeps its values, with a warning.
+    Checkpoints of stock code and of older versions have no such tensors. If no missing tensor is
+    trained (buffers, a frozen adapter of a reference), or if `strict` is False, the model keeps its
+    values, with a warning.
+
+    Args:
+        saved_elsewhere: as in `write_tensors_without_peft`.
 
     Returns:
-        The description of the saved tensors, for `read_beside`.
+        The description of the saved tensors, for `read_tensors_without_peft`.
 
     Raises:
-        ValueError: on every rank: the checkpoint lacks a parameter that is trained, or was saved
-            with tensors that this model does not have.
+        ValueError: on every rank: the checkpoint lacks a parameter that is trained, or has a tensor
+            that does not fit this model.
     """
-    what, file = f"reading {folder / BESIDE}", folder / BESIDE / _TENSORS
+    what, file = f"reading {folder / WITHOUT_PEFT_FOLDER}", folder / WITHOUT_PEFT_FOLDER / _TENSORS
 
     def compare() -> tuple[StateFile, list[str]]:
         saved = state_file.read(file) if file.is_file() else StateFile(layout={})
-        check_model(model, saved, str(folder / BESIDE), needed=())
+        check_model(model, saved, str(folder / WITHOUT_PEFT_FOLDER), needed=())
         needed = model_state_tensors(model).keys() - set(saved_elsewhere)
-        lacking = sorted(needed - _names(saved))
-        trained = trained_names(model)
+        lacking = sorted(needed - _names_in_model(saved))
+        trained = find_trained_names(model)
         if strict and (parameters := [name for name in lacking if name in trained]):
             raise ValueError(
                 f"{folder} has the active adapter, but lacks {list_some(parameters)}, which this "
@@ -125,28 +135,34 @@ def check_beside(
     return saved
 
 
-def read_beside(model: nn.Module, folder: Path, saved: StateFile) -> None:
-    """Read the tensors that `check_beside` has found into a model; every rank calls this.
+def read_tensors_without_peft(model: nn.Module, folder: Path, saved: StateFile) -> None:
+    """Read the saved tensors into a model; every rank calls this.
 
     Experts must be in hub order.
+
+    Args:
+        saved: the result of `check_tensors_without_peft`.
 
     Raises:
         ValueError: on every rank: a file is damaged.
     """
-    path, known = folder / BESIDE, _names(saved)
+    path, names_in_model = folder / WITHOUT_PEFT_FOLDER, _names_in_model(saved)
     reshard(model)
 
     def read() -> None:
-        entries = {n: entry for n, entry in model_state_tensors(model).items() if n in known}
-        targets, apart = model_targets(entries)
-        parts = {name: stock_parts(tensor, apart.get(name)) for name, tensor in targets.items()}
-        names = [file.name for file in path.glob("shard-*.safetensors")]
-        read_shards(path, names, parts, saved)
+        state_tensors = model_state_tensors(model)
+        entries = {name: state_tensors[name] for name in state_tensors if name in names_in_model}
+        targets, split_dims = list_model_targets(entries)
+        parts = {
+            name: stock_parts(tensor, split_dims.get(name)) for name, tensor in targets.items()
+        }
+        file_names = [file.name for file in path.glob("shard-*.safetensors")]
+        read_shards(path, file_names, parts, saved)
         fill_model(entries, targets, saved.scalars)
 
     run_on_all(f"reading {path}", read)
 
 
-def _names(saved: StateFile) -> set[str]:
-    """Return the names of all tensors of a model in a state file."""
+def _names_in_model(saved: StateFile) -> set[str]:
+    """Return the names, without the prefix "model.", of all tensors in a state file."""
     return {name.removeprefix("model.") for name in saved.tensors} | saved.scalars.keys()
