@@ -34,8 +34,8 @@ from hf_moe_ep.checkpoints.training.state_file import StateFile
 from hf_moe_ep.checkpoints.training.tensors import (
     allocate_moment,
     fill_model,
-    model_state_tensors,
     list_model_targets,
+    model_state_tensors,
     parameter_names,
     refuse_torch_muon,
     restore_optimizer,

@@ -31,9 +31,9 @@ from hf_moe_ep.checkpoints.training.state_file import StateFile
 from hf_moe_ep.checkpoints.training.tensors import (
     collect,
     fill_model,
-    model_state_tensors,
-    list_model_targets,
     find_trained_names,
+    list_model_targets,
+    model_state_tensors,
 )
 from hf_moe_ep.etp import stock_parts
 from hf_moe_ep.ranks.all_ranks import (
