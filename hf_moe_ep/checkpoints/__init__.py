@@ -4,24 +4,24 @@
 layout; `training/` saves and loads the state from which a run resumes. `sharding/` decides how
 parameters are sharded.
 
-A slice of a tensor is described by one of three types:
+Three types describe a slice of a tensor:
 
-    Box         ranks/boxes.py             index ranges, [start, stop) per dim: a rank's shard, a
+    Box         ranks/boxes.py               index ranges, [start, stop) per dim: a rank's shard, a
                                              slab to write, the part of a file to read
     FileTensor  storage/safetensors_file.py  a tensor in a file: dtype, shape, first byte. FP8 and
-                                             MXFP4 weights are FileTensors that decode while they
-                                             are read (Fp8Tensor, Mxfp4Tensor)
+                                             MXFP4 weights are FileTensors that are decoded while
+                                             they are read (Fp8Tensor, Mxfp4Tensor)
     Piece       hub/pieces.py                a box of a checkpoint tensor, and the elements of a
-                                             parameter that it holds. A piece that is cut to a
-                                             rank's box is a smaller piece
+                                             parameter that the box holds. A piece that is cut to
+                                             a rank's box is a smaller piece
 
 These classes contain slices:
 
     StoredParameter  hub/stored_parameter.py  the pieces of a parameter, and the FileTensors that
                                               hold them
     TensorGroup      hub/write.py             checkpoint tensors that are written together
-    Spread           storage/spread.py        the boxes of all ranks: a grid of ranks and the dims
-                                              that it cuts
+    Spread           storage/spread.py        the boxes of all ranks: a grid of ranks, and the dim
+                                              that each axis of the grid cuts
     StateTensor      training/tensors.py      a tensor of the model and its form in a training
                                               checkpoint
 
@@ -32,6 +32,8 @@ A save that is killed leaves either the new checkpoint or none:
     Trainer                           writes the manifest       loads skip it
     save_pretrained                   hub/switch.py changes     the folder still has the old files,
                                       a link                    and hidden new ones
-    convert, merge-adapter, export    storage/atomic.py         a hidden folder beside the target
+    convert, merge-adapter            storage/atomic.py         a hidden folder next to the target
                                       renames the folder
+    export-adapter                    lora/export.py renames    the same
+                                      the folder
 """

@@ -40,10 +40,10 @@ from hf_moe_ep.checkpoints.hub.write import (
 )
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.atomic import (
-    check_can_appear,
-    partial_folder,
+    check_folder_can_be_made,
+    make_folder_atomically,
+    partial_folder_prefix,
     sha256_of,
-    whole_folder,
 )
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, ValuesPlanner
 from hf_moe_ep.checkpoints.training.base import BASE
@@ -96,7 +96,7 @@ def convert(
             extra tensors are gone or have changed; the disk has too little free space.
     """
     folder, out = Path(source), Path(target).resolve()
-    check_can_appear(out)
+    check_folder_can_be_made(out)
     max_bytes = parse_size(max_shard_size)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; name the folder of a training checkpoint")
@@ -137,7 +137,7 @@ def convert(
     if check_hashes and manifest.is_ours(folder):
         names = [file.name for file in small_files] if config_folder == folder else []
         _check_files_read(folder, names)
-    with whole_folder(out) as new_folder:
+    with make_folder_atomically(out) as new_folder:
         for file in small_files:
             shutil.copy2(file, new_folder)
         save_configs(model, new_folder, first_dtype(groups))
@@ -186,7 +186,7 @@ def check_room(out: Path, needed: int) -> None:
 def list_leftovers(out: Path) -> str:
     """List the folders that killed runs left next to `out`, as text; "" if there are none."""
     names = os.listdir(out.parent) if out.parent.is_dir() else []
-    leftovers = [name for name in names if name.startswith(partial_folder(out))]
+    leftovers = [name for name in names if name.startswith(partial_folder_prefix(out))]
     return ", ".join(os.fspath(out.parent / name) for name in sorted(leftovers))
 
 

@@ -56,7 +56,7 @@ from hf_moe_ep.checkpoints.hub.read import (
 )
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.hub.write import TensorGroup, group_tensors, write_checkpoint
-from hf_moe_ep.checkpoints.storage.atomic import check_can_appear, whole_folder
+from hf_moe_ep.checkpoints.storage.atomic import check_folder_can_be_made, make_folder_atomically
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, read_index
 from hf_moe_ep.lora.adapter_config import CONFIG as ADAPTER_CONFIG
 from hf_moe_ep.lora.export import WEIGHTS
@@ -134,7 +134,7 @@ def merge_adapter(
             free space.
     """
     adapter_folder, out = Path(adapter).resolve(), Path(target).resolve()
-    check_can_appear(out)
+    check_folder_can_be_made(out)
     if not (adapter_folder / ADAPTER_CONFIG).is_file():
         raise ValueError(f"{adapter} is not an adapter folder: it has no {ADAPTER_CONFIG}")
     folder = local_folder(base, {})
@@ -175,7 +175,7 @@ def merge_adapter(
         size = sum(group.num_bytes for group in groups)
         check_room(out, size + sum(path.stat().st_size for path in small_files))
         files = _assign_files(groups, stored.values(), extra)
-        with whole_folder(out) as new_folder:
+        with make_folder_atomically(out) as new_folder:
             what = f"merging into {target}"
             write_checkpoint(new_folder, list(files.values()), names=list(files), what=what)
             for path in small_files:

@@ -64,7 +64,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         if root.is_file():
             problem = "is a file; name the folder that holds the checkpoints of a run"
             raise ValueError(f"{root} {problem}")
-        return manifest.complete_in(root)
+        return manifest.list_complete(root)
 
     complete, reasons = run_on_first(what, search)
     newest = complete[-1] if complete else None

@@ -134,7 +134,7 @@ def test_an_error_of_the_disk_in_another_thread_is_raised(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fdatasync", fail)
-    monkeypatch.setattr(safetensors_file, "_SYNCED_ASIDE", 600_000)  # after the last tensor
+    monkeypatch.setattr(safetensors_file, "_BYTES_PER_SYNC", 600_000)  # after the last tensor
     with pytest.raises(OSError, match="Input/output error"):
         copy_all(tmp_path)
 

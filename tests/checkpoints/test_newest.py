@@ -75,7 +75,7 @@ def test_manifests_without_a_number_are_read(tmp_path: Path) -> None:
         content = json.loads((path / manifest.MANIFEST).read_text())
         del content["number"]
         (path / manifest.MANIFEST).write_text(json.dumps(content))
-    complete, _ = manifest.complete_in(tmp_path)
+    complete, _ = manifest.list_complete(tmp_path)
     assert [path.name for path in complete] == ["step-9", "step-10", "b", "a"]
     newer = _write_complete(tmp_path / "c", NOW - HOUR)
     assert newest_checkpoint(tmp_path) == newer

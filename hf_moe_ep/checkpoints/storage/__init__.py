@@ -1,4 +1,4 @@
 """Read and write files and folders: byte ranges, atomic renames, manifests, JSON without pickle.
 
-Another project could use this folder unchanged, because it knows no model, layer or optimizer.
+The functions of this folder get tensors, boxes and names. They know no model, layer or optimizer.
 """

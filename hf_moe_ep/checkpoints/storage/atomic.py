@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_CHUNK = 4 << 20  # bytes
+_CHUNK_BYTES = 4 << 20
 
 
 def partial_name(path: Path) -> Path:
@@ -18,7 +18,7 @@ def partial_name(path: Path) -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file under another name, then rename it; only one process may call this at a time."""
+    """Write a file under another name and rename it; two processes must not do so at once."""
     partial = partial_name(path)
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -39,8 +39,8 @@ def check_is_no_file(folder: Path) -> None:
     raise ValueError(f"target {folder} lies in {lowest}, which is a file; name another folder")
 
 
-def check_can_appear(target: Path) -> None:
-    """Raise ValueError if `whole_folder` cannot make the folder `target`."""
+def check_folder_can_be_made(target: Path) -> None:
+    """Raise ValueError if `make_folder_atomically` cannot make the folder `target`."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"target {target} exists and is not empty; name another folder")
     check_is_no_file(target)
@@ -51,20 +51,20 @@ def check_can_appear(target: Path) -> None:
         )
 
 
-def partial_folder(target: Path) -> str:
-    """Return the prefix of the temporary folders that `whole_folder` makes."""
+def partial_folder_prefix(target: Path) -> str:
+    """Return the prefix of the temporary folders that `make_folder_atomically` makes."""
     return f".{target.name}.partial-"
 
 
 @contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
+def make_folder_atomically(target: Path) -> Iterator[Path]:
     """Yield a new folder next to `target` that is renamed to `target` when the block ends.
 
     An error in the block removes the folder. A kill leaves it under the name `.NAME.partial-PID`.
     """
-    check_can_appear(target)
+    check_folder_can_be_made(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = target.with_name(f"{partial_folder(target)}{os.getpid()}")
+    folder = target.with_name(f"{partial_folder_prefix(target)}{os.getpid()}")
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed process with the same id
     folder.mkdir()
     try:
@@ -87,7 +87,7 @@ def sync_folder(folder: Path) -> None:
 
 def sha256_of(path: Path, on_read: Callable[[int], object] | None = None) -> str:
     """Hash a file; after each read `on_read` is called with the number of bytes that were read."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])

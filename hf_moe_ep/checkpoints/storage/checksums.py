@@ -1,9 +1,8 @@
-"""Checksums that are sums over all elements of a tensor: mix the bits, and add up the shards.
+"""Compute checksums of sharded tensors: mix the bits of each element, and add up all elements.
 
 A sum does not depend on the order of its summands, so the sums of the shards add up to the sum of
 the whole tensor at any layout. Each summand must depend on the element and on its position in the
-whole tensor. Such a checksum shows every accidental change, but does not protect against an
-attacker.
+whole tensor. Such a checksum detects accidental changes, but does not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ def mix_bits(x: Tensor) -> Tensor:
 
 
 def sum_over_shards(sums: Tensor, like: Tensor) -> Tensor:
-    """Add up `sums`, which this rank has computed on its shards, over all shards.
-
-    The tensors are sharded like the tensor `like`.
-    """
+    """Add up the `sums` that each rank has computed on its shards of tensors sharded as `like`."""
     if not isinstance(like, DTensor):
         return sums
     mesh = like.device_mesh

@@ -12,8 +12,8 @@ object with a reserved key:
     torch.tensor(2 + 1j)          {"__tensor__": [2.0, 1.0], "dtype": "complex64"}
 
 The functions are meant for the small values of a training state: learning rates, schedulers,
-positions. If a value contains a function or another object, `encode` raises an error that names the
-position of the object.
+positions in the data. If a value contains a function or another object, `encode` raises an error
+that names the position of this object.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LARGEST = 1 << 16  # elements of a tensor; a generator's state has 5056
+_MAX_ELEMENTS = 1 << 16  # elements of a tensor; a generator's state has 5056
 
 
 def encode(value: Any, where: str) -> Any:
-    """Encode `value` as JSON values; errors use `where` as the name of its position.
+    """Encode `value` as JSON values; errors name its position `where`.
 
     Raises:
         ValueError: a value inside has no form in JSON.
@@ -44,14 +44,14 @@ def encode(value: Any, where: str) -> Any:
         return {"__bytes__": base64.b64encode(value).decode()}
     if isinstance(value, dict):
         return _encode_dict(value, where)
-    if isinstance(value, Tensor) and value.numel() <= _LARGEST:
+    if isinstance(value, Tensor) and value.numel() <= _MAX_ELEMENTS:
         return _encode_tensor(value, where)
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         return encode(value.item(), where)
     if isinstance(value, Tensor):
         raise ValueError(
             f"{where} is a tensor of {value.numel()} elements; a tensor outside of model and "
-            f"optimizer may have up to {_LARGEST} elements: save this tensor in another file"
+            f"optimizer may have up to {_MAX_ELEMENTS} elements: save this tensor in another file"
         )
     raise ValueError(
         f"{where} is a {type(value).__name__}, which a checkpoint without pickle cannot hold; use "

@@ -8,16 +8,17 @@ Rank 0 writes `manifest.json` last. The manifest names every other file of the f
      "layout": {"world_size": 8, "ep_size": 4, ...},
      "files": {"tensors/shard-00001-...": {"size": 1234, "sha256": "..."}, ...}}
 
-The folder counts as unfinished until the manifest is renamed to its final name. So if any rank is
+The folder counts as unfinished until the manifest is renamed to its final name. So if a rank is
 killed at any moment, the previous checkpoint stays the newest. Each file is synced to disk (fsync)
-before the manifest is written: if the manifest survives a power failure, so do its files. The rank
-that writes a file may hash it; each of the other files is read and hashed by one rank.
+before the manifest is written: if the manifest survives a power failure, so do its files. A rank
+may hash a file while it writes the file. Every other file is read and hashed by one rank.
 
 "number" is one more than the highest number in the manifests of the neighbouring folders;
 `order.py` uses it to choose the newest checkpoint. Manifests of older versions have no number.
 
-Files that are added to the folder later are not checked. The manifest does not protect against an
-attacker, who can change both the files and the manifest.
+A folder with neither manifest nor marker (`hf_moe_ep.json`) was written by stock code or by an old
+version of this package. Files that are added to a folder later are not checked. The manifest does
+not protect against an attacker, who can change both the files and the manifest.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
 
 
 def begin(folder: str | os.PathLike[str]) -> None:
-    """Mark a folder as unfinished until `write`, so that loading it fails. One rank calls this."""
+    """Mark a folder as unfinished, so that it is not loaded before `write`; one rank calls this."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     (path / MANIFEST).unlink(missing_ok=True)
@@ -210,7 +211,7 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
         ValueError: there is no complete checkpoint; the message lists the other folders.
     """
     path = Path(root)
-    complete, reasons = complete_in(path)
+    complete, reasons = list_complete(path)
     if not complete:
         kind = "has no folders" if path.is_dir() else "does not exist"
         lines = "\n".join(f"  {reason}" for reason in reasons.values()) or (
@@ -220,8 +221,8 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
     return complete[-1]
 
 
-def complete_in(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """Return the complete checkpoints in `root`, newest last, and why each other is incomplete.
+def list_complete(root: Path) -> tuple[list[Path], dict[Path, str]]:
+    """List the complete checkpoints in `root`, newest last, and why other folders are incomplete.
 
     `root` may also be a checkpoint.
     """
@@ -238,7 +239,7 @@ def complete_in(root: Path) -> tuple[list[Path], dict[Path, str]]:
             if not folder.is_dir():
                 continue
             check_sizes(folder)
-        except (ValueError, OSError) as error:  # lost+found belongs to root; a dead mount
+        except (ValueError, OSError) as error:  # OSError: no permission, or a dead mount
             reasons[folder] = str(error)
         else:
             complete.append(read_saved(folder))
@@ -267,8 +268,8 @@ def check_is_shared(folder: Path) -> None:
 def try_to_delete(folder: Path) -> bool:
     """Delete an old checkpoint; warn and return False if it cannot be deleted.
 
-    Such a folder must not end a run. The manifest is deleted first, so that a folder that is only
-    half deleted counts as unfinished.
+    A folder that cannot be deleted must not end a run. The manifest is deleted first, so that a
+    folder that is only partly deleted counts as unfinished.
     """
     try:
         (folder / MANIFEST).unlink(missing_ok=True)
@@ -293,7 +294,7 @@ def _neighbour_numbers(folder: Path) -> Iterator[int]:
         try:
             if other.name != folder.name and other.is_dir():
                 yield read_saved(other).number
-        except (ValueError, OSError):  # no checkpoint, unfinished, or not readable
+        except (ValueError, OSError):  # not a checkpoint, unfinished, or not readable
             continue
 
 
@@ -306,7 +307,7 @@ def versions() -> dict[str, str]:
 def _list_files_to_hash(
     folder: Path, known: dict[str, dict[str, Any]], belongs: Callable[[str], bool] | None
 ) -> dict[str, int]:
-    """Return the sizes of the files to hash; check the sizes of the `known` files."""
+    """Return the sizes of the files that have no hash yet; check the sizes of `known` files."""
     files = (path for path in folder.rglob("*") if path.is_file())
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
     _compare_sizes(folder, known)
@@ -321,7 +322,10 @@ def _list_files_to_hash(
 
 
 def _choose_files(sizes: dict[str, int], group: dist.ProcessGroup | None) -> list[str]:
-    """Choose this rank's files: each file, the largest first, goes to the least loaded rank."""
+    """Choose the files that this rank reads; all ranks read about the same number of bytes.
+
+    The largest file is assigned first, and each file to the rank with the fewest bytes so far.
+    """
     load, names = [(0, rank) for rank in range(world_size(group))], []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         num_bytes, rank = load[0]

@@ -10,8 +10,8 @@ writes the second box to another file.
 This file holds rows 4 to 7 of w. The format is that of torch.distributed.checkpoint
 (hf_storage.py), so torch can read these files and `read_parts` can read torch's files. torch's
 reader reads all headers on every rank and stores every shard in a list: 433,000 shards for 3384
-tensors on 128 ranks. With `read_parts` a rank reads the headers of one file after the other, and
-stops when it has all of its elements. `spread.py` finds the files that a rank needs.
+tensors on 128 ranks. With `read_parts` a rank reads one file after the other, and stops when it has
+all of its elements. `spread.py` finds the files that a rank needs.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _OFFSETS = "saved_offsets"
 Shards = Mapping[str, tuple[Box, Tensor]]
 
 
-def file_name(rank: int, number: int, of: int) -> str:
-    """Return torch's name for file `number` of the `of` files of a rank; files count from 1."""
-    return f"shard-{rank + 1:05d}-model-{number:05d}-of-{of:05d}.safetensors"
+def file_name(rank: int, number: int, num_files: int) -> str:
+    """Return torch's name for file `number` of the `num_files` files of a rank, counted from 1."""
+    return f"shard-{rank + 1:05d}-model-{number:05d}-of-{num_files:05d}.safetensors"
 
 
 def write_parts(folder: Path, rank: int, files: Sequence[Shards]) -> dict[str, Any]:
-    """Write a rank's files, with one tensor in host memory at a time; skip empty files.
+    """Write a rank's files, except empty files; one tensor at a time is copied to host memory.
 
     Returns:
         The size and the sha256 of each file, by the file's name.
@@ -79,8 +79,8 @@ class _Missing:
     Attributes:
         local: this rank's shard of the tensor.
         box: the box of the shard in the tensor.
-        num_missing: the number of elements that were not read yet.
-        boxes_read: the boxes that were read.
+        num_missing: the number of elements that have not been read yet.
+        boxes_read: the boxes that have been read.
     """
 
     local: Tensor
@@ -145,7 +145,7 @@ def read_parts(files: Iterable[Path], targets: Mapping[str, Parts]) -> int:
 def _find_shards(
     file: Path, missing: Mapping[str, Sequence[_Missing]]
 ) -> Iterator[tuple[str, Box, FileTensor]]:
-    """Yield (name, box, tensor in the file) for each shard in a file that this rank has to read."""
+    """Yield (name, box, tensor in the file) for each shard in a file that this rank still needs."""
     tensors, metadata = read_header(file)
     try:
         offsets = json.loads(metadata.get(_SHARDING, "{}"))

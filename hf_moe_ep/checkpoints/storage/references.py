@@ -4,10 +4,10 @@
     references.check_unchanged()                        before anything is written
     references.tensors()                                {key: FileTensor}
 
-A file counts as unchanged if its size and its time of modification are those of the first look. If
-only the time differs, the bytes of its tensors are hashed and compared, provided that their hashes
-are known; otherwise nobody can tell, and the file counts as changed. References that were read from
-a checkpoint (`from_json`) know hashes but no times, so their first check reads the tensors.
+A file counts as unchanged if its size and its modification time are the same as at the first look.
+If only the time differs, the bytes of its tensors are hashed and compared with the known hashes;
+without known hashes the file counts as changed. References that were read from a checkpoint
+(`from_json`) have hashes but no times, so their first check reads the tensors.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
 )
 
 _FORMAT = 1
-_DIGEST = 32  # bytes of a sha256
+_DIGEST_BYTES = 32  # of a sha256
 
 
 class FileReferences:
-    """Where the tensors of some files lie; a copy of a model shares them.
+    """The positions of tensors in files; `copy.deepcopy` of a model shares this object.
 
     Attributes:
         folder: the folder of the files.
@@ -47,7 +47,7 @@ class FileReferences:
     ) -> None:
         self.folder, self.source = folder, source
         self._tensors = tensors
-        # The size and the time of modification of each file; the time is None if it is not known.
+        # The size and the modification time in ns of each file; the time is None if unknown.
         self._stamps = stamps
         self._digests = digests
 
@@ -63,9 +63,9 @@ class FileReferences:
 
         Args:
             folder: an existing folder.
-            tensors: the tensors by the keys under which they are used later.
+            tensors: the tensors, by the keys that `tensors()` will return.
             source: the name under which the user knows the folder; "" is the folder's path.
-            digests: the sha256 of each tensor, if they are known.
+            digests: the sha256 of each tensor by key; None if they are not known.
         """
         absolute = folder.absolute()  # os.chdir must not redirect a later save
         moved = {
@@ -92,8 +92,8 @@ class FileReferences:
         """Raise ValueError if a file is gone, or has changed since the first look at it.
 
         Args:
-            reads: if only a time of modification differs, compare the hashes of the tensors. False
-                accepts such a file.
+            reads: if only the modification time of a file differs, compare the hashes of its
+                tensors; False accepts such a file.
         """
         for name, (size, time) in self._stamps.items():
             path = self.folder / name
@@ -129,11 +129,11 @@ class FileReferences:
         return {key: digest.hex() for key, digest in self._digests.items()}
 
     def known_digests(self) -> dict[str, bytes]:
-        """Return the sha256 of each tensor by key if `hashes` or `learn` was called, else none."""
+        """Return the sha256 of each tensor by key; {} if the hashes are not known."""
         return dict(self._digests or {})
 
     def learn(self, digests: Mapping[str, bytes]) -> None:
-        """Keep the sha256 of all tensors, which another reader of their bytes has computed."""
+        """Store the sha256 of all tensors, which other code computed while it read their bytes."""
         self._digests = {key: digests[key] for key in self._tensors}
 
     def _compare_hashes(self, name: str) -> None:
@@ -146,12 +146,12 @@ class FileReferences:
                 raise ValueError(f"{tensor.file}: {key} has changed: sha256 {actual}, was {known}")
 
     def moved(self, folder: Path, tensors: Mapping[str, FileTensor]) -> FileReferences:
-        """Return references to a copy of the tensors in another place, with the known hashes."""
+        """Return references to copies of the tensors in another folder, with the known hashes."""
         copies = {key: tensors[key] for key in self._tensors}
         return FileReferences.of(folder, copies, self.source, self._digests)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON values, with the hash of each tensor."""
+        """Convert the references to JSON values, with the hash of each tensor."""
         hashes = self.hashes()
         return {
             "format": _FORMAT,
@@ -172,11 +172,13 @@ class FileReferences:
 
     @classmethod
     def from_json(cls, content: dict[str, Any], path: Path) -> FileReferences:
-        """Read what `to_json` returned; `path` is the file that holds it, for errors.
+        """Restore references from the result of `to_json`, without a look at the files.
+
+        Args:
+            path: the file that had this content; errors name it.
 
         Raises:
-            ValueError: the content is damaged, or of another format. The referred files are not
-                looked at.
+            ValueError: the content is damaged, or has another format.
         """
         try:
             if content["format"] != _FORMAT:
@@ -194,7 +196,7 @@ class FileReferences:
                 for key, row in rows.items()
             }
             digests = {key: bytes.fromhex(row["sha256"]) for key, row in rows.items()}
-            if any(len(digest) != _DIGEST for digest in digests.values()):
+            if any(len(digest) != _DIGEST_BYTES for digest in digests.values()):
                 raise ValueError("a sha256 has another length")
             references = cls(folder, content["source"], tensors, stamps, digests)
         except (ValueError, LookupError, TypeError, AttributeError) as error:

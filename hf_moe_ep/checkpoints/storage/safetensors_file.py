@@ -6,12 +6,12 @@
 
 https://huggingface.co/docs/safetensors/en/index#format
 
-The library's own `save_file` needs all tensors of a file in memory. `Writer` is given one part of a
-tensor at a time. A whole tensor of another file does not pass through the memory of this process if
-the file systems let the kernel copy it.
+The library's own `save_file` needs all tensors of a file in memory. `Writer` needs one part of a
+tensor at a time. If the file systems allow it, the kernel copies whole tensors of other files, so
+they do not pass through the memory of this process.
 
 The library's own `safe_open(..).get_slice(..)` maps the file into memory; `Reader` reads byte
-ranges. Measured on a file of 768 MiB in the page cache (safetensors 0.8.0):
+ranges. This was measured on a file of 768 MiB in the page cache (safetensors 0.8.0):
 
                                  seconds               peak of resident MiB
     part of each tensor      library    Reader         library    Reader
@@ -19,9 +19,9 @@ ranges. Measured on a file of 768 MiB in the page cache (safetensors 0.8.0):
     a quarter of the rows       0.03      0.04             260         8
     a quarter of the columns    0.05      0.85             772         8
 
-So a load with `Reader` needs memory for its shards only. Network file systems can truncate a file
-during a load: `Reader` then raises a ValueError that names the file, while a process that maps the
-file is killed by SIGBUS.
+So a load with `Reader` needs memory only for its shards. If a network file system truncates a file
+during a load, `Reader` raises a ValueError that names the file, but a process that maps the file
+would be killed by SIGBUS.
 """
 
 from __future__ import annotations
@@ -70,20 +70,20 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER = 100_000_000  # the library's own limit
-# A fingerprint reads this many bytes of up to this many tensors of each kind.
-_SAMPLE_BYTES, _SAMPLES = 4096, 32
-_CHUNK = 4 << 20  # bytes
+_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+# A fingerprint reads up to _SAMPLE_BYTES of up to _MAX_SAMPLES tensors of each kind.
+_SAMPLE_BYTES, _MAX_SAMPLES = 4096, 32
+_CHUNK_BYTES = 4 << 20
 # Another thread hashes parts of at least this size while they are written.
-_HASHED_ASIDE = 1 << 18  # bytes
-# The kernel copies the fewest pages if two files have the same bytes at the same position of blocks
-# of this size.
-_COPY_BLOCK = 1 << 16  # bytes
-_COPIED_AT_ONCE = 1 << 24  # bytes
-# Copied bytes are synced to disk during the copy, whenever this many have not been synced.
-_SYNCED_ASIDE = 1 << 26  # bytes
+_MIN_BYTES_FOR_HASH_THREAD = 1 << 18
+# The kernel copies a tensor fastest if its position in a block of this size is the same in both
+# files.
+_COPY_BLOCK_BYTES = 1 << 16
+_BYTES_PER_COPY = 1 << 24
+# During a copy, another sync to disk begins when more than this many bytes have not been synced.
+_BYTES_PER_SYNC = 1 << 26
 # Blocks of this size stay in a core's cache while they are hashed.
-_HASH_BLOCK = 1 << 18  # bytes
+_HASH_BLOCK_BYTES = 1 << 18
 _HASHING_THREADS = 4
 # Errors of copy_file_range if the kernel cannot copy: between some file systems, for example.
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
@@ -111,7 +111,7 @@ class FileTensor:
     ) -> None:
         """Read a box (index ranges) of the tensor, viewed in the shape `view`, into `out`.
 
-        `dtype` is used by subclasses that decode quantised weights: values are rounded to `dtype`.
+        Subclasses that decode quantised weights round the values to `dtype`.
         """
         out.copy_(reader.read(self, box, view))
 
@@ -127,8 +127,9 @@ def read_index(directory: str | os.PathLike[str], single: str = SINGLE) -> dict[
             files has this name with ".index.json" appended.
 
     Raises:
-        ValueError: the folder holds no safetensors checkpoint; a file is missing, truncated or no
-            safetensors file; a file lacks a tensor that the index names. The error names the file.
+        ValueError: the folder holds no safetensors checkpoint; a file is missing, is truncated or
+            is not a safetensors file; a file lacks a tensor that the index names. The error names
+            the file.
     """
     directory, index = Path(directory), f"{single}.index.json"
     named = named_weights(directory) if single == SINGLE else None
@@ -195,7 +196,7 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
             raise ValueError(
                 f"{path} is not a safetensors file or is truncated: it has {size} bytes"
             )
@@ -212,7 +213,7 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
         if dtype is None:
             raise ValueError(f"{path}: {key} has dtype {name}, which is not supported")
         tensor = FileTensor(path, dtype, shape, 8 + length + start)
-        # The format, and the library, demand that tensors follow each other without gaps.
+        # The format and the library require that tensors follow each other without gaps.
         if start != end or stop - start != tensor.nbytes or min(shape, default=0) < 0:
             raise ValueError(
                 f"{path} has a damaged header: {key} {shape} has bytes {start} to {stop}, but the "
@@ -243,8 +244,8 @@ def _parse_header(
 def fingerprint(tensors: Mapping[str, FileTensor]) -> str:
     """Hash all names, dtypes and shapes, and the first bytes of some tensors of every kind.
 
-    Tensors whose names differ only in numbers are of one kind. The hash is cheap on any file
-    system, differs between two training runs of one model, and does not depend on how tensors are
+    Tensors whose names differ only in numbers are of one kind. The function reads few bytes. The
+    hash differs between two training runs of one model, and does not depend on how tensors are
     distributed over files.
     """
     digest, kinds = hashlib.sha256(), dict[str, list[str]]()
@@ -252,7 +253,7 @@ def fingerprint(tensors: Mapping[str, FileTensor]) -> str:
         digest.update(f"{key} {tensor.dtype} {tensor.shape} ".encode())
         kinds.setdefault(re.sub(r"\d+", "*", key), []).append(key)
     for keys in kinds.values():
-        for key in keys[:: -(-len(keys) // _SAMPLES)]:
+        for key in keys[:: -(-len(keys) // _MAX_SAMPLES)]:
             tensor = tensors[key]
             with tensor.file.open("rb") as file:
                 file.seek(tensor.start)
@@ -261,7 +262,7 @@ def fingerprint(tensors: Mapping[str, FileTensor]) -> str:
 
 
 def same_values(tensor: FileTensor, other: FileTensor) -> bool:
-    """Return True if two tensors are equal byte by byte; a few MiB are in memory at a time."""
+    """Return True if two tensors are equal byte by byte; reads 4 MiB of each tensor at a time."""
     if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
         return False
     with tensor.file.open("rb") as file, other.file.open("rb") as other_file:
@@ -269,7 +270,7 @@ def same_values(tensor: FileTensor, other: FileTensor) -> bool:
         other_file.seek(other.start)
         remaining = tensor.nbytes
         while remaining:
-            size = min(remaining, _CHUNK)
+            size = min(remaining, _CHUNK_BYTES)
             if file.read(size) != other_file.read(size):
                 return False
             remaining -= size
@@ -364,8 +365,8 @@ class Writer:
             header: (key, shape, dtype) of all tensors, in the order of their bytes.
             metadata: texts by name, which are stored in the header.
             aligned_with: a tensor from which the first tensor is copied. The header is padded with
-                spaces, so that both tensors begin at the same position of a block: the kernel
-                copies 512 MiB in 0.13 to 0.16 s then, and otherwise in 0.21 s (ext4).
+                spaces, so that both tensors begin at the same position of a block. The kernel
+                then copies 512 MiB in 0.13 to 0.16 s, otherwise in 0.21 s (ext4).
         """
         table: dict[str, object] = {"__metadata__": {**(metadata or {}), "format": "pt"}}
         tensors, end = [], 0
@@ -379,7 +380,7 @@ class Writer:
             }
             end = offsets[1]
         text = json.dumps(table, separators=(",", ":")).encode()
-        start, step = (0, 8) if aligned_with is None else (aligned_with.start, _COPY_BLOCK)
+        start, step = (0, 8) if aligned_with is None else (aligned_with.start, _COPY_BLOCK_BYTES)
         text += b" " * ((start - 8 - len(text)) % step)
         data = 8 + len(text)
         self._tensors = {key: replace(tensor, start=data + tensor.start) for key, tensor in tensors}
@@ -396,11 +397,11 @@ class Writer:
     def write(self, key: str, view: tuple[int, ...], box: Box, tensor: Tensor) -> None:
         """Write a box of a tensor that is viewed in the shape `view`.
 
-        If the bytes of a file are written in order, they are hashed at the same time. Otherwise the
-        file is read once more for its hash.
+        If all bytes of the file are written in order, they are hashed while they are written.
+        Otherwise `sha256` reads the file once more.
         """
         values = tensor.detach().contiguous()
-        # A slice of one element is contiguous with any stride, but a view as bytes needs stride 1.
+        # A tensor of one element is contiguous with any stride, but a view as bytes needs stride 1.
         flat = values.as_strided((values.numel(),), (1,))
         data = flat.view(torch.uint8).numpy().data
         position = 0
@@ -412,8 +413,8 @@ class Writer:
         """Copy a whole tensor from another file, byte for byte; the kernel copies where it can.
 
         Args:
-            sha256: the hash of the tensor's bytes, if it is known. Otherwise other threads read the
-                tensor and hash it, and the end of the `with` block waits for them.
+            sha256: the hash of the tensor's bytes, if it is known. Otherwise another thread reads
+                the tensor and hashes it; the end of the `with` block waits for this thread.
 
         Raises:
             ValueError: the source ends in the middle of the tensor.
@@ -421,7 +422,7 @@ class Writer:
         tensor = self._tensors[key]
         assert source.nbytes == tensor.nbytes, f"{key} and its source have different sizes"
         self._copied[key] = sha256 or self._hashing.submit(tensor_sha256, source)
-        self._in_order = False  # the hash of the whole file would lack these bytes
+        self._in_order = False  # `_digest` lacks the copied bytes
         with source.file.open("rb", buffering=0) as file:
             try:
                 _copy_bytes(file.fileno(), self._file.fileno(), source, tensor.start)
@@ -429,17 +430,17 @@ class Writer:
                 raise self._with_name(error) from error
         self._num_missing -= tensor.nbytes
         self._num_unsynced += tensor.nbytes
-        if self._num_unsynced > _SYNCED_ASIDE and self._syncing.done():
+        if self._num_unsynced > _BYTES_PER_SYNC and self._syncing.done():
             self._syncing.result()
             self._syncing = self._hashing.submit(os.fdatasync, self._file.fileno())
             self._num_unsynced = 0
 
     def _write_bytes(self, data: bytes | memoryview, start: int) -> None:
         self._in_order = self._in_order and start == self._end
-        # A large part is hashed while it is written. Both end before the next part, so that no part
+        # A large part is hashed while it is written. This method waits for both, so that no part
         # stays in memory.
         hashed: Future[None] | None = None
-        if self._in_order and len(data) >= _HASHED_ASIDE:
+        if self._in_order and len(data) >= _MIN_BYTES_FOR_HASH_THREAD:
             hashed = self._hashing.submit(self._digest.update, data)
         elif self._in_order:
             self._digest.update(data)
@@ -458,7 +459,7 @@ class Writer:
         self._num_missing -= len(data)
 
     def _with_name(self, error: OSError) -> OSError:
-        """Add the name of the file to an error: the disk may be full."""
+        """Add the name of the file to an error of the disk, which may be full."""
         return OSError(error.errno, error.strerror, os.fspath(self._path))
 
     def __enter__(self) -> Writer:
@@ -485,7 +486,7 @@ class Writer:
 
     @property
     def copied_hashes(self) -> dict[str, bytes]:
-        """The sha256 of each copied tensor by key, once the file is complete."""
+        """The sha256 of each copied tensor by key, after the file is complete."""
         return {key: digest for key, digest in self._copied.items() if isinstance(digest, bytes)}
 
     @property
@@ -495,17 +496,16 @@ class Writer:
 
     @property
     def sha256_of_tensors(self) -> str:
-        """The hash of the header and of the tensors' hashes; `has_only_copies` must be True."""
+        """The hash of the header followed by all tensors' hashes; needs `has_only_copies`."""
         hashes = self.copied_hashes
         return _hash_of_hashes(self._header, [hashes[key] for key in self._tensors])
 
 
 def sha256_of_tensors(path: Path, on_read: Callable[[int], object] | None = None) -> str:
-    """Hash a file as `Writer.sha256_of_tensors` does, several tensors at the same time.
+    """Hash a file as `Writer.sha256_of_tensors` does; several threads hash tensors.
 
-    The hash of a tensor does not depend on the file. A save that copies a tensor once more can
-    therefore pass the known hash to `Writer.copy`. `on_read` is called with the size of each tensor
-    that was read.
+    The hash of a tensor does not depend on the file, so a save that copies a tensor again can pass
+    the known hash to `Writer.copy`. `on_read` is called with the size of each tensor that was read.
     """
     tensors, _ = read_header(path)
     with path.open("rb") as file:
@@ -526,7 +526,7 @@ def _hash_of_hashes(header: bytes, digests: Iterable[bytes]) -> str:
 def tensor_sha256(tensor: FileTensor) -> bytes:
     """Return the sha256 of the bytes of a tensor in a file."""
     digest, remaining = hashlib.sha256(), tensor.nbytes
-    buffer = memoryview(bytearray(min(_HASH_BLOCK, remaining)))
+    buffer = memoryview(bytearray(min(_HASH_BLOCK_BYTES, remaining)))
     with tensor.file.open("rb", buffering=0) as file:
         file.seek(tensor.start)
         while remaining:
@@ -539,12 +539,12 @@ def tensor_sha256(tensor: FileTensor) -> bytes:
 
 
 def _copy_bytes(source: int, target: int, tensor: FileTensor, start: int) -> None:
-    """Copy the bytes of a tensor between two open files, to the position `start` of the second."""
+    """Copy the bytes of a tensor from an open file to the byte `start` of another open file."""
     position, remaining = tensor.start, tensor.nbytes
     kernel_copies = hasattr(os, "copy_file_range")
     buffer = memoryview(b"")
     while remaining:
-        size, count = min(remaining, _COPIED_AT_ONCE), 0
+        size, count = min(remaining, _BYTES_PER_COPY), 0
         if kernel_copies:
             try:
                 count = os.copy_file_range(source, target, size, position, start)
@@ -554,8 +554,8 @@ def _copy_bytes(source: int, target: int, tensor: FileTensor, start: int) -> Non
             # Some file systems return 0 instead of an error.
             kernel_copies = count > 0
         if not kernel_copies:
-            buffer = buffer or memoryview(bytearray(_CHUNK))
-            count = os.preadv(source, [buffer[: min(size, _CHUNK)]], position)
+            buffer = buffer or memoryview(bytearray(_CHUNK_BYTES))
+            count = os.preadv(source, [buffer[: min(size, _CHUNK_BYTES)]], position)
             if count == 0:
                 raise _truncated(tensor.file, position)
             count = os.pwrite(target, buffer[:count], start)

@@ -6,10 +6,10 @@ DCP writes two kinds of pickles, and torch runs the code in them when it loads t
     __0_0.distcp    tensors, and "byte items": an optimizer's options, lr, betas, ..
                     (default_planner.py, load_bytes: torch.load with weights_only=False)
 
-This module allows only the classes in `_MAY_BUILD` in `.metadata`. It loads a byte item with
-weights_only=True: numbers, strings, tuples, lists, dicts, tensors, and numpy's numbers (such as an
-lr that numpy computed). For anything else a ValueError names the file. A class of the user is
-allowed after torch.serialization.add_safe_globals([TheClass]).
+In `.metadata`, this module allows only the classes in `_MAY_BUILD`. It loads a byte item with
+weights_only=True, which allows numbers, strings, tuples, lists, dicts and tensors; numpy's numbers
+(such as an lr that numpy computed) are allowed, too. For anything else a ValueError names the file.
+A class of the user is allowed after torch.serialization.add_safe_globals([TheClass]).
 
 This package calls `torch.distributed.checkpoint.load` with `ValuesPlanner` and `MetadataReader`.
 Accelerate creates its own planner and reader, so `loading_values` first reads all pickles of a
@@ -68,7 +68,7 @@ _NUMPY_NUMBERS: list[Any] = [
     numpy.dtype,
     *(type(numpy.dtype(name)) for name in ("bool", "int32", "int64", "float32", "float64")),
 ]
-# Errors that are raised for a pickle that is damaged or has content that is not allowed.
+# The errors that a pickle raises if it is damaged or has content that is not allowed.
 _UNREADABLE = (
     pickle.UnpicklingError,
     RuntimeError,
@@ -81,7 +81,7 @@ _UNREADABLE = (
 )
 
 
-def _enum_member(owner: Any, name: str) -> Any:
+def _get_enum_member(owner: Any, name: str) -> Any:
     """Return a member of an Enum, which Python up to 3.11.3 pickles as getattr(class, name)."""
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
@@ -97,7 +97,7 @@ class _Unpickler(pickle.Unpickler):
             getattr(torch, name, None), torch.dtype | torch.layout
         )
         if full_name == ("builtins", "getattr"):
-            return _enum_member
+            return _get_enum_member
         if full_name in _MAY_BUILD or is_torch_constant:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
@@ -129,7 +129,7 @@ def _load_value(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
 
 
 def _describe_reason(error: Exception) -> str:
-    """Return the reason of torch.load in one line, without its advice to load the file unsafely."""
+    """Return torch.load's reason in one line, without its advice to load the file unsafely."""
     cause = error.__context__ or error
     return " ".join(str(cause).split()) or repr(cause)
 
