@@ -5,17 +5,17 @@
                             "hashes": {"model.layers.0.mlp.experts.gate_up_proj": "03f2...", ..}}
 
 `describe_base` computes the hashes, `check_base` compares them. A hash is two 64-bit sums over the
-words (of 1 to 8 bytes) of a stacked matrix or of its scales. Each summand depends on a word and on
-the position of the word in the whole tensor. So the sums of the ranks add up to the sum of the
-whole tensor: no tensor is gathered, and every layout of ranks gives the same hash. Different bases
-have different hashes, but the hash does not protect against an attacker.
+words (of 1 to 8 bytes) of a stacked matrix or of its scales (`storage/checksums.py`). Each summand
+depends on a word and on the position of the word in the whole tensor. So the sums of the ranks add
+up to the sum of the whole tensor: no tensor is gathered, and every layout of ranks gives the same
+hash.
 
 If `balance_experts` has moved experts to other rows, the hash uses their positions in hub order, in
 which row e is expert e.
 
-Frozen bytes do not change, so a rank reads its shards once and stores the sums. The rank reads a
-shard again if autograd has counted a write into the tensor, or if another tensor has replaced it. A
-write through `.data` is not counted; loading a checkpoint always reads all bytes.
+Frozen bytes do not change, so a rank reads its shards once and stores the sums. It reads a shard
+again if autograd has counted a write into the tensor, or if another tensor has replaced this
+tensor. A write through `.data` is not counted. Loading a checkpoint always reads all bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hf_moe_ep.upstream.sharded_models import times_written
 
 BASE = "quantised_base.json"
 _FORMAT = 1
-# The words in which a row of bytes can be read; the first one that divides the row is used.
+# A row of bytes is read in words of the first of these dtypes that divides the row.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -95,7 +95,7 @@ def _hash_experts(model: nn.Module, known: dict[str, KnownSums]) -> dict[str, st
 
 
 def numbered(name: str, index: int) -> str:
-    """Return the name of a JSON file of model `index`, numbered as Accelerate numbers files."""
+    """Return the name of the JSON file of model `index`, numbered as Accelerate numbers files."""
     return name if index == 0 else f"{Path(name).stem}_{index}.json"
 
 
@@ -149,7 +149,7 @@ def _describe_format(base: dict[str, Any] | None) -> str:
 def _find_sums(
     name: str, tensor: Tensor, slots: Tensor | None, known: dict[str, KnownSums]
 ) -> Tensor:
-    """Return the sums of this rank's shard, from `known` if the shard is unchanged."""
+    """Return the sums of this rank's shard; take them from `known` if the shard is unchanged."""
     shard, written = local_tensor(tensor), times_written(tensor)
     entry = known.get(name)
     if entry is not None and entry.still_hold(tensor, shard, written):
@@ -171,7 +171,7 @@ def _compute_sums(tensor: Tensor, slots: Tensor | None = None) -> Tensor:
     total = local_tensor(tensor).new_zeros(2, dtype=torch.int64)
     shard_bytes = local_tensor(tensor).shape[-1] * tensor.element_size()
     if shard_bytes % word.itemsize:
-        # A word has values of two ranks, which happens for few scales: one rank counts whole rows.
+        # A word would have bytes of two ranks, as with a few scales. One rank counts whole rows.
         tensor, counts = _with_whole_rows(tensor)
         if not counts:
             return total
@@ -191,7 +191,7 @@ def _compute_sums(tensor: Tensor, slots: Tensor | None = None) -> Tensor:
 
 
 def _with_whole_rows(tensor: Tensor) -> tuple[Tensor, bool]:
-    """Gather a tensor along its last dim, and choose one of the ranks that then have equal rows."""
+    """Gather a tensor along its last dim; the flag is True on one of the ranks with equal rows."""
     assert isinstance(tensor, DTensor)
     mesh, placements, counts = tensor.device_mesh, list(tensor.placements), True
     for axis, placement in enumerate(tensor.placements):

@@ -1,13 +1,13 @@
-"""Remember in a training checkpoint where the extra tensors lie, instead of a copy.
+"""Store in a training checkpoint where the extra tensors lie, instead of a copy of them.
 
     extra_tensors.json    {"format": 1, "folder": "/models/Qwen3-Next", "source": "Qwen/Qwen3-Next",
                            "files": {"model-00041-of-00041.safetensors": 3992912},
                            "tensors": {"mtp.fc.weight": {"file": .., "dtype": "BF16",
                                        "shape": [2048, 4096], "start": 1024, "sha256": "03f2.."}}}
 
-Extra tensors (`hub/extra.py`) never change, so a checkpoint of each step need not hold them.
+Training never changes extra tensors (`hub/extra.py`), so a checkpoint need not contain them.
 `hf-moe-ep convert` copies them from their files and compares the hashes. A resumed run that has
-loaded its model from another folder compares the hashes of both.
+loaded its model from another folder compares the hashes of both folders.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def describe_extra(state: ModelState) -> dict[str, Any] | None:
     """Return the content of extra_tensors.json; None for a model without extra tensors.
 
     The first call reads the tensors for their hashes. If their files are gone or have changed, the
-    content says so, because a training run must not end for tensors that it does not need.
+    content describes the problem, because a training run does not need these tensors.
     """
     extra: FileReferences | None = state.extra
     if extra is None:
@@ -45,7 +45,7 @@ def describe_extra(state: ModelState) -> dict[str, Any] | None:
 
 
 def read_extra(path: Path) -> FileReferences | None:
-    """Read extra_tensors.json; None if the checkpoint has no such file.
+    """Read extra_tensors.json; return None if the checkpoint has no such file.
 
     Raises:
         ValueError: the file is damaged, or the tensors were lost before the checkpoint was saved.
@@ -67,7 +67,9 @@ def read_extra(path: Path) -> FileReferences | None:
 
 
 def restore_extra(state: ModelState, path: Path) -> None:
-    """Let a resumed model carry the extra tensors that its checkpoint remembers; rank 0 calls this.
+    """Let a resumed model refer to the extra tensors of its checkpoint; rank 0 calls this.
+
+    If the model already has all of them, and perhaps more, it keeps its own references.
 
     Raises:
         ValueError: the model was loaded from a checkpoint with other extra tensors.
@@ -80,7 +82,7 @@ def restore_extra(state: ModelState, path: Path) -> None:
     if saved is None:
         return
     own: FileReferences | None = state.extra
-    # The hashes of the checkpoint show if the files have changed since the first run.
+    # The saved hashes show later if the files have changed since the first run.
     if own is None or own.tensors() == saved.tensors():
         state.extra = saved
         return

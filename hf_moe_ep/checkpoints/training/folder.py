@@ -7,14 +7,13 @@
                              writes its shards in torch.distributed.checkpoint's format
                              (`part_files.py`)
     state.json               everything else (`state_file.py`)
-    extra_tensors.json       where tensors lie that the model's class ignores (`extra.py`)
+    extra_tensors.json       positions of tensors that the model's class ignores (`extra.py`)
     quantised_base.json      hashes of experts that are held quantised (`base.py`)
     random-00003.json        the random generators of rank 3
     config.json, ..          the model's config, for `hf-moe-ep convert`, and the Python files of a
                              model that was loaded with trust_remote_code=True
 
-No file is a pickle. The manifest gets its name by a rename at the end: a folder without a manifest
-is unfinished, and the checkpoint before it stays the newest.
+No file is a pickle.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def layout_of(state: ModelState) -> dict[str, Any]:
 
 
 def check_free(path: Path) -> None:
-    """Raise ValueError if `path` is a file, or has other files than those of an unfinished save."""
+    """Raise ValueError unless `path` is missing, empty, or has only files of an unfinished save."""
     check_is_no_file(path)
     if is_written(path):
         raise ValueError(
@@ -92,6 +91,7 @@ def check_free(path: Path) -> None:
 
 
 def _is_known(name: str) -> bool:
+    """Return True if a save may have written a file of this name."""
     known = (TENSORS, STATE, BASE, EXTRA, *CONFIGS, manifest.STARTED, manifest.PARTIAL)
     # Python files are those of a model that was loaded with trust_remote_code=True.
     if Path(name).suffix == ".py":
@@ -100,7 +100,7 @@ def _is_known(name: str) -> bool:
 
 
 def clear(path: Path, model: nn.Module) -> None:
-    """Make a folder that holds only the marker of an unfinished save and the model's config."""
+    """Remove the files of an unfinished save; write the marker and the model's config."""
     for item in path.iterdir() if path.exists() else ():
         if item.name == manifest.STARTED:  # keeps the folder marked if the process is killed
             continue
@@ -135,7 +135,10 @@ def read_tensors(path: Path, targets: Mapping[str, Parts], saved: StateFile) -> 
 def read_shards(
     path: Path, names: Iterable[str], targets: Mapping[str, Parts], saved: StateFile
 ) -> None:
-    """Read this rank's shards of `targets` from those files `names` in a folder that have them."""
+    """Read this rank's shards of `targets` from the files `names` of a folder.
+
+    Files that have no elements of these shards are not opened.
+    """
     ranks = ranks_needed(targets, saved)
     needed = [name for name in sorted(names) if ranks is None or writer_of(name) in ranks]
     read_parts((path / name for name in needed), targets)
@@ -150,13 +153,13 @@ def ranks_needed(targets: Mapping[str, Parts], saved: StateFile) -> set[int] | N
     # Many tensors have the same shape and sharding: layers, and an optimizer's moments.
     known: dict[tuple[Any, ...], frozenset[int]] = {}
     for name, parts in targets.items():
-        form = saved.tensors[name]
-        if form.spread is None:
+        tensor = saved.tensors[name]
+        if tensor.spread is None:
             return None
         for box in (box for box, view in parts if view.numel()):
-            key = (id(form.spread), tuple(form.shape), form.replica, box)
+            key = (id(tensor.spread), tuple(tensor.shape), tensor.replica, box)
             if key not in known:
-                known[key] = form.spread.holders(form.shape, form.replica, box)
+                known[key] = tensor.spread.holders(tensor.shape, tensor.replica, box)
             needed |= known[key]
     return needed
 

@@ -4,10 +4,10 @@
 
     step        what happens
     find        the newest complete folder is found, and every file is compared with its hash
-    compare     names, shapes, dtypes and optimizer are compared (`same_run.py`)
+    compare     names, shapes, dtypes and optimizer are compared with the run's (`same_run.py`)
     read        each rank reads its shards: parameters into the model, and moments (the optimizer's
                 state of a parameter's shape) into new tensors
-    restore     single numbers, optimizer, scheduler and random generators are restored
+    restore     0-dim tensors, optimizer, scheduler and random generators are restored
 
 The model does not change before the third step.
 """
@@ -72,7 +72,7 @@ def load_checkpoint(
         directory: a checkpoint, or a folder of checkpoints, whose newest complete checkpoint is
             loaded.
         model: has the saved architecture and adapters; patched, sharded or not.
-        optimizer: has the saved parameters in its groups; its state and options are replaced. None
+        optimizer: has the saved parameters in its groups. Its state and options are replaced. None
             ignores the saved optimizer.
         scheduler: its state is replaced; None ignores the saved scheduler.
         verify: compare every file with its hash first; False compares only sizes.
@@ -125,8 +125,8 @@ def load_checkpoint(
             scheduler.load_state_dict(saved.scheduler)
         _restore_random(path, saved.layout, state, computing_device(model))
 
-    # In hub order, row e of a stacked tensor is expert e. The optimizer's new state is read in hub
-    # order; at the end of the block it is moved with its experts.
+    # The files are in hub order: row e of a stacked tensor is expert e. At the end of the block,
+    # experts move back to their ranks, together with the new optimizer state.
     with experts_in_hub_order(model, optimizer):
         saved, (targets, split_dims) = run_on_all(f"reading {path}", compare)
         parts = {
@@ -140,9 +140,9 @@ def load_checkpoint(
 def _choose_targets(
     model: nn.Module, optimizer: Any, saved: StateFile
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return the tensors to read into: the model's own, unless the files have another form.
+    """Return the tensors to read into, by their names in the files, and their split dims.
 
-    The second dict has `StateTensor.split_dim` of the tensors that have one.
+    They are the result of `list_model_targets`, and new tensors for the optimizer's state.
     """
     targets, split_dims = list_model_targets(model_state_tensors(model))
     if optimizer is None or saved.optimizer is None:
@@ -151,7 +151,7 @@ def _choose_targets(
     for parameter, values in saved.optimizer.values.items():
         if parameter not in trained:
             continue  # another pipeline stage has this parameter
-        parameter_form = saved.tensors.get(f"model.{parameter}")
+        saved_parameter = saved.tensors.get(f"model.{parameter}")
         for value in values.values():
             if value.tensor_name is not None:
                 if (dim := trained[parameter].split_dim) is not None:
@@ -159,7 +159,7 @@ def _choose_targets(
                 targets[value.tensor_name] = allocate_moment(
                     trained[parameter],
                     saved.tensors[value.tensor_name].dtype,
-                    None if parameter_form is None else parameter_form.dtype,
+                    None if saved_parameter is None else saved_parameter.dtype,
                 )
     return targets, split_dims
 

@@ -1,11 +1,10 @@
 """Capture, restore or reseed the random generators of one rank.
 
-A data rank is a sequence-parallel group, or a single rank without sequence parallelism. If the
-number of data ranks is the same, each rank restores its own generators. Otherwise every generator
+A data rank is a group of ranks that share a batch (sp_size * cp_size ranks). If the number of data
+ranks is the same as at the save, each rank restores its own generators. Otherwise every generator
 is seeded from the saved state of rank 0 and the number of the data rank. So if a run is resumed
 twice from one checkpoint, it draws the same numbers both times, and other numbers than in its first
-steps. The ranks of a sequence-parallel group get the same seed, because they share their batches
-and must draw the same samples.
+steps. The ranks of a data rank get the same seed, because they must draw the same samples.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ def restore(saved: dict[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(_to_tensor(saved["of_device"]), device)
 
 
-def reseed(saved_of_rank_0: dict[str, Any], data_rank: int) -> None:
+def reseed(rank_0_state: dict[str, Any], data_rank: int) -> None:
     """Seed every generator of this rank from the saved state of rank 0 and the data rank."""
-    digest = hashlib.sha256(saved_of_rank_0["torch"] + data_rank.to_bytes(8, "big")).digest()
+    digest = hashlib.sha256(rank_0_state["torch"] + data_rank.to_bytes(8, "big")).digest()
     seed = int.from_bytes(digest[:7], "big")
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -52,20 +51,20 @@ def reseed(saved_of_rank_0: dict[str, Any], data_rank: int) -> None:
 
 
 def num_data_ranks(layout: dict[str, Any]) -> int:
-    """Return the number of data ranks of a layout that `folder.layout_of` has described."""
+    """Return the number of data ranks of a layout (`folder.layout_of`)."""
     return _ranks_per_stage(layout) // ranks_per_batch(layout)
 
 
 def data_rank_of(layout: dict[str, Any], rank: int) -> int:
-    """Return the number of the data rank to which a rank of a layout belongs."""
+    """Return the number of the data rank to which `rank` belongs."""
     return rank % _ranks_per_stage(layout) // ranks_per_batch(layout)
 
 
 def saved_rank_of(saved: dict[str, Any], layout: dict[str, Any], rank: int) -> int:
     """Return the rank of the layout `saved` whose generators a rank of `layout` restores.
 
-    Both layouts have the same number of data ranks. The result is the rank of the same data rank in
-    the same pipeline stage, if there are as many stages and ranks per batch as there were.
+    Both layouts have the same number of data ranks, and the result belongs to the same data rank.
+    With the same pp_size and ranks per batch, the result is the rank itself.
     """
     stage, index = rank // _ranks_per_stage(layout), rank % ranks_per_batch(layout)
     return (

@@ -6,7 +6,7 @@ If only a part of a checkpoint were loaded, training would continue with a mixtu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,28 +24,28 @@ from hf_moe_ep.state import find_state
 
 _MODEL_PREFIX = "model."
 # Entries of a parameter group that are not options.
-_NO_OPTIONS = {"params", "param_names"}
+_NOT_OPTIONS = {"params", "param_names"}
 # Options that schedulers add to parameter groups (torch/optim/lr_scheduler.py).
 _SCHEDULER_OPTIONS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
-_SHOWN = 5  # an error lists at most this many names
+_MAX_NAMES = 5  # an error lists at most this many names
 
 
 def check_model(
-    model: nn.Module, saved: StateFile, where: str, needed: Collection[str] | None = None
+    model: nn.Module, saved: StateFile, where: str, *, allow_missing: bool = False
 ) -> None:
-    """Raise ValueError if parameters and buffers differ from those of the checkpoint.
+    """Raise ValueError if the parameters and buffers of a model differ from the saved ones.
 
-    `needed` names the tensors that the checkpoint must have; None stands for all of the model.
+    With `allow_missing`, the checkpoint may lack tensors of the model.
     """
     state_tensors = model_state_tensors(model)
-    forms = {
-        name.removeprefix(_MODEL_PREFIX): form
-        for name, form in saved.tensors.items()
+    saved_tensors = {
+        name.removeprefix(_MODEL_PREFIX): tensor
+        for name, tensor in saved.tensors.items()
         if name.startswith(_MODEL_PREFIX)
     }
-    names = forms.keys() | saved.scalars.keys()
+    names = saved_tensors.keys() | saved.scalars.keys()
     problems = []
-    if missing := (state_tensors.keys() if needed is None else set(needed)) - names:
+    if not allow_missing and (missing := state_tensors.keys() - names):
         problems.append(f"it lacks {list_some(missing)}")
     state = find_state(model)
     in_other_stages = set() if state is None or state.stage is None else state.stage.tensors.keys()
@@ -58,9 +58,9 @@ def check_model(
             owner = "model" if is_scalar else "checkpoint"
             differences.append(f"{name} is a 0-dim tensor only in the {owner}")
         elif not is_scalar:
-            differences += _find_differences(name, state_tensors[name], forms[name])
+            differences += _find_differences(name, state_tensors[name], saved_tensors[name])
     if differences:
-        problems.append("; ".join(differences[:_SHOWN]) + _count_others(differences))
+        problems.append("; ".join(differences[:_MAX_NAMES]) + _count_others(differences))
     if problems:
         raise ValueError(f"{where} is a checkpoint of another model: " + "; ".join(problems))
 
@@ -118,7 +118,7 @@ def _check_class(optimizer: Any, saved: OptimizerState, where: str) -> None:
         )
     options = set().union(*(group.keys() for group in optimizer.param_groups))
     saved_options = set().union(*(group.options.keys() for group in saved.groups))
-    if others := (options ^ saved_options) - _NO_OPTIONS - _SCHEDULER_OPTIONS:
+    if others := (options ^ saved_options) - _NOT_OPTIONS - _SCHEDULER_OPTIONS:
         raise ValueError(
             f"{where} was saved with {saved_kind}, this optimizer is {kind}, and only one of them "
             f"has the options {list_some(others)}; load into {saved_kind}, then create {kind}"
@@ -126,9 +126,10 @@ def _check_class(optimizer: Any, saved: OptimizerState, where: str) -> None:
 
 
 def list_some(names: Iterable[str]) -> str:
+    """List the first names as text, with the number of the others."""
     ordered = sorted(names)
-    return ", ".join(ordered[:_SHOWN]) + _count_others(ordered) if ordered else "none"
+    return ", ".join(ordered[:_MAX_NAMES]) + _count_others(ordered) if ordered else "none"
 
 
 def _count_others(items: list[str]) -> str:
-    return f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return f" and {len(items) - _MAX_NAMES} more" if len(items) > _MAX_NAMES else ""

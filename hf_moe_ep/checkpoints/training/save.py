@@ -3,7 +3,7 @@
 `save_checkpoint` has four steps:
 
     step        what happens
-    check       an error names ranks that do not call `save_checkpoint`, or have other arguments
+    check       an error names ranks that do not call `save_checkpoint` or pass other arguments
     prepare     each rank names its tensors (`tensors.py`) and encodes the rest as JSON; if a rank
                 fails in this step, or if ranks differ, nothing is written
     clear       rank 0 makes an empty folder, marked as unfinished (`folder.py`)
@@ -50,8 +50,8 @@ from hf_moe_ep.ranks.background import SaveHandle, Saver
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, computing_device, patched_state
 
-# The size of a file. Each file is verified by one rank; with larger files some ranks would have to
-# read much more than others.
+# The approximate size of a file. One rank verifies a file, so with larger files some ranks would
+# have to read much more than others.
 _FILE_BYTES = 1 << 30
 
 
@@ -60,8 +60,9 @@ class _Snapshot:
     """The part of a checkpoint that one rank writes.
 
     Attributes:
-        files: the rank's tensors, by file.
-        values: the content of the JSON files that the rank writes, by their names; None: no file.
+        files: the shards that the rank writes, by file.
+        values: the content of the rank's JSON files by name; None stands for a file that is not
+            written.
         layout: the layout of all ranks, for the manifest.
     """
 
@@ -83,9 +84,9 @@ def save_checkpoint(
 
     For a model with PEFT adapters, all adapters (active or not), other trainable parameters and all
     persistent buffers are saved, but not the frozen base. For experts that are held quantised,
-    hashes are saved; `load_checkpoint` compares them with the base of the model. Tensors of the
-    loaded checkpoint that the model's class ignores are not copied: the new checkpoint remembers
-    where they lie, and their hashes.
+    hashes are saved; `load_checkpoint` compares the hashes with the base of the model. If the model
+    was loaded with tensors that its class ignores, the new checkpoint stores their positions in the
+    loaded files, and their hashes, but no copy.
 
     Args:
         directory: a folder for this checkpoint only (`out/step-100`), shared by all ranks. If it
@@ -95,7 +96,7 @@ def save_checkpoint(
             tensors of the parameter's shape and of single numbers. None saves only the model.
         scheduler: an object with `state_dict()`, or None.
         progress: the position of the training (step, epoch, position in the data), as a dict of
-            numbers, strings, lists, tuples, dicts and small tensors; that of rank 0 is saved.
+            numbers, strings, lists, tuples, dicts and small tensors. Rank 0's dict is saved.
         asynchronous: return when the state is copied to host memory, and write in the background.
             The background threads wait for each other up to the process group's timeout. The next
             save waits for this one and raises its error. Call `wait()` on the handle before the
@@ -157,20 +158,20 @@ def _collect_state(
     progress: dict[str, Any] | None,
     state: ModelState,
 ) -> tuple[list[Shards], StateFile]:
-    """Return this rank's tensors by file, and the state of its pipeline stage."""
+    """Return the shards that this rank writes, by file, and the state of its pipeline stage."""
     if not isinstance(progress, dict | None):
         raise ValueError(f"progress is {progress!r}; make it a dict, like {{'step': 100}}")
     named = collect(model, optimizer)
-    forms = named.describe_tensors()
+    saved_tensors = named.describe_tensors()
     own = StateFile(
         layout=folder.layout_of(state),
         progress=progress or {},
         scheduler=None if scheduler is None else scheduler.state_dict(),
-        tensors=forms,
+        tensors=saved_tensors,
         scalars=named.scalars,
         optimizer=named.optimizer,
     )
-    return named.list_own_files(forms, _FILE_BYTES), own
+    return named.list_own_files(saved_tensors, _FILE_BYTES), own
 
 
 def _check_equal(state_digest: str) -> None:

@@ -1,8 +1,8 @@
 """Join the parts of a training state that the pipeline stages hold.
 
 A checkpoint has one `state.json` for the whole model, in which nothing depends on the number of
-stages. Each rank knows the tensors of its own stage, so the ranks of a column exchange their parts
-of `state.json`. The tensors themselves are written by the ranks that hold them.
+stages. A rank knows only the tensors of its own stage, so the ranks of a pipeline (one rank of each
+stage) exchange their parts of `state.json`. Each rank writes its own tensors.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Value = TypeVar("Value")
 
 
 def join_by_name(own: Mapping[str, Value], state: ModelState) -> dict[str, Value]:
-    """Return the values of all stages by name, in the order of stages; every rank calls this."""
+    """Join a mapping of each stage, in the order of stages; every rank calls this."""
     return _join(gather_stages(own, state))
 
 
 def join_stages(own: StateFile, state: ModelState) -> StateFile:
-    """Return the state of the whole model, from the states of all stages; every rank calls this."""
+    """Join the states of all stages to the state of the whole model; every rank calls this."""
     if state.stage is None:
         return own
     parts = gather_stages(own, state)
@@ -52,13 +52,13 @@ def _join_optimizers(parts: list[OptimizerState | None]) -> OptimizerState | Non
     return replace(optimizers[0], values=_join([part.values for part in optimizers]), groups=groups)
 
 
-def join_groups(of_stages: Sequence[Sequence[Group]]) -> list[Group]:
-    """Return the parameter groups of the whole model, from those of all stages.
+def join_groups(stage_groups: Sequence[Sequence[Group]]) -> list[Group]:
+    """Join the parameter groups of all stages to the groups of the whole model.
 
     Raises:
         ValueError: the number of groups or an option of a group depends on the stage.
     """
-    numbers = [len(groups) for groups in of_stages]
+    numbers = [len(groups) for groups in stage_groups]
     if len(set(numbers)) > 1:
         raise ValueError(
             f"the optimizers of the pipeline stages have different numbers of parameter groups "
@@ -66,7 +66,7 @@ def join_groups(of_stages: Sequence[Sequence[Group]]) -> list[Group]:
             f"create the same groups on every stage, empty ones as well: {{'params': []}}"
         )
     joined = []
-    for index, groups in enumerate(zip(*of_stages, strict=True)):
+    for index, groups in enumerate(zip(*stage_groups, strict=True)):
         _check_options([group.options for group in groups], index)
         # Two stages have a tied embedding; its name is listed once.
         names = dict.fromkeys(name for group in groups for name in group.names)
@@ -74,15 +74,15 @@ def join_groups(of_stages: Sequence[Sequence[Group]]) -> list[Group]:
     return joined
 
 
-def _check_options(of_stages: list[dict[str, Any]], index: int) -> None:
+def _check_options(stage_options: list[dict[str, Any]], index: int) -> None:
     """Raise ValueError if the options of parameter group `index` depend on the pipeline stage."""
-    encoded = [encode(options, f"param_groups[{index}]") for options in of_stages]
-    for stage, (options, others) in enumerate(zip(of_stages, encoded, strict=True)):
+    encoded = [encode(options, f"param_groups[{index}]") for options in stage_options]
+    for stage, (options, others) in enumerate(zip(stage_options, encoded, strict=True)):
         for name in encoded[0].keys() | others.keys():
             if encoded[0].get(name) != others.get(name):
                 raise ValueError(
-                    f"{name} of parameter group {index} is {of_stages[0].get(name)} on pipeline "
-                    f"stage 0 and {options.get(name)} on stage {stage}, but a checkpoint has one "
-                    f"set of options per group; create the groups in the same order and with the "
-                    f"same options on every stage, or save with optimizer=None"
+                    f"{name} of parameter group {index} is {stage_options[0].get(name)} on "
+                    f"pipeline stage 0 and {options.get(name)} on stage {stage}, but a checkpoint "
+                    f"has one set of options per group; create the groups in the same order and "
+                    f"with the same options on every stage, or save with optimizer=None"
                 )

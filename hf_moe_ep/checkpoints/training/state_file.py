@@ -15,9 +15,8 @@
                   "step": {"on": "host", "value": ...}}}}}
 
 The "spread" of a tensor is its index in "spreads", and "replica" is the replica that wrote it
-(`spread.py`). Only this module uses the names of these fields. Values are encoded by
-`json_values.py`. A file without a format number has format 1; older files lack the number, "bases",
-"spreads", "spread" and "replica".
+(`spread.py`). Only this module uses the names of these fields. `json_values.py` encodes the values.
+Older files lack "format", which means format 1, "bases", "spreads", "spread" and "replica".
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from hf_moe_ep.checkpoints.storage.json_values import decode, encode
 from hf_moe_ep.checkpoints.storage.spread import Spread
 
 FORMAT = 1
-# A 0-dim tensor of the optimizer was in host memory, or on the device of its parameter.
+# The place of a 0-dim tensor of the optimizer: host memory, or the device of its parameter.
 _HOST, _PARAMETER = "host", "parameter"
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """The global shape and dtype of a saved tensor, and the ranks that wrote it.
+    """The global shape and dtype of a saved tensor, its sharding, and the ranks that wrote it.
 
     Attributes:
         spread: the sharding at the time of the save; None in files of older versions.
@@ -56,7 +55,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class OptimizerValue:
-    """One entry of a parameter's optimizer state: a tensor in the files, or a value.
+    """One entry of a parameter's optimizer state: the name of a tensor in the files, or a value.
 
     Attributes:
         tensor_name: the name of the tensor in the files; None for a value.
@@ -106,13 +105,14 @@ class StateFile:
     optimizer: OptimizerState | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Copy everything into values that JSON can hold.
+        """Convert everything to values that JSON can hold; tensors are copied.
 
         Raises:
             ValueError: a value has no form in JSON; the error names its position.
         """
         scheduler = None if self.scheduler is None else encode(self.scheduler, "scheduler")
-        spreads = {form.spread: None for form in self.tensors.values() if form.spread is not None}
+        saved_tensors = self.tensors.values()
+        spreads = dict.fromkeys(x.spread for x in saved_tensors if x.spread is not None)
         numbers = {spread: number for number, spread in enumerate(spreads)}
         return {
             "format": FORMAT,
@@ -124,7 +124,7 @@ class StateFile:
                 **_optimizer_to_json(self.optimizer),
             },
             "spreads": [spread.to_json() for spread in spreads],
-            "tensors": {name: _form_to_json(form, numbers) for name, form in self.tensors.items()},
+            "tensors": {name: _tensor_to_json(x, numbers) for name, x in self.tensors.items()},
         }
 
     @staticmethod
@@ -145,7 +145,8 @@ class StateFile:
             progress=decode(content["progress"]),
             scheduler=None if scheduler is None else decode(scheduler),
             tensors={
-                name: _form_from_json(form, spreads) for name, form in content["tensors"].items()
+                name: _tensor_from_json(entry, spreads)
+                for name, entry in content["tensors"].items()
             },
             scalars={name: decode(value) for name, value in rest["scalars"].items()},
             optimizer=_optimizer_from_json(rest),
@@ -173,18 +174,18 @@ def read(path: Path) -> StateFile:
         raise ValueError(f"{path} is damaged ({reason}); load an older checkpoint") from error
 
 
-def _form_to_json(form: SavedTensor, numbers: dict[Spread, int]) -> dict[str, Any]:
-    fields = {"shape": form.shape, "dtype": str(form.dtype).removeprefix("torch.")}
-    if form.spread is None:
+def _tensor_to_json(tensor: SavedTensor, spread_numbers: dict[Spread, int]) -> dict[str, Any]:
+    fields = {"shape": tensor.shape, "dtype": str(tensor.dtype).removeprefix("torch.")}
+    if tensor.spread is None:
         return fields
-    return {**fields, "spread": numbers[form.spread], "replica": form.replica}
+    return {**fields, "spread": spread_numbers[tensor.spread], "replica": tensor.replica}
 
 
-def _form_from_json(form: dict[str, Any], spreads: list[Spread]) -> SavedTensor:
-    shape, dtype = form["shape"], getattr(torch, form["dtype"])
-    if "spread" not in form:
+def _tensor_from_json(entry: dict[str, Any], spreads: list[Spread]) -> SavedTensor:
+    shape, dtype = entry["shape"], getattr(torch, entry["dtype"])
+    if "spread" not in entry:
         return SavedTensor(shape, dtype)
-    return SavedTensor(shape, dtype, spreads[form["spread"]], form["replica"])
+    return SavedTensor(shape, dtype, spreads[entry["spread"]], entry["replica"])
 
 
 def _optimizer_to_json(optimizer: OptimizerState | None) -> dict[str, Any]:
@@ -197,9 +198,9 @@ def _optimizer_to_json(optimizer: OptimizerState | None) -> dict[str, Any]:
     values = {
         parameter: {
             key: _value_to_json(value, f"{key} of {parameter} in {optimizer.kind}")
-            for key, value in of_parameter.items()
+            for key, value in entries.items()
         }
-        for parameter, of_parameter in optimizer.values.items()
+        for parameter, entries in optimizer.values.items()
     }
     return {"kind": optimizer.kind, "bases": optimizer.bases, "groups": groups, "optimizer": values}
 
