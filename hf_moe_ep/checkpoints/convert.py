@@ -1,9 +1,9 @@
 """Convert a training checkpoint to a checkpoint in the hub's layout, in one process.
 
     folder  example              content
-    source  out/checkpoint-300   pytorch_model_fsdp_0, if the Trainer or Accelerate saved it; the
-                                 format is that of torch.distributed.checkpoint (DCP)
-    source  out/step-300         tensors/, if save_checkpoint saved it: safetensors that DCP reads
+    source  out/checkpoint-300   saved by the Trainer or Accelerate: pytorch_model_fsdp_0, in the
+                                 format of torch.distributed.checkpoint (DCP)
+    source  out/step-300         saved by save_checkpoint: tensors/, safetensors that DCP can read
     target  out/model            config, tokenizer, shards, index, as save_pretrained writes them
 
 `convert` holds one tensor in memory at a time, even if many ranks wrote its shards. If the
@@ -55,10 +55,19 @@ from hf_moe_ep.upstream.module_names import canonical_name
 
 _ACCELERATE_TENSORS = "pytorch_model_fsdp_0"
 _PREFIX = "model."
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".gguf", ".h5", ".onnx")
-# The suffixes of Accelerate's random_states_0.pkl and custom_checkpoint_0.pkl, which are not files
-# of a model.
-_PICKLES = (".pkl", ".pickle")
+_WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".distcp",
+    ".gguf",
+    ".h5",
+    ".onnx",
+)
+# Accelerate's random_states_0.pkl and custom_checkpoint_0.pkl are not files of a model.
+_PICKLE_SUFFIXES = (".pkl", ".pickle")
 
 
 def convert(
@@ -80,12 +89,11 @@ def convert(
         config: the folder of the model that was trained, which has the config and the tokenizer;
             None if `source` has a config.json.
         dtype: the dtype of the saved weights; None saves each tensor in the dtype in which
-            `from_pretrained` loads it: the dtype that the config names, or fp32 for those that a
-            class keeps in fp32, such as correction biases. The latter are not rounded to another
-            dtype either.
+            `from_pretrained` loads it: the dtype that the config names, or fp32 for tensors that
+            the class keeps in fp32, such as correction biases. No `dtype` rounds these tensors.
         max_shard_size: the largest size of a file, in bytes or as text like "5GB".
-        check_hashes: before the files are converted, compare them with the hashes in the manifest
-            of `source`; so each file is read twice. A source without a manifest is not checked.
+        check_hashes: compare the files with the hashes in the manifest of `source` before they are
+            converted. Each file is then read twice. A source without a manifest is not checked.
         extra_tensors: copy the tensors that the model's class ignores from the checkpoint that the
             run had loaded; extra_tensors.json in `source` says where this checkpoint is.
         trust_remote_code: run the Python files beside the config if it names a class in them.
@@ -150,9 +158,9 @@ def convert(
 
 
 def _check_files_read(folder: Path, other_names: list[str]) -> None:
-    """Compare the weights and files `other_names` of a checkpoint with the hashes in its manifest.
+    """Compare a checkpoint's weights and files `other_names` with the hashes in its manifest.
 
-    The optimizer state, the larger part of a checkpoint, is not read.
+    Files with optimizer state, the larger part of a checkpoint, are not read.
     """
     weights = f"{_ACCELERATE_TENSORS if (folder / _ACCELERATE_TENSORS).is_dir() else TENSORS}/"
     files = {
@@ -203,8 +211,8 @@ def _open_checkpoint(folder: Path) -> tuple[Any, Metadata]:
             f"(save_checkpoint)"
         )
     metadata: Metadata = reader.read_metadata()
-    # Every load of a tensor calls `read_metadata`. Reading thousands of headers each time would
-    # take longer than reading the data.
+    # Each load of a tensor calls `read_metadata`. Reading thousands of headers each time would take
+    # longer than reading the data.
     reader.read_metadata = lambda *_, **__: metadata
     return reader, metadata
 
@@ -218,8 +226,8 @@ def _find_key(name: str, metadata: Metadata) -> str | None:
 def _find_keys(model: nn.Module, metadata: Metadata) -> dict[str, str]:
     """Map the name of each tensor of a model to its key in the checkpoint.
 
-    A tied parameter may have another of its names there: a training checkpoint has the first one,
-    and the hub's layout the one that transformers saves (DiffusionGemma: of the decoder).
+    The key of a tied parameter may be another of its names: a training checkpoint has its first
+    name, and the hub's layout the name that transformers saves (DiffusionGemma: the decoder's).
     """
     key_of: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -283,7 +291,7 @@ def _read_slabs(
     keys: Mapping[str, str],
     name: str,
 ) -> Iterator[tuple[Box, Tensor]]:
-    """Yield a tensor; `save_checkpoint` keeps 0-dim tensors, `scalars`, in `state.json`."""
+    """Yield a tensor as one slab. `save_checkpoint` stores 0-dim tensors (`scalars`) as JSON."""
     if name in scalars:
         yield from whole(scalars[name])
         return
@@ -298,6 +306,12 @@ def _read_slabs(
 def describes_model(file: Path) -> bool:
     """Return True for a file that holds neither weights nor the state of a training run."""
     names = (manifest.MANIFEST, manifest.STARTED, STATE, BASE, EXTRA, "trainer_state.json")
-    is_of_run = file.name in names or file.name.startswith(("random-", "rng_state", "adapter_"))
+    belongs_to_run = file.name in names or file.name.startswith(
+        ("random-", "rng_state", "adapter_")
+    )
     is_index = ".safetensors.index." in file.name
-    return file.suffix not in (*_WEIGHTS, *_PICKLES) and not is_of_run and not is_index
+    return (
+        file.suffix not in (*_WEIGHT_SUFFIXES, *_PICKLE_SUFFIXES)
+        and not belongs_to_run
+        and not is_index
+    )

@@ -5,13 +5,13 @@
     adapter   out/adapter     saved by this package, PEFT or transformers
     result    out/model       files with the names of the base; its config and tokenizer
 
-If the base stores the experts of a stack in several files, the merged stack is written whole to the
-first of these files; a file that becomes empty is not written.
+If the base stores the experts of a stack in several files, the whole merged stack is written to the
+first of these files. A file that becomes empty is not written.
 
 The model is built on the meta device, and PEFT attaches its layers there. So PEFT decides which
 modules have an adapter, with which rank and scale. Then `merge_adapter` reads each parameter, a few
 experts or rows at a time (a slab), adds the product of its factors, and writes the sum. Keys,
-dtypes and rounding are those of `merge_and_unload()` and `save_pretrained()` on a CPU:
+dtypes and rounding are the same as with `merge_and_unload()` and `save_pretrained()` on a CPU:
 
     base fp32    W + scale * B A, all in fp32
     base bf16    B A in fp32, from factors in fp32 (PEFT's autocast_adapter_dtype). In a Linear, B A
@@ -21,8 +21,7 @@ dtypes and rounding are those of `merge_and_unload()` and `save_pretrained()` on
 A slab is a smaller matrix than the parameter, and a BLAS library chooses its algorithm by the
 shape, so the products in B A may be summed in another order than in PEFT. In fp32 this changes the
 last bits of a value; in bf16 about one value in a thousand is rounded to its other neighbour.
-Tensors that the adapter does not change are copied bit for bit, and so are tensors of the base that
-the model's class ignores.
+Tensors that the adapter does not change are copied bit for bit, also if the class ignores them.
 
 The process needs memory for one slab, its product, and the factors of one parameter. Quantised
 weights are not supported, nor are adapters that are not a product of two factors.
@@ -163,13 +162,13 @@ def merge_adapter(
     updates = updates_of(model, tensors.values())
     small_files = _list_small_files(folder)
     with Reader() as reader:
-        merging = _Merging(reader, stored | trained, updates, max_bytes)
+        merger = _Merger(reader, stored | trained, updates, max_bytes)
         groups = group_tensors(
             model,
             plan,
             tensors,
             lambda _, tensor: tensor.dtype,
-            lambda _, tensor: merging.slabs(tensor),
+            lambda _, tensor: merger.merge_slabs(tensor),
         )
         groups += copy_groups(extra)
         size = sum(group.num_bytes for group in groups)
@@ -179,7 +178,7 @@ def merge_adapter(
             what = f"merging into {target}"
             write_checkpoint(new_folder, list(files.values()), names=list(files), what=what)
             for path in small_files:
-                _copy(path, new_folder / path.relative_to(folder))
+                _copy_small_file(path, new_folder / path.relative_to(folder))
     changed = sum(id(tensor) in updates.keys() | trained.keys() for tensor in tensors.values())
     notes = _note_other_base(config, base, folder)
     notes += _note_files(folder, adapter_folder, small_files, out)
@@ -227,10 +226,11 @@ def _read_adapter(folder: Path) -> dict[str, FileTensor]:
 def _find_base(
     model: nn.Module, folder: Path, plan: ModelPlan, ignore_unexpected: Sequence[str]
 ) -> tuple[dict[int, StoredParameter], dict[str, FileTensor]]:
-    """Find where the base's folder stores its tensors.
+    """Find the model's tensors in the files of the base.
 
-    Returns {id of a parameter or buffer: where it is stored}, and the tensors that do not belong to
-    the model.
+    Returns:
+        For the `id` of each parameter or buffer, where its values are stored; and the tensors that
+        do not belong to the model.
     """
     tensors = dict(model.named_parameters()) | dict(persistent_buffers(model))
     names = [name for name, _ in model.named_parameters()]
@@ -241,20 +241,21 @@ def _find_base(
 def _match_adapter(
     model: nn.Module, adapter_tensors: Mapping[str, FileTensor]
 ) -> dict[int, StoredParameter]:
-    """Return {id of a tensor of the model: where the adapter's folder stores its values}.
+    """Find the model's tensors in the files of the adapter, by the `id` of each tensor.
 
     Raises:
-        ValueError: tensors are missing, have another shape, or do not belong to the model.
+        ValueError: tensors of the adapter are missing, have another shape, or do not belong to the
+            model.
     """
-    of_adapter, of_base = saved_tensors(model)
-    known = of_adapter | of_base
+    adapter_parameters, base_parameters = saved_tensors(model)
+    known = adapter_parameters | base_parameters
     misshapen = [
         f"{key} {tensor.shape} instead of {tuple(known[key].shape)}"
         for key, tensor in adapter_tensors.items()
         if key in known and tensor.shape != known[key].shape
     ]
     problems = [
-        list_names("missing", sorted(of_adapter.keys() - adapter_tensors.keys())),
+        list_names("missing", sorted(adapter_parameters.keys() - adapter_tensors.keys())),
         list_names("misshapen", misshapen),
         list_names("unexpected", sorted(adapter_tensors.keys() - known.keys())),
     ]
@@ -267,7 +268,7 @@ def _match_adapter(
 
 
 @dataclass(frozen=True)
-class _Merging:
+class _Merger:
     """Reads parameters and factors from files and yields merged parameters, slab by slab.
 
     Attributes:
@@ -281,8 +282,8 @@ class _Merging:
     updates: Mapping[int, list[LowRank]]
     max_bytes: int
 
-    def slabs(self, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """Yield the merged values of a parameter on the meta device, cut along dim 0."""
+    def merge_slabs(self, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """Yield the merged values of a parameter (on the meta device), cut along dim 0."""
         updates = [self._read_factors(update) for update in self.updates.get(id(tensor), ())]
         change = partial(self._read_merged, tensor, updates)
         return slabs_for_all(tensor, tensor.dtype, change, self.max_bytes)
@@ -307,16 +308,18 @@ class _Merging:
 
 def _assign_files(
     groups: Iterable[TensorGroup],
-    in_base: Iterable[StoredParameter],
+    stored_in_base: Iterable[StoredParameter],
     extra: Mapping[str, FileTensor],
 ) -> dict[str, list[TensorGroup]]:
     """Assign each group to the file in which the base stores the first tensor of the group."""
-    file_of = {piece.key: tensor.file.name for stored in in_base for piece, tensor in stored.pieces}
+    file_of = {
+        piece.key: tensor.file.name for stored in stored_in_base for piece, tensor in stored.pieces
+    }
     file_of |= {key: tensor.file.name for key, tensor in extra.items()}
     files: dict[str, list[TensorGroup]] = {}
     name = next(iter(file_of.values()))
     for group in groups:
-        # A tensor that the base does not have is written to the file of the tensor before it.
+        # A tensor that the base lacks is written to the same file as the tensor before it.
         name = next((file_of[key] for key in group.shapes if key in file_of), name)
         files.setdefault(name, []).append(group)
     return files
@@ -325,8 +328,8 @@ def _assign_files(
 def _list_small_files(folder: Path) -> list[Path]:
     """List the files that describe a model, such as configs, also in subfolders without weights.
 
-    config.json is the last in the list and is copied last: without it the folder cannot be loaded,
-    so the result of a killed run cannot be mistaken for a model.
+    config.json is the last file of the list and is copied last. A folder without it cannot be
+    loaded, so the result of a killed run cannot be mistaken for a model.
     """
     files: list[Path] = []
     for path in folder.iterdir():
@@ -336,10 +339,10 @@ def _list_small_files(folder: Path) -> list[Path]:
     return sorted(files, key=lambda path: (path == folder / CONFIG, path))
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy_small_file(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.name == CONFIG and FIELD in (config := read_object(source)):
-        # The files of the merged model are named by their index.
+        # The index names the files of the merged model, so this field must not.
         del config[FIELD]
         target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     else:
@@ -352,7 +355,7 @@ def _note_other_base(config: Any, base: str | os.PathLike[str], folder: Path) ->
     """Return a note if the adapter's config names another base than `base`.
 
     A folder counts as the named base if it has the same name as the base on the hub, or if it is
-    in the hub's cache of that base.
+    in the hub's cache under this name.
     """
     named = (config.base_model_name_or_path or "").rstrip("/")
     cache = f"models--{named.replace('/', '--')}"
@@ -367,8 +370,8 @@ def _note_files(
 ) -> list[str]:
     """Return notes about files that differ between base and adapter, and about killed runs.
 
-    All files are those of the base. The adapter may have a tokenizer of its own, for example with a
-    chat template, which the base lacks.
+    All files are copied from the base. The adapter may have a tokenizer of its own, for example
+    with a chat template that the base lacks.
     """
     notes = []
     for path in small_files:
@@ -377,11 +380,11 @@ def _note_files(
             continue
         if not cmp(path, in_adapter, shallow=False):
             notes.append(f"{path.name} comes from the base; the adapter's {path.name} is different")
-    of_base = {path.name for path in (*small_files, folder / "README.md")}
+    base_names = {path.name for path in (*small_files, folder / "README.md")}
     if only_in_adapter := sorted(
         path.name
         for path in adapter_folder.iterdir()
-        if path.is_file() and describes_model(path) and path.name not in of_base
+        if path.is_file() and describes_model(path) and path.name not in base_names
     ):
         notes.append(
             f"only the adapter has {', '.join(only_in_adapter)}, so {out} does not; copy from "

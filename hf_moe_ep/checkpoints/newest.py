@@ -5,8 +5,7 @@ names and manifests, not by a clock (`storage/order.py`). A warning names folder
 unfinished checkpoints, because a user may expect that the run resumes from them.
 
 `newest_checkpoint` is for scripts. The Trainer and Accelerate use `newest_resumable`: they also
-resume, with a warning, from a folder without marker and manifest, which was written by stock
-transformers or Accelerate, or by a version of this package without manifests.
+resume, with a warning, from a folder with neither marker nor manifest.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
         trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir))
 
-    or, in a training loop of your own,
+    In a training loop of your own, write
 
         newest = newest_checkpoint("out")
         step = load_checkpoint(newest, model, optimizer, scheduler)["step"] if newest else 0
 
-    or with Accelerate, where `folder` may also be a single checkpoint that every save overwrites,
+    and with Accelerate, where `folder` may also be a single checkpoint that every save overwrites,
 
         if (newest := newest_checkpoint("out/checkpoints")) is not None:
             accelerator.load_state(newest)
@@ -78,8 +77,8 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 def _looks_unfinished(path: Path) -> bool:
     """Return True if a folder that is not a complete checkpoint looks like an unfinished one.
 
-    A folder that this user may not read, such as lost+found, does not. One that cannot be read for
-    another reason (a disk that fails) may be one.
+    A folder that this user has no permission to read, such as lost+found, does not. A folder that
+    cannot be read for another reason, such as a failing disk, does.
     """
     if _STOCK_NAME.fullmatch(path.name):
         return True
@@ -96,10 +95,10 @@ def in_series(root: Path, names: re.Pattern[str]) -> list[Path]:
 
 
 def newest_resumable(root: Path, names: re.Pattern[str]) -> tuple[Path, bool]:
-    """Return the newest folder, apart from unfinished ones, and True if it has a manifest.
+    """Return the newest folder that is not unfinished, and True if it has a manifest.
 
     Raises:
-        ValueError: there is no such folder; the message lists the unfinished ones.
+        ValueError: there is no such folder; the message lists the unfinished folders.
     """
     unfinished = []
     for folder in reversed(in_series(root, names)):
@@ -118,7 +117,7 @@ def newest_resumable(root: Path, names: re.Pattern[str]) -> tuple[Path, bool]:
 
 
 def is_verifiable(folder: Path) -> bool:
-    """Return True if a folder has a manifest; only the sizes of the files are compared with it.
+    """Return True if a folder has a manifest. Only the sizes of its files are compared.
 
     Raises:
         ValueError: the checkpoint is unfinished, or files are missing or have another size.
@@ -135,7 +134,7 @@ def is_verifiable(folder: Path) -> bool:
 
 
 def check_resumable(folder: Path, verifiable: bool) -> None:
-    """Compare all files with the manifest, or warn if there is none; every rank calls this.
+    """Compare all files with the manifest, or warn if there is no manifest; every rank calls this.
 
     Raises:
         ValueError: on every rank: a file has changed.

@@ -1,4 +1,4 @@
-"""Verify or describe a checkpoint in the hub's layout or of a training run, without writing.
+"""Verify or describe a checkpoint in the hub's layout or of a training run; nothing is written.
 
 `verify` reads every file and compares it with hashes, headers and the config. `look` reads only the
 headers of the files and the manifest.
@@ -26,9 +26,9 @@ from hf_moe_ep.upstream.hub import progress_bar
 
 @dataclass(frozen=True)
 class Found:
-    """The result of `verify` or `look`: a short description of a checkpoint, and facts by name."""
+    """The result of `verify` or `look`: a summary of a checkpoint in a few words, and facts."""
 
-    what: str
+    summary: str
     facts: dict[str, str]
 
 
@@ -40,8 +40,8 @@ def verify(
 ) -> Found:
     """Read every file of a checkpoint and compare it with its hash, header and config.
 
-    If a training checkpoint refers to tensors in other files, which the model's class ignores,
-    these are read and compared, too.
+    If a training checkpoint refers to tensors in other files, because the model's class ignores
+    them, these tensors are read and compared, too.
 
     Args:
         ignore_unexpected: regular expressions. Tensors that do not belong to the model are an error
@@ -53,17 +53,9 @@ def verify(
             them.
     """
     patterns = check_patterns(ignore_unexpected)
-    path = _checkpoint_folder(folder)
+    path = _check_folder(folder)
     if manifest.is_ours(path):
-        files = manifest.read(path)["files"]
-        size = sum(entry["size"] for entry in files.values())
-        with progress_bar(size, f"reading {path}", True) as progress:
-            manifest.check(path, on_read=progress.update)
-        facts = {"files": f"{len(files)}, all hashes right", "bytes": f"{size:,}"}
-        if (extra := read_extra(path / EXTRA)) is not None:
-            find_to_copy(extra, ())
-            facts["ignored tensors"] = f"{len(extra)} in {extra.folder}, all hashes right"
-        return Found("complete", facts)
+        return _verify_manifest(path)
     tensors = read_index(path)
     facts = {"tensors": f"{len(tensors)}, files as long as their headers say"}
     if (path / CONFIG).is_file():
@@ -73,11 +65,35 @@ def verify(
         facts["shapes"] = f"those of {type(model).__name__}"
         if weights.extra:
             facts["ignored tensors"] = f"{len(weights.extra)}, such as {min(weights.extra)}"
+    num_hashes = _compare_hashes(path, {tensor.file.name for tensor in tensors.values()})
+    if not num_hashes:
+        facts["hashes"] = "none are known"
+        return Found("headers only, contents were not checked", facts)
+    facts["hashes"] = f"{num_hashes} files, all right"
+    return Found("whole", facts)
+
+
+def _verify_manifest(path: Path) -> Found:
+    """Compare the files of a training checkpoint, and its tensors in other files, with hashes."""
+    files = manifest.read(path)["files"]
+    size = sum(entry["size"] for entry in files.values())
+    with progress_bar(size, f"reading {path}", True) as progress:
+        manifest.check(path, on_read=progress.update)
+    facts = {"files": f"{len(files)}, all hashes right", "bytes": f"{size:,}"}
+    if (extra := read_extra(path / EXTRA)) is not None:
+        find_to_copy(extra, ())
+        facts["ignored tensors"] = f"{len(extra)} in {extra.folder}, all hashes right"
+    return Found("complete", facts)
+
+
+def _compare_hashes(path: Path, used: set[str]) -> int:
+    """Compare the files `used` with their hashes in the index; return the number of hashes.
+
+    If there is a model.safetensors, it has precedence over an index, whose files are then not used.
+    """
     hashes: dict[str, tuple[str, Callable[..., str]]] = {}
     if (path / INDEX).is_file():
         metadata = json.loads((path / INDEX).read_text("utf-8")).get("metadata", {})
-        # Files that are not read are not hashed: a model.safetensors has precedence over an index.
-        used = {tensor.file.name for tensor in tensors.values()}
         for kind, hash_file in ((HASHES, sha256_of), (HASHES_OF_COPIES, sha256_of_tensors)):
             in_index = metadata.get(kind, {})
             hashes |= {name: (in_index[name], hash_file) for name in in_index if name in used}
@@ -90,18 +106,15 @@ def verify(
                     f"{path / name} has changed since it was written: sha256 {actual}, {INDEX} "
                     f"says {digest}"
                 )
-    if not hashes:
-        facts["hashes"] = "none are known"
-        return Found("headers only, contents were not checked", facts)
-    facts["hashes"] = f"{len(hashes)} files, all right"
-    return Found("whole", facts)
+    return len(hashes)
 
 
-def _checkpoint_folder(folder: str | os.PathLike[str]) -> Path:
+def _check_folder(folder: str | os.PathLike[str]) -> Path:
+    """Return the path of a checkpoint; raise ValueError if `folder` cannot be one."""
     path = Path(folder)
     if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise ValueError(f"{path} {what}; name the folder of a checkpoint")
+        problem = "is a file" if path.exists() else "does not exist"
+        raise ValueError(f"{path} {problem}; name the folder of a checkpoint")
     is_adapter = (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file()
     if is_adapter and not manifest.is_ours(path):
         raise ValueError(
@@ -112,8 +125,8 @@ def _checkpoint_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def look(folder: str | os.PathLike[str]) -> Found:
-    """Describe a checkpoint by its versions and layout, or by its tensors; reads only headers."""
-    path = _checkpoint_folder(folder)
+    """Describe a checkpoint by its versions and layout, or by its tensors; read only headers."""
+    path = _check_folder(folder)
     if manifest.is_ours(path):
         content = manifest.read(path)
         facts = {name: str(value) for name, value in content["layout"].items()}

@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
 
     checkpoint = look(options.folder)
     if options.json:
-        print(json.dumps({"what": checkpoint.what} | checkpoint.facts, indent=2))
+        print(json.dumps({"what": checkpoint.summary} | checkpoint.facts, indent=2))
     else:
         print_found(options.folder, checkpoint)
     return 0

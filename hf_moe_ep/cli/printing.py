@@ -33,7 +33,7 @@ def add_ignore_unexpected(parser: argparse.ArgumentParser) -> None:
 
 def print_found(folder: str, checkpoint: Found) -> None:
     """Print what kind of checkpoint a folder holds, then one fact per line."""
-    print(f"{folder}: {checkpoint.what}")
+    print(f"{folder}: {checkpoint.summary}")
     width = max(map(len, checkpoint.facts), default=0)
     for name, value in checkpoint.facts.items():
         if name == "time":

@@ -14,8 +14,8 @@ from hf_moe_ep.cli.printing import add_ignore_unexpected, add_trust_remote_code,
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "verify",
-        description="Read every file of a model or training checkpoint. Files are compared with "
-        "the hashes of the manifest, and tensors with the headers of their files and the config.",
+        description="Read every file of a model or training checkpoint; compare files with the "
+        "hashes in the manifest, and tensors with the headers of their files and the config.",
     )
     parser.add_argument("folder", help="folder of a model or of a training checkpoint")
     add_ignore_unexpected(parser)

@@ -284,7 +284,7 @@ def test_a_target_inside_the_source_is_refused(tmp_path: Path) -> None:
     for out in (source / "model", tmp_path / "link" / "deep" / "model"):
         with pytest.raises(ValueError, match=f"target {out} lies in {source}"):
             convert(source, out)
-    assert verify(source).what == "complete"
+    assert verify(source).summary == "complete"
 
 
 def test_pickles_are_not_copied(tmp_path: Path) -> None:

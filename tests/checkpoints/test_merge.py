@@ -379,7 +379,7 @@ def test_the_peak_is_that_of_a_few_experts(dtype: torch.dtype, tmp_path: Path) -
 @contextmanager
 def failing_from(first: int, fail: Callable[[], object]) -> Iterator[None]:
     """Call `fail` before write number `first` and each later write; file copies are writes too."""
-    remaining, stock_write, stock_copy = [first], Writer.write, merge._copy
+    remaining, stock_write, stock_copy = [first], Writer.write, merge._copy_small_file
 
     def counted(function: Any, *arguments: Any) -> None:
         remaining[0] -= 1
@@ -392,7 +392,7 @@ def failing_from(first: int, fail: Callable[[], object]) -> Iterator[None]:
 
     with (
         mock.patch.object(Writer, "write", write),
-        mock.patch.object(merge, "_copy", partial(counted, stock_copy)),
+        mock.patch.object(merge, "_copy_small_file", partial(counted, stock_copy)),
     ):
         yield
 
