@@ -55,7 +55,7 @@ MANIFEST = "manifest.json"
 # This file is written first. It marks a checkpoint of this package, even an unfinished one.
 STARTED = "hf_moe_ep.json"
 PARTIAL = partial_name(Path(MANIFEST)).name
-# NFS gives such a name to a deleted file that a process still has open.
+# On NFS, a deleted file that a process still has open gets a name with this prefix.
 _DELETED_ON_NFS = ".nfs"
 _FORMAT = 1
 
@@ -94,7 +94,7 @@ def write(
 
     Args:
         folder: shared by all ranks, which have finished writing to it.
-        layout: the layout of the ranks that wrote it, as JSON values.
+        layout: the layout of the ranks that wrote the files, as JSON values.
         written: the size and sha256 of files that this rank has already synced and hashed. All
             other files are synced and hashed by `write`, each by one rank.
         belongs: returns True if a path in the folder is part of the checkpoint; None means that

@@ -72,7 +72,7 @@ class SpreadPlanner(DefaultSavePlanner):
     """Plans a save of tensors that are sharded over all ranks, without exchanging plans.
 
     Args:
-        split_dims: the result of `etp.split_dims_by_name`.
+        split_dims: the stock dims that the model splits, by parameter (`etp.split_dims_by_name`).
         has_stages: True if DCP must plan the save, because each pipeline stage has its own tensors.
     """
 
@@ -98,7 +98,7 @@ class SpreadPlanner(DefaultSavePlanner):
         tensors = {n: value for n, value in self.state_dict.items() if isinstance(value, Tensor)}
         self._split_dims_by_key = _find_split_dims(tensors, self._split_dims_by_name)
         if self._has_stages:
-            self.plan = self._plan(self.state_dict)
+            self.plan = self._plan_writes(self.state_dict)
             return self.plan
         self._writers = choose_writers(tensors, range(world_size()), self._split_dims_by_key)
         # Rank 0, the coordinator, writes all entries that are not tensors.
@@ -107,10 +107,10 @@ class SpreadPlanner(DefaultSavePlanner):
             for name, value in self.state_dict.items()
             if (self._writes(name, value) if name in tensors else self.is_coordinator)
         }
-        self.plan = self._plan(to_write)
-        return SavePlan([], planner_data=self._digest(tensors))
+        self.plan = self._plan_writes(to_write)
+        return SavePlan([], planner_data=self._hash_layout(tensors))
 
-    def _plan(self, entries: dict[str, Any]) -> SavePlan:
+    def _plan_writes(self, entries: dict[str, Any]) -> SavePlan:
         """Plan the writes of this rank; DCP plans all entries except the split tensors."""
         unsplit = {
             name: value for name, value in entries.items() if name not in self._split_dims_by_key
@@ -188,17 +188,17 @@ class SpreadPlanner(DefaultSavePlanner):
         spread, replica = self._writers[name]
         return spread.is_writer(this_rank(), replica) and local_tensor(tensor).numel() > 0
 
-    def _digest(self, tensors: dict[str, Tensor]) -> str:
+    def _hash_layout(self, tensors: dict[str, Tensor]) -> str:
         assert self._writers is not None
-        texts: dict[int, str] = {}
-        hashed = hashlib.sha256()
+        texts: dict[int, str] = {}  # the text of each spread, by its id
+        digest = hashlib.sha256()
         for name, tensor in tensors.items():
             spread, _ = self._writers[name]
             if id(spread) not in texts:
                 texts[id(spread)] = repr(spread)
             text = f"{name} {tuple(tensor.shape)} {tensor.dtype} {texts[id(spread)]} "
-            hashed.update(text.encode())
-        return hashed.hexdigest()
+            digest.update(text.encode())
+        return digest.hexdigest()
 
 
 def _list_chunks(spread: Spread, replica: int, shape: torch.Size) -> list[ChunkStorageMetadata]:
@@ -298,29 +298,29 @@ def _find_part(tensor: Tensor, split_dim: int, index: MetadataIndex) -> Tensor:
 def use_spread_planner(
     split_dims: Mapping[str, int] = MappingProxyType({}), *, has_stages: bool = False
 ) -> Iterator[None]:
-    """Save with `SpreadPlanner` inside the block, also where Accelerate creates DCP's planner.
+    """Use `SpreadPlanner` for all saves of this thread inside the block, with these arguments.
 
-    DCP's planner class is replaced in this thread only. `SpreadPlanner` describes the arguments.
+    This includes the saves of Accelerate, which creates DCP's planner.
     """
     planner = partial(SpreadPlanner, split_dims=split_dims, has_stages=has_stages)
-    with _planner_class_replaced("DefaultSavePlanner", planner):
+    with _replace_planner_class("DefaultSavePlanner", planner):
         yield
 
 
 @contextmanager
 def use_split_load_planner(split_dims: Mapping[str, int]) -> Iterator[None]:
-    """Load with `SplitLoadPlanner` inside the block, if the model has split tensors."""
+    """Use `SplitLoadPlanner` for loads inside the block, if the model has split tensors."""
     if not split_dims:
         yield
         return
-    with _planner_class_replaced(
+    with _replace_planner_class(
         "DefaultLoadPlanner", partial(SplitLoadPlanner, split_dims=split_dims)
     ):
         yield
 
 
 @contextmanager
-def _planner_class_replaced(name: str, planner: Any) -> Iterator[None]:
+def _replace_planner_class(name: str, planner: Any) -> Iterator[None]:
     """Replace a planner class of DCP inside the block, in this thread only."""
     stock, thread = getattr(default_planner, name), threading.get_ident()
 

@@ -172,7 +172,7 @@ class FileReferences:
 
     @classmethod
     def from_json(cls, content: dict[str, Any], path: Path) -> FileReferences:
-        """Restore references from the result of `to_json`, without a look at the files.
+        """Restore references from the result of `to_json`; the referred files are not read.
 
         Args:
             path: the file that had this content; errors name it.

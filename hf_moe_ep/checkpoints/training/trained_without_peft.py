@@ -63,7 +63,8 @@ def write_tensors_without_peft(
     """
     state = patched_state(model)
     reshard(model)
-    what = f"saving {folder / WITHOUT_PEFT_FOLDER}"
+    path = folder / WITHOUT_PEFT_FOLDER
+    what = f"saving {path}"
 
     def select() -> tuple[StateFile, list[Shards]]:
         named = collect(model, None)
@@ -82,11 +83,9 @@ def write_tensors_without_peft(
     content = join_stages(own, state)
     if not content.tensors and not content.scalars:
         return
-    run_on_first(what, lambda: (folder / WITHOUT_PEFT_FOLDER).mkdir(parents=True, exist_ok=True))
-    run_on_all(what, lambda: write_parts(folder / WITHOUT_PEFT_FOLDER, this_rank(), files))
-    run_on_first(
-        what, lambda: write_json(folder / WITHOUT_PEFT_FOLDER / _TENSORS, content.to_json())
-    )
+    run_on_first(what, lambda: path.mkdir(parents=True, exist_ok=True))
+    run_on_all(what, lambda: write_parts(path, this_rank(), files))
+    run_on_first(what, lambda: write_json(path / _TENSORS, content.to_json()))
 
 
 def check_tensors_without_peft(
@@ -108,11 +107,12 @@ def check_tensors_without_peft(
         ValueError: on every rank: the checkpoint lacks a parameter that is trained, or has a tensor
             that does not fit this model.
     """
-    what, file = f"reading {folder / WITHOUT_PEFT_FOLDER}", folder / WITHOUT_PEFT_FOLDER / _TENSORS
+    path = folder / WITHOUT_PEFT_FOLDER
 
     def compare() -> tuple[StateFile, list[str]]:
+        file = path / _TENSORS
         saved = state_file.read(file) if file.is_file() else StateFile(layout={})
-        check_model(model, saved, str(folder / WITHOUT_PEFT_FOLDER), allow_missing=True)
+        check_model(model, saved, str(path), allow_missing=True)
         needed = model_state_tensors(model).keys() - set(saved_elsewhere)
         lacking = sorted(needed - _names_in_model(saved))
         trained = find_trained_names(model)
@@ -124,7 +124,7 @@ def check_tensors_without_peft(
             )
         return saved, lacking
 
-    saved, lacking = run_on_all(what, compare)
+    saved, lacking = run_on_all(f"reading {path}", compare)
     missing = sorted({name for names in gather(lacking) for name in names})
     if missing and is_first():
         warnings.warn(
