@@ -1,4 +1,4 @@
-"""Background saves: a destroyed process group, errors without wait(), a changed directory."""
+"""Test saves in the background: a destroyed group, an error without wait(), another directory."""
 
 import logging
 import threading
@@ -39,8 +39,8 @@ def _save_and_destroy(rank: int, world: int, folder: str, when: str) -> str:
 
 
 @pytest.mark.parametrize("when", ["write_tensors", "write_json"])
-def test_a_destroyed_group_commits_nothing(tmp_path: Path, when: str) -> None:
-    """Without a process group every rank would take itself for rank 0 and write a manifest."""
+def test_a_save_after_its_group_is_destroyed_writes_no_manifest(tmp_path: Path, when: str) -> None:
+    """Without a process group every rank would act as rank 0 and write a manifest."""
     folder = tmp_path / "one"
     for message in run_ranks(_save_and_destroy, 2, str(folder), when):
         assert "before destroy_process_group(), call wait() of the handle that" in message
@@ -58,7 +58,9 @@ def test_an_error_is_logged_without_wait(tmp_path: Path, caplog: pytest.LogCaptu
     assert "one was not saved: " in message and "rank 0: OSError: [Errno 28] disk full" in message
 
 
-def test_a_relative_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_stays_valid_after_chdir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, may_write, write = start("full", ONE), threading.Event(), training_folder.write_tensors
 
     def write_late(*args: Any) -> None:
@@ -77,7 +79,7 @@ def test_a_relative_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_two_models_in_one_directory_are_refused(tmp_path: Path) -> None:
-    """The second save must not take the first one's files for those of an unfinished save."""
+    """The second save must not delete the files of the first as if that save were unfinished."""
     first, second, may_write = start("full", ONE), start("full", ONE, seed=1), threading.Event()
     write = training_folder.write_tensors
 

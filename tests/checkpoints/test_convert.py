@@ -1,4 +1,4 @@
-"""`hf-moe-ep convert`, `verify` and `inspect FOLDER` on checkpoints that several ranks wrote."""
+"""Test `hf-moe-ep convert`, `verify` and `inspect` on checkpoints that several ranks wrote."""
 
 import errno
 import json
@@ -35,7 +35,7 @@ from hf_moe_ep.cli import main as cli
 
 
 def _build_shifted(name: str) -> nn.Module:
-    """Build a model whose values differ from those in the folder that --config names."""
+    """Build a model whose values differ from the values in the folder that --config names."""
     model = tiny(name, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -67,7 +67,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(*arguments: object) -> int:
+def _run_command(*arguments: object) -> int:
     return cli.main([str(argument) for argument in arguments])
 
 
@@ -79,7 +79,10 @@ def test_a_training_checkpoint_becomes_a_model(
     config = ["--config", saved / f"base {name}"] if kind == "accelerate" else []
     (saved / f"base {name}" / "tokenizer.json").write_text("{}")
     out = tmp_path / "model"
-    assert _run("convert", saved / f"{kind} {name}", out, "--max-shard-size", "50KB", *config) == 0
+    assert (
+        _run_command("convert", saved / f"{kind} {name}", out, "--max-shard-size", "50KB", *config)
+        == 0
+    )
     model = _build_shifted(name)
     tensors = hub_state(model)
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -88,15 +91,15 @@ def test_a_training_checkpoint_becomes_a_model(
     assert len(list(out.glob("*.safetensors"))) > 3
     assert (out / "tokenizer.json").is_file() == bool(config)
     assert_equal(hub_state(type(model).from_pretrained(out)), tensors)
-    assert _run("verify", out) == 0
+    assert _run_command("verify", out) == 0
     assert f"{len(tensors)}, files as long" in capsys.readouterr().out
 
 
 def test_masters_are_saved_in_the_dtype_of_the_option(saved: Path, tmp_path: Path) -> None:
     tensors = hub_state(_build_shifted("qwen3_moe").bfloat16())
-    assert _run("convert", saved / "low", tmp_path / "low", "--dtype", "bfloat16") == 0
+    assert _run_command("convert", saved / "low", tmp_path / "low", "--dtype", "bfloat16") == 0
     assert_equal(read_all(tmp_path / "low"), tensors)
-    assert _run("convert", saved / "low", tmp_path / "masters", "--dtype", "float32") == 0
+    assert _run_command("convert", saved / "low", tmp_path / "masters", "--dtype", "float32") == 0
     assert_equal(
         read_all(tmp_path / "masters"), {key: tensor.float() for key, tensor in tensors.items()}
     )
@@ -124,7 +127,7 @@ def test_biases_stay_in_fp32(tmp_path: Path) -> None:
 def test_another_dtype_rounds_no_tensor_that_stock_keeps_in_fp32(
     loaded: torch.dtype, tmp_path: Path
 ) -> None:
-    """Stock's from_pretrained(dtype=bfloat16) keeps biases, and DeepSeek-V3's, in fp32."""
+    """Stock's from_pretrained(dtype=bfloat16) keeps DeepSeek-V3's correction biases in fp32."""
     tiny_of_type("deepseek_v3", dtype=torch.float32).save_pretrained(tmp_path / "base")
     auto = AutoModelForCausalLM
     model = patch(auto.from_pretrained(tmp_path / "base", dtype=loaded))
@@ -145,8 +148,8 @@ def test_another_dtype_rounds_no_tensor_that_stock_keeps_in_fp32(
 
 
 @pytest.mark.skipif("diffusion_gemma" not in MODEL_TYPES, reason="needs transformers 5.23")
-def test_two_towers_that_share_their_layers(tmp_path: Path) -> None:
-    """A training checkpoint has the names of the encoder, and transformers saves the decoder's."""
+def test_two_towers_that_share_their_layers_are_converted(tmp_path: Path) -> None:
+    """A training checkpoint has the encoder's names, and transformers saves the decoder's names."""
     model = patch(tiny_of_type("diffusion_gemma", dtype=torch.float32))
     save_checkpoint(tmp_path / "step-1", model, None)
     convert(tmp_path / "step-1", tmp_path / "converted")
@@ -155,7 +158,7 @@ def test_two_towers_that_share_their_layers(tmp_path: Path) -> None:
 
 
 def test_a_config_of_fewer_layers_is_refused(saved: Path, tmp_path: Path) -> None:
-    """A folder of save_state has no config. A smaller one must not drop trained layers."""
+    """save_state writes no config. A config with fewer layers must not drop trained layers."""
     small = tiny(dtype=torch.float32, num_hidden_layers=1)
     small.save_pretrained(tmp_path / "small")
     with pytest.raises(ValueError, match=r"unexpected 11 tensors: model\.layers\.1\."):
@@ -171,7 +174,7 @@ def test_one_tensor_is_in_memory_at_a_time(saved: Path, tmp_path: Path) -> None:
     assert max(alive) < 0.25 * largest, "besides the tensor that is written"
 
 
-def test_folders_that_cannot_be_converted(
+def test_folders_that_cannot_be_converted_are_refused(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours = saved / "ours qwen3_moe"
@@ -188,7 +191,7 @@ def test_folders_that_cannot_be_converted(
         ),
     }  # fmt: skip
     for words, arguments in cases.items():
-        assert _run("convert", *arguments) == 2, words
+        assert _run_command("convert", *arguments) == 2, words
         assert words in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
@@ -199,7 +202,7 @@ def _flip_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def _save_ours(folder: Path) -> Path:
+def _save_training_checkpoint(folder: Path) -> Path:
     """Save a complete training checkpoint from one process."""
     model = patch(tiny(dtype=torch.float32))
     save_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
@@ -210,10 +213,10 @@ def test_a_damaged_checkpoint_is_not_converted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The hub folder gets new hashes, so a later `verify` would not find the flipped bit."""
-    source, out = _save_ours(tmp_path / "training"), tmp_path / "model"
+    source, out = _save_training_checkpoint(tmp_path / "training"), tmp_path / "model"
     part_file = next((source / "tensors").iterdir())
     _flip_bit(part_file)
-    assert _run("convert", source, out) == 2
+    assert _run_command("convert", source, out) == 2
     assert f"{part_file} has changed since it was written: sha256" in capsys.readouterr().err
     _flip_bit(part_file)
     config = (source / "config.json").read_text()
@@ -229,7 +232,7 @@ def test_a_damaged_checkpoint_is_not_converted(
 def test_a_failed_conversion_leaves_no_files_and_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, out = _save_ours(tmp_path / "training"), tmp_path / "model"
+    source, out = _save_training_checkpoint(tmp_path / "training"), tmp_path / "model"
 
     def raise_no_space(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -248,7 +251,7 @@ def test_a_failed_conversion_leaves_no_files_and_can_be_repeated(
 
 
 def test_a_killed_conversion_leaves_no_model(tmp_path: Path) -> None:
-    source, out = _save_ours(tmp_path / "training"), tmp_path / "model"
+    source, out = _save_training_checkpoint(tmp_path / "training"), tmp_path / "model"
     if (child := os.fork()) == 0:
         _HubWriter.commit = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         convert(source, out)
@@ -262,7 +265,7 @@ def test_a_killed_conversion_leaves_no_model(tmp_path: Path) -> None:
 def test_tensors_without_dims_are_converted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as the number of batches that a norm has seen; `save_checkpoint` stores them apart."""
+    """`save_checkpoint` stores 0-dim tensors, such as a norm's number of batches, as JSON."""
     build = Qwen3MoeModel.__init__
 
     def build_with_number(self: nn.Module, config: Any) -> None:
@@ -279,7 +282,7 @@ def test_tensors_without_dims_are_converted(
 
 
 def test_a_target_inside_the_source_is_refused(tmp_path: Path) -> None:
-    source = _save_ours(tmp_path / "training")
+    source = _save_training_checkpoint(tmp_path / "training")
     (tmp_path / "link").symlink_to(source)
     for out in (source / "model", tmp_path / "link" / "deep" / "model"):
         with pytest.raises(ValueError, match=f"target {out} lies in {source}"):
@@ -288,7 +291,7 @@ def test_a_target_inside_the_source_is_refused(tmp_path: Path) -> None:
 
 
 def test_pickles_are_not_copied(tmp_path: Path) -> None:
-    source, out = _save_ours(tmp_path / "training"), tmp_path / "model"
+    source, out = _save_training_checkpoint(tmp_path / "training"), tmp_path / "model"
     for name in ("random_states_0.pkl", "custom_checkpoint_0.pkl", "chat_template.jinja"):
         (source / name).write_text("a")
     convert(source, out)
@@ -304,30 +307,30 @@ def test_verify_finds_every_damage(
     save_pretrained(patch(unsharded), model)
     save_checkpoint(training, unsharded, torch.optim.AdamW(unsharded.parameters()))
     for folder in (model, training):
-        assert _run("verify", folder) == 0
+        assert _run_command("verify", folder) == 0
     progress = capsys.readouterr().err
     for folder in (model, training):
         assert f"reading {folder}: 100%" in progress
-    assert _run("inspect", training) == 0
+    assert _run_command("inspect", training) == 0
     output = capsys.readouterr().out
     assert "training checkpoint" in output and "ep_size" in output and "torch" in output
-    assert _run("inspect", model) == 0
+    assert _run_command("inspect", model) == 0
     assert "torch.float32" in capsys.readouterr().out
     shard = next(model.glob("*.safetensors"))
     _flip_bit(shard)
-    assert _run("verify", model) == 2
+    assert _run_command("verify", model) == 2
     assert f"{shard} has changed since it was written" in capsys.readouterr().err
     _flip_bit(shard)
-    assert _run("verify", model) == 0
+    assert _run_command("verify", model) == 0
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 12}))
-    assert _run("verify", model) == 2
+    assert _run_command("verify", model) == 2
     assert "misshapen 48 tensors" in capsys.readouterr().err
     part_file = next((training / "tensors").iterdir())
     _flip_bit(part_file)
-    assert _run("verify", training) == 2
+    assert _run_command("verify", training) == 2
     assert f"{part_file} has changed" in capsys.readouterr().err
-    assert _run("verify", tmp_path) == 2
+    assert _run_command("verify", tmp_path) == 2
     assert "holds no safetensors checkpoint" in capsys.readouterr().err
 
 
@@ -339,7 +342,7 @@ def test_verify_ignores_an_index_that_loaders_ignore(
     save_pretrained(patch(model), tmp_path)
     tiny(dtype=torch.float32, seed=1).save_pretrained(tmp_path)
     assert (tmp_path / INDEX).is_file()
-    assert _run("verify", tmp_path) == 0
+    assert _run_command("verify", tmp_path) == 0
     assert "none are known" in capsys.readouterr().out
 
 

@@ -20,7 +20,7 @@ def test_tensors_are_decoded_on_the_host() -> None:
 
 
 def test_a_generator_state_is_encoded_and_a_larger_tensor_refused() -> None:
-    """Stateful data loaders have the state of a generator in their progress."""
+    """The state of a stateful data loader contains the state of a generator."""
     generator = torch.Generator().manual_seed(5)
     state = {"sampler": {"yielded": 3, "generator": generator.get_state()}}
     decoded = decode(json.loads(json.dumps(encode(state, "progress"))))
@@ -58,5 +58,5 @@ def test_a_tensor_without_plain_values_is_refused(tensor: torch.Tensor) -> None:
         encode({"x": tensor}, "progress")
 
 
-def test_a_file_without_shapes_is_read() -> None:
+def test_a_tensor_that_an_older_version_encoded_without_its_shape_is_read() -> None:
     assert decode({"__tensor__": [[1, 2]], "dtype": "int32"}).tolist() == [[1, 2]]

@@ -1,4 +1,4 @@
-"""A manifest marks a complete checkpoint, and errors on every rank name any damage."""
+"""A manifest marks a complete checkpoint, and every rank raises an error that names the damage."""
 
 import errno
 import hashlib
@@ -51,7 +51,7 @@ def test_a_manifest_has_the_size_and_hash_of_every_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_its_writer_hashed_is_not_read(tmp_path: Path) -> None:
-    """The manifest takes the hash of the writer; `write` raises if the file's size has changed."""
+    """The manifest has the hash of the writer. `write` raises if the size of the file changed."""
     hashed = {"a.bin": {"size": 1000, "sha256": "of its writer"}}
     manifest.begin(_write_files(tmp_path))
     with mock.patch.object(manifest, "sha256_of", wraps=manifest.sha256_of) as read:

@@ -1,4 +1,4 @@
-"""The model that `hf-moe-ep merge-adapter` writes equals the one that PEFT merges in memory."""
+"""The model that `hf-moe-ep merge-adapter` writes equals the model that PEFT merges in memory."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def write_adapter(folder: Path, model: PreTrainedModel, **options: Any) -> None:
 
 @dataclass(frozen=True)
 class PeftMerge:
-    """The tensors that stock PEFT merges and saves, and the same merge in fp64 as the truth."""
+    """The tensors that stock PEFT merges and saves; `truth` has the same merge in fp64."""
 
     values: dict[str, Tensor]
     truth: dict[str, Tensor]
@@ -142,13 +142,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_every_value_equals_that_of_peft(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_value_equals_the_value_of_peft(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     model_class = write_base(tmp_path, name, dtype)
     write_adapter(tmp_path, model_class.from_pretrained(tmp_path / BASE), modules=TYPES[name])
     peft_tensors = assert_same_as_peft(tmp_path, model_class)
     base_files, files = read_weight_map(tmp_path / BASE), read_weight_map(tmp_path / "out")
     assert set(files.values()) <= set(base_files.values()) and len(set(files.values())) > 2
-    # A stack that the base splits over several files is written to one; the rest stays in place.
+    # A stack that the base splits over several files is written to one; other tensors keep theirs.
     assert all(files[key] == base_files[key] for key in peft_tensors if ".experts." not in key)
     for file in ("config.json", "tokenizer.json", "additional_chat_templates/tools.jinja"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / BASE / file).read_bytes()
@@ -201,7 +203,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_adapter(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_kind_of_adapter_is_merged(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     config, options = KINDS[kind]
     model_class = write_base(tmp_path, "qwen3_moe", dtype, **config)
     write_adapter(tmp_path, model_class.from_pretrained(tmp_path / BASE), **options)
@@ -226,7 +228,7 @@ def read_peft_merge(inputs: Path) -> PeftMerge:
 
 
 def test_an_adapter_in_several_files_is_merged(inputs: Path, tmp_path: Path) -> None:
-    """transformers splits a large adapter. The base is named by its id in the hub's cache."""
+    """transformers splits a large adapter. The base has a name on the hub and is in its cache."""
     tensors = load_file(inputs / ADAPTER / "adapter_model.safetensors")
     shutil.copytree(inputs / ADAPTER, tmp_path / ADAPTER)
     (tmp_path / ADAPTER / "adapter_model.safetensors").unlink()
@@ -246,7 +248,7 @@ def test_an_adapter_in_several_files_is_merged(inputs: Path, tmp_path: Path) -> 
     (tmp_path / ADAPTER / "tokenizer.json").write_text('{"of": "adapter"}')
     for name in ("chat_template.jinja", "added_tokens.json", "scheduler.pt", "README.md"):
         (tmp_path / ADAPTER / name).write_text("{}")
-    _edit(tmp_path / ADAPTER / "adapter_config.json", base_model_name_or_path="somebody/tiny")
+    _edit_json(tmp_path / ADAPTER / "adapter_config.json", base_model_name_or_path="somebody/tiny")
     with (
         mock.patch.object(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache")),
         mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True),
@@ -260,13 +262,13 @@ def test_an_adapter_in_several_files_is_merged(inputs: Path, tmp_path: Path) -> 
     ]
 
 
-def test_a_base_whose_config_names_its_weights(inputs: Path, tmp_path: Path) -> None:
+def test_a_base_whose_config_names_its_weights_is_merged(inputs: Path, tmp_path: Path) -> None:
     """The merged model has an index under the usual name, and its config names no weights."""
     base = tmp_path / BASE
     shutil.copytree(inputs / BASE, base)
     named = "other.safetensors.index.json"
     (base / "model.safetensors.index.json").rename(base / named)
-    _edit(base / "config.json", transformers_weights=named)
+    _edit_json(base / "config.json", transformers_weights=named)
     merge_adapter(base, inputs / ADAPTER, tmp_path / "out")
     assert_merged(read_all(tmp_path / "out"), read_peft_merge(inputs))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -276,11 +278,11 @@ def test_a_base_whose_config_names_its_weights(inputs: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_note_names_the_base_of_the_adapter(inputs: Path, tmp_path: Path) -> None:
-    """The hub's name and the cache path of a base count as the base. One file gives one file."""
+    """The hub's name and the cache path count as the base. A base in one file gives one file."""
     for name in ("base", "Tiny", "models--somebody--Tiny/snapshots/f00d"):
         AutoModelForCausalLM.from_pretrained(inputs / BASE).save_pretrained(tmp_path / name)
     shutil.copytree(inputs / ADAPTER, tmp_path / ADAPTER)
-    _edit(tmp_path / ADAPTER / "adapter_config.json", base_model_name_or_path="somebody/Tiny")
+    _edit_json(tmp_path / ADAPTER / "adapter_config.json", base_model_name_or_path="somebody/Tiny")
     for number, name in enumerate(("models--somebody--Tiny/snapshots/f00d", "Tiny", "base")):
         out = tmp_path / f"out{number}"
         result = merge_adapter(tmp_path / name, tmp_path / ADAPTER, out)
@@ -293,7 +295,7 @@ def test_a_note_names_the_base_of_the_adapter(inputs: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_command_and_a_target_that_exists(
+def test_the_command_merges_and_refuses_a_target_that_exists(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["merge-adapter", *map(str, (inputs / BASE, inputs / ADAPTER, tmp_path / "out"))]
@@ -310,7 +312,7 @@ def test_the_command_and_a_target_that_exists(
 
 
 def test_the_largest_tensor_in_memory_is_a_slab(inputs: Path, tmp_path: Path) -> None:
-    """The largest may also be one expert or one factor, but no whole matrix is ever read."""
+    """The largest tensor may also be one expert or one factor, but never a whole matrix."""
     watch = LargestTensor(())
 
     def write(*arguments: Any, **options: Any) -> None:
@@ -348,7 +350,7 @@ WIDE = {
 MIB = 2**20
 
 
-def _peaks(rank: int, world: int, folder: Path) -> list[int]:
+def _measure_peaks(rank: int, world: int, folder: Path) -> list[int]:
     return_what_is_freed()
     peaks = []
     for name, max_bytes in (("in one", 2**30), ("sliced", MIB)):  # the first includes imports
@@ -360,13 +362,13 @@ def _peaks(rank: int, world: int, folder: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_peak_is_that_of_a_few_experts(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_peak_of_memory_is_a_few_experts(dtype: torch.dtype, tmp_path: Path) -> None:
     """The experts of a stack are in five files. Resident memory is measured."""
     model = tiny_model(dtype=dtype, **WIDE)
     stack = max(parameter.nbytes for parameter in model.parameters())
     write_hub(tmp_path / BASE, model, files=5)
     with_lora(model, r=2, seed=1).save_pretrained(tmp_path / ADAPTER)
-    whole_peak, sliced_peak = run_ranks(_peaks, 1, tmp_path)[0]
+    whole_peak, sliced_peak = run_ranks(_measure_peaks, 1, tmp_path)[0]
     # 1 MiB each: a slab, its product and its sum in fp32, and the bytes read; small objects: 8 MiB.
     assert sliced_peak < 16 * MIB <= stack < whole_peak, (sliced_peak / MIB, whole_peak / MIB)
     sliced, whole = read_all(tmp_path / "sliced"), read_all(tmp_path / "in one")
@@ -378,7 +380,7 @@ def test_the_peak_is_that_of_a_few_experts(dtype: torch.dtype, tmp_path: Path) -
 
 @contextmanager
 def failing_from(first: int, fail: Callable[[], object]) -> Iterator[None]:
-    """Call `fail` before write number `first` and each later write; file copies are writes too."""
+    """Call `fail` before write number `first` and each later write; a copied file is a write."""
     remaining, stock_write, stock_copy = [first], Writer.write, merge._copy_small_file
 
     def counted(function: Any, *arguments: Any) -> None:
@@ -397,7 +399,7 @@ def failing_from(first: int, fail: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-def _no_space() -> None:
+def _raise_no_space() -> None:
     raise OSError("No space left on device")
 
 
@@ -414,7 +416,7 @@ def test_an_error_leaves_no_files(inputs: Path, tmp_path: Path) -> None:
     total = count_writes(inputs, tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
     for first in (0, total // 2, total - 1):
-        with failing_from(first, _no_space), pytest.raises(OSError, match="No space left"):
+        with failing_from(first, _raise_no_space), pytest.raises(OSError, match="No space left"):
             merge_adapter(inputs / BASE, inputs / ADAPTER, tmp_path / "out")
         assert sorted(path.name for path in tmp_path.iterdir()) == before
 
@@ -440,16 +442,16 @@ def test_a_killed_run_leaves_no_folder_that_loads(inputs: Path, tmp_path: Path) 
     assert any(f"{partial_folders[-1]} is left from a killed run" in note for note in result.notes)
 
 
-def _edit(file: Path, **values: Any) -> None:
+def _edit_json(file: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def _quantize(method: str, base: Path, adapter: Path) -> None:
-    _edit(base / "config.json", quantization_config={"quant_method": method})
+    _edit_json(base / "config.json", quantization_config={"quant_method": method})
 
 
 def _edit_config(base: Path, adapter: Path, **values: Any) -> None:
-    _edit(adapter / "adapter_config.json", **values)
+    _edit_json(adapter / "adapter_config.json", **values)
 
 
 def _save_kind(config: Any, base: Path, adapter: Path) -> None:
@@ -560,7 +562,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         r"adapter has no config that PEFT [\d.]+ can read: JSONDecodeError",
     ),
     "a part quantized": (
-        lambda base, _: _edit(base / "config.json", text_config={"quantization_config": FP8}),
+        lambda base, _: _edit_json(base / "config.json", text_config={"quantization_config": FP8}),
         r"quantized by fp8, to which no adapter can be added",
     ),
 }
@@ -633,7 +635,7 @@ def test_wrong_folders_are_refused(base: str, target: str, words: str, inputs: P
 
 
 @pytest.mark.slow
-def test_errors_of_a_small_or_mounted_disk(
+def test_a_small_or_mounted_disk_is_an_error(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The disk is too small from the start, is filled by the write, or is the target itself."""

@@ -23,8 +23,8 @@ def _write_complete(path: Path, when: float) -> Path:
     return path
 
 
-def test_none_without_a_warning(tmp_path: Path) -> None:
-    """The folder does not exist, is empty, or has only files that are no checkpoints."""
+def test_a_folder_without_checkpoints_gives_none_without_a_warning(tmp_path: Path) -> None:
+    """The folder does not exist, is empty, or has only files that are not checkpoints."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "notes.txt").write_text("checkpoint-7")
     with warnings.catch_warnings():
@@ -35,7 +35,7 @@ def test_none_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
-    """A run that was to be resumed would begin anew."""
+    """Otherwise a run that should resume would begin anew."""
     (tmp_path / "notes.txt").write_text("checkpoint-7")
     with pytest.raises(ValueError, match=r"notes\.txt is a file; name the folder that holds"):
         newest_checkpoint(tmp_path / "notes.txt")
@@ -55,7 +55,7 @@ def test_the_highest_step_is_the_newest(tmp_path: Path) -> None:
         assert newest_checkpoint(tmp_path) == older
 
 
-def test_the_last_written_is_newest_without_steps(tmp_path: Path) -> None:
+def test_without_steps_the_last_written_is_the_newest(tmp_path: Path) -> None:
     """Manifests count the writes. A series step-N is compared by the number of its highest step."""
     _write_complete(tmp_path / "step-200", NOW)
     best = _write_complete(tmp_path / "best", NOW - HOUR)
@@ -81,8 +81,8 @@ def test_manifests_without_a_number_are_read(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == newer
 
 
-def test_names_of_accelerate(tmp_path: Path) -> None:
-    """`checkpoint_N` are ordered by N. A warning names folders without a manifest."""
+def test_checkpoints_of_accelerate_are_ordered_by_number(tmp_path: Path) -> None:
+    """`checkpoint_10` is newer than `checkpoint_9`. A warning names folders without a manifest."""
     for number in (9, 10):
         newest = _write_complete(tmp_path / f"checkpoint_{number}", NOW - number)
     assert newest_checkpoint(tmp_path) == newest
@@ -92,7 +92,7 @@ def test_names_of_accelerate(tmp_path: Path) -> None:
         assert newest_checkpoint(tmp_path) == newest
 
 
-def test_a_folder_that_is_a_checkpoint_itself(tmp_path: Path) -> None:
+def test_a_folder_that_is_a_checkpoint_itself_is_found(tmp_path: Path) -> None:
     """A training loop may overwrite one folder at every save."""
     _write_complete(tmp_path, NOW)
     assert newest_checkpoint(tmp_path) == tmp_path
@@ -115,7 +115,7 @@ def test_a_warning_names_unfinished_and_stock_folders(tmp_path: Path) -> None:
 
 
 def test_neighbours_that_cannot_be_read_are_skipped(tmp_path: Path) -> None:
-    """Links to names that are too long fail in `stat` for root, too, as entries of a dead mount."""
+    """`stat` of a link to a too long name fails also for root, like an entry of a dead mount."""
     unreadable = "x" * 300
     (tmp_path / "mount").symlink_to(unreadable)
     (tmp_path / "step-9").mkdir()

@@ -20,7 +20,7 @@ class OwnAdamW(torch.optim.AdamW):
 
 
 class SlowAdamW(torch.optim.AdamW):
-    """It has an option that AdamW lacks, so its state may differ too."""
+    """A subclass with an option that AdamW lacks, so its state may differ, too."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)
@@ -72,7 +72,7 @@ def test_another_optimizer_is_refused(tmp_path: Path, saved: type, new: type, me
     assert all(torch.equal(after[n], v) for n, v in before.items() if torch.is_tensor(v))
 
 
-def test_a_model_saved_without_an_optimizer(tmp_path: Path) -> None:
+def test_a_model_saved_without_an_optimizer_loads_without_one(tmp_path: Path) -> None:
     run = _run(torch.optim.AdamW)
     save_checkpoint(tmp_path / "model", run.model, None, progress={"step": 3})
     assert not any("optimizer" in path.name for path in tmp_path.rglob("*"))
@@ -95,7 +95,7 @@ def test_only_the_model_of_a_checkpoint_is_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (None, "cpu")])
 def test_steps_of_a_run_with_offload_resume_without_it(fused: bool | None, device: str) -> None:
-    """A fused optimizer needs the steps beside the parameters; `meta` stands for a GPU."""
+    """A fused optimizer needs `step` on the device of the parameters, here `meta` for a GPU."""
     model = tiny().to("meta")
     weight = model.model.norm.weight
     optimizer = torch.optim.AdamW([weight], fused=fused)

@@ -25,7 +25,7 @@ WHOLE = {
 }
 
 
-def _write_four(folder: Path) -> list[Path]:
+def _write_files_of_four_ranks(folder: Path) -> list[Path]:
     """Write the row shards of four ranks as DCP does. Rank 2 writes the replicated tensor."""
     files = []
     for rank in range(WORLD):
@@ -41,8 +41,10 @@ def _write_four(folder: Path) -> list[Path]:
     return files
 
 
-def _empty(shape: tuple[int, ...], placement: Placement, rank: int, world: int) -> Tensor:
-    """Return the DTensor of a rank, filled with NaN."""
+def _make_unread_shard(
+    shape: tuple[int, ...], placement: Placement, rank: int, world: int
+) -> Tensor:
+    """Make the DTensor of a rank, filled with NaN."""
     mesh = init_device_mesh("cpu", (world,))
     whole = torch.full(shape, float("nan"), dtype=torch.float64)
     local = whole
@@ -55,48 +57,48 @@ def _empty(shape: tuple[int, ...], placement: Placement, rank: int, world: int) 
     )
 
 
-def _parts(targets: dict[str, Tensor]) -> dict[str, Parts]:
+def _list_parts(targets: dict[str, Tensor]) -> dict[str, Parts]:
     return {name: stock_parts(target, None) for name, target in targets.items()}
 
 
-def _zeros() -> dict[str, Parts]:
-    return _parts({name: torch.zeros(shape) for name, shape in SIZES.items()})
+def _make_zeros() -> dict[str, Parts]:
+    return _list_parts({name: torch.zeros(shape) for name, shape in SIZES.items()})
 
 
-def _read(files: list[Path], rank: int, world: int, dim: int) -> int:
+def _read_shards(files: list[Path], rank: int, world: int, dim: int) -> int:
     """Read a rank's shards, cut along `dim`, and return the number of headers read."""
     with fake_group(rank, world):
         cut = {name: Shard(dim) if name != "whole" else Replicate() for name in SIZES}
-        targets = {name: _empty(SIZES[name], cut[name], rank, world) for name in SIZES}
+        targets = {name: _make_unread_shard(SIZES[name], cut[name], rank, world) for name in SIZES}
         with mock.patch.object(part_files, "read_header", wraps=part_files.read_header) as read:
-            assert read_parts(files, _parts(targets)) == read.call_count
+            assert read_parts(files, _list_parts(targets)) == read.call_count
         for name, target in targets.items():
-            box = tuple(slice(*of_dim) for of_dim in local_box(target))
+            box = tuple(slice(*ends) for ends in local_box(target))
             assert torch.equal(target.to_local(), WHOLE[name][box]), (name, rank)
         return read.call_count
 
 
 def test_a_rank_stops_when_it_has_all_of_its_elements(tmp_path: Path) -> None:
-    """Files are read in order. Each rank needs its own file and the third; the last needs all."""
-    files = _write_four(tmp_path)
-    assert [_read(files, rank, WORLD, 0) for rank in range(WORLD)] == [3, 3, 3, 4]
+    """Files are read in order. Ranks 0 to 2 have all elements after file 3, rank 3 after file 4."""
+    files = _write_files_of_four_ranks(tmp_path)
+    assert [_read_shards(files, rank, WORLD, 0) for rank in range(WORLD)] == [3, 3, 3, 4]
     # Two ranks read halves of the rows. Three ranks that cut columns need all files.
-    assert [_read(files, rank, 2, 0) for rank in range(2)] == [3, 4]
-    assert [_read(files, rank, 3, 1) for rank in range(3)] == [4, 4, 4]
-    assert _read(files, 0, 1, 0) == 4
+    assert [_read_shards(files, rank, 2, 0) for rank in range(2)] == [3, 4]
+    assert [_read_shards(files, rank, 3, 1) for rank in range(3)] == [4, 4, 4]
+    assert _read_shards(files, 0, 1, 0) == 4
 
 
 def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
-    """A file is missing or ends too early. A box that is in two files counts once."""
-    files = _write_four(tmp_path)
+    """A file is missing, ends too early or is damaged. A box that is in two files counts once."""
+    files = _write_files_of_four_ranks(tmp_path)
     with pytest.raises(ValueError, match=r"3 files lack 12 of 42 values .* of w \(2 ten"):
-        read_parts([files[0], files[2], files[3]], _zeros())
+        read_parts([files[0], files[2], files[3]], _make_zeros())
     targets = {"w": torch.zeros(7, 6)}
     with pytest.raises(ValueError, match=r"4 files lack 18 of 42 values"):
-        read_parts([files[0], files[0], files[2], files[0]], _parts(targets))
+        read_parts([files[0], files[0], files[2], files[0]], _list_parts(targets))
     files[1].write_bytes(files[1].read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"shard-00002-.* is truncated"):
-        read_parts(files, _zeros())
+        read_parts(files, _make_zeros())
     files[0].write_bytes(b"\x08" + b"\0" * 7 + b'{"w": 1}')
     with pytest.raises(ValueError, match=r"shard-00001-.* has a damaged header: "):
-        read_parts(files, _zeros())
+        read_parts(files, _make_zeros())

@@ -26,7 +26,7 @@ from hf_moe_ep.upstream.process_groups import fake_group
 WORLD = 8
 
 
-def _state(rank: int) -> dict[str, Any]:
+def _make_state(rank: int) -> dict[str, Any]:
     """Build a state with uneven and empty shards, replicas, plain tensors, numbers and strings."""
     with torch.device("cpu"):
         mesh_2d = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
@@ -34,7 +34,7 @@ def _state(rank: int) -> dict[str, Any]:
 
     def make(mesh: Any, placements: list[Any], *shape: int) -> DTensor:
         return DTensor.from_local(
-            torch.zeros(_local(shape, mesh, placements)),
+            torch.zeros(_compute_local_shape(shape, mesh, placements)),
             mesh,
             placements,
             run_check=False,
@@ -56,19 +56,21 @@ def _state(rank: int) -> dict[str, Any]:
     }
 
 
-def _local(shape: tuple[int, ...], mesh: Any, placements: list[Any]) -> tuple[int, ...]:
+def _compute_local_shape(
+    shape: tuple[int, ...], mesh: Any, placements: list[Any]
+) -> tuple[int, ...]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[0])
 
 
-def _plan(planner: type[DefaultSavePlanner]) -> tuple[list[SavePlan], list[Any], Metadata]:
+def _run_planner(planner: type[DefaultSavePlanner]) -> tuple[list[SavePlan], list[Any], Metadata]:
     """Run the steps of `dcp.save`: local plans, final plans and metadata."""
     planners, local_plans = [], []
     for rank in range(WORLD):
         with fake_group(rank, WORLD):
             planners.append(planner())
-            planners[-1].set_up_planner(_state(rank), None, rank == 0)
+            planners[-1].set_up_planner(_make_state(rank), None, rank == 0)
             local_plans.append(planners[-1].create_local_plan())
     with fake_group(0, WORLD):
         global_plans, metadata = planners[0].create_global_plan(local_plans)
@@ -98,10 +100,10 @@ def _list_boxes(items: list[WriteItem]) -> list[tuple[str, Any]]:
     ]
 
 
-def test_plans_equal_dcps_and_are_not_sent() -> None:
-    """Each box is written once, by a rank that has it, and ranks send empty plans to rank 0."""
-    dcp_local, dcp_items, dcp_metadata = _plan(DefaultSavePlanner)
-    local, items_of_ranks, metadata = _plan(SpreadPlanner)
+def test_plans_equal_the_plans_of_dcp_and_are_not_sent() -> None:
+    """Each box is written once, and every rank writes boxes. Ranks send empty plans to rank 0."""
+    dcp_local, dcp_items, dcp_metadata = _run_planner(DefaultSavePlanner)
+    local, items_of_ranks, metadata = _run_planner(SpreadPlanner)
     assert all(plan.items for plan in dcp_local) and not any(plan.items for plan in local)
     assert _describe_tensors(metadata) == _describe_tensors(dcp_metadata)
     assert metadata.planner_data == dcp_metadata.planner_data
@@ -160,7 +162,7 @@ def _state_dicts(run: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_files_are_read_by_stock(tmp_path: Path) -> None:
+def test_torch_reads_the_files_of_each_planner(tmp_path: Path) -> None:
     """Four ranks with replicas save a model and AdamW with each planner, and torch loads both."""
     for names in run_ranks(_save_and_load, 4, str(tmp_path)):
         assert names == ["DefaultSavePlanner", "SpreadPlanner"]

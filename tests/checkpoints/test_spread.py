@@ -33,7 +33,7 @@ LAYOUT = {"ep_size": 2, "dp_replicate_size": 2}
 
 
 def test_boxes_and_writers_by_hand() -> None:
-    """The grid of spread.py's docstring, ep and FSDP2 on the same dim, and replicated tensors."""
+    """Check the grid in spread.py's docstring, ep and FSDP2 on one dim, and replicated tensors."""
     rows = Spread((2, 4), tuple(range(8)), (None, 0))
     assert rows.num_replicas == 2
     for replica, first in enumerate((0, 4)):
@@ -69,7 +69,7 @@ def test_shards_that_a_rank_cannot_know_are_refused() -> None:
 
 
 def test_nothing_is_gathered_to_save(tmp_path: Path) -> None:
-    """Rank 0 of 64 writes its part. It gathers no objects; one all-reduce compares the ranks."""
+    """Rank 0 of 64 writes its shards without gathering objects from other ranks."""
     with fake_group(0, 64):
         model = apply_ep_fsdp2(tiny(num_hidden_layers=1), ep_size=4)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -91,45 +91,50 @@ def test_nothing_is_gathered_to_save(tmp_path: Path) -> None:
     assert tensors["model.model.embed_tokens.weight"].shape == (-(-97 // 64), 32)
 
 
-def _reread(forms: dict[str, SavedTensor]) -> StateFile:
-    return StateFile.from_json(json.loads(json.dumps(StateFile({}, tensors=forms).to_json())))
+def _convert_to_json_and_back(saved_tensors: dict[str, SavedTensor]) -> StateFile:
+    content = StateFile({}, tensors=saved_tensors).to_json()
+    return StateFile.from_json(json.loads(json.dumps(content)))
 
 
 def _write_and_read(rank: int, world: int, path: Path) -> tuple[Any, list[Any], int, set[int]]:
     """Write a model whose values are their flat indices, without a collective, and read it back.
 
-    Returns forms as JSON, boxes and bytes that were written, ranks whose headers were read.
+    Returns the state file as JSON, the boxes and the number of bytes that were written, and the
+    ranks whose headers were read.
     """
     model = apply_ep_fsdp2(tiny(num_hidden_layers=2), **LAYOUT)
     with torch.no_grad():
         for p in model.parameters():
             whole = torch.arange(p.numel(), dtype=p.dtype).view(p.shape)
-            p.to_local().copy_(whole[tuple(slice(*of_dim) for of_dim in local_box(p))])
+            p.to_local().copy_(whole[tuple(slice(*ends) for ends in local_box(p))])
     named = collect(model, None)
     refuse = mock.Mock(side_effect=AssertionError("asks other ranks"))
     verbs = ("all_gather_object", "gather_object", "scatter_object_list", "all_reduce", "barrier")
     with mock.patch.multiple(dist, **dict.fromkeys(verbs, refuse)):
-        forms = named.describe_tensors()
-        files = named.list_own_files(forms, bytes_per_file=5000)
+        saved_tensors = named.describe_tensors()
+        files = named.list_own_files(saved_tensors, bytes_per_file=5000)
         names = write_parts(path / folder.TENSORS, rank, files)
     assert len(files) > 1
     dist.barrier()
-    ranks = _read_twice(path, named.tensors, forms)
+    ranks = _read_twice(path, named.tensors, saved_tensors)
     boxes = [(name, box) for shards in files for name, (box, _) in shards.items()]
     return (
-        StateFile({}, tensors=forms).to_json(),
+        StateFile({}, tensors=saved_tensors).to_json(),
         boxes,
         sum(e["size"] for e in names.values()),
         ranks,
     )
 
 
-def _read_twice(path: Path, tensors: dict[str, Tensor], forms: dict[str, SavedTensor]) -> set[int]:
-    """Read with `spread`, and without it as old versions do. Return the ranks of headers read."""
+def _read_twice(
+    path: Path, tensors: dict[str, Tensor], saved_tensors: dict[str, SavedTensor]
+) -> set[int]:
+    """Read with shardings, and without them as for old files; return the ranks of headers read."""
     files = sorted(path.glob(f"{folder.TENSORS}/*"))
     manifest: Any = {"files": {f"{folder.TENSORS}/{file.name}": {} for file in files}}
-    saved, old = _reread(forms), _reread({n: replace(f, spread=None) for n, f in forms.items()})
-    assert saved.tensors == forms
+    saved = _convert_to_json_and_back(saved_tensors)
+    old = _convert_to_json_and_back({n: replace(x, spread=None) for n, x in saved_tensors.items()})
+    assert saved.tensors == saved_tensors
     ranks: set[int] = set()
     values = {name: tensor.to_local().clone() for name, tensor in tensors.items()}
     parts = {name: stock_parts(tensor, None) for name, tensor in tensors.items()}
@@ -152,18 +157,20 @@ def test_ranks_write_each_value_once_and_read_few_headers(tmp_path: Path) -> Non
     tensors = tmp_path / folder.TENSORS
     tensors.mkdir()
     results = run_ranks(_write_and_read, WORLD, tmp_path)
-    forms = StateFile.from_json(results[0][0]).tensors
-    counts = {name: torch.zeros(form.shape) for name, form in forms.items()}
-    for rank, (forms_of_rank, boxes, _, ranks) in enumerate(results):
-        assert forms_of_rank == results[0][0]
+    saved_tensors = StateFile.from_json(results[0][0]).tensors
+    counts = {name: torch.zeros(saved.shape) for name, saved in saved_tensors.items()}
+    for rank, (rank_content, boxes, _, ranks) in enumerate(results):
+        assert rank_content == results[0][0]
         for name, box in boxes:
-            counts[name][tuple(slice(*of_dim) for of_dim in box)] += 1
+            counts[name][tuple(slice(*ends) for ends in box)] += 1
         assert ranks == {rank, (rank + 2) % WORLD}
     for name, count in counts.items():
         assert bool((count == 1).all()), name
     sizes = [size for _, _, size, _ in results]
     assert max(sizes) < 1.25 * min(sizes), sizes
-    loaded = {name: torch.zeros(form.shape, dtype=form.dtype) for name, form in forms.items()}
+    loaded = {
+        name: torch.zeros(saved.shape, dtype=saved.dtype) for name, saved in saved_tensors.items()
+    }
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         load(loaded, storage_reader=HuggingFaceStorageReader(str(tensors)))
     for name, tensor in loaded.items():

@@ -1,7 +1,7 @@
-"""Later versions read the `state.json` of earlier ones, and refuse later formats.
+"""Later versions read the `state.json` of earlier versions, and refuse later formats.
 
 hf_moe_ep 0.1.0 wrote `without_a_format/` after two steps of AdamW on the model below, when the file
-had no format number yet. The random numbers and the loss in the test are those of that run.
+had no format number yet. The random numbers and the loss in the test come from that run.
 """
 
 import json
@@ -41,21 +41,21 @@ SIZES = {
 }
 
 
-def _model() -> nn.Module:
+def _make_model() -> nn.Module:
     config = Qwen3MoeConfig(**SIZES, experts_implementation="eager")
     with torch.random.fork_rng(devices=[]):
         return patch(Qwen3MoeForCausalLM(config))
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def _make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     parameters = list(model.parameters())
     groups = [{"params": parameters[:5], "weight_decay": 0.1}, {"params": parameters[5:]}]
     return torch.optim.AdamW(groups, lr=0.5)
 
 
 def test_a_checkpoint_without_a_format_number_is_read() -> None:
-    model = _model()
-    optimizer = _optimizer(model)
+    model = _make_model()
+    optimizer = _make_optimizer(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=99)
     progress = load_checkpoint(OLD, model, optimizer, scheduler)
     drawn = [torch.rand(()).item(), random.random(), np.random.rand()]

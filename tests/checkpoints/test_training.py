@@ -28,7 +28,7 @@ from hf_moe_ep.checkpoints.training import folder as training_folder
 from hf_moe_ep.checkpoints.training import save as training_save
 from hf_moe_ep.checkpoints.training.load import load_checkpoint
 from hf_moe_ep.checkpoints.training.save import save_checkpoint
-from hf_moe_ep.ranks import all_ranks as meet
+from hf_moe_ep.ranks import all_ranks
 
 BUDGET = 1e-10  # fp64; another layout sums in another order
 SMALL_DISK = 2 * 2**20  # room for one checkpoint of 1.36 MB, not for two
@@ -71,7 +71,7 @@ def _check_next_step(where: str, run: Run, expected: dict[str, Any]) -> None:
     assert state["scheduler"]["last_epoch"] == 3
 
 
-def _save(rank: int, world: int, folder: str, kind: str) -> list[float]:
+def _save_at_origin(rank: int, world: int, folder: str, kind: str) -> list[float]:
     torch.manual_seed(rank)
     run = start(kind, ORIGIN)
     for number in range(2):
@@ -136,7 +136,7 @@ def test_a_checkpoint_loads_at_other_layouts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "lora", "vision"])
-def test_any_layout_to_any_other_and_back(tmp_path: Path, kind: str) -> None:
+def test_a_checkpoint_of_any_layout_loads_at_any_other_and_back(tmp_path: Path, kind: str) -> None:
     table = LAYOUTS.get(kind, []) + MORE_LAYOUTS[kind]
     _load_at_other_layouts(str(tmp_path), kind, table)
     run_ranks(_load_at_origin, 4, str(tmp_path), kind, [f"from-{layout.name}" for layout in table])
@@ -144,7 +144,7 @@ def test_any_layout_to_any_other_and_back(tmp_path: Path, kind: str) -> None:
 
 def _load_at_other_layouts(folder: str, kind: str, table: list[Layout]) -> None:
     """Save at ORIGIN. At each layout of the table load, compare, save and step."""
-    drawn = run_ranks(_save, 4, folder, kind)
+    drawn = run_ranks(_save_at_origin, 4, folder, kind)
     for world in (4, 2, 1):
         layouts = [layout for layout in table if layout.world == world and layout.config]
         if not layouts:
@@ -177,7 +177,7 @@ def _load_run(run: Run, folder: str) -> dict[str, Any]:
     return load_checkpoint(folder, run.model, run.optimizer, run.scheduler)
 
 
-def _background(rank: int, world: int, folder: str) -> None:
+def _save_in_background(rank: int, world: int, folder: str) -> None:
     """Steps after the call do not change the files, and a second save waits for the first."""
     run = start("full", TWO)
     step(run, 0)
@@ -206,11 +206,11 @@ def _background(rank: int, world: int, folder: str) -> None:
     assert_equal("second", everything(other), second_state)
 
 
-def test_saving_in_the_background(tmp_path: Path) -> None:
-    run_ranks(_background, 2, str(tmp_path))
+def test_a_save_in_the_background_has_the_state_at_its_call(tmp_path: Path) -> None:
+    run_ranks(_save_in_background, 2, str(tmp_path))
 
 
-def _full_disk(rank: int, world: int, folder: str, real: bool) -> list[str]:
+def _save_to_full_disk(rank: int, world: int, folder: str, real: bool) -> list[str]:
     """Every rank raises an error with the failed rank and the cause. The older checkpoint loads."""
     run = start("full", TWO)
     step(run, 0)
@@ -248,19 +248,19 @@ def _full_disk(rank: int, world: int, folder: str, real: bool) -> list[str]:
 
 @pytest.mark.slow
 def test_an_error_of_one_rank_reaches_all_ranks(tmp_path: Path) -> None:
-    ranks = run_ranks(_full_disk, 2, str(tmp_path), False)
+    ranks = run_ranks(_save_to_full_disk, 2, str(tmp_path), False)
     for message in (text for texts in ranks for text in texts):
         assert "/two failed on rank 1: OSError: [Errno 28] No space left on device" in message
 
 
 def test_a_full_disk_is_an_error_on_every_rank(tmp_path: Path) -> None:
     with small_disk(tmp_path, SMALL_DISK):
-        ranks = run_ranks(_full_disk, 2, str(tmp_path), True)
+        ranks = run_ranks(_save_to_full_disk, 2, str(tmp_path), True)
     for message in (text for texts in ranks for text in texts):
         assert re.search(r"/two failed on rank [01]: .*No space left on device", message), message
 
 
-def _optimizers(folder: str) -> None:
+def _check_optimizers(folder: str) -> None:
     """A loaded optimizer takes the same next step, also if it was saved before its first step."""
     kinds: dict[str, Any] = {
         "sgd": partial(torch.optim.SGD, lr=0.1),
@@ -287,7 +287,7 @@ def _optimizers(folder: str) -> None:
                     load_checkpoint(where, run.model, sgd)
 
 
-def _masters_and_ties(folder: str) -> None:
+def _check_masters_and_ties(folder: str) -> None:
     """The fp32 masters of a bf16 model are saved in fp32, and a tied weight is saved once."""
     options = {"dtype": torch.bfloat16, "tie_word_embeddings": True}
     run = start("full", TWO, **options)
@@ -314,7 +314,7 @@ def _masters_and_ties(folder: str) -> None:
         _load_run(low, f"{folder}/bf16")
 
 
-def _refused(rank: int, folder: str) -> None:
+def _check_refusals(rank: int, folder: str) -> None:
     """Another model, damage or a folder in use is an error on every rank, and nothing changes."""
     run = start("full", TWO)
     step(run, 0)
@@ -337,7 +337,7 @@ def _refused(rank: int, folder: str) -> None:
         _save_run(run, f"{folder}/named-so")
     assert len(list(Path(folder, "named-so").rglob("*"))) == 4
     with pytest.raises(ValueError, match=r"progress\['f'\] is a function"):
-        _save_run(run, f"{folder}/other", progress={"f": _refused})
+        _save_run(run, f"{folder}/other", progress={"f": _check_refusals})
     with pytest.raises(ValueError, match=r"progress is 7; make it a dict, like \{'step': 100\}"):
         _save_run(run, f"{folder}/other", progress=7)
     others = {
@@ -366,14 +366,14 @@ def _refused(rank: int, folder: str) -> None:
         with pytest.raises(ValueError, match=names):
             _load_run(other, f"{folder}/{damage}")
         assert_equal("untouched", everything(other), before)
-    with mock.patch.object(meet, "PATIENCE", timedelta(seconds=2)):
+    with mock.patch.object(all_ranks, "PATIENCE", timedelta(seconds=2)):
         if rank == 0:
             with pytest.raises(RuntimeError, match="save_checkpoint was called on only 1 of 2"):
                 _save_run(run, f"{folder}/alone")
     dist.barrier()
 
 
-def _state_without_a_group(folder: str) -> None:
+def _check_state_without_a_group(folder: str) -> None:
     run = start("full", TWO)
     step(run, 0)
     run.optimizer.param_groups[0]["params"].pop(0)
@@ -395,7 +395,7 @@ def test_a_checkpoint_of_one_process_has_the_random_state_of_its_gpu(
     assert devices == [torch.device("cuda", 0)]
 
 
-def _disagree(rank: int, folder: str) -> None:
+def _check_disagreements(rank: int, folder: str) -> None:
     """If arguments differ between ranks, every rank raises, and the checkpoint stays complete."""
     run, path = start("full", TWO), f"{folder}/good"
     with pytest.raises(ValueError, match=r"of directory: rank 0 with '.*/new', rank 1 .*good"):
@@ -419,17 +419,17 @@ def _damage(tensors: Path, how: str) -> None:
         shard.write_bytes(data if how == "flip" else data[:-1])
 
 
-def _cases(rank: int, world: int, folder: str) -> None:
-    _optimizers(folder)
-    _masters_and_ties(folder)
-    _refused(rank, folder)
-    _disagree(rank, folder)
-    _state_without_a_group(folder)
+def _run_checks(rank: int, world: int, folder: str) -> None:
+    _check_optimizers(folder)
+    _check_masters_and_ties(folder)
+    _check_refusals(rank, folder)
+    _check_disagreements(rank, folder)
+    _check_state_without_a_group(folder)
     kinds = {path.suffix for path in Path(folder).rglob("*") if path.is_file()}
     assert kinds == {".json", ".safetensors", ".txt", ".npy"}, "no pickles"
 
 
-def test_files_and_none_instead_of_folders_are_refused(tmp_path: Path) -> None:
+def test_a_file_or_none_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
     """newest_checkpoint returns None in the first run of a script that does not ask for it."""
     model = patch(tiny(dtype=torch.float32))
     optimizer = torch.optim.SGD(model.parameters())
@@ -450,5 +450,5 @@ def test_files_and_none_instead_of_folders_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_optimizers_masters_and_refusals(tmp_path: Path) -> None:
-    run_ranks(_cases, 2, str(tmp_path))
+def test_optimizers_and_masters_resume_and_other_runs_are_refused(tmp_path: Path) -> None:
+    run_ranks(_run_checks, 2, str(tmp_path))

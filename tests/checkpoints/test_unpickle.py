@@ -1,4 +1,4 @@
-"""DCP files that this package loads cannot run code."""
+"""Files of torch.distributed.checkpoint (DCP) that this package loads cannot run code."""
 
 import os
 import pickle
@@ -38,7 +38,7 @@ def _save(folder: Path, values: dict[str, Any]) -> Path:
     return folder
 
 
-def _empty_state(values: dict[str, Any]) -> dict[str, Any]:
+def _make_empty_state(values: dict[str, Any]) -> dict[str, Any]:
     return {"w": torch.zeros(3), "options": dict.fromkeys(values, 0)}
 
 
@@ -63,7 +63,7 @@ def _load_guarded(folder: Path, state: dict[str, Any]) -> None:
 def test_values_are_loaded_with_their_types(tmp_path: Path) -> None:
     folder = _save(tmp_path / "state", VALUES)
     for load in (_load_guarded, _load_by_our_planner):
-        state = _empty_state(VALUES)
+        state = _make_empty_state(VALUES)
         before = set(torch.serialization.get_safe_globals())
         load(folder, state)
         assert torch.equal(state["w"], torch.arange(3.0)) and state["options"] == VALUES
@@ -74,15 +74,15 @@ def test_values_are_loaded_with_their_types(tmp_path: Path) -> None:
 
 
 def test_a_planted_item_runs_no_code(tmp_path: Path) -> None:
-    """The error names the file. Stock torch runs the code, so the planted item works."""
+    """The error names the file. Stock torch runs the code, which proves that the item works."""
     trace = tmp_path / "code ran"
     file = plant(_save(tmp_path / "state", {"lr": 0.1}), trace)
     with pytest.raises(ValueError, match=rf"{file} cannot be loaded: its item options.lr .*mkdir"):
-        _load_guarded(file.parent, _empty_state({"lr": 0}))
+        _load_guarded(file.parent, _make_empty_state({"lr": 0}))
     with pytest.raises(dcp.api.CheckpointException, match=f"{file} cannot be loaded"):
-        _load_by_our_planner(file.parent, _empty_state({"lr": 0}))
+        _load_by_our_planner(file.parent, _make_empty_state({"lr": 0}))
     assert not trace.exists()
-    _load_by_stock(file.parent, _empty_state({"lr": 0}))
+    _load_by_stock(file.parent, _make_empty_state({"lr": 0}))
     assert trace.is_dir()
 
 
@@ -90,7 +90,7 @@ def test_planted_metadata_runs_no_code(tmp_path: Path) -> None:
     trace, folder = tmp_path / "code ran", _save(tmp_path / "state", {"lr": 0.1})
     (folder / ".metadata").write_bytes(pickle.dumps(Shell(trace)))
     with pytest.raises(ValueError, match=rf"{folder}/.metadata cannot be loaded: posix.mkdir is"):
-        _load_guarded(folder, _empty_state({"lr": 0}))
+        _load_guarded(folder, _make_empty_state({"lr": 0}))
     assert not trace.exists()
 
 
@@ -99,21 +99,21 @@ def test_a_damaged_item_is_named(tmp_path: Path) -> None:
     file = plant(folder, tmp_path / "code ran")
     os.truncate(file, file.stat().st_size - 5)
     with pytest.raises(ValueError, match=rf"{file} cannot be loaded: .*damaged"):
-        _load_guarded(folder, _empty_state({"lr": 0}))
+        _load_guarded(folder, _make_empty_state({"lr": 0}))
 
 
 def test_a_class_of_the_user_is_allowed_by_name(tmp_path: Path) -> None:
     folder = _save(tmp_path / "state", {"mine": _UserClass()})
     with pytest.raises(ValueError, match=r"add_safe_globals"):
-        _load_guarded(folder, _empty_state({"mine": 0}))
-    state = _empty_state({"mine": 0})
+        _load_guarded(folder, _make_empty_state({"mine": 0}))
+    state = _make_empty_state({"mine": 0})
     with torch.serialization.safe_globals([_UserClass]):
         _load_guarded(folder, state)
     assert isinstance(state["options"]["mine"], _UserClass)
 
 
 def test_load_checkpoint_reads_no_pickle(tmp_path: Path) -> None:
-    """DCP files in a folder of save_checkpoint are refused, in its manifest or not."""
+    """DCP files in a folder of save_checkpoint are refused, also if its manifest names them."""
     model = patch(tiny(dtype=torch.float32, num_hidden_layers=1))
     optimizer = torch.optim.AdamW(model.parameters())
     ours, trace = tmp_path / "ours", tmp_path / "code ran"

@@ -126,7 +126,7 @@ def load_checkpoint(
         _restore_random(path, saved.layout, state, computing_device(model))
 
     # The files are in hub order: row e of a stacked tensor is expert e. At the end of the block,
-    # experts move back to their ranks, together with the new optimizer state.
+    # experts that `balance_experts` had moved are moved again, with their new optimizer state.
     with experts_in_hub_order(model, optimizer):
         saved, (targets, split_dims) = run_on_all(f"reading {path}", compare)
         parts = {
