@@ -73,12 +73,12 @@ def writer_of(name: str) -> int:
 
 
 @dataclass
-class _Missing:
-    """The elements of one tensor that this rank still has to read.
+class _UnreadShard:
+    """A part of this rank's shard of a tensor that has not been read completely.
 
     Attributes:
-        local: this rank's shard of the tensor.
-        box: the box of the shard in the tensor.
+        local: the tensor to fill.
+        box: the box of the part in the tensor.
         num_missing: the number of elements that have not been read yet.
         boxes_read: the boxes that have been read.
     """
@@ -89,7 +89,7 @@ class _Missing:
     boxes_read: set[Box] = field(default_factory=set)
 
     def read(self, box: Box, stored: FileTensor, reader: Reader) -> None:
-        """Read the elements of the shard that are in `stored`, which holds `box` of the tensor."""
+        """Read the elements of the part that are in `stored`, which holds `box` of the tensor."""
         common = overlap(box, self.box)
         if common is None or common in self.boxes_read:
             return
@@ -114,47 +114,49 @@ def read_parts(files: Iterable[Path], targets: Mapping[str, Parts]) -> int:
     Raises:
         ValueError: a file is damaged, or the files do not hold all elements.
     """
-    missing: dict[str, list[_Missing]] = {}
+    unread: dict[str, list[_UnreadShard]] = {}
     for name, parts in targets.items():
-        own = [_Missing(view.detach(), box, view.numel()) for box, view in parts if view.numel()]
+        own = [
+            _UnreadShard(view.detach(), box, view.numel()) for box, view in parts if view.numel()
+        ]
         if own:
-            missing[name] = own
+            unread[name] = own
     num_files = 0
     with Reader() as reader:
         for file in files:
-            if not missing:
+            if not unread:
                 break
             num_files += 1
-            for name, box, stored in _find_shards(file, missing):
-                for part in missing[name]:
+            for name, box, stored in _find_shards(file, unread):
+                for part in unread[name]:
                     part.read(box, stored, reader)
-                missing[name] = [part for part in missing[name] if part.num_missing]
-                if not missing[name]:
-                    del missing[name]
+                unread[name] = [part for part in unread[name] if part.num_missing]
+                if not unread[name]:
+                    del unread[name]
             reader.close()
-    if missing:
-        name, (shard, *_) = next(iter(missing.items()))
+    if unread:
+        name, (shard, *_) = next(iter(unread.items()))
         raise ValueError(
             f"{num_files} files lack {shard.num_missing} of "
             f"{math.prod(shard.local.shape)} values in this rank's shard of {name} "
-            f"({len(missing)} tensors are incomplete); load an older checkpoint"
+            f"({len(unread)} tensors are incomplete); load an older checkpoint"
         )
     return num_files
 
 
 def _find_shards(
-    file: Path, missing: Mapping[str, Sequence[_Missing]]
+    file: Path, unread: Mapping[str, Sequence[_UnreadShard]]
 ) -> Iterator[tuple[str, Box, FileTensor]]:
     """Yield (name, box, tensor in the file) for each shard in a file that this rank still needs."""
     tensors, metadata = read_header(file)
     try:
         offsets = json.loads(metadata.get(_SHARDING, "{}"))
-        # A list, because the caller removes complete tensors from `missing`.
-        for name in [name for name in missing if name in tensors]:
+        # A list, because the caller removes complete tensors from `unread`.
+        for name in [name for name in unread if name in tensors]:
             shape = tensors[name].shape
             starts = offsets[name][_OFFSETS] if name in offsets else [0] * len(shape)
             box = tuple((start, start + size) for start, size in zip(starts, shape, strict=True))
-            if any(overlap(box, part.box) is not None for part in missing[name]):
+            if any(overlap(box, part.box) is not None for part in unread[name]):
                 yield name, box, tensors[name]
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         reason = f"{type(error).__name__}: {error}"
