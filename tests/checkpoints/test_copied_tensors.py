@@ -23,7 +23,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
 )
 from hf_moe_ep.checkpoints.verify import verify
 
-# Sizes of no, one and several blocks; some sizes are not a multiple of a block.
+# Sizes of no, one and several blocks, and one that is no multiple of a block.
 TENSORS = {
     "a": torch.arange(7, dtype=torch.int8),
     "b": torch.randn(300, 999).bfloat16(),
@@ -45,23 +45,23 @@ def copy_all(folder: Path) -> tuple[Path, Writer]:
     return folder / "copy.safetensors", writer
 
 
-def fail_to_copy(*arguments: Any) -> int:
+def cannot_copy(*arguments: Any) -> int:
     raise OSError(errno.EXDEV, "Invalid cross-device link")
 
 
-def copy_no_bytes(*arguments: Any) -> int:
+def returns_nothing(*arguments: Any) -> int:
     return 0
 
 
-def copy_some_bytes(source: int, target: int, count: int, start: int, position: int) -> int:
-    """Copy at most 1001 bytes per call, and fail at some positions."""
+def copies_some(source: int, target: int, count: int, start: int, position: int) -> int:
+    """Copy less than is asked for, and stop after some calls."""
     if start % 3 == 1:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
     data = os.pread(source, min(count, 1001), start)
     return os.pwrite(target, data, position)
 
 
-@pytest.mark.parametrize("kernel", [None, fail_to_copy, copy_no_bytes, copy_some_bytes])
+@pytest.mark.parametrize("kernel", [None, cannot_copy, returns_nothing, copies_some])
 def test_every_byte_is_copied(kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel is not None:
         monkeypatch.setattr(os, "copy_file_range", kernel)
@@ -73,8 +73,8 @@ def test_every_byte_is_copied(kernel: Any, tmp_path: Path, monkeypatch: pytest.M
     assert writer.sha256_of_tensors == sha256_of_tensors(path)
 
 
-def test_copied_and_written_tensors_can_be_in_one_file(tmp_path: Path) -> None:
-    """`merge-adapter` writes such files, because it keeps the files of the base."""
+def test_a_file_of_copied_and_written_tensors(tmp_path: Path) -> None:
+    """As merge-adapter writes it, which keeps the files of the base."""
     source, path = tmp_path / "source.safetensors", tmp_path / "mixed.safetensors"
     save_file(TENSORS, source)
     found, _ = read_header(source)
@@ -109,7 +109,7 @@ def test_a_source_that_ends_too_early_is_an_error(
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_strided_slice_is_written(rows: int, tmp_path: Path) -> None:
-    """For torch a slice of one element is contiguous with any stride."""
+    """torch calls a slice of one element contiguous, whatever its stride."""
     column = torch.arange(2.0 * rows).view(rows, 2)[:, 1]
     with Writer(tmp_path / "file", [("x", (rows,), torch.float32)]) as writer:
         writer.write("x", (rows,), ((0, rows),), column)
@@ -142,7 +142,7 @@ def test_an_error_of_the_disk_in_another_thread_is_raised(
 def test_the_second_save_does_not_hash_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All later saves use the hashes of the first save, and `verify` compares them."""
+    """The hashes of the first save are used by all later ones, and `verify` compares them."""
     extra = write_with_extra(tmp_path / "base", "qwen3_next")
     model = patch(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
     hashed: list[str] = []
