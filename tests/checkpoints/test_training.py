@@ -91,7 +91,10 @@ def _save_at_origin(rank: int, world: int, folder: str, kind: str) -> list[float
 def _load(
     rank: int, world: int, folder: str, kind: str, layouts: list[Layout], source: str, target: str
 ) -> list[Any]:
-    """Load `source`, compare, save as `target` and step; return random numbers and warnings."""
+    """Load `source`, compare, save as `target` and take a step, at each layout.
+
+    Returns random numbers, and warnings about random generators, of each layout.
+    """
     saved, after = torch.load(f"{folder}/expected.pt", weights_only=False)
     results = []
     for layout in layouts:
@@ -125,7 +128,7 @@ def _load(
     return results
 
 
-def _load_at_origin(rank: int, world: int, folder: str, kind: str, names: list[str]) -> None:
+def _load_again_at_origin(rank: int, world: int, folder: str, kind: str, names: list[str]) -> None:
     for name in names:
         _load(rank, world, folder, kind, [ORIGIN], name, "")
 
@@ -139,11 +142,13 @@ def test_a_checkpoint_loads_at_other_layouts(tmp_path: Path) -> None:
 def test_a_checkpoint_of_any_layout_loads_at_any_other_and_back(tmp_path: Path, kind: str) -> None:
     table = LAYOUTS.get(kind, []) + MORE_LAYOUTS[kind]
     _load_at_other_layouts(str(tmp_path), kind, table)
-    run_ranks(_load_at_origin, 4, str(tmp_path), kind, [f"from-{layout.name}" for layout in table])
+    run_ranks(
+        _load_again_at_origin, 4, str(tmp_path), kind, [f"from-{layout.name}" for layout in table]
+    )
 
 
 def _load_at_other_layouts(folder: str, kind: str, table: list[Layout]) -> None:
-    """Save at ORIGIN. At each layout of the table load, compare, save and step."""
+    """Save at ORIGIN, then call `_load` for each layout of the table, and check random numbers."""
     drawn = run_ranks(_save_at_origin, 4, folder, kind)
     for world in (4, 2, 1):
         layouts = [layout for layout in table if layout.world == world and layout.config]
@@ -190,7 +195,7 @@ def _save_in_background(rank: int, world: int, folder: str) -> None:
 
     with mock.patch.object(training_folder, "write_tensors", delayed_write):
         handle = _save_run(run, f"{folder}/one", asynchronous=True, progress={"step": 1})
-        step(run, 1)  # its collectives overlap with those of the save
+        step(run, 1)  # its collectives and the collectives of the save overlap in time
         stepped.set()
         step(run, 2)
         second_save = _save_run(run, f"{folder}/two", asynchronous=True)
@@ -356,7 +361,7 @@ def _check_refusals(rank: int, folder: str) -> None:
     for damage in ("flip", "truncate", "more", "remove"):
         if rank == 0:
             shutil.copytree(path, Path(folder, damage))
-            _damage(Path(folder, damage, "tensors"), damage)
+            _damage_shard(Path(folder, damage, "tensors"), damage)
         dist.barrier()
         other = start("full", TWO, seed=5)
         before = everything(other)
@@ -407,7 +412,7 @@ def _check_disagreements(rank: int, folder: str) -> None:
     manifest.check(path)
 
 
-def _damage(tensors: Path, how: str) -> None:
+def _damage_shard(tensors: Path, how: str) -> None:
     shard = next(tensors.glob("shard-00002*"))
     data = bytearray(shard.read_bytes())
     if how == "remove":
@@ -430,7 +435,7 @@ def _run_checks(rank: int, world: int, folder: str) -> None:
 
 
 def test_a_file_or_none_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
-    """newest_checkpoint returns None in the first run of a script that does not ask for it."""
+    """A script may pass on the None that newest_checkpoint returns in its first run."""
     model = patch(tiny(dtype=torch.float32))
     optimizer = torch.optim.SGD(model.parameters())
     file = tmp_path / "notes.txt"
