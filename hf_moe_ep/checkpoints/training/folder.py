@@ -137,7 +137,8 @@ def read_shards(
 ) -> None:
     """Read this rank's shards of `targets` from the files `names` of a folder.
 
-    Files that have no elements of these shards are not opened.
+    If the checkpoint stores its shardings, the files of ranks that wrote none of these elements are
+    not opened.
     """
     ranks = ranks_needed(targets, saved)
     needed = [name for name in sorted(names) if ranks is None or writer_of(name) in ranks]
