@@ -85,7 +85,7 @@ def test_every_box_of_every_view_equals_the_whole_tensor(tmp_path: Path) -> None
             return _decode(entry, box, view, torch.float32, reader)
 
         for values in (1 << 22, 1):
-            with mock.patch("hf_moe_ep.checkpoints.hub.fp8._VALUES", values):
+            with mock.patch("hf_moe_ep.checkpoints.hub.fp8._VALUES_PER_STEP", values):
                 for box in product(*boxes):
                     part = whole[tuple(slice(*dim) for dim in box)]
                     assert torch.equal(decode(box, (3, 10, 7)), part)
@@ -123,7 +123,7 @@ def test_a_large_box_is_decoded_in_parts(tmp_path: Path) -> None:
     with (
         Reader() as reader,
         mock.patch.object(reader, "read", wraps=reader.read) as read,
-        mock.patch("hf_moe_ep.checkpoints.hub.fp8._VALUES", 256),
+        mock.patch("hf_moe_ep.checkpoints.hub.fp8._VALUES_PER_STEP", 256),
     ):
         decoded = _decode(entry, box, (64, 8, 8), torch.float32, reader)
     assert torch.equal(decoded, expected)

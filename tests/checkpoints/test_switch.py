@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import patch, save_pretrained
-from hf_moe_ep.checkpoints.hub import switch, write
-from hf_moe_ep.checkpoints.hub.switch import switch_files
+from hf_moe_ep.checkpoints.hub import write
+from hf_moe_ep.checkpoints.storage import switch
+from hf_moe_ep.checkpoints.storage.switch import switch_files
 
 STEPS = ("link", "mkdir", "rename", "replace", "rmdir", "symlink", "unlink")
 

@@ -268,7 +268,7 @@ def test_large_tensors_are_summed_and_encoded_in_parts(monkeypatch: pytest.Monke
     with LargestTensor([weight]) as largest:
         in_parts = checksums([(weight, None)])
     assert largest.nbytes <= 8 * 2**20
-    monkeypatch.setattr(sync_token, "_ELEMENTS", weight.numel())
+    monkeypatch.setattr(sync_token, "_ELEMENTS_PER_STEP", weight.numel())
     assert checksums([(weight, None)]) == in_parts
     weight = torch.randn(3, 300, 520, dtype=BF16)
     want = [_encode_rows(matrix) for matrix in weight]
