@@ -22,7 +22,12 @@ from hf_moe_ep.checkpoints.hub.read import match_checkpoint
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, read_index
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.model_patches.standard import MTP_HEADS
-from hf_moe_ep.mtp.build import build_head, check_type, count_stored, count_trained
+from hf_moe_ep.mtp.build import (
+    build_head,
+    check_type,
+    count_stored_layers,
+    count_trained_layers,
+)
 from hf_moe_ep.mtp_head import MtpHead, find_head
 from hf_moe_ep.plan import MTP_HEAD, ModelPlan
 from hf_moe_ep.ranks.boxes import whole_box
@@ -58,7 +63,7 @@ def add_head(
     parts = find_parts(model, plan)
     check_type(parts, wanted)
     folder, tensors = _find_source(model, config, weights)
-    stored = count_stored(parts, tensors)
+    stored = count_stored_layers(parts, tensors)
     if stored < wanted and (stored or not config.mtp_from_scratch):
         announced = f"; try mtp_layers={stored}" if stored else ""
         raise ValueError(
@@ -79,7 +84,7 @@ def add_head(
 
 def add_empty_head(model: nn.Module, plan: ModelPlan, names: Mapping[str, object]) -> None:
     """Add a head on meta to a model on meta if `names`, of trained parameters, contain a head."""
-    num_layers = count_trained(names)
+    num_layers = count_trained_layers(names)
     if num_layers and plan.model_type in MTP_HEADS:
         build_head(find_parts(model), num_layers)
 
