@@ -126,8 +126,8 @@ GATHERS_KEYS = frozenset(
 )
 
 # Architectures for which this was tested against stock: with sp_size > 1, delta nets, state space
-# models and short convolutions compute their slice of the sequence. sequence/recurrences.py says how
-# recurrences are split.
+# models and short convolutions compute their slice of the sequence, and recurrences are split as in
+# sequence/recurrences.py.
 SPLITS_MIXERS = frozenset(
     {
         "bailing_hybrid",
@@ -159,7 +159,7 @@ SINGLE_EXPERTS = {
     "qwen3_vl_moe": "language_model.layers.*.mlp.experts",
 }
 
-# Architectures whose heads for multi-token prediction were tested (`mtp_head.py`): the layout of the
+# Architectures whose heads for multi-token prediction were tested (`mtp_head.py`): the layout of a
 # head in checkpoints ("shared" or "own" projections), and the field of the text config that has the
 # number of its layers.
 MTP_HEADS = {

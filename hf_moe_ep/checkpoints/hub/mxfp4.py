@@ -8,8 +8,9 @@ byte has the codes of two values, and its low four bits are the code of the firs
     down_proj_scales  [E, out, in / 32]       the scale 130 multiplies both values by
                                               2 ** (130 - 127) = 8
 
-The 16 codes are those of E2M1: one sign bit, two exponent bits, one mantissa bit (OCP Microscaling
-Formats, section 5.3.3). transformers decodes to the same values with Mxfp4Config(dequantize=True).
+The 16 codes have the format E2M1: one sign bit, two exponent bits, one mantissa bit (OCP
+Microscaling Formats, section 5.3.3). transformers decodes the same values with
+Mxfp4Config(dequantize=True).
 `join_blocks` replaces both tensors by a `Mxfp4Tensor`, which decodes any box of the weight. A box
 has one index range per dim (`ranks/boxes.py`).
 """

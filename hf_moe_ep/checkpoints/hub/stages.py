@@ -78,7 +78,7 @@ def files_of_stage(
 ) -> StageFiles | None:
     """Return the files that this rank's stage writes; None for a model without stages.
 
-    Stage 0 also writes the files of extra tensors, whose numbers follow those of `files`.
+    Stage 0 also writes the files of extra tensors, which are numbered behind `files`.
     """
     stage: Stage | None = state.stage
     if stage is None:
@@ -119,7 +119,7 @@ def slabs_for_all_stages(
 ) -> Iterator[tuple[Box, Tensor]]:
     """Yield (box, values) of a parameter on the compute device of every rank.
 
-    The arguments are those of `gather.slabs_for_all`.
+    `gather.slabs_for_all` describes the arguments.
     """
     stage: Stage | None = state.stage
     if stage is None:

@@ -118,7 +118,7 @@ def hub_tensors(
         model: patched, sharded or not, with adapters or not.
         merge_adapters: add LoRA, on experts and other modules, to the yielded tensors, as PEFT's
             `merge_adapter` adds it to the model: all active adapters are added with their scales,
-            and modules_to_save replace the originals. Keys are those of a model without adapters.
+            and modules_to_save replace the originals. A model without adapters has the same keys.
         dtype: the dtype of the tensors, as in `save_pretrained`; None yields the dtype in which the
             model was loaded. "fp8" yields the weights of experts and Linear layers in E4M3
             with one fp32 scale per block of 128 x 128, as published FP8 checkpoints store them
