@@ -14,7 +14,7 @@ models ignore the head, and checkpoints of reward models do not have it.
     from_pretrained of this package  tensors that the class ignores or `ignore_unexpected` matches
     stock's from_pretrained          tensors that the class ignores. `patch` looks for them in the
                                      folder that the config names, and compares values, because the
-                                     folder may contain the weights of another model
+                                     folder may contain other weights, too
 
 Rank 0 writes checkpoints, so only the references of rank 0 are used.
 """
