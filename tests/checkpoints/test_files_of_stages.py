@@ -390,7 +390,7 @@ def an_error_of_one_stage_leaves_the_folder_unchanged(rank: int, world: int, fol
     assert {path.name: path.read_bytes() for path in Path(folder).iterdir()} == before
 
 
-# Options of LoraConfig. With {}, adapters are attached to experts and attention.
+# Options of LoraConfig: adapters on experts and attention, without and with trained modules.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "adapters": {},
     "adapters and modules": {"modules_to_save": ["embed_tokens", "lm_head"]},
