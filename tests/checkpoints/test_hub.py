@@ -304,7 +304,7 @@ def _train_with_the_trainer(rank: int, world: int, folder: str) -> list[list[Any
     dist.barrier()
     ids = torch.randint(0, 97, (32, 9), generator=torch.Generator().manual_seed(0))
     logs = []
-    for kind in ("lean", "stock"):
+    for kind in ("sharded", "stock"):
         with launched():
             args = TrainingArguments(
                 output_dir=f"{folder}/out",
@@ -315,7 +315,7 @@ def _train_with_the_trainer(rank: int, world: int, folder: str) -> list[list[Any
                 report_to=[],
                 save_strategy="no",
             )
-            if kind == "lean":
+            if kind == "sharded":
                 model = from_pretrained(f"{folder}/base", ep_size=2).train()
             else:
                 model = patch(copy.deepcopy(base), ep_size=2)
@@ -330,9 +330,9 @@ def _train_with_the_trainer(rank: int, world: int, folder: str) -> list[list[Any
 
 @pytest.mark.slow
 def test_the_trainer_trains_a_sharded_model_like_a_stock_model(tmp_path: Path) -> None:
-    for lean, stock in run_ranks(_train_with_the_trainer, 2, str(tmp_path)):
-        assert lean == stock and len(lean) == 4
-    assert_equal(read_all(tmp_path / "lean"), read_all(tmp_path / "stock"))
+    for sharded, stock in run_ranks(_train_with_the_trainer, 2, str(tmp_path)):
+        assert sharded == stock and len(sharded) == 4
+    assert_equal(read_all(tmp_path / "sharded"), read_all(tmp_path / "stock"))
 
 
 def _save_gathered(rank: int, world: int, folder: str) -> None:

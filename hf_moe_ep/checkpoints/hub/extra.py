@@ -170,9 +170,9 @@ def find_loaded(stock: nn.Module) -> tuple[Path, dict[str, FileTensor]] | None:
     """Return the folder from which stock's from_pretrained has loaded a model, and its tensors.
 
     The result is None if the model was not loaded. Unless `remember_files` was called, only the
-    name that was passed to from_pretrained is known. This folder may also contain weights that the
-    model does not have: weights that only `subfolder=` or `variant=` choose, or weights that were
-    written later. Therefore values are compared.
+    name that was passed to from_pretrained is known. The folder of this name may also contain other
+    weights, which `subfolder=` or `variant=` choose or which were written later. Therefore values
+    are compared.
 
     Raises:
         ValueError: the folder does not exist any more, or it is unclear which weights the model
@@ -214,24 +214,24 @@ def _choose_weights(model: nn.Module, folder: Path) -> tuple[Path, dict[str, Fil
         ValueError: every checkpoint has too few equal tensors, or several have the same number.
     """
     tensors = read_index(folder)
-    found = _compare(model, tensors)
-    if found.is_exact:
+    comparison = _compare(model, tensors)
+    if comparison.is_exact:
         return folder, tensors
-    compared = [(found, folder, tensors)]
+    candidates = [(comparison, folder, tensors)]
     for file in _list_other_weights(folder, tensors):
         try:
             others = read_weights(file.parent, file.name)
         except (ValueError, OSError):
             continue  # from_pretrained cannot have loaded this file either
-        compared.append((_compare(model, others), file.parent, others))
-    if found.total == 0 and len(compared) == 1:
+        candidates.append((_compare(model, others), file.parent, others))
+    if comparison.total == 0 and len(candidates) == 1:
         return folder, tensors
-    most = max(same.equal for same, _, _ in compared)
-    nearest = [entry for entry in compared if entry[0].equal == most]
-    best, its_folder, its_tensors = nearest[0]
+    most = max(compared.equal for compared, _, _ in candidates)
+    nearest = [candidate for candidate in candidates if candidate[0].equal == most]
+    best, best_folder, best_tensors = nearest[0]
     if len(nearest) == 1 and 2 * best.equal > best.total:
-        return its_folder, its_tensors
-    rows = ", ".join(f"{path} ({same.equal} of {same.total})" for same, path, _ in compared)
+        return best_folder, best_tensors
+    rows = ", ".join(f"{path} ({x.equal} of {x.total})" for x, path, _ in candidates)
     raise ValueError(
         f"the weights in {folder} are not those of this model, which may have been loaded with "
         f"subfolder= or variant=, or changed since. Compared tensors that are equal: {rows}. Name "
