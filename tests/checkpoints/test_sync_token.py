@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import ExpertLoad, SyncToken, apply_ep_fsdp2, balance_experts, hub_tensors, patch
 from hf_moe_ep.checkpoints.hub import sync_token
-from hf_moe_ep.checkpoints.hub.sync_token import checksums
+from hf_moe_ep.checkpoints.hub.sync_token import compute_checksums
 from hf_moe_ep.ops.quantised import _encode_rows, encode_blocks
 
 BF16 = torch.bfloat16
@@ -172,10 +172,10 @@ def test_checksums_depend_on_bits_and_positions() -> None:
     negative_zero = tensor.clone()
     negative_zero[0, 0] = -0.0
     others = [tensor, tensor.clone(), swapped, negative_zero, tensor.T.contiguous(), tensor[0, 1]]
-    first, same, *different = checksums([(other, None) for other in others])
+    first, same, *different = compute_checksums([(other, None) for other in others])
     assert first == same and first not in different and len(set(different)) == len(different)
     slots = torch.tensor([1, 0, 2, 3])  # expert 0 is in row 1
-    assert checksums([(swapped, slots)]) == [first]
+    assert compute_checksums([(swapped, slots)]) == [first]
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (3, 128, 256), (192, 300), (130, 128)])
@@ -266,10 +266,10 @@ def test_biases_of_128_experts_are_not_encoded() -> None:
 def test_large_tensors_are_summed_and_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(2, 2048, 2048, dtype=BF16)
     with LargestTensor([weight]) as largest:
-        in_parts = checksums([(weight, None)])
+        in_parts = compute_checksums([(weight, None)])
     assert largest.nbytes <= 8 * 2**20
     monkeypatch.setattr(sync_token, "_ELEMENTS_PER_STEP", weight.numel())
-    assert checksums([(weight, None)]) == in_parts
+    assert compute_checksums([(weight, None)]) == in_parts
     weight = torch.randn(3, 300, 520, dtype=BF16)
     want = [_encode_rows(matrix) for matrix in weight]
     with LargestTensor([weight]) as largest:

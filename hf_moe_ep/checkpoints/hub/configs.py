@@ -42,13 +42,13 @@ def prepare_configs(
 
     `others` are tokenizers and processors.
     """
-    with staged_files(folder) as staged:
+    with stage_files(folder) as staged:
         _write_into(model, staged, dtype, others)
     return staged
 
 
 @contextmanager
-def staged_files(folder: Path) -> Iterator[Path]:
+def stage_files(folder: Path) -> Iterator[Path]:
     """Make a new subfolder for files that are moved to `folder` later; an error removes it.
 
     Before that, the commit of a killed save is completed or undone (`storage/switch.py`), and the

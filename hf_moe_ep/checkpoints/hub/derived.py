@@ -43,7 +43,7 @@ class PieceFinder:
         self._runs: dict[int, tuple[Axis, list[_Run]]] = {}
         self._boxes: dict[tuple[int, ...], list[Piece]] = {}
 
-    def pieces(
+    def find(
         self, key: str, tensor: Traced, num_dims: Sequence[int]
     ) -> Iterator[tuple[int, Piece]]:
         """Yield (number of the parameter, piece) for each piece of a checkpoint tensor.

@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.hub.fp8 import scaled_keys
-from hf_moe_ep.checkpoints.hub.layout import hub_layout, list_names, possible_keys, shapes_by_name
+from hf_moe_ep.checkpoints.hub.fp8 import list_fp8_keys
+from hf_moe_ep.checkpoints.hub.layout import hub_layout, list_names, list_possible_keys, list_shapes
 from hf_moe_ep.checkpoints.hub.pieces import whole_piece
 from hf_moe_ep.checkpoints.hub.write import TensorGroup
 from hf_moe_ep.checkpoints.storage.references import FileReferences
@@ -135,10 +135,10 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     candidates = tensors.keys() - set(unexpected_keys(stock, tensors)) - old_buffers(stock, tensors)
     if not candidates:
         return None
-    keys = possible_keys(hub_layout(model, plan, shapes_by_name(model)), base_prefix(stock))
-    candidates -= {part for key in keys for part in scaled_keys(key)}
+    keys = list_possible_keys(hub_layout(model, plan, list_shapes(model)), base_prefix(stock))
+    candidates -= {part for key in keys for part in list_fp8_keys(key)}
     extra = {key: t for key, t in tensors.items() if key in candidates}
-    _check_stored_once(extra, _loaded_files(stock))
+    _check_stored_once(extra, _get_loaded_files(stock))
     return refer_to(stock, folder, extra)
 
 
@@ -147,7 +147,7 @@ def remember_files(model: nn.Module, files: Sequence[Path]) -> None:
     setattr(model, _LOADED_FILES, tuple(files))
 
 
-def _loaded_files(stock: nn.Module) -> tuple[Path, ...]:
+def _get_loaded_files(stock: nn.Module) -> tuple[Path, ...]:
     return getattr(stock, _LOADED_FILES, ())
 
 
@@ -178,7 +178,7 @@ def find_loaded(stock: nn.Module) -> tuple[Path, dict[str, FileTensor]] | None:
         ValueError: the folder does not exist any more, or it is unclear which weights the model
             has.
     """
-    if files := _loaded_files(stock):
+    if files := _get_loaded_files(stock):
         return files[0].parent, read_files(files)
     folders = folders_of_loaded(stock)
     if len(folders) > 1:
@@ -296,7 +296,9 @@ def _compare(model: nn.Module, tensors: Mapping[str, FileTensor]) -> _Compared:
         for number in sorted({0, len(same_kind) // 2, len(same_kind) - 1})
     ]
     with Reader() as reader:
-        equal = sum(_has_row(parameter, tensors[key], reader) for key, parameter in samples)
+        equal = sum(
+            _has_equal_first_row(parameter, tensors[key], reader) for key, parameter in samples
+        )
     return _Compared(equal, len(samples))
 
 
@@ -305,7 +307,7 @@ def _is_plain(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def _has_row(parameter: Tensor, tensor: FileTensor, reader: Reader) -> bool:
+def _has_equal_first_row(parameter: Tensor, tensor: FileTensor, reader: Reader) -> bool:
     """Return True if a parameter and a tensor in a file have equal values in their first row.
 
     The parameter may have been rounded to 16 bits when it was loaded, and cast again later.

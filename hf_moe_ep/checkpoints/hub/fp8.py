@@ -63,7 +63,7 @@ class Fp8Tensor(FileTensor):
         self, out: Tensor, box: Box, *, view: tuple[int, ...], dtype: torch.dtype, reader: Reader
     ) -> None:
         """Decode a box of the tensor, viewed in the shape `view`, some rows at a time."""
-        scales = scales_as_fp32(reader.read(self.scales, whole_box(self.scales.shape)))
+        scales = convert_scales(reader.read(self.scales, whole_box(self.scales.shape)))
         scales, split = scales.flatten(0, -2), self._split_at_rows(view)
         (first, end), *others = box
         step = max(1, _VALUES_PER_STEP // max(1, math.prod(out.shape[1:])))
@@ -94,7 +94,7 @@ class Fp8Tensor(FileTensor):
         return scale_rows, columns // self.block[1]
 
 
-def scales_as_fp32(scales: Tensor) -> Tensor:
+def convert_scales(scales: Tensor) -> Tensor:
     """Return scales as fp32 factors. Scales that are stored as bytes are powers of two in E8M0."""
     if scales.dtype == torch.uint8:
         return torch.ldexp(torch.ones(()), scales.int() - _EXPONENT_BIAS)
@@ -110,18 +110,18 @@ def join_scales(tensors: Mapping[str, FileTensor], folder: Path) -> dict[str, Fi
         ValueError: scales do not have the shape that the weight needs, or config.json lacks the
             size of a block.
     """
-    weights = unscaled_keys(tensors)
+    weights = find_unjoined_weights(tensors)
     block = _read_block(folder, next(iter(weights))) if weights else (1, 1)
     joined = {
         key: _join_weight(key, tensors[key], key + SCALE, tensors[key + SCALE], block)
         for key in weights
         if key + SCALE in tensors
     }
-    removed = {part for key in joined for part in scaled_keys(key)[1:]}
+    removed = {part for key in joined for part in list_fp8_keys(key)[1:]}
     return {key: joined.get(key, tensor) for key, tensor in tensors.items() if key not in removed}
 
 
-def scaled_keys(key: str) -> list[str]:
+def list_fp8_keys(key: str) -> list[str]:
     """List the key of an FP8 weight and all keys that its scales can have."""
     return [
         key,
@@ -142,7 +142,7 @@ def join_stacked_scales(
     Raises:
         ValueError: as in `join_scales`, or scales are missing.
     """
-    weights = unscaled_keys(tensors)
+    weights = find_unjoined_weights(tensors)
     if not weights:
         return tensors
     block, joined = _read_block(folder, next(iter(weights))), dict(tensors)
@@ -156,13 +156,13 @@ def join_stacked_scales(
             weight = tensors[piece.key]
             joined[piece.key] = _join_weight(piece.key, weight, name + SCALE, scales, block)
         del joined[name + SCALE]
-    if missing := [key + SCALE for key in unscaled_keys(joined)]:
+    if missing := [key + SCALE for key in find_unjoined_weights(joined)]:
         weight_key = missing[0].removesuffix(SCALE)
         raise ValueError(f"{list_names('missing', missing)}, but {weight_key} is stored in {_FP8}")
     return joined
 
 
-def unscaled_keys(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
+def find_unjoined_weights(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     """Find the FP8 weights that are not joined with their scales yet."""
     return {
         key: tensor

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_moe_ep.checkpoints.hub.fp8 import BLOCK, SCALE
+from hf_moe_ep.checkpoints.hub.fp8 import BLOCK
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import checkpoint_name
@@ -25,17 +25,12 @@ from hf_moe_ep.upstream.models import output_head
 FP8 = "fp8"
 
 
-def scale_key(key: str) -> str:
-    """Return the key of a weight's scales."""
-    return f"{key}{SCALE}"
-
-
 def has_blocks(shape: tuple[int, ...]) -> bool:
     """Return True if a weight [.., out, in] has at least one block in both dims."""
     return len(shape) > 1 and min(shape[-2:]) >= BLOCK
 
 
-def fp8_weights(model: nn.Module, plan: ModelPlan) -> set[str]:
+def list_fp8_parameters(model: nn.Module, plan: ModelPlan) -> set[str]:
     """Return the names, in checkpoints, of the parameters that are encoded.
 
     These parameters are stacked experts, and the weights of Linear layers except the output head
@@ -54,7 +49,7 @@ def fp8_weights(model: nn.Module, plan: ModelPlan) -> set[str]:
     return weights
 
 
-def fp8_config(unencoded: Iterable[str]) -> dict[str, Any]:
+def make_fp8_config(unencoded: Iterable[str]) -> dict[str, Any]:
     """Return the quantization_config of a checkpoint in FP8 except the matrices `unencoded`."""
     return {
         "quant_method": "fp8",

@@ -67,13 +67,13 @@ def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Ten
     return dict(by_id.values())
 
 
-def shapes_by_name(model: nn.Module) -> dict[str, Shape]:
+def list_shapes(model: nn.Module) -> dict[str, Shape]:
     """Return the shapes of parameters and persistent buffers, by their names in checkpoints."""
     named = (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model))
     return {checkpoint_name(name): tuple(tensor.shape) for name, tensor in named}
 
 
-def possible_keys(layout: Layout, prefix: str) -> set[str]:
+def list_possible_keys(layout: Layout, prefix: str) -> set[str]:
     """Return all keys that a checkpoint of the model can have, with or without a head."""
     keys = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
     return keys | {f"{prefix}{key}" for key in keys} | {key.removeprefix(prefix) for key in keys}
@@ -101,13 +101,13 @@ def hub_layout(
         name: _layout_of_plan(name, shape, plan) if name in from_plan else layout[name]
         for name, shape in shapes.items()
     }
-    for key, name in copies_of(model).items() if copies else ():
+    for key, name in find_copies(model).items() if copies else ():
         if name in pieces_of:
             pieces_of[name] = [*pieces_of[name], whole_piece(key, shapes[name])]
     return pieces_of | {PADDING: layout[PADDING]}
 
 
-def copies_of(model: Any) -> Mapping[str, str]:
+def find_copies(model: Any) -> Mapping[str, str]:
     """Return the keys of second copies of parameters, each with the name of the parameter."""
     head = find_head(model) if isinstance(model, nn.Module) else None
     return {} if head is None else head.copies
@@ -135,7 +135,7 @@ def _derive_layout(model: Any, shapes: Mapping[str, Shape]) -> Layout:
             if name is not None:
                 layout[name].append(whole_piece(key, shapes[name]))
                 continue
-            for number, piece in finder.pieces(key, tensor, num_dims):
+            for number, piece in finder.find(key, tensor, num_dims):
                 (padding if number == ZEROS else layout[names[number]]).append(piece)
     except Untraceable as error:
         raise ValueError(
@@ -183,9 +183,9 @@ def find_pieces(
             with_all_keys = [
                 candidate
                 for candidate in layouts
-                if all(piece.key in tensors for piece in _all_pieces(candidate))
+                if all(piece.key in tensors for piece in _iterate_pieces(candidate))
             ]
-            for piece in _all_pieces((with_all_keys or layouts)[0]):
+            for piece in _iterate_pieces((with_all_keys or layouts)[0]):
                 if piece.key not in tensors:
                     missing[piece.key] = None
                 elif tensors[piece.key].shape != piece.shape:
@@ -262,12 +262,12 @@ def _candidate_layouts(
     return [hub_pieces, same_shapes, same_shapes | transposed]
 
 
-def _all_pieces(layout: Layout) -> Iterable[Piece]:
+def _iterate_pieces(layout: Layout) -> Iterable[Piece]:
     return (piece for pieces in layout.values() for piece in pieces)
 
 
 def _fits(layout: Layout, tensors: Mapping[str, FileTensor]) -> bool:
     return all(
         piece.key in tensors and tensors[piece.key].shape == piece.shape
-        for piece in _all_pieces(layout)
+        for piece in _iterate_pieces(layout)
     )

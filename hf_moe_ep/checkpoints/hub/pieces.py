@@ -119,7 +119,7 @@ def cut_pieces(pieces: Iterable[Piece], box: Box) -> dict[str, list[Piece]]:
     return by_key
 
 
-def filled_box(pieces: Sequence[Piece]) -> Box | None:
+def find_filled_box(pieces: Sequence[Piece]) -> Box | None:
     """Return the box of the view that several pieces fill together.
 
     Interleaved rows that fill a box can be read and written at once instead of row by row. The

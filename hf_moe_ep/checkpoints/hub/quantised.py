@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from hf_moe_ep.checkpoints.hub.fp8 import BLOCK, Fp8Tensor, scales_as_fp32
+from hf_moe_ep.checkpoints.hub.fp8 import BLOCK, Fp8Tensor, convert_scales
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
@@ -78,7 +78,8 @@ class HeldAsBytes:
         shape = (1, sum(stop - start for start, stop in ranges), num_columns)
         matrix = None if copies_bytes else torch.empty(shape, dtype=stored.dtype)
         for index, expert in enumerate(range(*experts)):
-            target, stored_expert, first = self.local.matrix_of(index), stored.of_expert(expert), 0
+            stored_expert = stored.restrict_to_expert(expert)
+            target, first = self.local.matrix_of(index), 0
             for start, stop in ranges:
                 own_rows = slice(first, first + stop - start)
                 box: Box = ((expert, expert + 1), (start, stop), columns)
@@ -121,7 +122,7 @@ class HeldAsBytes:
             factors = reader.read(tensor.scales, scales_box)
             expert, *others = in_target
             blocks = (slice(*_find_blocks((part.start, part.stop))) for part in others)
-            piece.in_view(scales[(expert, *blocks)]).copy_(scales_as_fp32(factors))
+            piece.in_view(scales[(expert, *blocks)]).copy_(convert_scales(factors))
 
 
 def _slice_rows(matrix: Quantised, rows: slice) -> Quantised:

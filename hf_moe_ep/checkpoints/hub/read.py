@@ -20,19 +20,19 @@ from torch import nn
 
 from hf_moe_ep.architectures import find_block, find_plan
 from hf_moe_ep.checkpoints.hub.fp8 import (
+    find_unjoined_weights,
     join_scales,
     join_stacked_scales,
-    scaled_keys,
-    unscaled_keys,
+    list_fp8_keys,
 )
 from hf_moe_ep.checkpoints.hub.layout import (
     Layout,
-    copies_of,
+    find_copies,
     find_pieces,
     hub_layout,
     list_names,
-    possible_keys,
-    shapes_by_name,
+    list_possible_keys,
+    list_shapes,
 )
 from hf_moe_ep.checkpoints.hub.mxfp4 import join_blocks
 from hf_moe_ep.checkpoints.hub.quantised import find_quantised_shards
@@ -169,7 +169,7 @@ def match_checkpoint(
             shape.
     """
     file_tensors = read_index(directory) if file_tensors is None else file_tensors
-    layout = hub_layout(model, plan, shapes_by_name(model), copies=False)
+    layout = hub_layout(model, plan, list_shapes(model), copies=False)
     tensors: Mapping[str, FileTensor]
     key_in_file: dict[str, str] = {}
     try:
@@ -193,7 +193,7 @@ def match_checkpoint(
                 "and save the model"
             )
         raise _make_misfit_error(model, directory, text) from error
-    known |= copies_of(model).keys()  # a save fills these keys from the embedding and the head
+    known |= find_copies(model).keys()  # a save fills these keys from the embedding and the head
     others = [key for key in tensors if key not in known]
     unexpected = unexpected_keys(model, others, ignore_unexpected)
     ignored = set(others) - set(unexpected) - old_buffers(model, others)
@@ -214,9 +214,9 @@ def _find_scaled_extra(
     These tensors must not be decoded, because the config may lack the size of their blocks: a model
     that was loaded in FP8 is saved in bf16, but its extra tensors are saved in FP8.
     """
-    own = possible_keys(layout, base_prefix(without_adapters(model)))
-    weights = [key for key in unscaled_keys(tensors) if key not in own]
-    scaled = [key for weight in weights for key in scaled_keys(weight) if key in tensors]
+    own = list_possible_keys(layout, base_prefix(without_adapters(model)))
+    weights = [key for key in find_unjoined_weights(tensors) if key not in own]
+    scaled = [key for weight in weights for key in list_fp8_keys(weight) if key in tensors]
     unexpected = set(unexpected_keys(model, scaled, ignore_unexpected))
     return [key for key in scaled if key not in unexpected]
 

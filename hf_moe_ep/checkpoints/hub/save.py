@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.hub.configs import prepare_configs, publish, staged_files
+from hf_moe_ep.checkpoints.hub.configs import prepare_configs, publish, stage_files
 from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, follow_copies, known_digests
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
@@ -34,7 +34,7 @@ from hf_moe_ep.checkpoints.hub.stages import (
 from hf_moe_ep.checkpoints.hub.write import (
     TensorGroup,
     choose_dtypes,
-    file_names,
+    choose_file_names,
     first_dtype,
     group_tensors,
     parse_size,
@@ -161,7 +161,7 @@ def _save_weights(
         check_is_no_file(folder)
         folder.mkdir(parents=True, exist_ok=True)
         configs = prepare_configs(model, folder, first_dtype(groups), processors)
-        return configs, file_names(len(files) + len(extra_files))
+        return configs, choose_file_names(len(files) + len(extra_files))
 
     configs, names = run_on_first(what, prepare)
     own_files = files_of_stage(files, len(names), state)
@@ -252,7 +252,7 @@ def _save_adapters(
     def write() -> None:
         check_is_no_file(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with staged_files(folder) as staged:
+        with stage_files(folder) as staged:
             if (folder / _CARD).is_file():  # PEFT updates an existing model card
                 shutil.copyfile(folder / _CARD, staged / _CARD)
             model.save_pretrained(os.fspath(staged), state_dict=state_dict, **kwargs)

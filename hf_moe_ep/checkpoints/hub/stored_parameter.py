@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, filled_box
+from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, find_filled_box
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
 from hf_moe_ep.ranks.boxes import Box, slices
 
@@ -28,7 +28,7 @@ class StoredParameter:
     pieces: list[tuple[Piece, FileTensor]]
     dtype: torch.dtype
 
-    def of_expert(self, expert: int) -> StoredParameter:
+    def restrict_to_expert(self, expert: int) -> StoredParameter:
         """Restrict a stacked weight to the pieces that can hold elements of one expert."""
         pieces = [(piece, tensor) for piece, tensor in self.pieces if _may_hold(piece, expert)]
         return StoredParameter(pieces, self.dtype)
@@ -41,7 +41,7 @@ class StoredParameter:
             tensor, view = tensors[key], pieces[0].view
             # If pieces fill one box together, such as interleaved rows, one call reads them all.
             # Tensors that must be decoded are read piece by piece.
-            filled = filled_box(pieces) if type(tensor) is FileTensor else None
+            filled = find_filled_box(pieces) if type(tensor) is FileTensor else None
             values = None if filled is None else reader.read(tensor, filled, view)
             for piece in pieces:
                 out = piece.in_view(target[piece.slices_in(box)])

@@ -63,7 +63,7 @@ class SyncToken:
 
 
 @torch.no_grad()
-def checksums(tensors: Sequence[tuple[Tensor, Tensor | None]]) -> list[Sums]:
+def compute_checksums(tensors: Sequence[tuple[Tensor, Tensor | None]]) -> list[Sums]:
     """Compute the sums of tensors over all ranks; every rank calls this.
 
     Args:

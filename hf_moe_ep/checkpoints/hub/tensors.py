@@ -30,13 +30,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.extra import find_to_copy, send_extra
-from hf_moe_ep.checkpoints.hub.fp8 import scaled_keys, unscaled_keys
+from hf_moe_ep.checkpoints.hub.fp8 import SCALE, find_unjoined_weights, list_fp8_keys
 from hf_moe_ep.checkpoints.hub.fp8_blocks import (
     FP8,
-    fp8_config,
-    fp8_weights,
     has_blocks,
-    scale_key,
+    list_fp8_parameters,
+    make_fp8_config,
 )
 from hf_moe_ep.checkpoints.hub.gather import gather_tensor
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
@@ -47,7 +46,7 @@ from hf_moe_ep.checkpoints.hub.stages import (
     slabs_for_all_stages,
     tensors_of_model,
 )
-from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, checksums
+from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, compute_checksums
 from hf_moe_ep.checkpoints.hub.write import TensorGroup, choose_dtypes, group_tensors
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
 from hf_moe_ep.etp import apart_dims_by_id, for_each_half, slabs_in_stock_shape
@@ -268,7 +267,9 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
         then lists all of them. The tensors of a list and the next tensor are in memory together.
         """
         self._source.keep_modules_whole()
-        return (list(tensors) for _, tensors in groupby(self, lambda item: _module_of(item[0])))
+        return (
+            list(tensors) for _, tensors in groupby(self, lambda item: _get_module_name(item[0]))
+        )
 
     def check_engine(
         self, load_weights: Callable[[list[tuple[str, Tensor]]], Iterable[str] | None] | None
@@ -380,7 +381,7 @@ class _Source:
         return self._describe_contents(self._prepare())
 
     def list_own_metadata(self) -> list[TensorInfo]:
-        return self._describe_contents(self._contents_of_rank())
+        return self._describe_contents(self._list_known_contents())
 
     def _describe_contents(self, contents: _Contents) -> list[TensorInfo]:
         infos = []
@@ -395,18 +396,18 @@ class _Source:
     def quantization_config(self) -> dict[str, Any]:
         if self._dtype != FP8:
             raise ValueError(f"dtype={self._dtype!r} yields no FP8; pass dtype={FP8!r}")
-        contents = self._contents_of_rank()
+        contents = self._list_known_contents()
         extra = contents.extra
         # Extra tensors keep their dtype: they are FP8 only if they come from an FP8 checkpoint.
-        fp8_extra = {part for key in unscaled_keys(extra) for part in scaled_keys(key)}
+        fp8_extra = {part for key in find_unjoined_weights(extra) for part in list_fp8_keys(key)}
         shapes = {key: shape for group in contents.groups for key, shape in group.shapes.items()}
         shapes |= {key: tensor.shape for key, tensor in extra.items()}
         matrices = {key for key, shape in shapes.items() if len(shape) > 1}
-        return fp8_config(matrices - contents.fp8_keys - fp8_extra)
+        return make_fp8_config(matrices - contents.fp8_keys - fp8_extra)
 
-    def _contents_of_rank(self) -> _Contents:
+    def _list_known_contents(self) -> _Contents:
         """Return the tensors that this rank knows, without a collective."""
-        names = self._names_of_rank()
+        names = self._get_known_names()
         groups = self._describe(names)
         extra = self._find_extra(groups) if self._extra is None else self._extra
         placements = [layer.placement for layer in self._state.moe_layers]
@@ -417,7 +418,7 @@ class _Source:
         own_keys = {key for group in groups for key in group.shapes}
         return find_to_copy(self._state.extra if self._extra_tensors else None, own_keys)
 
-    def _names_of_rank(self) -> _Names:
+    def _get_known_names(self) -> _Names:
         """Return the names that `_prepare` has found, or else the names that this rank can find."""
         if self._names is not None:
             return self._names
@@ -432,7 +433,7 @@ class _Source:
     def _find_own_names(self) -> _Names:
         """Return the names in the model, or in this rank's pipeline stage."""
         model = self._model
-        parameters = fp8_weights(model, self._state.plan) if self._dtype == FP8 else set()
+        parameters = list_fp8_parameters(model, self._state.plan) if self._dtype == FP8 else set()
         return _Names(left_out_by_merging(model), parameters, active_adapters(model))
 
     def _join_names(self) -> _Names:
@@ -530,8 +531,10 @@ class _Source:
             held = {key for key, text in fingerprints.items() if self._since.holds(key, text)}
             changed = [group for group in groups if next(iter(group.shapes)) not in held]
             if self._whole_modules:
-                modules = {_module_of(key) for group in changed for key in group.shapes}
-                changed = [g for g in groups if not modules.isdisjoint(map(_module_of, g.shapes))]
+                modules = {_get_module_name(key) for group in changed for key in group.shapes}
+                changed = [
+                    g for g in groups if not modules.isdisjoint(map(_get_module_name, g.shapes))
+                ]
             groups = changed
             extra = {key: tensor for key, tensor in extra.items() if key not in held}
         self._contents = _Contents(groups, fp8_keys, extra, fingerprints, placements)
@@ -542,11 +545,11 @@ class _Source:
     ) -> dict[str, str]:
         """Return `_Contents.fingerprints`; every rank calls this."""
         fingerprints: dict[str, str] = {}
-        for stage_fingerprints in gather_stages(self._fingerprint_own(groups), self._state):
+        for stage_fingerprints in gather_stages(self._fingerprint_own_stage(groups), self._state):
             fingerprints |= stage_fingerprints
         return fingerprints | {key: repr((t.file, t.start, t.dtype)) for key, t in extra.items()}
 
-    def _fingerprint_own(self, groups: list[TensorGroup]) -> dict[str, str]:
+    def _fingerprint_own_stage(self, groups: list[TensorGroup]) -> dict[str, str]:
         """Return the fingerprints of the groups of this rank's pipeline stage."""
         model, stage = self._model, self._state.stage
         if stage is not None:
@@ -560,7 +563,7 @@ class _Source:
             sources[id(tensor)] = tensor, slots.get(id(tensor))
             for update in updates.get(id(tensor), ()):
                 sources |= {id(factor): (factor, None) for factor in (update.a, update.b)}
-        sums = dict(zip(sources, checksums(list(sources.values())), strict=True))
+        sums = dict(zip(sources, compute_checksums(list(sources.values())), strict=True))
         fingerprints = {}
         for group in groups:
             values = [
@@ -584,7 +587,7 @@ class _Source:
             return
         values, scales = encode_blocks(tensor)
         yield key, values
-        yield scale_key(key), scales
+        yield f"{key}{SCALE}", scales
 
     @torch.inference_mode(False)
     def iterate(self) -> Generator[tuple[str, Tensor], None, None]:
@@ -618,7 +621,7 @@ class _Source:
             self._since.set(contents.fingerprints)
 
 
-def _module_of(key: str) -> str:
+def _get_module_name(key: str) -> str:
     """Return "layers.0.self_attn" for "layers.0.self_attn.q_proj.weight"."""
     return key.rsplit(".", 2)[0]
 

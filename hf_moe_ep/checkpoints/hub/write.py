@@ -46,7 +46,7 @@ from torch import Tensor
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIG, publish
 from hf_moe_ep.checkpoints.hub.layout import PADDING, group_by_shared_tensors, hub_layout
-from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, filled_box
+from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, find_filled_box
 from hf_moe_ep.checkpoints.storage.atomic import write_atomically
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, FileTensor, Writer
 from hf_moe_ep.checkpoints.storage.switch import changed_files, settle, switch_files
@@ -251,7 +251,7 @@ def first_dtype(groups: Iterable[TensorGroup]) -> torch.dtype:
     return next(group.dtype for group in groups if group.dtype.is_floating_point)
 
 
-def file_names(num_files: int) -> list[str]:
+def choose_file_names(num_files: int) -> list[str]:
     """Return names for the files of a save that differ from the names of all earlier saves."""
     tag = uuid.uuid4().hex[:8]
     return [
@@ -295,7 +295,7 @@ def write_checkpoint(
     Returns:
         The sha256 of each copied tensor, by key, on the process that commits.
     """
-    names = names or file_names(len(files))
+    names = names or choose_file_names(len(files))
     own = range(len(files)) if stage is None else stage.numbers
     commits = writes if stage is None else is_first()
     num_waits = 0 if stage is None else stage.num_rounds - len(own)
@@ -368,7 +368,7 @@ def _write_slab(
 ) -> None:
     """Write the part of each piece that is in a slab, and interleaved pieces with one call."""
     for key, parts in cut_pieces(pieces, box).items():
-        filled = filled_box(parts)
+        filled = find_filled_box(parts)
         block = None if filled is None else torch.empty(box_sizes(filled), dtype=dtype)
         for part in parts:
             values = part.in_view(slab[part.slices_in(box)])
