@@ -4,7 +4,7 @@ The hooks of a training forward, in the order of their calls:
 
     causal LM        BeginMtpForward   begins a forward with labels
     first layer      KeepInput         stores its input, the embeddings of the tokens
-    a later layer    KeepArguments     stores its other arguments (mask, positions), with which the
+    a decoder layer  KeepArguments     stores its other arguments (mask, positions), with which the
                                        layers of the head are called, too
     final norm       KeepHidden        stores its output
     causal LM        AddMtpLoss        runs the head, and adds the loss of the head

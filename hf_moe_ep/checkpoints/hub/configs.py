@@ -36,14 +36,14 @@ def save_configs(model: Any, folder: Path, dtype: torch.dtype | None = None) -> 
 
 
 def prepare_configs(
-    model: Any, folder: Path, dtype: torch.dtype | None, others: Iterable[Any]
+    model: Any, folder: Path, dtype: torch.dtype | None, processors: Iterable[Any]
 ) -> Path:
-    """Save the files of `save_configs` and of `others` into a new subfolder, for `publish`.
+    """Save the files of `save_configs`, tokenizers and processors into a new subfolder.
 
-    `others` are tokenizers and processors.
+    `publish` later moves these files into the folder.
     """
     with stage_files(folder) as staged:
-        _write_into(model, staged, dtype, others)
+        _write_configs(model, staged, dtype, processors)
     return staged
 
 
@@ -75,7 +75,9 @@ def publish(staged: Path, folder: Path) -> None:
     shutil.rmtree(staged)
 
 
-def _write_into(model: Any, folder: Path, dtype: torch.dtype | None, others: Iterable[Any]) -> None:
+def _write_configs(
+    model: Any, folder: Path, dtype: torch.dtype | None, processors: Iterable[Any]
+) -> None:
     model = without_adapters(unwrap(model))
     original = model.config.dtype, model.config.architectures
     if dtype is not None:
@@ -92,5 +94,5 @@ def _write_into(model: Any, folder: Path, dtype: torch.dtype | None, others: Ite
         # warns (a temperature without do_sample). Such settings must not end a training run.
         path = folder / CONFIGS[1]
         model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
-    for other in others:
-        other.save_pretrained(folder)
+    for processor in processors:
+        processor.save_pretrained(folder)

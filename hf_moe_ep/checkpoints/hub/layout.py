@@ -4,10 +4,10 @@ A layout lists the pieces of each parameter. A piece is a box (index ranges) of 
 and the elements of the parameter that the box contains. `hub_layout` derives the layout from
 transformers' own conversion, in four steps:
 
-    Tracer (`traced.py`)        makes a tensor for each parameter that records element origins
-    as_stock (`moe/stacked.py`) turns our stacked weights into the stock parameters
-    to_hub                      lets transformers convert all tensors as in `save_pretrained`
-    PieceFinder (`derived.py`)  computes the pieces from the results
+    Tracer (`traced.py`)          makes a tensor per parameter that records the origin of elements
+    as_stock (`moe/stacked.py`)   turns our stacked weights into the stock parameters
+    to_hub                        lets transformers convert all tensors as in `save_pretrained`
+    PieceFinder (`derived.py`)    computes the pieces from the results
 
 A plan can override the layout of stacked expert weights (`ModelPlan.stored`).
 

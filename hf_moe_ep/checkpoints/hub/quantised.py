@@ -118,16 +118,16 @@ class HeldAsBytes:
             fp8_bytes = reader.read(replace(tensor, dtype=torch.uint8), in_file)
             piece.in_view(values[in_target]).copy_(fp8_bytes)
             *outer, rows, columns = in_file
-            scales_box = (*outer, _find_blocks(rows), _find_blocks(columns))
+            scales_box = (*outer, _find_touched_blocks(rows), _find_touched_blocks(columns))
             factors = reader.read(tensor.scales, scales_box)
             expert, *others = in_target
-            blocks = (slice(*_find_blocks((part.start, part.stop))) for part in others)
+            blocks = (slice(*_find_touched_blocks((part.start, part.stop))) for part in others)
             piece.in_view(scales[(expert, *blocks)]).copy_(convert_scales(factors))
 
 
 def _slice_rows(matrix: Quantised, rows: slice) -> Quantised:
     """Return some rows of an FP8 matrix and the scales of their blocks, as views."""
-    blocks = slice(*_find_blocks((rows.start, rows.stop)))
+    blocks = slice(*_find_touched_blocks((rows.start, rows.stop)))
     return Quantised(matrix.values[rows], matrix.block_scale[blocks])
 
 
@@ -175,6 +175,6 @@ def _is_aligned(piece: Piece) -> bool:
     )
 
 
-def _find_blocks(span: tuple[int, int]) -> tuple[int, int]:
+def _find_touched_blocks(span: tuple[int, int]) -> tuple[int, int]:
     """Return the blocks that a range [start, stop) of indices touches: (128, 300) gives (1, 3)."""
     return span[0] // BLOCK, -(-span[1] // BLOCK)

@@ -57,7 +57,7 @@ from hf_moe_ep.state import ModelState, find_state, refuse_quantised_experts
 from hf_moe_ep.upstream.adapters import has_adapters
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
-# The model card, which PEFT writes beside adapters.
+# The model card, which PEFT saves with adapters.
 _CARD = "README.md"
 
 

@@ -528,15 +528,15 @@ class _Source:
         fingerprints: dict[str, str] = {}
         if self._since is not None:
             fingerprints = self._fingerprint(groups, extra)
-            held = {key for key, text in fingerprints.items() if self._since.holds(key, text)}
-            changed = [group for group in groups if next(iter(group.shapes)) not in held]
+            unchanged = {key for key, text in fingerprints.items() if self._since.holds(key, text)}
+            changed = [group for group in groups if next(iter(group.shapes)) not in unchanged]
             if self._whole_modules:
                 modules = {_get_module_name(key) for group in changed for key in group.shapes}
                 changed = [
                     g for g in groups if not modules.isdisjoint(map(_get_module_name, g.shapes))
                 ]
             groups = changed
-            extra = {key: tensor for key, tensor in extra.items() if key not in held}
+            extra = {key: tensor for key, tensor in extra.items() if key not in unchanged}
         self._contents = _Contents(groups, fp8_keys, extra, fingerprints, placements)
         return self._contents
 
