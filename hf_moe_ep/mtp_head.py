@@ -1,4 +1,4 @@
-"""A head for multi-token prediction (MTP), as a module with the names that checkpoints have.
+"""Modules of a head for multi-token prediction (MTP), with the names that checkpoints use.
 
 Depth k of a head predicts the token that is k + 1 positions ahead. It joins the hidden state of a
 position with the embedding of the token that is k positions ahead, and runs one decoder layer
@@ -9,17 +9,18 @@ the main model):
     h_i^k  = layer_k(x_i)                     h_i^0 is the output of the model's final norm
     logits = head(norm(h_i^k))                of the token t_{i+k+1}
 
-Checkpoints store heads in two layouts. "{n}" is the number of decoder layers of the main model:
+Checkpoints store heads in two layouts ({n} is the number of decoder layers of the main model):
 
     shared projection (Qwen3-Next, 3.5)  mtp.fc, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden,
                                          mtp.layers.0, mtp.norm; depth 2 gets norm(h_i^1)
     own projections (DeepSeek-V3, GLM)   model.layers.{n}, and in it eh_proj, enorm, hnorm and
                                          shared_head.norm; depth 2 gets h_i^1
 
-In the second layout a checkpoint also has copies of embedding and head (`MtpHead.copies`). The head
-is the child `MTP_HEAD` of the causal language model:
+In the second layout a checkpoint also has copies of embedding and output head (`MtpHead.copies`).
+The head is the child `MTP_HEAD` of the causal language model:
 
-    mtp.layers.0.mlp.gate.weight                      the same key in checkpoints
+    name of a parameter                               key in checkpoints
+    mtp.layers.0.mlp.gate.weight                      mtp.layers.0.mlp.gate.weight
     mtp.model.layers.61.mtp_block.mlp.gate.weight     model.layers.61.mlp.gate.weight
 """
 
@@ -38,8 +39,8 @@ class MtpHead(nn.Module):
     """A head for multi-token prediction.
 
     Attributes:
-        copies: keys of checkpoints that have copies of weights of the main model, each with the
-            name of that weight in a stock model.
+        copies: the keys under which checkpoints have copies of the main model's weights, each with
+            the name of the weight in a stock model.
     """
 
     copies: Mapping[str, str]
@@ -50,11 +51,14 @@ class MtpHead(nn.Module):
         raise NotImplementedError
 
     def join(self, depth: int, embeds_BSH: Tensor, hidden_BSH: Tensor) -> Tensor:
-        """Return the input of the decoder layer of a depth; depths count from 0."""
+        """Return the input of the decoder layer of a depth, where the first depth is 0."""
         raise NotImplementedError
 
     def finish(self, depth: int, hidden_BSH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of the output head, and the hidden states for the next depth."""
+        """Return the input of the output head, and the hidden states for the next depth.
+
+        `hidden_BSH` is the output of the decoder layer of this depth.
+        """
         raise NotImplementedError
 
     def forward(
@@ -81,7 +85,7 @@ class MtpHead(nn.Module):
 
 
 class SharedProjectionHead(MtpHead):
-    """All depths share the projection and the norms, as in Qwen3-Next and Qwen3.5."""
+    """A head whose depths share the projection and the norms, as in Qwen3-Next and Qwen3.5."""
 
     def __init__(self, blocks: Iterable[nn.Module], hidden_size: int, make_norm: MakeNorm) -> None:
         super().__init__()
@@ -106,7 +110,7 @@ class SharedProjectionHead(MtpHead):
 
 
 class OwnProjectionHead(MtpHead):
-    """Every depth has a projection and norms of its own, as in DeepSeek-V3 and GLM-4.5.
+    """A head whose depths have projections and norms of their own, as in DeepSeek-V3 and GLM-4.5.
 
     Args:
         blocks: the decoder layers.
@@ -163,5 +167,5 @@ class _Depth(nn.Module):
 
 
 def find_head(model: nn.Module) -> MtpHead | None:
-    """Return the head of a model, wrapped or not; None if it has none."""
+    """Return the head for multi-token prediction of a model, wrapped or not, or None."""
     return next((module for module in model.modules() if isinstance(module, MtpHead)), None)

@@ -1,4 +1,4 @@
-"""Facts about architectures that cannot be derived from a model.
+"""State facts about architectures that cannot be derived from a model.
 
 `standard.py` lists the features that were tested with each architecture. If the derived plan of an
 architecture is wrong, a file with the name of its `config.model_type` defines one of these:
@@ -7,5 +7,5 @@ architecture is wrong, a file with the name of its `config.model_type` defines o
                blocks whose experts do not use transformers' experts interface (`plan.MoEBlock`)
     REFUSED    the reason why models of this architecture cannot be patched, and an alternative
 
-In a name of a file, "_" stands for "-" of a model type.
+The name of a file has "_" where the model type has "-".
 """

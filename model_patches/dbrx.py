@@ -1,4 +1,4 @@
-"""DBRX, which holds the experts of a layer one below the other in three matrices."""
+"""DBRX stores all experts of a layer in three matrices, one expert below the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_moe_ep.plan import MoEBlock, WeightSource
 
 
 def _forward(block: Any, hidden_states: Tensor) -> Tensor:
-    """The forward of DbrxFFN, whose experts take tokens instead of sequences."""
+    """Compute the forward of DbrxFFN with experts that take tokens instead of sequences."""
     logits = block.router(hidden_states)
     weights, chosen = block.route_tokens_to_experts(logits)
     out: Tensor = block.experts(hidden_states.flatten(0, 1), chosen, weights)

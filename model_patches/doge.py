@@ -1,4 +1,4 @@
-"""Doge, whose router mixes the tokens of a batch."""
+"""The router of Doge mixes the tokens of a batch."""
 
 from __future__ import annotations
 

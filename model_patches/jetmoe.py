@@ -1,4 +1,4 @@
-"""JetMoE, whose router sorts the tokens by expert. (The experts of its attention stay stock.)"""
+"""The router of JetMoE sorts tokens by expert. (The experts of its attention stay stock.)"""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hf_moe_ep.plan import MoEBlock, WeightSource
 
 
 def _forward(block: Any, hidden_states: Tensor) -> Tensor:
-    """The forward of JetMoeMoE, with the routing by token instead of by expert.
+    """Compute the forward of JetMoeMoE with a routing that is sorted by token, not by expert.
 
-    The router returns the pairs of a token and an expert in the order of experts: the place of each
-    pair in the order of tokens, its token, its weight, and the number of pairs of each expert.
+    The router sorts pairs of a token and an expert by expert. It returns for each pair its place in
+    the order of tokens, its token and its weight, and for each expert the number of its pairs.
     """
     tokens = hidden_states.flatten(0, 1)  # (T, H)
     places, _, gates, pairs_of_experts, _ = block.router(tokens)

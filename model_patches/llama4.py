@@ -1,4 +1,4 @@
-"""Llama-4 with its vision tower. The language model is that of `llama4_text`."""
+"""Llama-4 with a vision tower has the language model of `llama4_text.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Llama-4's language model, whose routing weights multiply the inputs of the experts.
+"""The routing weights of Llama-4's language model multiply the inputs of the experts.
 
-Its attention without rotary embeddings scales a query by the number of its token in the row.
+Attention layers without rotary embeddings scale a query by the position of its token in the row.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from hf_moe_ep.plan import MoEBlock, WeightSource
 
 
 def _forward(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """The forward of Llama4TextMoe, whose experts compute only the tokens that chose them.
+    """Compute the forward of Llama4TextMoe, where experts compute only the tokens that chose them.
 
-    The router returns its scores, but not its choice. Both are computed again from the logits, as
-    the router computes them: the sigmoid of all experts' logits, because torch rounds an element
-    of an fp32 tensor otherwise if it is at another place of the tensor.
+    The router returns its scores, but not its choice. Both are computed again from the logits, in
+    the same way as in the router: with the sigmoid of all logits, because the result of torch for
+    an fp32 element depends on the position of the element in the tensor.
     """
     tokens = hidden_states.reshape(-1, block.hidden_dim)  # (T, H)
     _, logits = block.router(tokens)

@@ -1,6 +1,6 @@
-"""LongCat-Flash, whose router also chooses experts that return their input.
+"""The router of LongCat-Flash also chooses experts that return their input.
 
-Its gate_up_proj has rows for these experts, which stock never reads.
+gate_up_proj has rows for these experts, too, which stock never reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NLLB-MoE, an encoder and a decoder whose experts drop tokens."""
+"""NLLB-MoE has an encoder and a decoder with experts, whose routers drop tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE, whose hub checkpoints have one tensor per expert and projection."""
+"""Hub checkpoints of Qwen3-MoE have one tensor per expert and projection."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Qwen3-VL-MoE, whose hub checkpoints have stacked and transposed expert matrices.
+"""Hub checkpoints of Qwen3-VL-MoE have stacked and transposed expert matrices.
 
-Keys are renamed by transformers' own tables (`upstream/conversion.py`).
+transformers' conversion_mapping renames the keys (`upstream/conversion.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The architectures that were tested against stock, by `config.model_type`.
+"""List the architectures that were tested against stock, by `config.model_type`.
 
 An architecture that is missing here can be patched, sharded and trained without a message. But
 sp_size > 1 is refused (`sequence/attach.py`), and so is the export of adapters on single experts.
@@ -96,8 +96,9 @@ SEQUENCE_PARALLEL = frozenset(
     }
 )
 
-# Architectures whose masks of attention transformers builds without the positions of the text, so
-# that stock mixes packed documents. Our hooks separate them (sequence/packed_rows.py).
+# For these architectures transformers builds attention masks without the positions of the text, so
+# that in stock, packed documents attend to each other. Our hooks separate the documents
+# (sequence/packed_rows.py).
 MASKS_WITHOUT_POSITIONS = frozenset(
     {"afmoe", "ernie4_5_vl_moe", "glm4v_moe", "gpt_oss", "openai_privacy_filter"}
 )
@@ -105,8 +106,8 @@ MASKS_WITHOUT_POSITIONS = frozenset(
 # Architectures for which cp_size > 1 was tested against stock.
 CONTEXT_PARALLEL = SEQUENCE_PARALLEL
 
-# Architectures whose attention with an indexer keeps its slice of the queries with sp_size > 1, and
-# gathers only keys (sequence/gathering_cache.py). This was tested against stock.
+# Architectures for which this was tested against stock: with sp_size > 1, attention with an indexer
+# computes its slice of the queries, and gathers only keys (sequence/gathering_cache.py).
 GATHERS_KEYS = frozenset(
     {
         "axk2",
@@ -124,9 +125,9 @@ GATHERS_KEYS = frozenset(
     }
 )
 
-# Architectures whose delta nets, state space models and short convolutions keep their slice of the
-# sequence with sp_size > 1, except in a recurrence over some heads (sequence/recurrences.py). This
-# was tested against stock.
+# Architectures for which this was tested against stock: with sp_size > 1, delta nets, state space
+# models and short convolutions compute their slice of the sequence, and recurrences are split as in
+# sequence/recurrences.py.
 SPLITS_MIXERS = frozenset(
     {
         "bailing_hybrid",
@@ -152,15 +153,15 @@ SPLITS_MIXERS = frozenset(
 )
 
 # Architectures whose adapters on stacked experts can be exported as adapters on gate_proj, up_proj
-# and down_proj of each expert, and read back. The values are patterns of experts' module names.
+# and down_proj of each expert, and read back, with a pattern of the names of experts modules.
 SINGLE_EXPERTS = {
     "qwen3_moe": "layers.*.mlp.experts",
     "qwen3_vl_moe": "language_model.layers.*.mlp.experts",
 }
 
-# Architectures whose heads for multi-token prediction were tested (`mtp_head.py`): the layout of
-# the head in checkpoints, "shared" or "own" projections, and the field of the text config that
-# announces it.
+# Architectures whose heads for multi-token prediction were tested (`mtp_head.py`): the layout of a
+# head in checkpoints ("shared" or "own" projections), and the field of the text config that has the
+# number of its layers.
 MTP_HEADS = {
     "deepseek_v3": ("own", "num_nextn_predict_layers"),
     "glm4_moe": ("own", "num_nextn_predict_layers"),

@@ -1,4 +1,4 @@
-"""Step-3.7, whose experts have the interface's weights but clamp in some layers only."""
+"""The experts of Step-3.7 have the weights of the interface, but clamp only in some layers."""
 
 from __future__ import annotations
 

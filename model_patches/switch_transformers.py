@@ -1,4 +1,4 @@
-"""Switch Transformers, an encoder and a decoder that both have experts."""
+"""Switch Transformers have an encoder and a decoder with experts."""
 
 from __future__ import annotations
 

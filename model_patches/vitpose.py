@@ -1,4 +1,4 @@
-"""ViTPose, whose backbone has experts."""
+"""The backbone of ViTPose has experts."""
 
 from __future__ import annotations
 

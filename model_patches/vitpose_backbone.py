@@ -1,4 +1,4 @@
-"""The backbone of ViTPose, where the data set of a picture chooses the expert."""
+"""In the backbone of ViTPose, the data set of a picture chooses the expert."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ A save that is killed leaves either the new checkpoint or none:
     what is saved                     the last step             after a kill before it
     save_checkpoint, Accelerate and   storage/manifest.py       the folder has no manifest, and
     Trainer                           writes the manifest       loads skip it
-    save_pretrained                   hub/switch.py changes     the folder still has the old files,
-                                      a link                    and hidden new ones
+    save_pretrained                   storage/switch.py         the folder still has the old files,
+                                      renames a link            and hidden new ones
     convert, merge-adapter            storage/atomic.py         a hidden folder next to the target
                                       renames the folder
     export-adapter                    lora/export.py renames    the same

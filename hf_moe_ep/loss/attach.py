@@ -1,19 +1,19 @@
 """Register the hooks that compute the loss in chunks (`ParallelConfig.fused_loss`).
 
-A forward of a causal LM with labels calls its head and then its loss function. For such a forward,
-`BeginFusedLoss` replaces both functions of the model, and `EndFusedLoss` restores them:
+The forward of a causal LM with labels calls the head and then the loss function. `BeginFusedLoss`
+replaces both for this forward, and `EndFusedLoss` restores them. In between:
 
     head             returns a copy of its input, the hidden states, instead of logits
     loss function    gets these hidden states as its logits, and computes head and loss in chunks
-    outputs.logits   None
+    outputs.logits   is None
 
 The head is still called as a module, so FSDP2 gathers the parameters of the head before the call,
-and registers its pre-backward hook on the hidden states that the head returns. The unit of the head
-is not resharded after its forward, so the loss function can use the parameters. If another forward
-reshards the unit before backward (`sharding/gathered.py`), the hook gathers the parameters again.
+and registers a pre-backward hook on the hidden states that the head returns. FSDP2 does not reshard
+the head after its forward, so the loss function can use the parameters. If another forward reshards
+them before backward (`sharding/gathered.py`), the pre-backward hook gathers them again.
 
-The code of the model's forward is read first (`upstream/causal_loss.py`): if it uses the logits for
-anything else, or if the model has another loss function, the forward runs as in stock.
+The code of the model's forward is read first (`upstream/causal_loss.py`). If the code has another
+use of the logits, or if the model has another loss function, the forward runs as in stock.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from hf_moe_ep.upstream.modules import name_of_child
 
 _logger = logging.getLogger("hf_moe_ep")
 
-# A chunk has half as many tokens as the hidden size: its logits and their gradients then need about
-# as much memory as the sum of the gradients of the head's weight. Smaller chunks would mostly read
-# and write that sum.
+# A chunk has half as many tokens as the hidden size. Its logits and their gradients then need about
+# as much memory as the gradient of the head's weight, to which each chunk adds. With smaller chunks
+# most of the time would be spent on reading and writing this gradient.
 _TOKENS_PER_HIDDEN = 0.5
 _SMALLEST_CHUNK = 256
 
@@ -61,7 +61,7 @@ def check(parts: Parts, state: ModelState) -> None:
     """Raise ValueError if `fused_loss=True` is not possible for this model."""
     if state.config.fused_loss is not True:
         return
-    reason = _why_not(parts)
+    reason = _find_obstacle(parts)
     if reason:
         raise ValueError(
             f"fused_loss=True computes the loss without logits, which {type(parts.root).__name__} "
@@ -72,12 +72,12 @@ def check(parts: Parts, state: ModelState) -> None:
 def attach(parts: Parts, state: ModelState) -> None:
     """Register the hooks on the causal LM, if its loss can be computed in chunks.
 
-    With fused_loss="auto" and with True, the pre-forward hook decides for each forward whether its
-    loss is computed in chunks (`BeginFusedLoss._nobody_reads_logits`).
+    The pre-forward hook decides for each forward whether its loss is computed in chunks
+    (`BeginFusedLoss._are_logits_unused`).
     """
     if state.config.fused_loss is False or parts.causal_lm is None:
         return
-    reason = _why_not(parts)
+    reason = _find_obstacle(parts)
     if reason:
         _logger.info(
             "the loss of %s is computed from whole logits: %s", type(parts.root).__name__, reason
@@ -88,7 +88,7 @@ def attach(parts: Parts, state: ModelState) -> None:
     parts.causal_lm.register_forward_hook(EndFusedLoss(begin_hook), always_call=True)
 
 
-def _why_not(parts: Parts) -> str:
+def _find_obstacle(parts: Parts) -> str:
     """Return the reason why the loss of a model cannot be computed in chunks, or ""."""
     if parts.causal_lm is None:
         return "it has no language modelling head"
@@ -104,22 +104,22 @@ def _why_not(parts: Parts) -> str:
 def has_causal_loss(model: Any) -> bool:
     """Return True if the loss function of a causal LM is transformers' ForCausalLMLoss.
 
-    In a patched model, the loss of slices (`split_loss`) may have replaced this function.
+    In a patched model, `split_loss` (sequence/attach.py) may replace this function and call it.
     """
     loss, state = model.loss_function, find_state(model)
     if state is not None and state.has_replaced(model, "_loss_function"):
-        loss = _stock_of_split(loss)
+        loss = _unwrap_split_loss(loss)
     return is_causal_loss(loss)
 
 
-def _stock_of_split(loss: Any) -> Any:
-    """Return `stock` of a loss `partial(split_loss, stock)` (sequence/attach.py), or None."""
+def _unwrap_split_loss(loss: Any) -> Any:
+    """Return `stock` if the loss is `partial(split_loss, stock)` (sequence/attach.py), or None."""
     is_split = isinstance(loss, partial) and len(loss.args) == 1
     return loss.args[0] if is_split else None
 
 
 class BeginFusedLoss(Ours):
-    """Pre-forward hook of the causal LM: decides if the loss of this forward is fused.
+    """Pre-forward hook of the causal LM: decides whether the loss of this forward is fused.
 
     If a model is deep-copied after Ctrl-C has ended a forward, the hook and the functions that it
     has set are copied as well, so the hook of the copy restores the functions of the copy.
@@ -132,24 +132,26 @@ class BeginFusedLoss(Ours):
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
-        self.end()  # torch calls no `EndFusedLoss` after Ctrl-C
-        if self._nobody_reads_logits(model):
+        self.end()  # after Ctrl-C torch has not called `EndFusedLoss`
+        if self._are_logits_unused(model):
             self._begin(model, args, kwargs)
 
-    def _nobody_reads_logits(self, model: nn.Module) -> bool:
+    def _are_logits_unused(self, model: nn.Module) -> bool:
         state, config = self.state, self.state.config
         if state.gather_logits or config.gather_logits:
             return False
         if state.stage is not None or (
             state.meshes is not None and state.meshes.ranks_per_batch > 1
         ):
-            return True  # a forward with labels returns no logits in any case
+            return True  # with these layouts a forward with labels never returns logits
         return state.only_loss_is_read or (config.fused_loss is True and model.training)
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = bind_forward(model, args, kwargs)
-        keep = given.get("logits_to_keep", 0)
-        if given.get("labels") is None or is_fused_head(given) or given.get("return_dict") is False:
+        arguments = bind_forward(model, args, kwargs)
+        keep = arguments.get("logits_to_keep", 0)
+        if arguments.get("labels") is None or is_fused_head(arguments):
+            return
+        if arguments.get("return_dict") is False:
             return
         if isinstance(keep, Tensor) or keep:
             return
@@ -158,19 +160,19 @@ class BeginFusedLoss(Ours):
         name = name_of_child(model, head)
         if head is None or name is None or other_use_of_logits(model, name):
             return
-        # Ctrl-C may come at any line, so `self.forward` is set before functions are replaced, and
-        # `end` clears it after they are restored.
+        # Ctrl-C may come at every line, so `self.forward` is set before the functions are replaced,
+        # and `end` clears it after the functions are restored.
         self.forward = _Forward(model, head, self.state)
         self.state.loss_is_fused = self.forward.replace_functions()
         if not self.state.loss_is_fused:
             self.forward = None
 
     def end_interrupted(self, module: nn.Module) -> None:
-        """Restore the functions of the model, as the next forward would."""
+        """Restore the functions of the model now, instead of at the next forward."""
         self.end()
 
     def end(self) -> _Forward | None:
-        """Restore the functions of the model; return the forward that has ended, or None."""
+        """Restore the functions of the model, and return the forward that has ended, or None."""
         forward = self.forward
         if forward is not None:
             self.state.loss_is_fused = False
@@ -180,7 +182,7 @@ class BeginFusedLoss(Ours):
 
 
 class EndFusedLoss(Ours):
-    """Forward hook of the causal LM: restores its functions, and removes the hidden states."""
+    """Forward hook of the causal LM: restores its functions, and removes the output's logits."""
 
     def __init__(self, begin_hook: BeginFusedLoss) -> None:
         self.begin_hook = begin_hook
@@ -190,7 +192,7 @@ class EndFusedLoss(Ours):
             return None
         forward = self.begin_hook.end()
         assert forward is not None
-        if not forward.is_fused or output is None:  # the output of a forward that raised an error
+        if not forward.is_fused or output is None:  # None if the forward has raised an error
             return None
         return replace(output, logits=None)
 
@@ -200,7 +202,7 @@ class _Forward:
 
     Attributes:
         is_fused: True if the head has returned hidden states instead of logits.
-        undo: the functions that are replaced, with the stock functions.
+        undo: the replaced attributes, with their stock values.
     """
 
     def __init__(self, model: Any, head: Any, state: ModelState) -> None:
@@ -216,22 +218,22 @@ class _Forward:
         ours: Any = self.compute_loss
         if not is_causal_loss(self.stock_loss):
             split: Any = self.stock_loss
-            self.stock_loss = _stock_of_split(split)
+            self.stock_loss = _unwrap_split_loss(split)
             if not is_causal_loss(self.stock_loss):
                 return False
             ours = partial(split.func, ours)
-        replace_attribute(self.undo, self.head, "forward", self.keep_hidden)
+        replace_attribute(self.undo, self.head, "forward", self.return_hidden)
         replace_attribute(self.undo, self.model, "_loss_function", ours)
         return True
 
-    def keep_hidden(self, hidden_BSH: Tensor) -> Tensor:
-        """Return the hidden states instead of logits. Replaces the head's forward."""
+    def return_hidden(self, hidden_BSH: Tensor) -> Tensor:
+        """Replacement of the head's forward: return hidden states instead of logits."""
         policy = self.state.policy
         output_dtype = None if policy is None else policy.output_dtype
         if output_dtype is not None and output_dtype.itemsize < hidden_BSH.dtype.itemsize:
             return self.stock_head(hidden_BSH)  # FSDP2 would round the hidden states
         self.is_fused, self._dtype = True, hidden_BSH.dtype
-        # FSDP2 warns about an output that is a view.
+        # A clone, because FSDP2 warns about an output that is a view.
         return hidden_BSH.clone()
 
     def compute_loss(
@@ -244,7 +246,7 @@ class _Forward:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Compute transformers' ForCausalLMLoss, with hidden states (B, S, H) as `logits`."""
+        """Compute transformers' ForCausalLMLoss; `logits` are hidden states (B, S, H) here."""
         if not self.is_fused:
             return self.stock_loss(
                 logits,
@@ -268,7 +270,7 @@ class _Forward:
         if num_items_in_batch is None:
             num_items_in_batch = (labels_T != ignore_index).sum()
         if not isinstance(num_items_in_batch, Tensor):
-            # A copy of the number to the device would wait for the forward of the decoder.
+            # `full` does not wait for the forward of the decoder, as a copy to the device would.
             num_items_in_batch = torch.full((), num_items_in_batch, device=hidden_TH.device)
         divisor = num_items_in_batch.to(hidden_TH.device)
         return HeadLoss(

@@ -1,25 +1,25 @@
 """Compute head and cross-entropy for some tokens at a time.
 
-A head with a vocabulary of 152k makes logits of 9.3 GiB for 8192 tokens in bf16 and in fp32, which
-transformers' loss needs both, and backward needs as much again. Here only the logits of one chunk
-of tokens exist at any time:
+For 8192 tokens a head with a vocabulary of 152k makes logits of 2.3 GiB in bf16. transformers' loss
+copies them to fp32 (4.6 GiB), and backward makes gradients of both. In this module only the logits
+of one chunk of tokens exist at a time:
 
     for each chunk    logits of the chunk, their cross-entropy, and its gradients with respect to
                       the chunk's hidden states and to the head's parameters
     at the end        the sum of the losses; backward multiplies the stored gradients
 
-The operators of a chunk are those of stock: the head's own forward, `float()`, and
-`cross_entropy`. The gradient of a weight is a sum over chunks, which is added up in fp32 and then
-rounded once, because n roundings to bf16 would make the error of stock about sqrt(n) times larger.
+A chunk runs the same operators as stock: the head's own forward, `float()`, and `cross_entropy`.
+The gradient of a weight is a sum over chunks. It is added up in fp32 and then rounded once, because
+n roundings to bf16 would make its error about sqrt(n) times larger than stock's.
 
 `torch.nn.functional.linear_cross_entropy` also works in chunks, but it rounds the loss to the dtype
-of its input and has a larger error of the weight's gradient in bf16
-(`benchmarks/results/around-experts-cpu.md`). It takes a weight instead of a module, which adapters
-and quantised heads need, and does not exist in torch 2.11.
+of its input, and in bf16 the error of the weight's gradient is larger
+(`benchmarks/results/around-experts-cpu.md`). It takes a weight, but adapters and quantised heads
+need a module, and torch 2.11 does not have it.
 
-In fp16 the gradients of a chunk cannot be computed in forward: GradScaler multiplies the loss by a
-number that only backward knows, so that small gradients do not become 0. Backward computes the
-chunks of an fp16 head a second time.
+In fp16 the gradients of a chunk cannot be computed in forward, because small gradients would become
+0: GradScaler multiplies the loss by a number that only backward knows. For an fp16 head, backward
+computes the chunks a second time.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class HeadLoss:
     def run_chunks(
         self, hidden_TH: Tensor, wanted: Sequence[bool], grad: Tensor | None
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the loss, and its gradients multiplied by `grad`; without `grad` the loss only.
+        """Return the loss and its gradients multiplied by `grad`, or only the loss without `grad`.
 
-        `wanted` says for the hidden states and for each parameter whether its gradient is needed.
+        `wanted` says which gradients are needed: of the hidden states, then of each parameter.
         """
         total: Tensor | None = None
         hidden_grads: list[Tensor] = []
@@ -98,7 +98,7 @@ class HeadLoss:
                 grads = list(torch.autograd.grad(loss, inputs, scale, allow_unused=True))
                 if wanted[0]:
                     hidden_grads.append(grads.pop(0))
-                _add(sums, wanted[1:], grads)
+                _add_grads(sums, wanted[1:], grads)
             del loss
         assert total is not None
         all_grads: list[Tensor | None] = [torch.cat(hidden_grads) if hidden_grads else None]
@@ -107,8 +107,10 @@ class HeadLoss:
         return total / self.divisor, all_grads
 
 
-def _add(sums: list[Tensor | None], wanted: Sequence[bool], grads: Sequence[Tensor | None]) -> None:
-    """Add the gradients of one chunk to `sums`, which are at least fp32 from the second one on."""
+def _add_grads(
+    sums: list[Tensor | None], wanted: Sequence[bool], grads: Sequence[Tensor | None]
+) -> None:
+    """Add the gradients of a chunk to `sums`, which are at least fp32 from the second chunk on."""
     positions = [index for index, want in enumerate(wanted) if want]
     for index, grad in zip(positions, grads, strict=True):
         old = sums[index]
@@ -130,7 +132,7 @@ class _ChunkedLoss(torch.autograd.Function):
             device = hidden_TH.device.type
             is_cast, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
             ctx.autocast = torch.autocast(device, dtype, enabled=is_cast)
-            ctx.random_state = _random_state(hidden_TH.device)
+            ctx.random_states = _get_random_states(hidden_TH.device)
             ctx.save_for_backward(hidden_TH)
             return head.run_chunks(hidden_TH, (), None)[0]
         one = torch.ones((), dtype=torch.float32, device=hidden_TH.device)
@@ -145,24 +147,24 @@ class _ChunkedLoss(torch.autograd.Function):
             return None, *(None if x is None else x * grad for x in ctx.saved_tensors)
         (hidden_TH,) = ctx.saved_tensors
         ctx.head.gather()
-        # The dropout of an adapter must drop the same numbers again.
-        with _repeated(ctx.random_state, hidden_TH.device), ctx.autocast:
+        # The dropout of an adapter must drop the same values again.
+        with _replay_random_numbers(ctx.random_states, hidden_TH.device), ctx.autocast:
             _, grads = ctx.head.run_chunks(hidden_TH, ctx.needs_input_grad[1:], grad)
         return None, *grads
 
 
-def _random_state(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the states of the CPU's random generator and of the device's, if it is a GPU."""
+def _get_random_states(device: torch.device) -> tuple[Tensor, ...]:
+    """Return the state of the CPU's random generator and, on a GPU, of the device's generator."""
     on_device = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
     return torch.get_rng_state(), *on_device
 
 
 @contextmanager
-def _repeated(state: tuple[Tensor, ...], device: torch.device) -> Iterator[None]:
-    """Let the random generators repeat their numbers from `state` on inside of this context."""
-    on_cpu, *on_device = state
-    with torch.random.fork_rng(devices=[device] if on_device else []):
-        torch.set_rng_state(on_cpu)
-        for device_state in on_device:
+def _replay_random_numbers(states: tuple[Tensor, ...], device: torch.device) -> Iterator[None]:
+    """Set the random generators to `states` inside this context, and restore them behind it."""
+    cpu_state, *device_states = states
+    with torch.random.fork_rng(devices=[device] if device_states else []):
+        torch.set_rng_state(cpu_state)
+        for device_state in device_states:
             torch.cuda.set_rng_state(device_state, device)
         yield

@@ -1,24 +1,27 @@
-"""Run the head for multi-token prediction in training, and add its loss to the model's.
+"""Run the head for multi-token prediction in training, and add its loss to the loss of the model.
 
-causal LM          a pre-forward hook that begins a forward with labels in training, and a forward
-                   hook that runs the head and adds its loss
-first layer        a pre-forward hook that keeps its input, the embeddings of the tokens
-a later layer      a pre-forward hook that keeps its other arguments (mask, positions), which the
-                   layers of the head get as well
-final norm         a forward hook that keeps its output
+The hooks of a training forward, in the order of their calls:
 
-The loss of depth k is the cross-entropy of the labels k + 1 positions ahead, divided by the number
-that the loss of the model is divided by. With D depths the loss of the model becomes
+    causal LM        BeginMtpForward   begins a forward with labels
+    first layer      KeepInput         stores its input, the embeddings of the tokens
+    a decoder layer  KeepArguments     stores its other arguments (mask, positions), with which the
+                                       layers of the head are called, too
+    final norm       KeepHidden        stores its output
+    causal LM        AddMtpLoss        runs the head, and adds the loss of the head
+
+The loss of depth k is the cross-entropy of the labels k + 1 positions ahead, divided by the same
+number as the loss of the model. With D depths the loss of the model becomes
 
     loss + mtp_loss_weight / D * (loss of depth 1 + .. + loss of depth D)
 
 A position counts if the label is not ignored, if the position is not padding (a 2-D attention mask
-is 1), and if the label is in the same document: packed documents have position ids that restart.
-The main model's loss function computes the cross-entropy, so slices of sequences (sp_size > 1) and
+is 1), and if the label is in the same document (the position ids of packed documents restart). The
+main model's loss function computes the cross-entropy, so slices of sequences (sp_size > 1) and
 losses without logits (fused_loss) work as for the main model.
 
-The hooks are registered before those of other features. They see whole sequences, and the loss
-function and head that these features have put into the model for this forward.
+The hooks are registered before the hooks of other features. So `BeginMtpForward` runs before other
+features slice the sequences, and `AddMtpLoss` runs before they restore the head and loss function
+that they have replaced for this forward.
 """
 
 from __future__ import annotations
@@ -73,8 +76,8 @@ def attach(parts: Parts, state: ModelState) -> None:
 def mtp_loss(model: nn.Module, *, reset: bool = True) -> float | None:
     """Return the mean loss of the head for multi-token prediction; every rank calls this.
 
-    The mean is over all labels of all ranks and depths since the last reset, in training forwards.
-    It is not multiplied by `mtp_loss_weight`. The call costs one all-reduce and one host sync.
+    The mean is over the labels of all ranks and depths, in the training forwards since the last
+    reset. It is not multiplied by `mtp_loss_weight`. A call costs one all-reduce and one host sync.
 
     Returns:
         The mean, or None if there was no label.
@@ -103,13 +106,13 @@ class _Forward:
     """One forward that trains the head.
 
     Attributes:
-        given: the arguments of the causal LM, by name.
+        model_arguments: the arguments of the causal LM, by name.
         embeds: the input of the first decoder layer, (B, S, H).
-        args, kwargs: the arguments of a decoder layer without its hidden states.
+        args, kwargs: the arguments of a decoder layer, without its hidden states and caches.
         hidden: the output of the final norm.
     """
 
-    given: dict[str, Any]
+    model_arguments: dict[str, Any]
     embeds: Tensor | None = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -118,11 +121,11 @@ class _Forward:
     @property
     def ignored(self) -> int:
         """The label of positions that do not count."""
-        return int(self.given.get("ignore_index", IGNORED_LABEL))
+        return int(self.model_arguments.get("ignore_index", IGNORED_LABEL))
 
     @property
     def part(self) -> Slice | None:
-        """This rank's slice of the sequences, with sp_size > 1."""
+        """This rank's slice of the sequences; None with sp_size 1."""
         part: Slice | None = self.kwargs.get(SLICE)
         return part if part is not None and part.size > 1 else None
 
@@ -135,7 +138,7 @@ class BeginMtpForward(Ours):
         self.forward: _Forward | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the forward: in a copy of the model no forward is running."""
+        """Leave out the forward, because a copy of the model is not running."""
         return vars(self) | {"forward": None}
 
     @torch.compiler.disable
@@ -145,24 +148,24 @@ class BeginMtpForward(Ours):
             return
         # Adapters may have been attached since `patch`.
         check_no_adapters(model, self.state.config.mtp_layers)
-        given = bind_forward(model, args, kwargs)
+        arguments = bind_forward(model, args, kwargs)
         layers = self.state.config.mtp_layers
-        if given.get("labels") is None or is_fused_head(given):
+        if arguments.get("labels") is None or is_fused_head(arguments):
             raise ValueError(
                 f"mtp_layers={layers} trains a head from the labels of a forward in training, and "
                 f"this forward computes no loss of labels; pass labels=, or leave mtp_layers out "
                 f"if the loss is computed outside of the model"
             )
-        if given.get("return_dict") is False:
+        if arguments.get("return_dict") is False:
             raise ValueError(
                 f"mtp_layers={layers} adds to the loss in the model's output, which "
                 f"return_dict=False makes a tuple; leave return_dict out"
             )
-        self.forward = _Forward(given)
+        self.forward = _Forward(arguments)
 
 
 class KeepInput(Ours):
-    """Pre-forward hook of the first decoder layer: keeps its input."""
+    """Pre-forward hook of the first decoder layer: stores its input."""
 
     def __init__(self, begin_hook: BeginMtpForward) -> None:
         self.begin_hook = begin_hook
@@ -175,7 +178,7 @@ class KeepInput(Ours):
 
 
 class KeepArguments(Ours):
-    """Pre-forward hook of a decoder layer: keeps all arguments but the hidden states."""
+    """Pre-forward hook of a decoder layer: stores its arguments except hidden states and caches."""
 
     def __init__(self, begin_hook: BeginMtpForward) -> None:
         self.begin_hook = begin_hook
@@ -184,15 +187,15 @@ class KeepArguments(Ours):
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         forward = self.begin_hook.forward
         if forward is not None and not forward.kwargs:
-            without = dict.fromkeys((*CACHE_NAMES, "hidden_states"))
+            left_out = (*CACHE_NAMES, "hidden_states")
             forward.args = args[1:]
-            forward.kwargs = {name: x for name, x in kwargs.items() if name not in without}
+            forward.kwargs = {name: x for name, x in kwargs.items() if name not in left_out}
             if "use_cache" in kwargs:
                 forward.kwargs["use_cache"] = False
 
 
 class KeepHidden(Ours):
-    """Forward hook of the final norm: keeps its output."""
+    """Forward hook of the final norm: stores its output."""
 
     def __init__(self, begin_hook: BeginMtpForward) -> None:
         self.begin_hook = begin_hook
@@ -204,7 +207,7 @@ class KeepHidden(Ours):
 
 
 class AddMtpLoss(Ours):
-    """Forward hook of the causal LM: runs the head, and adds its loss to the output."""
+    """Forward hook of the causal LM: runs the head, and adds the loss of the head to the output."""
 
     def __init__(self, begin_hook: BeginMtpForward) -> None:
         self.begin_hook = begin_hook
@@ -212,7 +215,7 @@ class AddMtpLoss(Ours):
     @torch.compiler.disable
     def __call__(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
         forward, self.begin_hook.forward = self.begin_hook.forward, None
-        if forward is None or output is None:  # the output of a forward that raised an error
+        if forward is None or output is None:  # the forward has raised an error
             return None
         state = self.begin_hook.state
         weight = state.config.mtp_loss_weight
@@ -231,47 +234,48 @@ class AddMtpLoss(Ours):
         """Return the mean of the losses of all depths."""
         assert forward.embeds is not None and forward.hidden is not None
         head = self.begin_hook.head
-        next_labels, count = _next_labels(forward)
+        next_labels, count = _find_next_labels(forward)
         depths = range(1, len(head.blocks) + 1)
-        embeds = [_shift(forward.embeds, depth) for depth in depths]
+        embeds = [_shift_embeds(forward.embeds, depth) for depth in depths]
         if forward.part is not None:
             embeds = [forward.part.take(x, 1) for x in embeds]
         outputs = head(forward.hidden, embeds, forward.args, forward.kwargs)
         losses: list[Tensor] = []
         for depth, hidden in zip(depths, outputs, strict=True):
-            labels = _labels_of_depth(next_labels, depth, forward)
+            labels = _select_labels(next_labels, depth, forward)
             hidden = hidden.to(forward.hidden.dtype)
-            losses.append(self._loss_of_depth(model, hidden, labels, count, forward))
-            self._measure(losses[-1], labels, count, forward.ignored)
+            losses.append(self._compute_depth_loss(model, hidden, labels, count, forward))
+            self._add_to_sums(losses[-1], labels, count, forward.ignored)
         return torch.stack(losses).mean()
 
-    def _loss_of_depth(
+    def _compute_depth_loss(
         self, model: Any, hidden: Tensor, labels: Tensor, count: Any, forward: _Forward
     ) -> Tensor:
         output_layer: Any = output_head(model)
-        # The forward of the module is called without its hooks: the main model has called them, and
-        # its FSDP2 unit stays gathered. Before a later backward it may have to be gathered again.
+        # The main model has called this module with its hooks, so its parameters are gathered. Its
+        # forward is called without hooks here. If another forward reshards the parameters before
+        # backward, they must be gathered again.
         logits = output_layer.forward(hidden)
         if isinstance(output_layer, FSDPModule) and logits.requires_grad:
-            logits.register_hook(partial(_gather, output_layer))
-        given = {SLICE: forward.part} if forward.part is not None else {}
-        if "ignore_index" in forward.given:
-            given["ignore_index"] = forward.given["ignore_index"]
+            logits.register_hook(partial(_gather_unit, output_layer))
+        options = {SLICE: forward.part} if forward.part is not None else {}
+        if "ignore_index" in forward.model_arguments:
+            options["ignore_index"] = forward.model_arguments["ignore_index"]
         loss: Tensor = model.loss_function(
             logits=logits,
             labels=None,
             vocab_size=text_config(model.config).vocab_size,
             num_items_in_batch=count,
             shift_labels=labels,
-            **given,
+            **options,
         )
         return loss
 
     @torch.no_grad()
-    def _measure(self, loss: Tensor, labels: Tensor, count: Any, ignored: int) -> None:
+    def _add_to_sums(self, loss: Tensor, labels: Tensor, count: Any, ignored: int) -> None:
         """Add the loss and the number of labels of one depth to the sums of `mtp_loss`.
 
-        Without labels, the mean of a loss may be nan. Nothing is added then.
+        If there are no labels, the loss may be nan, and 0 is added instead.
         """
         state = self.begin_hook.state
         num_labels = (labels != ignored).sum().to(loss.device).double()
@@ -280,46 +284,46 @@ class AddMtpLoss(Ours):
         state.mtp_sums = sums if state.mtp_sums is None else state.mtp_sums + sums
 
 
-def _gather(unit: FSDPModule, grad: Tensor) -> None:
+def _gather_unit(unit: FSDPModule, grad: Tensor) -> None:
     unit.unshard()
 
 
-def _shift(x_BSH: Tensor, by: int) -> Tensor:
+def _shift_embeds(x_BSH: Tensor, by: int) -> Tensor:
     """Shift a sequence to the left by `by` positions, and fill its end with zeros."""
     return functional.pad(x_BSH[:, by:], (0, 0, 0, min(by, x_BSH.shape[1])))
 
 
-def _next_labels(forward: _Forward) -> tuple[Tensor, Any]:
-    """Return the next label of each position, and the divisor of the model's loss."""
-    given, ignored = forward.given, forward.ignored
-    shifted: Tensor | None = given.get("shift_labels")
+def _find_next_labels(forward: _Forward) -> tuple[Tensor, Any]:
+    """Return the label of the next token of each position, and the divisor of the model's loss."""
+    arguments, ignored = forward.model_arguments, forward.ignored
+    shifted: Tensor | None = arguments.get("shift_labels")
     if shifted is None:
-        shifted = functional.pad(given["labels"], (0, 1), value=ignored)[:, 1:]
-    count = given.get("num_items_in_batch")
+        shifted = functional.pad(arguments["labels"], (0, 1), value=ignored)[:, 1:]
+    count = arguments.get("num_items_in_batch")
     if count is None:
         return shifted, (shifted != ignored).sum()
     # Callers also pass the number in a tensor [1].
     return shifted, count.squeeze() if isinstance(count, Tensor) else count
 
 
-def _labels_of_depth(next_labels: Tensor, depth: int, forward: _Forward) -> Tensor:
+def _select_labels(next_labels: Tensor, depth: int, forward: _Forward) -> Tensor:
     """Return the label `depth + 1` positions ahead of each position.
 
-    Labels that do not count, as the module docstring says, are ignored.
+    Positions that do not count, as the module docstring says, get the ignored label.
     """
-    given, ignored = forward.given, forward.ignored
-    labels = _move(next_labels, depth, ignored)
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    arguments, ignored = forward.model_arguments, forward.ignored
+    labels = _shift_numbers(next_labels, depth, ignored)
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         labels = labels.masked_fill((mask == 0).to(labels.device), ignored)
     text = text_positions(positions) if isinstance(positions, Tensor) else None
     if text is not None:
-        in_document = _move(text, depth + 1, -1) - text == depth + 1
+        in_document = _shift_numbers(text, depth + 1, -1) - text == depth + 1
         labels = labels.masked_fill(~in_document.to(labels.device), ignored)
     return labels.contiguous()
 
 
-def _move(numbers_BS: Tensor, by: int, fill: int) -> Tensor:
+def _shift_numbers(numbers_BS: Tensor, by: int, fill: int) -> Tensor:
     """Shift each row to the left by `by` positions, and fill its end with `fill`."""
     length = numbers_BS.shape[1]
     return functional.pad(numbers_BS[:, by:], (0, min(by, length)), value=fill)

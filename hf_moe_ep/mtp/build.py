@@ -1,4 +1,4 @@
-"""Build a head for multi-token prediction for a model, without values.
+"""Build the modules of a head for multi-token prediction on the meta device, without values.
 
 The decoder layers of a head have the class and the dtypes of the model's last layer with attention
 and experts.
@@ -22,7 +22,7 @@ from hf_moe_ep.upstream.hub import checkpoint_name, empty_module
 
 _SHARED = "shared"
 _CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
-# A layer of a head among the names of a trained model's parameters.
+# The names of a trained model's parameters that belong to a layer of a head.
 _LAYER = re.compile(rf"(?:^|\.){MTP_HEAD}\.(?:model\.)?layers\.(\d+)\.")
 
 
@@ -45,7 +45,7 @@ def check_type(parts: Parts, num_layers: int) -> None:
 
 
 def check_no_adapters(model: nn.Module, num_layers: int) -> None:
-    """Raise ValueError if a model has adapters, with which a head cannot be trained."""
+    """Raise ValueError if a model has adapters, because adapters are saved without a head."""
     if any(True for _ in adapter_layers(model)):
         raise ValueError(
             f"mtp_layers={num_layers} trains the head for multi-token prediction, but this model "
@@ -54,8 +54,8 @@ def check_no_adapters(model: nn.Module, num_layers: int) -> None:
         )
 
 
-def count_stored(parts: Parts, keys: Iterable[str]) -> int:
-    """Return the number of layers of the head that a checkpoint with these keys has."""
+def count_stored_layers(parts: Parts, keys: Iterable[str]) -> int:
+    """Count the layers of a head in a checkpoint with these keys."""
     layout, _ = MTP_HEADS[parts.plan.model_type]
     first = len(parts.main_layers)
     pattern = r"^mtp\.layers\.(\d+)\." if layout == _SHARED else r"^model\.layers\.(\d+)\.eh_proj\."
@@ -63,8 +63,8 @@ def count_stored(parts: Parts, keys: Iterable[str]) -> int:
     return len(found if layout == _SHARED else {index for index in found if index >= first})
 
 
-def count_trained(names: Iterable[str]) -> int:
-    """Return the number of layers of a head among the names of a trained model's parameters."""
+def count_trained_layers(names: Iterable[str]) -> int:
+    """Count the layers of a head in a trained model whose parameters have these names."""
     return len({match[1] for match in map(_LAYER.search, names) if match})
 
 
@@ -76,7 +76,7 @@ def build_head(parts: Parts, num_layers: int) -> MtpHead:
     """
     template = find_template(parts)
     index = parts.main_layers.index(template)
-    stock = _stock_layer(template)
+    stock = _unwrap_layer(template)
     norm = parts.final_norm[0]
     eps = getattr(parts.config, "rms_norm_eps", 1e-6)
     make_norm = partial(type(norm), parts.config.hidden_size, eps=eps)
@@ -86,7 +86,7 @@ def build_head(parts: Parts, num_layers: int) -> MtpHead:
         blocks = [type(stock)(parts.config, index) for _ in range(num_layers)]
         if layout == _SHARED:
             return SharedProjectionHead(blocks, parts.config.hidden_size, make_norm)
-        embedding, head = _names_of_weights(parts)
+        embedding, head = _find_weight_names(parts)
         return OwnProjectionHead(
             blocks,
             parts.config.hidden_size,
@@ -117,7 +117,7 @@ def set_layers_in_config(parts: Parts, state: ModelState) -> None:
 def find_template(parts: Parts) -> nn.Module:
     """Return the last decoder layer that has both attention and experts.
 
-    The layers of the head have its class, and are called with its arguments.
+    The layers of the head have the class of this layer, and are called with its arguments.
 
     Raises:
         ValueError: there is no such layer.
@@ -133,16 +133,16 @@ def find_template(parts: Parts) -> nn.Module:
     )
 
 
-def _stock_layer(layer: nn.Module) -> nn.Module:
-    """Return the decoder layer inside of a wrapper for activation checkpointing."""
+def _unwrap_layer(layer: nn.Module) -> nn.Module:
+    """Return the decoder layer inside wrappers for activation checkpointing."""
     children = list(layer.children())
-    return _stock_layer(children[0]) if len(children) == 1 else layer
+    return _unwrap_layer(children[0]) if len(children) == 1 else layer
 
 
-def _names_of_weights(parts: Parts) -> tuple[str, str]:
-    """Return the names of the weights of embedding and head in checkpoints.
+def _find_weight_names(parts: Parts) -> tuple[str, str]:
+    """Return the names in checkpoints of the weights of embedding and output head.
 
-    Tied weights have one name.
+    If the weights are tied, both names are the same.
     """
     assert parts.embedding is not None and parts.head is not None
     weights = (parts.embedding.weight, parts.head.weight)
@@ -155,7 +155,7 @@ def _names_of_weights(parts: Parts) -> tuple[str, str]:
 
 def _set_dtypes(mtp: MtpHead, stock: nn.Module) -> None:
     """Give each tensor of the head the dtype of the main model's tensor of the same name."""
-    of_layer = {name: tensor.dtype for name, tensor in stock.state_dict(keep_vars=True).items()}
+    dtypes = {name: tensor.dtype for name, tensor in stock.state_dict(keep_vars=True).items()}
     for block in mtp.blocks:
         for name, tensor in block.state_dict(keep_vars=True).items():
-            tensor.data = tensor.detach().to(of_layer[name])
+            tensor.data = tensor.detach().to(dtypes[name])

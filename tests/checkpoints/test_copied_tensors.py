@@ -1,4 +1,4 @@
-"""Tensors of other files are copied byte for byte by the kernel, and hashed once per run."""
+"""The kernel copies tensors of other files byte for byte, and a run hashes them once."""
 
 import errno
 import hashlib
@@ -23,7 +23,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
 )
 from hf_moe_ep.checkpoints.verify import verify
 
-# Sizes of no, one and several blocks, and one that is no multiple of a block.
+# Tensors without a byte, below a block, of several blocks, and with a rest of a block.
 TENSORS = {
     "a": torch.arange(7, dtype=torch.int8),
     "b": torch.randn(300, 999).bfloat16(),
@@ -33,7 +33,7 @@ TENSORS = {
 }
 
 
-def copy_all(folder: Path) -> tuple[Path, Writer]:
+def _copy_all(folder: Path) -> tuple[Path, Writer]:
     source = folder / "source.safetensors"
     save_file(TENSORS, source)
     found, _ = read_header(source)
@@ -45,27 +45,27 @@ def copy_all(folder: Path) -> tuple[Path, Writer]:
     return folder / "copy.safetensors", writer
 
 
-def cannot_copy(*arguments: Any) -> int:
+def _raise_cross_device(*arguments: Any) -> int:
     raise OSError(errno.EXDEV, "Invalid cross-device link")
 
 
-def returns_nothing(*arguments: Any) -> int:
+def _copy_no_bytes(*arguments: Any) -> int:
     return 0
 
 
-def copies_some(source: int, target: int, count: int, start: int, position: int) -> int:
-    """Copy less than is asked for, and stop after some calls."""
+def _copy_some_bytes(source: int, target: int, count: int, start: int, position: int) -> int:
+    """Copy fewer bytes than asked for, and raise an error at some positions."""
     if start % 3 == 1:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
     data = os.pread(source, min(count, 1001), start)
     return os.pwrite(target, data, position)
 
 
-@pytest.mark.parametrize("kernel", [None, cannot_copy, returns_nothing, copies_some])
+@pytest.mark.parametrize("kernel", [None, _raise_cross_device, _copy_no_bytes, _copy_some_bytes])
 def test_every_byte_is_copied(kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel is not None:
         monkeypatch.setattr(os, "copy_file_range", kernel)
-    path, writer = copy_all(tmp_path)
+    path, writer = _copy_all(tmp_path)
     assert_same_bytes(load_file(path), TENSORS)
     for key, tensor in TENSORS.items():
         data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -73,8 +73,8 @@ def test_every_byte_is_copied(kernel: Any, tmp_path: Path, monkeypatch: pytest.M
     assert writer.sha256_of_tensors == sha256_of_tensors(path)
 
 
-def test_a_file_of_copied_and_written_tensors(tmp_path: Path) -> None:
-    """As merge-adapter writes it, which keeps the files of the base."""
+def test_a_file_may_have_copied_and_written_tensors(tmp_path: Path) -> None:
+    """merge-adapter writes such files, because it keeps the division of the base into files."""
     source, path = tmp_path / "source.safetensors", tmp_path / "mixed.safetensors"
     save_file(TENSORS, source)
     found, _ = read_header(source)
@@ -116,19 +116,19 @@ def test_a_strided_slice_is_written(rows: int, tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "file")["x"], column)
 
 
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: Any) -> int:
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_full(*arguments: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "copy_file_range", full)
+    monkeypatch.setattr(os, "copy_file_range", raise_full)
     with pytest.raises(OSError, match=r"No space left on device: .*copy.safetensors"):
-        copy_all(tmp_path)
+        _copy_all(tmp_path)
 
 
 def test_an_error_of_the_disk_in_another_thread_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel reports a failed write to the first sync only, which may be an early one."""
+    """The kernel reports a failed write only once, to the first sync after it."""
 
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -136,13 +136,13 @@ def test_an_error_of_the_disk_in_another_thread_is_raised(
     monkeypatch.setattr(os, "fdatasync", fail)
     monkeypatch.setattr(safetensors_file, "_BYTES_PER_SYNC", 600_000)  # after the last tensor
     with pytest.raises(OSError, match="Input/output error"):
-        copy_all(tmp_path)
+        _copy_all(tmp_path)
 
 
 def test_the_second_save_does_not_hash_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hashes of the first save are used by all later ones, and `verify` compares them."""
+    """All later saves use the hashes of the first save, and `verify` compares them."""
     extra = write_with_extra(tmp_path / "base", "qwen3_next")
     model = patch(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
     hashed: list[str] = []

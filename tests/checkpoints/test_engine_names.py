@@ -1,8 +1,8 @@
-"""Classes of vLLM and SGLang take every key of `hub_tensors`: none is unknown, none is skipped.
+"""Classes of vLLM and SGLang take every key of `hub_tensors`, and skip none.
 
 `benchmarks/engine_names.py` and `benchmarks/sglang_names.py` have recorded what the engines do with
-each key. The keys of today's stream must be the recorded ones. The rows "head of .." are the
-engines' classes for drafts, which get the keys of a trained head for multi-token prediction.
+each key. `hub_tensors` must still yield the recorded keys. The rows "head of .." are the engines'
+classes for drafts, which get the keys of a trained head for multi-token prediction.
 """
 
 import hashlib
@@ -39,14 +39,14 @@ def test_the_table_has_the_types_that_people_train() -> None:
 def test_the_engine_takes_every_key(engine: str, model_type: str, tmp_path: Path) -> None:
     row = TABLE[engine][model_type]
     assert row["skipped"] == [] and row["unfilled"] == []
-    keys = keys_of(model_type, row.get("options", {}), tmp_path)
+    keys = _list_keys(model_type, row.get("options", {}), tmp_path)
     assert len(keys) == row["keys"]
     assert hashlib.sha256("\n".join(keys).encode()).hexdigest() == row["sha256"]
     assert set(row.get("together", [])) <= set(keys)
 
 
-def test_keys_that_an_engine_needs_together_come_in_one_list(tmp_path: Path) -> None:
-    """Keys of one attention, also of a carried layer, whose scales lie apart from its weights."""
+def test_by_module_yields_all_keys_of_an_attention_in_one_list(tmp_path: Path) -> None:
+    """An extra layer has scales, too, which the file does not store next to the weights."""
     write_with_extra(tmp_path, "deepseek_v3")
     model = patch(AutoModelForCausalLM.from_pretrained(tmp_path))
     lists = list(hub_tensors(model).by_module())
@@ -75,8 +75,8 @@ def test_a_module_is_sent_whole_if_one_of_its_tensors_has_changed() -> None:
     assert keys == [info.key for info in stream.metadata()] and len(keys) > 5
 
 
-def keys_of(model_type: str, options: dict[str, Any], folder: Path) -> list[str]:
-    """Return the sorted keys of the stream of a tiny model, or of its trained head."""
+def _list_keys(model_type: str, options: dict[str, Any], folder: Path) -> list[str]:
+    """List the sorted keys that `hub_tensors` yields for a tiny model, or for its trained head."""
     if not model_type.startswith(HEAD):
         model = patch(tiny(model_type, dtype=torch.bfloat16, **options))
         return sorted(info.key for info in hub_tensors(model).metadata())

@@ -1,4 +1,4 @@
-"""Files of a model whose experts are cut over etp ranks are those of any other layout, bit by bit.
+"""Files of a model with etp_size > 1 equal the files of any other layout, bit by bit.
 
 Gate and up of a rank are two boxes of one stock tensor (`hf_moe_ep/etp.py`).
 """
@@ -35,13 +35,13 @@ from hf_moe_ep.etp import in_stock_shapes, stock_parts
 from hf_moe_ep.state import patched_state
 
 SIZES = {"ep_size": 2, "etp_size": 2}
-FEW = {"ep_size": 1, "etp_size": 2}
+ONE_EP_RANK = {"ep_size": 1, "etp_size": 2}
 
 
-def _same_hub_files(
+def _compare_hub_files(
     model_type: str, sizes: dict[str, int], rank: int, world: int, folder: str
 ) -> None:
-    """Each rank reads its part of the files of stock, and the same bytes are written again."""
+    """Each rank reads its part of the files of stock, and the written files have the same bytes."""
     stock, ours = Path(folder, "stock"), Path(folder, "ours")
     model_class = type(tiny_of(model_type, dtype=torch.float32))
     if rank == 0:
@@ -56,26 +56,26 @@ HUB = [
     Check(
         f"{name}, ep {sizes['ep_size']}",
         4,
-        partial(_same_hub_files, name, sizes),
+        partial(_compare_hub_files, name, sizes),
         slow=True,
     ).as_parameter()
     for name in ("qwen3_moe", "mixtral", "gpt_oss", "llama4_text", "dbrx")
-    for sizes in (SIZES, FEW)
+    for sizes in (SIZES, ONE_EP_RANK)
 ]
 
 
 @pytest.mark.parametrize("claim", HUB)
-def test_hub_files_are_those_of_stock(found: Found, claim: Check) -> None:
+def test_hub_files_equal_those_of_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _start(model_type: str, seed: int, **sizes: int) -> tuple[nn.Module, Any]:
+def _make_run(model_type: str, seed: int, **sizes: int) -> tuple[nn.Module, Any]:
     model = tiny(seed=seed) if model_type == "qwen3_moe" else tiny_of(model_type, seed=seed)
     apply_ep_fsdp2(model, **sizes)
     return model, adamw(model)
 
 
-def _step(model: Any, optimizer: Any, seed: int) -> Tensor:
+def _train_one_step(model: Any, optimizer: Any, seed: int) -> Tensor:
     loss: Tensor = model(**batch(model, 2, 7, seed=seed + dist.get_rank())).loss
     loss.backward()
     optimizer.step()
@@ -83,52 +83,54 @@ def _step(model: Any, optimizer: Any, seed: int) -> Tensor:
     return loss.detach()
 
 
-FEW_LAYOUTS = [SIZES, {"ep_size": 4}]
-LAYOUTS = [*FEW_LAYOUTS, FEW, {"ep_size": 1}, {"ep_size": 1, "etp_size": 4}, SIZES]
+TWO_LAYOUTS = [SIZES, {"ep_size": 4}]
+LAYOUTS = [*TWO_LAYOUTS, ONE_EP_RANK, {"ep_size": 1}, {"ep_size": 1, "etp_size": 4}, SIZES]
 
 
-def _resume_anywhere(
+def _resume_at_each_layout(
     model_type: str, layouts: list[dict[str, int]], rank: int, world: int, folder: str
 ) -> None:
-    """A run is saved at each layout and goes on at the next one, with the same bits."""
-    run = _start(model_type, 0, **layouts[0])
-    _step(*run, seed=10)
+    """A run is saved at each layout and resumed at the next layout, with the same bits."""
+    run = _make_run(model_type, 0, **layouts[0])
+    _train_one_step(*run, seed=10)
     for number, sizes in enumerate(layouts[1:]):
         path = Path(folder, str(number))
         save_checkpoint(path, *run)
         old = whole_state(*run)
-        run = _start(model_type, 1, **sizes)
+        run = _make_run(model_type, 1, **sizes)
         load_checkpoint(path, *run)
         new = whole_state(*run)
         assert old.keys() == new.keys()
         for name, value in new.items():
             assert torch.equal(value, old[name]), f"{sizes}: {name}"
         if number == 0:
-            expected = _start(model_type, 2, **layouts[0])
+            expected = _make_run(model_type, 2, **layouts[0])
             load_checkpoint(path, *expected)
-            losses = [_step(*each, seed=20) for each in (run, expected)]
+            losses = [_train_one_step(*one_run, seed=20) for one_run in (run, expected)]
             assert_close("loss of the next step", *losses, FP64_MODEL)
-            pair = [whole_parameters(each[0]) for each in (run, expected)]
+            pair = [whole_parameters(one_run[0]) for one_run in (run, expected)]
             for name, want in pair[1].items():
                 assert_close(f"after the next step: {name}", pair[0][name], want, FP64_MODEL)
 
 
 RESUME = [
-    Check("few layouts", 4, partial(_resume_anywhere, "qwen3_moe", FEW_LAYOUTS)).as_parameter(),
+    Check(
+        "few layouts", 4, partial(_resume_at_each_layout, "qwen3_moe", TWO_LAYOUTS)
+    ).as_parameter(),
     *(
-        Check(name, 4, partial(_resume_anywhere, name, LAYOUTS), slow=True).as_parameter()
+        Check(name, 4, partial(_resume_at_each_layout, name, LAYOUTS), slow=True).as_parameter()
         for name in ("qwen3_moe", "gpt_oss", "llama4_text")
     ),
 ]
 
 
 @pytest.mark.parametrize("claim", RESUME)
-def test_a_run_goes_on_at_any_layout(found: Found, claim: Check) -> None:
+def test_a_run_resumes_at_any_layout(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _quantised_alike(kind: str, rank: int, world: int, folder: str) -> None:
-    """Each rank reads and quantises its part; bytes and hashes are those of a whole matrix."""
+def _compare_quantised_parts(kind: str, rank: int, world: int, folder: str) -> None:
+    """Each rank reads and quantises its part. Bytes and hashes equal those of a whole matrix."""
     files = Path(folder, "files")
     sizes = {"hidden_size": 128, "moe_intermediate_size": 512, "initializer_range": 0.09}
     stock = tiny(dtype=torch.bfloat16, **sizes)
@@ -161,19 +163,19 @@ def _quantised_alike(kind: str, rank: int, world: int, folder: str) -> None:
 
 
 QUANTISED = [
-    Check(kind, 4, partial(_quantised_alike, kind), slow=True).as_parameter()
+    Check(kind, 4, partial(_compare_quantised_parts, kind), slow=True).as_parameter()
     for kind in ("nf4", "fp8")
 ]
 
 
 @pytest.mark.parametrize("claim", QUANTISED)
-def test_quantised_parts_are_those_of_whole_matrices(found: Found, claim: Check) -> None:
+def test_quantised_parts_equal_those_of_whole_matrices(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _states_of_accelerate(rank: int, world: int, folder: str) -> None:
-    """Accelerate's states, which the Trainer saves as well, are loaded at other layouts."""
-    layouts = [SIZES, {"ep_size": 4}, {"etp_size": 4}, {"ep_size": 1}, FEW]
+def _load_states_of_accelerate(rank: int, world: int, folder: str) -> None:
+    """States of Accelerate, which the Trainer saves, too, are loaded at other layouts."""
+    layouts = [SIZES, {"ep_size": 4}, {"etp_size": 4}, {"ep_size": 1}, ONE_EP_RANK]
     old: dict[str, Tensor] = {}
     for number, sizes in enumerate(layouts):
         with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
@@ -200,13 +202,13 @@ def _states_of_accelerate(rank: int, world: int, folder: str) -> None:
             accelerator.save_state(Path(folder, "full"))
 
 
-@pytest.mark.parametrize("claim", on_ranks(4, _states_of_accelerate, slow=True))
+@pytest.mark.parametrize("claim", on_ranks(4, _load_states_of_accelerate, slow=True))
 def test_states_of_accelerate_are_loaded_at_any_layout(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _parts_of_rows(rank: int, world: int) -> None:
-    """With 2 ranks, F = 24: rank 1 has the rows 12 .. 23 of gate and the rows 36 .. 47, of up."""
+def _check_rows_of_rank(rank: int, world: int) -> None:
+    """With F = 24, rank 1 of 2 has the rows 12 .. 23, of gate, and the rows 36 .. 47, of up."""
     model = tiny()
     apply_ep_fsdp2(model, etp_size=2)
     experts = model.model.layers[0].mlp.experts
@@ -223,13 +225,13 @@ def _parts_of_rows(rank: int, world: int) -> None:
     assert torch.equal(experts.down_proj.to_local(), down[..., first : first + 12])
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, _parts_of_rows, slow=True))
+@pytest.mark.parametrize("claim", on_ranks(2, _check_rows_of_rank, slow=True))
 def test_a_rank_has_the_same_rows_of_gate_and_up(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _adapters_elsewhere(rank: int, world: int, folder: str) -> None:
-    """Adapters that were trained at etp 2 are saved for stock PEFT, and go on at other layouts."""
+def _open_adapters_elsewhere(rank: int, world: int, folder: str) -> None:
+    """Adapters that were trained at etp 2 are opened by stock PEFT and at other layouts."""
     import peft
 
     path = Path(folder, "adapter")
@@ -237,7 +239,7 @@ def _adapters_elsewhere(rank: int, world: int, folder: str) -> None:
     apply_ep_fsdp2(model, **SIZES)
     optimizer = adamw(model)
     for step in range(2):
-        _step(model, optimizer, seed=step)
+        _train_one_step(model, optimizer, seed=step)
     inputs = batch(model, 2, 9, seed=7)
     with torch.no_grad():
         logits = model(**inputs).logits
@@ -247,11 +249,11 @@ def _adapters_elsewhere(rank: int, world: int, folder: str) -> None:
     with torch.no_grad():
         assert_close("logits in stock PEFT", opened(**inputs).logits, logits, FP64_MODEL)
     merged = dict(hub_tensors(model, merge_adapters=True))
-    by_stock = opened.merge_and_unload()
-    want = by_stock.get_parameter("model.layers.1.mlp.experts.gate_up_proj")[3, :24]
+    merged_by_stock = opened.merge_and_unload()
+    want = merged_by_stock.get_parameter("model.layers.1.mlp.experts.gate_up_proj")[3, :24]
     got = merged["model.layers.1.mlp.experts.3.gate_proj.weight"]
     assert_close("merged gate", got, want, FP64_MODEL)
-    for sizes in ({"ep_size": 4}, FEW):
+    for sizes in ({"ep_size": 4}, ONE_EP_RANK):
         again = peft.PeftModel.from_pretrained(tiny(), path, is_trainable=True)
         apply_ep_fsdp2(again, **sizes)
         with torch.no_grad():
@@ -267,6 +269,6 @@ def _adapters_elsewhere(rank: int, world: int, folder: str) -> None:
             assert torch.equal(value, old[name]), name
 
 
-@pytest.mark.parametrize("claim", on_ranks(4, _adapters_elsewhere, slow=True))
-def test_adapters_trained_at_etp_2_open_anywhere(found: Found, claim: Check) -> None:
+@pytest.mark.parametrize("claim", on_ranks(4, _open_adapters_elsewhere, slow=True))
+def test_adapters_trained_at_etp_2_are_opened_at_any_layout(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

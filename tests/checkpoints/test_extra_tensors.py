@@ -1,4 +1,4 @@
-"""Tensors that a model's class ignores are in every checkpoint that is saved, byte for byte.
+"""Every saved checkpoint has the tensors that the model's class ignores, byte for byte.
 
 The tests load tiny checkpoints with layers for multi-token prediction (`support.extra_files`),
 train on two ranks, and save in every way.
@@ -68,14 +68,14 @@ from hf_moe_ep.ranks import all_ranks
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.models import persistent_buffers
 
-WAYS = ("lean", "stock")
-SHARD = "60KB"
+LOADERS = ("ours", "stock")
+SHARD_SIZE = "60KB"
 SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
 
 
-def load(way: str, folder: Path, **options: Any) -> nn.Module:
+def load(loader: str, folder: Path, **options: Any) -> nn.Module:
     """Load a checkpoint in shards, or whole with stock's from_pretrained."""
-    if way == "lean":
+    if loader == "ours":
         return from_pretrained(folder, **options)
     return apply_ep_fsdp2(patch(AutoModelForCausalLM.from_pretrained(folder), **options))
 
@@ -93,17 +93,17 @@ def write_on_first(rank: int, write: Callable[[], object]) -> None:
     dist.barrier()
 
 
-def every_save_has_them(model_type: str, way: str, rank: int, world: int, folder: str) -> None:
-    """Load, train at ep 2, save in every way; resume at ep 1, and save again."""
+def _save_in_every_way(model_type: str, loader: str, rank: int, world: int, folder: str) -> None:
+    """Train with ep 2 and save with every function, then resume with ep 1 and save again."""
     root = Path(folder)
     base = root / "base"
     write_on_first(rank, lambda: write_with_extra(base, model_type))
     before = read_files(base)
     own = AutoModelForCausalLM.from_pretrained(base).state_dict().keys()
-    model = load(way, base, ep_size=2)
+    model = load(loader, base, ep_size=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, rank)
-    save_pretrained(model, root / "saved", max_shard_size=SHARD)
+    save_pretrained(model, root / "saved", max_shard_size=SHARD_SIZE)
     model.save_pretrained(root / "method")
     save_checkpoint(root / "step", model, optimizer)
     stream = dict(hub_tensors(model, max_bytes=100_000))
@@ -112,7 +112,7 @@ def every_save_has_them(model_type: str, way: str, rank: int, world: int, folder
     changed = {key for key in saved if not torch.equal(saved[key].float(), before[key].float())}
     extra = {key: tensor for key, tensor in before.items() if key not in changed}
     assert len(extra) >= 10 and changed, "training changes the model's own tensors"
-    from_first = load("lean", root / "saved", ep_size=2)
+    from_first = load("ours", root / "saved", ep_size=2)
     names = {key for key in before if is_of_head(key, from_first)}
     assert names and names <= extra.keys() and not names & own
     assert_same_bytes(saved, {key: before[key] for key in names})
@@ -120,7 +120,7 @@ def every_save_has_them(model_type: str, way: str, rank: int, world: int, folder
     assert_same_bytes(stream, saved)
     assert stream.keys() == saved.keys()
     if rank == 0:
-        convert(root / "step", root / "converted", max_shard_size=SHARD)
+        convert(root / "step", root / "converted", max_shard_size=SHARD_SIZE)
         assert_same_bytes(read_files(root / "converted"), saved)
         AutoModelForCausalLM.from_pretrained(root / "saved")
     dist.barrier()
@@ -130,7 +130,7 @@ def every_save_has_them(model_type: str, way: str, rank: int, world: int, folder
         facts = verify(root / name).facts
         assert facts["ignored tensors"].startswith(f"{len(names)}, such as ")
     assert verify(root / "step").facts["ignored tensors"].startswith(f"{len(names)} in ")
-    resumed = load(way, base, ep_size=1)
+    resumed = load(loader, base, ep_size=1)
     new_optimizer = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
     load_checkpoint(root / "step", resumed, new_optimizer)
     save_pretrained(resumed, root / "again")
@@ -138,9 +138,9 @@ def every_save_has_them(model_type: str, way: str, rank: int, world: int, folder
 
 
 MATRIX = {
-    f"{model_type} {way}": partial(every_save_has_them, model_type, way)
+    f"{model_type} {loader}": partial(_save_in_every_way, model_type, loader)
     for model_type in TYPES
-    for way in WAYS
+    for loader in LOADERS
 }
 
 
@@ -149,8 +149,8 @@ def test_every_save_has_the_extra_tensors(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def source_that_changes(rank: int, world: int, folder: str) -> None:
-    """Nothing is written if the files have changed or are gone, and the error says which."""
+def a_changed_source_is_refused(rank: int, world: int, folder: str) -> None:
+    """If the files have changed or are gone, nothing is written, and the error names the file."""
     root = Path(folder)
     write_on_first(rank, lambda: write_with_extra(root / "base", "glm4_moe"))
     before = read_files(root / "base")
@@ -180,20 +180,20 @@ def source_that_changes(rank: int, world: int, folder: str) -> None:
     assert {key for key, _ in hub_tensors(model, extra_tensors=False)} == before.keys() - left_out
 
 
-def saves_over_its_own_source(rank: int, world: int, folder: str) -> None:
-    """A save that replaces the loaded files copies the tensors first, and refers to the copies."""
+def a_save_may_replace_its_own_source(rank: int, world: int, folder: str) -> None:
+    """A save copies the tensors before it removes the loaded files, and refers to the copies."""
     root = Path(folder)
     write_on_first(rank, lambda: write_with_extra(root / "base", "qwen3_next"))
     before = read_files(root / "base")
     model = from_pretrained(root / "base", ep_size=2)
     for _ in range(3):
-        save_pretrained(model, root / "base", max_shard_size=SHARD)
+        save_pretrained(model, root / "base", max_shard_size=SHARD_SIZE)
         dist.barrier()
         assert_same_bytes(read_files(root / "base"), before)
 
 
 def undeclared_tensors_need_the_option(rank: int, world: int, folder: str) -> None:
-    """Keys that the class does not declare as ignored are an error, or are carried on request."""
+    """Keys that the class does not ignore raise an error without ignore_unexpected."""
     root = Path(folder)
     named = {"head.of.mine.weight": torch.arange(6.0), "head.of.mine.steps": torch.tensor(3)}
 
@@ -218,8 +218,8 @@ def undeclared_tensors_need_the_option(rank: int, world: int, folder: str) -> No
     assert main(["verify", str(root / "out"), "--ignore-unexpected", "^head"]) == 0
 
 
-def one_name_twice(rank: int, world: int, folder: str) -> None:
-    """A key of the model that is extra too, and two sources of one key, are errors."""
+def two_tensors_with_one_key_are_refused(rank: int, world: int, folder: str) -> None:
+    """Two sources of one key raise an error, or an extra tensor that has a key of the model."""
     root = Path(folder)
 
     def write() -> None:
@@ -228,7 +228,7 @@ def one_name_twice(rank: int, world: int, folder: str) -> None:
         other = {
             key: tensor + 1 for key, tensor in read_files(root / "other").items() if "mtp.fc" in key
         }
-        edit_file(root / "other", other)
+        replace_tensors(root / "other", other)
 
     write_on_first(rank, write)
     model = from_pretrained(root / "base", ep_size=2)
@@ -237,7 +237,7 @@ def one_name_twice(rank: int, world: int, folder: str) -> None:
     words = rf"two tensors are called mtp.fc.weight: {root}/other/.* names {root}/base/"
     with pytest.raises(ValueError, match=words):
         load_checkpoint(root / "step", other, None)
-    # An extra tensor whose key is one that the model writes.
+    # Now an extra tensor has a key that the model writes.
     references = find_state(model).extra if rank == 0 else None
     if references is not None:
         tensors = references.tensors()
@@ -249,7 +249,7 @@ def one_name_twice(rank: int, world: int, folder: str) -> None:
 
 
 def test_a_key_that_the_model_saves_and_that_is_extra_names_both_files(tmp_path: Path) -> None:
-    """The model reads stacked experts and saves single ones; one single expert is ignored."""
+    """The model reads stacked experts and saves single experts, but one of those is ignored."""
     write_with_extra(tmp_path, "qwen3_next")
     experts = "model.layers.1.mlp.experts"
     single = {key: t for key, t in read_files(tmp_path).items() if key.startswith(f"{experts}.")}
@@ -279,7 +279,7 @@ def test_a_key_that_the_model_saves_and_that_is_extra_names_both_files(tmp_path:
 def test_two_files_with_one_extra_tensor_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`hf-moe-ep run` knows the files that stock loads; the last of them has precedence."""
+    """`hf-moe-ep run` knows the files that stock loads. For stock, the last file has precedence."""
     write_with_extra(tmp_path, "qwen3_next")
     file, key = tmp_path / "extra.safetensors", "mtp.norm.weight"
     other = tmp_path / json.loads((tmp_path / INDEX).read_text())["weight_map"][key]
@@ -289,7 +289,7 @@ def test_two_files_with_one_extra_tensor_are_an_error(
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def edit_file(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def replace_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Replace tensors of a checkpoint."""
     index = json.loads((folder / INDEX).read_text())["weight_map"]
     state = read_files(folder)
@@ -298,8 +298,8 @@ def edit_file(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         save_file(in_file | {k: t for k, t in tensors.items() if k in in_file}, folder / name)
 
 
-def train_adapters(rank: int, world: int, folder: str) -> list[str]:
-    """Train LoRA on two ranks, save the adapter, and return the keys of a stream for an engine."""
+def _train_and_save_adapters(rank: int, world: int, folder: str) -> list[str]:
+    """Train LoRA on two ranks, save the adapter, and return the keys of `hub_tensors`."""
     from peft import LoraConfig
 
     root = Path(folder)
@@ -316,10 +316,12 @@ def train_adapters(rank: int, world: int, folder: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", TYPES)
-def test_adapters_are_merged_into_a_base_with_them(model_type: str, tmp_path: Path) -> None:
+def test_a_merged_adapter_has_the_extra_tensors_of_its_base(
+    model_type: str, tmp_path: Path
+) -> None:
     extra = write_with_extra(tmp_path / "base", model_type)
     before = read_files(tmp_path / "base")
-    streams = run_ranks(train_adapters, 2, str(tmp_path))
+    streams = run_ranks(_train_and_save_adapters, 2, str(tmp_path))
     assert main(["merge-adapter", *(str(tmp_path / n) for n in ("base", "adapter", "merged"))]) == 0
     merged = read_files(tmp_path / "merged")
     assert merged.keys() == before.keys()
@@ -331,8 +333,8 @@ def test_adapters_are_merged_into_a_base_with_them(model_type: str, tmp_path: Pa
 
 
 @contextmanager
-def _hidden(rank: int, folder: Path) -> Iterator[None]:
-    """Rename a folder on rank 0 inside the block, as if somebody had deleted it."""
+def _hide_folder(rank: int, folder: Path) -> Iterator[None]:
+    """Rename a folder inside this context, as if somebody had deleted it."""
     hidden = folder.with_name("hidden")
     write_on_first(rank, lambda: folder.rename(hidden))
     yield
@@ -340,8 +342,10 @@ def _hidden(rank: int, folder: Path) -> Iterator[None]:
     write_on_first(rank, lambda: hidden.rename(folder))
 
 
-def with_the_trainer(kind: str, rank: int, world: int, folder: str) -> None:
-    """trainer.save_model, and a checkpoint of the Trainer: itself, converted, and resumed."""
+def checkpoints_of_the_trainer_have_extra_tensors(
+    kind: str, rank: int, world: int, folder: str
+) -> None:
+    """Test trainer.save_model, and a checkpoint of the Trainer that is converted or resumed."""
     from transformers import Trainer, TrainingArguments
 
     root = Path(folder)
@@ -361,7 +365,7 @@ def with_the_trainer(kind: str, rank: int, world: int, folder: str) -> None:
         first = trainer(2)
         first.train()
         first.save_model(str(root / "saved"))
-        with _hidden(rank, root / "base"):
+        with _hide_folder(rank, root / "base"):
             warned = pytest.warns(UserWarning, match="is saved without the tensors of .*readable")
             with warned if rank == 0 else nullcontext():
                 first.save_model(str(root / "without"))
@@ -386,8 +390,8 @@ def with_the_trainer(kind: str, rank: int, world: int, folder: str) -> None:
     assert read_files(root / "without").keys() == saved.keys() - extra.keys()
 
 
-def tiny_trainer(folder: Path, model: nn.Module, callback: Any, **options: Any) -> Any:
-    """Return a Trainer of a model that saves a checkpoint after each of two steps."""
+def _make_trainer(folder: Path, model: nn.Module, callback: Any, **options: Any) -> Any:
+    """Make a Trainer that saves a checkpoint after each of two steps."""
     from transformers import Trainer, TrainingArguments
 
     args = TrainingArguments(
@@ -398,7 +402,7 @@ def tiny_trainer(folder: Path, model: nn.Module, callback: Any, **options: Any) 
     return Trainer(model, args, train_dataset=rows, callbacks=[callback])
 
 
-class Hide(TrainerCallback):
+class HideAfterFirstSave(TrainerCallback):
     """Renames a folder after the first checkpoint, as if somebody had deleted it."""
 
     def __init__(self, folder: Path) -> None:
@@ -409,13 +413,13 @@ class Hide(TrainerCallback):
             self.folder.rename(self.folder.with_name("hidden"))
 
 
-def trained_without_its_source(rank: int, world: int, folder: str) -> None:
-    """The Trainer's checkpoints with FULL_STATE_DICT."""
+def full_checkpoints_without_a_source_are_saved(rank: int, world: int, folder: str) -> None:
+    """After the source is lost, the Trainer warns, and saves without the extra tensors."""
     root = Path(folder)
     write_on_first(rank, lambda: write_with_extra(root / "base", "qwen3_next"))
     with launched(FSDP_STATE_DICT_TYPE=FULL):
         model = patch(AutoModelForCausalLM.from_pretrained(root / "base"), ep_size=2)
-        trainer = tiny_trainer(root / "run", model, Hide(root / "base"))
+        trainer = _make_trainer(root / "run", model, HideAfterFirstSave(root / "base"))
         warned = pytest.warns(UserWarning, match="is saved without the tensors of .*readable")
         with warned if rank == 0 else nullcontext():
             trainer.train()
@@ -424,11 +428,11 @@ def trained_without_its_source(rank: int, world: int, folder: str) -> None:
     assert after.keys() == {key for key in before if not is_of_head(key, model)} != before.keys()
 
 
-def test_the_trainer_goes_on_without_its_source(tmp_path: Path) -> None:
-    """In one process; trainer.save_model, too."""
+def test_the_trainer_saves_checkpoints_without_a_lost_source(tmp_path: Path) -> None:
+    """One process saves a checkpoint and calls trainer.save_model."""
     extra = write_with_extra(tmp_path / "base", "qwen3_next")
     model = patch(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
-    trainer = tiny_trainer(tmp_path / "run", model, Hide(tmp_path / "base"))
+    trainer = _make_trainer(tmp_path / "run", model, HideAfterFirstSave(tmp_path / "base"))
     with pytest.warns(UserWarning, match="checkpoint-2 is saved without the tensors of .*readabl"):
         trainer.train()
     with pytest.warns(UserWarning, match="last is saved without the tensors of .*readable"):
@@ -441,8 +445,8 @@ def test_the_trainer_goes_on_without_its_source(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "own")
 
 
-def with_accelerate(rank: int, world: int, folder: str) -> None:
-    """accelerator.save_state: converted, and loaded again by a model that is saved then."""
+def states_of_accelerate_have_extra_tensors(rank: int, world: int, folder: str) -> None:
+    """A state of Accelerate is converted, and loaded by another model that is saved then."""
     root = Path(folder)
     write_on_first(rank, lambda: write_with_extra(root / "base", "glm4_moe"))
     before = read_files(root / "base")
@@ -467,28 +471,28 @@ def with_accelerate(rank: int, world: int, folder: str) -> None:
 
 
 ON_TWO_RANKS = (
-    source_that_changes,
-    saves_over_its_own_source,
+    a_changed_source_is_refused,
+    a_save_may_replace_its_own_source,
     undeclared_tensors_need_the_option,
-    one_name_twice,
+    two_tensors_with_one_key_are_refused,
 )
-IN_OTHER_WAYS = {
-    "with the trainer": partial(with_the_trainer, SHARDED),
-    "with the trainer, full state dict": partial(with_the_trainer, FULL),
-    "with accelerate": with_accelerate,
-    "with the trainer, without its source": trained_without_its_source,
+WITH_LIBRARIES = {
+    "checkpoints of the trainer": partial(checkpoints_of_the_trainer_have_extra_tensors, SHARDED),
+    "full checkpoints of the trainer": partial(checkpoints_of_the_trainer_have_extra_tensors, FULL),
+    "states of accelerate": states_of_accelerate_have_extra_tensors,
+    "full checkpoints without a source are saved": full_checkpoints_without_a_source_are_saved,
 }
 
 
 @pytest.mark.parametrize(
-    "claim", on_ranks(2, *ON_TWO_RANKS) + on_ranks(2, IN_OTHER_WAYS, slow=True)
+    "claim", on_ranks(2, *ON_TWO_RANKS) + on_ranks(2, WITH_LIBRARIES, slow=True)
 )
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def test_one_process_saves_them_by_the_method_of_the_model(tmp_path: Path) -> None:
-    """A patched model that is not sharded; stock's save_pretrained would lose them."""
+def test_one_process_saves_extra_tensors(tmp_path: Path) -> None:
+    """Without a patch, save_pretrained loses the extra tensors."""
     extra = write_with_extra(tmp_path / "base", "qwen3_next")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model.save_pretrained(tmp_path / "stock")
@@ -506,7 +510,7 @@ def test_one_process_saves_them_by_the_method_of_the_model(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_one_process_saves_stacked_experts_and_them(given: bool, tmp_path: Path) -> None:
+def test_one_process_saves_stacked_experts_and_extra_tensors(given: bool, tmp_path: Path) -> None:
     """LongCat-Flash also has weights of experts that no token uses."""
     stock = tiny("longcat_flash", dtype=torch.float32)
     stock.save_pretrained(tmp_path / "base")
@@ -519,10 +523,10 @@ def test_one_process_saves_stacked_experts_and_them(given: bool, tmp_path: Path)
     assert_same_bytes(read_files(tmp_path / "saved"), base)
 
 
-def test_the_output_head_of_a_causal_lm_is_not_in_a_reward_model(
+def test_a_reward_model_does_not_save_the_head_of_a_causal_lm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TRL lets reward models ignore this head, as other classes ignore what is not theirs."""
+    """TRL lets reward models ignore the output head, which their checkpoints do not have."""
     extra = write_with_extra(tmp_path / "base", "qwen3_next")
     kind = Qwen3NextForSequenceClassification
     monkeypatch.setattr(
@@ -535,8 +539,8 @@ def test_the_output_head_of_a_causal_lm_is_not_in_a_reward_model(
     assert extra.keys() < saved and "score.weight" in saved
 
 
-def test_a_model_that_was_not_loaded_has_none(tmp_path: Path) -> None:
-    """The config names the folder, but the weights do not come from it."""
+def test_a_model_that_was_not_loaded_has_no_extra_tensors(tmp_path: Path) -> None:
+    """The config names the folder, but the weights do not come from this folder."""
     write_with_extra(tmp_path / "base", "qwen3_next")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = patch(AutoModelForCausalLM.from_config(loaded.config))
@@ -544,7 +548,7 @@ def test_a_model_that_was_not_loaded_has_none(tmp_path: Path) -> None:
     assert find_state(model).extra is None
 
 
-def test_a_source_that_cannot_be_found_is_a_warning(
+def test_a_source_that_is_gone_is_named_in_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_with_extra(tmp_path / "base", "qwen3_next")
@@ -555,24 +559,24 @@ def test_a_source_that_cannot_be_found_is_a_warning(
     assert "saved checkpoints will not have them" in caplog.text
 
 
-def merged(folder: Path, target: Path, source: Path) -> None:
-    """Write the weights of `source` to `target`, with other weights in one kind of matrix.
+def _write_fine_tuned(folder: Path, target: Path, source: Path) -> None:
+    """Write the weights of `source` to `target`, but one kind of matrix from `folder`.
 
-    So does a fine-tuning whose adapters are merged. `folder` has the other weights.
+    The result is like a model into which an adapter of this kind of matrix was merged.
     """
     shutil.copytree(source, target)
     other = read_files(folder)
-    edit_file(target, {k: other[k] for k in read_files(target) if "shared_expert.up" in k})
+    replace_tensors(target, {k: other[k] for k in read_files(target) if "shared_expert.up" in k})
 
 
-def test_a_folder_with_several_models(
+def test_values_tell_which_model_of_a_folder_was_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The config names the folder only. Values tell which of its weights were loaded."""
+    """The config names only the folder, so values are compared with all weights in it."""
     first, second = tmp_path / "first", tmp_path / "first" / "chat"
     write_with_extra(tmp_path / "other", "qwen3_next", seed=7)
     write_with_extra(first, "qwen3_next")
-    merged(tmp_path / "other", second, first)
+    _write_fine_tuned(tmp_path / "other", second, first)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "other")
     model.save_pretrained(first, variant="ema")
     cases = {"": first, "chat": second}
@@ -582,8 +586,8 @@ def test_a_folder_with_several_models(
     assert (
         find_state(patch(AutoModelForCausalLM.from_pretrained(first, variant="ema"))).extra is None
     )
-    assert not caplog.text, "the files of the variant have no such tensors"
-    # Both models have the same embeddings, and the layers are not read: the files are known.
+    assert not caplog.text, "the files of the variant have no extra tensors"
+    # Both models have the same embeddings, and layers are not read, but the files are known.
     monkeypatch.setenv("WORLD_SIZE", "2")
     with hooked(monkeypatch, ep_size=2):
         for subfolder, folder in cases.items():
@@ -591,13 +595,13 @@ def test_a_folder_with_several_models(
             assert model.model.layers[0].input_layernorm.weight.is_meta
             assert find_state(model).extra.folder == folder
     monkeypatch.undo()
-    # Now the first model is as near as the second.
-    model = change_one_kind(AutoModelForCausalLM.from_pretrained(first, subfolder="chat"))
+    # Now the model has as many equal tensors in the first folder as in the second.
+    model = _change_one_kind(AutoModelForCausalLM.from_pretrained(first, subfolder="chat"))
     assert find_state(patch(model)).extra is None
     assert "may have been loaded with subfolder= or variant=" in caplog.text
 
 
-def change_one_kind(model: Any) -> Any:
+def _change_one_kind(model: Any) -> Any:
     """Change one kind of matrix in all layers, and the embeddings."""
     model.resize_token_embeddings(model.config.vocab_size + 3)
     with torch.no_grad():
@@ -607,37 +611,39 @@ def change_one_kind(model: Any) -> Any:
     return model
 
 
-def cast_twice(model: Any) -> Any:
+def _cast_twice(model: Any) -> Any:
     return model.to(torch.bfloat16).to(torch.float32)
 
 
-def adapt(model: Any) -> Any:
+def _adapt(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(target_modules=["q_proj"], target_parameters=list(EXPERTS))
     return get_peft_model(model, config)
 
 
-@pytest.mark.parametrize("change", [change_one_kind, cast_twice, adapt])
-def test_a_model_that_was_changed_a_little(change: Callable[[Any], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [_change_one_kind, _cast_twice, _adapt])
+def test_the_source_of_a_model_with_a_few_changes_is_found(
+    change: Callable[[Any], Any], tmp_path: Path
+) -> None:
     extra = write_with_extra(tmp_path, "qwen3_next")
     model = patch(change(AutoModelForCausalLM.from_pretrained(tmp_path)))
     assert find_state(model).extra.tensors().keys() == extra.keys()
 
 
-def test_quantised_tensors_are_not_compared(tmp_path: Path) -> None:
-    """A model that stock has decoded from FP8 is found by its routers."""
+def test_tensors_that_stock_decoded_from_fp8_are_not_compared(tmp_path: Path) -> None:
+    """The source of a model that stock has decoded from FP8 is found by the routers."""
     extra = write_with_extra(tmp_path, "deepseek_v3")
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     own = {k: t for k, t in read_files(tmp_path).items() if ".layers." in k and k not in extra}
     quantised = [k for k in own if k.endswith("_proj.weight")]
-    edit_file(tmp_path, {key: own[key].to(torch.float8_e4m3fn) for key in quantised})
+    replace_tensors(tmp_path, {key: own[key].to(torch.float8_e4m3fn) for key in quantised})
     assert len(quantised) > 10
     assert find_state(patch(model)).extra.tensors().keys() == extra.keys()
 
 
-def test_a_model_that_stock_decoded_from_fp8_has_them(tmp_path: Path) -> None:
-    """transformers then deletes `_weight_conversions`, which other loaded models have."""
+def test_a_model_that_stock_decoded_from_fp8_has_extra_tensors(tmp_path: Path) -> None:
+    """From such a model transformers deletes `_weight_conversions`, which other models have."""
     stock = tiny("deepseek_v3", dtype=torch.bfloat16)
     stock.config.num_nextn_predict_layers = 1
     write_fp8(tmp_path, stock, block=(2, 2))
@@ -654,8 +660,10 @@ def test_a_model_that_stock_decoded_from_fp8_has_them(tmp_path: Path) -> None:
     assert torch.equal(enorm, extra["model.layers.4.enorm.weight"])
 
 
-def test_a_folder_that_was_overwritten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The embeddings and norms are the same, as in two fine-tunings of one model."""
+def test_an_overwritten_folder_is_named_in_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other model has the same embeddings and norms, like another fine-tuned version."""
     write_with_extra(tmp_path / "base", "qwen3_next")
     write_with_extra(tmp_path / "other", "qwen3_next", seed=1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -663,14 +671,14 @@ def test_a_folder_that_was_overwritten(tmp_path: Path, caplog: pytest.LogCapture
     changed = [
         k for k, t in read_files(tmp_path / "base").items() if ".layers." in k and t.ndim > 1
     ]
-    edit_file(tmp_path / "base", {key: other[key] for key in changed})
+    replace_tensors(tmp_path / "base", {key: other[key] for key in changed})
     assert find_state(patch(model)).extra is None
     assert f"the weights in {tmp_path}/base are not those of this model" in caplog.text
     assert "saved checkpoints will not have them" in caplog.text
 
 
-def test_a_lost_source_is_an_error_of_the_conversion(tmp_path: Path) -> None:
-    """A training checkpoint is saved all the same, and says what is missing."""
+def test_a_source_that_was_lost_before_a_save_ends_the_conversion(tmp_path: Path) -> None:
+    """The training checkpoint is saved without the tensors, and names the missing source."""
     extra = write_with_extra(tmp_path / "base", "qwen3_next")
     model = patch(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
     shutil.move(tmp_path / "base", tmp_path / "moved")
@@ -718,7 +726,7 @@ def test_damaged_references_are_an_error(tmp_path: Path) -> None:
 def test_a_name_of_the_hub_is_found_in_its_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The commit that was loaded is found by its values, whatever the branch is now."""
+    """Values tell which commit was loaded, also if the branch has another commit now."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     cache = tmp_path / "models--owner--model"
@@ -731,9 +739,9 @@ def test_a_name_of_the_hub_is_found_in_its_cache(
     assert find_state(patch(copy.deepcopy(model))).extra.folder == loaded
     write_with_extra(newer, "qwen3_next", seed=1)
     (cache / "refs" / "main").write_text(newer.name)
-    of_loaded = find_state(patch(copy.deepcopy(model))).extra
-    assert of_loaded.source == "owner/model" and of_loaded.folder == loaded
-    assert of_loaded.tensors().keys() == extra.keys()
+    references = find_state(patch(copy.deepcopy(model))).extra
+    assert references.source == "owner/model" and references.folder == loaded
+    assert references.tensors().keys() == extra.keys()
     shutil.copytree(loaded, copied)
     if getattr(model.config, "_commit_hash", None) == loaded.name:  # Transformers before 5.24
         assert find_state(patch(model)).extra.folder == loaded
@@ -754,12 +762,14 @@ def save_until_killed(
         with torch.no_grad():
             for tensor in (*model.parameters(), *dict(persistent_buffers(model)).values()):
                 tensor.fill_(version)
-        save_pretrained(model, target, max_shard_size=SHARD)
+        save_pretrained(model, target, max_shard_size=SHARD_SIZE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [20])
-def test_after_a_kill_the_folder_has_one_version_and_them(rounds: int, tmp_path: Path) -> None:
+def test_after_a_kill_a_folder_has_one_version_and_the_extra_tensors(
+    rounds: int, tmp_path: Path
+) -> None:
     """Every second round saves over the files from which the model was loaded.
 
     A round that is killed before its first commit does not count.

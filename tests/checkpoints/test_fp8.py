@@ -1,4 +1,4 @@
-"""Published FP8 (values with one scale per block) is decoded to bf16, bitwise equal to stock."""
+"""Published FP8 weights (one scale per block of values) are decoded as in stock, bit by bit."""
 
 import json
 from collections.abc import Callable
@@ -36,8 +36,10 @@ SIZES = {"hidden_size": 64, "moe_intermediate_size": 96}
 DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
 
 
-def _entry(folder: Path, tensor: Tensor, block: tuple[int, int]) -> tuple[Fp8Tensor, Tensor]:
-    """Write a weight as FP8. Return its entry and the fp32 values that stock decodes."""
+def _write_and_join(
+    folder: Path, tensor: Tensor, block: tuple[int, int]
+) -> tuple[Fp8Tensor, Tensor]:
+    """Write a weight as FP8. Return its `Fp8Tensor`, and the fp32 values that stock decodes."""
     state = quantised("w", tensor, block)
     save_file(state, folder / "model.safetensors")
     config = {"quantization_config": published_config(block)}
@@ -77,7 +79,7 @@ def test_a_value_is_a_byte_times_the_scale_of_its_block(tmp_path: Path) -> None:
 def test_every_box_of_every_view_equals_the_whole_tensor(tmp_path: Path) -> None:
     """A [3, 10, 7] stack with blocks of 4 x 3 is read by boxes of three views of its shape."""
     torch.manual_seed(0)
-    entry, whole = _entry(tmp_path, torch.randn(3, 10, 7), (4, 3))
+    entry, whole = _write_and_join(tmp_path, torch.randn(3, 10, 7), (4, 3))
     boxes = [[(0, size), (1, size), (size // 2, size // 2 + 1)] for size in (3, 10, 7)]
     with Reader() as reader:
 
@@ -85,7 +87,7 @@ def test_every_box_of_every_view_equals_the_whole_tensor(tmp_path: Path) -> None
             return _decode(entry, box, view, torch.float32, reader)
 
         for values in (1 << 22, 1):
-            with mock.patch("hf_moe_ep.checkpoints.hub.fp8._VALUES", values):
+            with mock.patch("hf_moe_ep.checkpoints.hub.fp8._VALUES_PER_STEP", values):
                 for box in product(*boxes):
                     part = whole[tuple(slice(*dim) for dim in box)]
                     assert torch.equal(decode(box, (3, 10, 7)), part)
@@ -98,9 +100,9 @@ def test_every_box_of_every_view_equals_the_whole_tensor(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["E8M0", "bytes", "bf16"])
-def test_scales_of_each_dtype(tmp_path: Path, kind: str) -> None:
+def test_scales_may_have_any_of_three_dtypes(tmp_path: Path, kind: str) -> None:
     """Scales may be float8_e8m0fnu or its bytes, as in MXFP8, or bf16."""
-    entry, _ = _entry(tmp_path, torch.randn(8, 8), (4, 4))
+    entry, _ = _write_and_join(tmp_path, torch.randn(8, 8), (4, 4))
     state = load_file(tmp_path / "model.safetensors")
     scales = torch.tensor([[0.5, 1.0], [8.0, 2.0**-20]])
     stored = {
@@ -118,12 +120,12 @@ def test_scales_of_each_dtype(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_large_box_is_decoded_in_parts(tmp_path: Path) -> None:
-    entry, expected = _entry(tmp_path, torch.randn(64, 8, 8), (4, 4))
+    entry, expected = _write_and_join(tmp_path, torch.randn(64, 8, 8), (4, 4))
     box = ((0, 64), (0, 8), (0, 8))
     with (
         Reader() as reader,
         mock.patch.object(reader, "read", wraps=reader.read) as read,
-        mock.patch("hf_moe_ep.checkpoints.hub.fp8._VALUES", 256),
+        mock.patch("hf_moe_ep.checkpoints.hub.fp8._VALUES_PER_STEP", 256),
     ):
         decoded = _decode(entry, box, (64, 8, 8), torch.float32, reader)
     assert torch.equal(decoded, expected)
@@ -138,14 +140,14 @@ def _load_stock(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> PreT
 
 
 def _decode_like_stock(state: dict[str, Tensor], key: str) -> Tensor:
-    """Decode like stock's FP8Linear and round to bf16. The last blocks may be smaller."""
+    """Decode like stock's FP8Linear, where blocks at an edge may be smaller, and round to bf16."""
     scales = state[f"{key}_scale_inv"]
     product = stock_product(state[key], scales, BLOCK)
     return product.bfloat16().float()
 
 
 def _gather_fp32(model: Any) -> dict[str, Tensor]:
-    """Gather all tensors in fp32, because our masters are fp32 and stock's tensors are bf16."""
+    """Gather all tensors in fp32, because master weights are fp32 and stock's tensors are bf16."""
     return {name: full_tensor(tensor).float() for name, tensor in model.state_dict().items()}
 
 
@@ -163,20 +165,20 @@ def _load_equal_to_stock(folder: str, **sizes: int) -> Any:
 
 
 def _experts_or_rows_are_sharded(rank: int, world: int, folder: str) -> None:
-    """Each of 2 ranks has 96 or 32 rows of experts: whole blocks. Blocks of attention are cut."""
+    """Each of 2 ranks has 96 or 32 rows of experts, whole blocks, and cut blocks of attention."""
     _write_published(folder, **SIZES)
     for dim in (0, 1):
         _load_equal_to_stock(folder, ep_size=2 - dim, expert_shard_dim=dim)
 
 
 def _blocks_are_cut_by_four_ranks(rank: int, world: int, folder: str) -> None:
-    """Each of 4 ranks has 48 or 16 rows of experts: one and a half blocks, or half a block."""
+    """Each of 4 ranks has 48 or 16 rows of experts: a block and a half, or half a block."""
     _write_published(folder, **SIZES)
     for sizes in ({"ep_size": 2, "expert_shard_dim": 1}, {"expert_shard_dim": 1}, {"ep_size": 4}):
         _load_equal_to_stock(folder, **sizes)
 
 
-def _saved_in_bf16(rank: int, world: int, folder: str) -> None:
+def _decoded_weights_are_saved_in_bf16(rank: int, world: int, folder: str) -> None:
     _write_published(folder, **SIZES)
     save_pretrained(_load_equal_to_stock(folder, ep_size=world), f"{folder}/saved")
     dist.barrier()
@@ -188,7 +190,7 @@ def _saved_in_bf16(rank: int, world: int, folder: str) -> None:
     assert_equal(_gather_fp32(reloaded), _gather_fp32(_load_stock(folder)))
 
 
-def _trains_like_stock(rank: int, world: int, folder: str) -> None:
+def _loss_and_gradients_equal_stock(rank: int, world: int, folder: str) -> None:
     """Loss and gradients equal those of a model that stock decoded before it was sharded."""
     _write_published(folder, **SIZES)
     loaded = from_pretrained(folder, ep_size=2).train()
@@ -210,8 +212,8 @@ def _trains_like_stock(rank: int, world: int, folder: str) -> None:
     assert len(results[0]) > 20
 
 
-def _blocks_that_do_not_divide_the_sizes(rank: int, world: int, folder: str) -> None:
-    """DeepSeek-V3 has 576 rows in a matrix. Stock refuses such sizes or assumes other blocks."""
+def _blocks_need_not_divide_the_sizes(rank: int, world: int, folder: str) -> None:
+    """Stock refuses such sizes (DeepSeek-V3 has 576 rows in a matrix), or assumes other blocks."""
     _write_published(folder, hidden_size=72, moe_intermediate_size=40)
     state, experts = load_file(f"{folder}/model.safetensors"), "model.layers.1.mlp.experts"
     for dim in (0, 1):
@@ -231,12 +233,12 @@ def _blocks_that_do_not_divide_the_sizes(rank: int, world: int, folder: str) -> 
     "claim",
     [
         *on_ranks(2, _experts_or_rows_are_sharded, slow=True),
-        *on_ranks(1, {"saved_in_bf16, one rank": _saved_in_bf16}, slow=True),
+        *on_ranks(1, {"saved_in_bf16, one rank": _decoded_weights_are_saved_in_bf16}, slow=True),
         *on_ranks(
             2,
-            _saved_in_bf16,
-            _trains_like_stock,
-            _blocks_that_do_not_divide_the_sizes,
+            _decoded_weights_are_saved_in_bf16,
+            _loss_and_gradients_equal_stock,
+            _blocks_need_not_divide_the_sizes,
             slow=True,
         ),
         *on_ranks(4, _blocks_are_cut_by_four_ranks, slow=True),
@@ -317,7 +319,7 @@ def test_other_quantisations_are_refused_by_name(
 
 @pytest.mark.slow
 def test_a_model_that_stock_decoded_is_saved_in_bf16(tmp_path: Path) -> None:
-    """Stock's own save would write FP8 again, with stacked experts; ours writes bf16."""
+    """Stock's own save would write FP8 and stacked experts."""
     write_fp8(tmp_path, tiny(dtype=torch.bfloat16, **SIZES), BLOCK)
     stock = _load_stock(tmp_path)
     decoded = dict(stock.state_dict())
@@ -329,8 +331,8 @@ def test_a_model_that_stock_decoded_is_saved_in_bf16(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("original_format", [True, False])
-def test_files_that_transformers_quantised(tmp_path: Path, original_format: bool) -> None:
-    """transformers stacks the scales of experts. Its quantiser requires a GPU without using it."""
+def test_files_that_transformers_quantised_are_read(tmp_path: Path, original_format: bool) -> None:
+    """transformers stacks the scales of experts. Its quantiser asks for a GPU, but needs none."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
     tiny(dtype=torch.bfloat16, **sizes).save_pretrained(tmp_path / "bf16")
     config = FineGrainedFP8Config(modules_to_not_convert=["lm_head"])

@@ -1,4 +1,7 @@
-"""Checkpoints with a head that the model lacks, and the reverse; modules that stay in fp32."""
+"""A model without a head reads the checkpoint of a model with a head, but not the reverse.
+
+Modules that stock keeps in fp32 stay in fp32.
+"""
 
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from hf_moe_ep.upstream.hub import empty_model
 IDS = torch.arange(5)[None]
 
 
-def _load_base_model(rank: int, world: int, folder: str) -> Tensor:
+def _load_with_and_without_head(rank: int, world: int, folder: str) -> Tensor:
     model = from_pretrained(
         f"{folder}/lm", model_class=AutoModel, ep_size=2, experts_implementation="eager"
     )
@@ -42,18 +45,18 @@ def _load_base_model(rank: int, world: int, folder: str) -> Tensor:
 
 def test_a_head_is_ignored_and_a_missing_head_is_an_error(tmp_path: Path) -> None:
     tiny(dtype=torch.float32).save_pretrained(tmp_path / "lm")
-    by_rank = run_ranks(_load_base_model, 2, str(tmp_path))
+    by_rank = run_ranks(_load_with_and_without_head, 2, str(tmp_path))
     for name in ("lm", "base"):
         stock = Qwen3MoeModel.from_pretrained(tmp_path / name, experts_implementation="eager")
         with torch.no_grad():
             stock_hidden = stock(input_ids=IDS).last_hidden_state
         for hidden in by_rank:
-            # fp32 sums in another order.
+            # The order of fp32 sums differs.
             torch.testing.assert_close(hidden, stock_hidden, rtol=1e-5, atol=1e-5)
 
 
-def test_a_missing_tensor_of_a_base_model_is_no_missing_head(tmp_path: Path) -> None:
-    """The prefix of every key is removed, as a base model has none; the checkpoint has a head."""
+def test_the_error_of_a_missing_tensor_does_not_mention_the_head(tmp_path: Path) -> None:
+    """The keys have a prefix that the base model lacks, and the checkpoint has a head."""
     model = tiny(num_hidden_layers=1, dtype=torch.float32)
     tensors = model.state_dict()
     del tensors["model.norm.weight"]
@@ -64,23 +67,23 @@ def test_a_missing_tensor_of_a_base_model_is_no_missing_head(tmp_path: Path) -> 
         match_checkpoint(base, tmp_path, find_plan(base), names)
 
 
-class WithFp32(Qwen3MoeForCausalLM):
-    """A model class that keeps modules in fp32, as architectures with a sensitive router do."""
+class ModelWithFp32Modules(Qwen3MoeForCausalLM):
+    """Keeps modules in fp32, as architectures with a sensitive router do."""
 
     _keep_in_fp32_modules = ("q_norm",)
     _keep_in_fp32_modules_strict = ("mlp.gate.weight",)
 
 
-def _dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
+def _list_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
     return {name: p.dtype for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_modules_stay_in_fp32_as_in_stock(tmp_path: Path, dtype: torch.dtype) -> None:
     tiny(dtype=torch.float32).save_pretrained(tmp_path)
-    stock = WithFp32.from_pretrained(tmp_path, dtype=dtype)
-    ours = empty_model(tmp_path, WithFp32, torch.get_default_dtype, {"dtype": dtype})
-    assert _dtypes(ours) == _dtypes(stock)
-    fp32_names = {name for name, kind in _dtypes(ours).items() if kind == torch.float32}
+    stock = ModelWithFp32Modules.from_pretrained(tmp_path, dtype=dtype)
+    ours = empty_model(tmp_path, ModelWithFp32Modules, torch.get_default_dtype, {"dtype": dtype})
+    assert _list_dtypes(ours) == _list_dtypes(stock)
+    fp32_names = {name for name, kind in _list_dtypes(ours).items() if kind == torch.float32}
     assert any("gate" in name for name in fp32_names)
     assert any("q_norm" in name for name in fp32_names) == (dtype != torch.bfloat16)

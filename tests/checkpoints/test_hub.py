@@ -1,4 +1,4 @@
-"""Hub checkpoints: each rank reads only its shards, and a saved model has the same bytes."""
+"""A rank reads only its shards of a hub checkpoint, and a saved model has the same bytes."""
 
 import copy
 import errno
@@ -69,7 +69,7 @@ class CountedReads:
         return num_bytes
 
 
-def _round_trip(rank: int, world: int, folder: str, name: str) -> dict[str, Any]:
+def _load_and_save_in_all_layouts(rank: int, world: int, folder: str, name: str) -> dict[str, Any]:
     reads = {}
     for layout, sizes in LAYOUTS.items():
         counted = CountedReads()
@@ -91,7 +91,7 @@ def _round_trip(rank: int, world: int, folder: str, name: str) -> dict[str, Any]
 def test_hub_to_shards_to_hub_keeps_every_byte(name: str, tmp_path: Path) -> None:
     model = tiny(name, dtype=torch.float32)
     tensors = write_hub(tmp_path / name, model)
-    reads = run_ranks(_round_trip, 4, str(tmp_path), name)
+    reads = run_ranks(_load_and_save_in_all_layouts, 4, str(tmp_path), name)
     size = sum(tensor.nbytes for tensor in tensors.values())
     for layout, sizes in LAYOUTS.items():
         folder = tmp_path / f"{name} {layout}"
@@ -105,15 +105,15 @@ def test_hub_to_shards_to_hub_keeps_every_byte(name: str, tmp_path: Path) -> Non
         assert_equal(hub_state(type(model).from_pretrained(folder)), tensors)
 
 
-def _meta(name: str, **options: Any) -> PreTrainedModel:
+def _make_meta_model(name: str, **options: Any) -> PreTrainedModel:
     with init_empty_weights(include_buffers=False):
         model = tiny(name, **options)
     model.tie_weights()
     return model
 
 
-def _compare_with_stock(rank: int, world: int, folder: str, name: str) -> None:
-    """from_pretrained, and weights= on a meta model, train with the loss and gradients of stock."""
+def _compare_loaded_models(rank: int, world: int, folder: str, name: str) -> None:
+    """Compare loss and gradients after from_pretrained, and with weights= and a model on meta."""
     cases: dict[str, dict[str, Any]] = {"plain": {}}
     if name == "qwen3_moe":
         cases["tied"] = {"tie_word_embeddings": True}
@@ -125,7 +125,9 @@ def _compare_with_stock(rank: int, world: int, folder: str, name: str) -> None:
         sharded = apply_ep_fsdp2(copy.deepcopy(stock), ep_size=2)
         ours = from_pretrained(Path(folder, case), ep_size=2, experts_implementation="eager")
         assert not ours.training and ours.train().generation_config is not None
-        meta_loaded = apply_ep_fsdp2(_meta(name, **options), weights=f"{folder}/{case}", ep_size=2)
+        meta_loaded = apply_ep_fsdp2(
+            _make_meta_model(name, **options), weights=f"{folder}/{case}", ep_size=2
+        )
         inputs = batch(stock, 2, 9, seed=rank)
         inputs["input_ids"].clamp_(max=89)  # image tokens begin at 90
         losses: list[Tensor] = []
@@ -146,12 +148,12 @@ def _compare_with_stock(rank: int, world: int, folder: str, name: str) -> None:
     "name",
     [pytest.param(x, marks=[] if x == "qwen3_moe" else pytest.mark.slow) for x in ARCHITECTURES],
 )
-def test_a_loaded_model_trains_like_stocks(name: str, tmp_path: Path) -> None:
-    run_ranks(_compare_with_stock, 2, str(tmp_path), name)
+def test_a_loaded_model_has_the_loss_and_gradients_of_stock(name: str, tmp_path: Path) -> None:
+    run_ranks(_compare_loaded_models, 2, str(tmp_path), name)
 
 
 def _save_both_dtypes(rank: int, world: int, folder: str) -> None:
-    """A bf16 checkpoint is loaded as fp32 masters and saved in bf16, or in fp32 on request."""
+    """Load a bf16 checkpoint as fp32 master weights, and save it in bf16 and in fp32."""
     model = from_pretrained(f"{folder}/hub", ep_size=2)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     save_pretrained(model, f"{folder}/again")
@@ -171,11 +173,11 @@ def test_bf16_is_saved_as_bf16_or_as_fp32_masters(tmp_path: Path) -> None:
         assert json.loads((tmp_path / folder / "config.json").read_text())["dtype"] == dtype
 
 
-# gate_up_proj of an expert is square, so its shape does not show if it is transposed.
+# gate_up_proj of an expert is square, so its shape does not say whether it is transposed.
 SQUARE = {"text_config": QWEN3_VL_MOE["text_config"] | {"moe_intermediate_size": 16}}
 
 
-def _load_and_save(rank: int, world: int, folder: str) -> list[dict[str, Tensor]]:
+def _load_and_save_files_of_stock(rank: int, world: int, folder: str) -> list[dict[str, Tensor]]:
     states = []
     for case in ("v5", "square v5", "square hub", "fused"):
         model = from_pretrained(f"{folder}/{case}", ep_size=2)
@@ -184,8 +186,8 @@ def _load_and_save(rank: int, world: int, folder: str) -> list[dict[str, Tensor]
     return states
 
 
-def test_layouts_of_transformers_5_are_read(tmp_path: Path) -> None:
-    """transformers 5 saves Qwen3-VL-MoE in its memory layout, or stacked with one option."""
+def test_layouts_that_transformers_5_writes_are_read(tmp_path: Path) -> None:
+    """transformers 5 saves Qwen3-VL-MoE as in memory, and other models stacked with one option."""
     models = [
         tiny("qwen3_vl_moe", dtype=torch.float32),
         tiny("qwen3_vl_moe", dtype=torch.float32, **SQUARE),
@@ -200,7 +202,7 @@ def test_layouts_of_transformers_5_are_read(tmp_path: Path) -> None:
     assert load_file(tmp_path / "v5" / "model.safetensors")[shape].shape == (8, 48, 32)
     fused = load_file(tmp_path / "fused" / "model.safetensors")
     assert "model.layers.0.mlp.experts.gate_up_proj" in fused
-    states = run_ranks(_load_and_save, 2, str(tmp_path))[0]
+    states = run_ranks(_load_and_save_files_of_stock, 2, str(tmp_path))[0]
     for model, state, case in zip(
         models, states, ("v5", "square v5", "square hub", "fused"), strict=True
     ):
@@ -209,8 +211,8 @@ def test_layouts_of_transformers_5_are_read(tmp_path: Path) -> None:
         assert_equal(read_all(tmp_path / f"{case} again"), hub_state(model))
 
 
-def _load_with_adapters(rank: int, world: int, folder: str) -> None:
-    """Factors are drawn as PEFT draws them on rank 0; modules_to_save are read from the base."""
+def _compare_adapters_with_peft(rank: int, world: int, folder: str) -> None:
+    """Rank 0 draws factors as PEFT does, and modules_to_save have values of the base model."""
     base = tiny(dtype=torch.float32)
     if rank == 0:
         write_hub(Path(folder), base)
@@ -243,24 +245,24 @@ def _load_with_adapters(rank: int, world: int, folder: str) -> None:
         assert trained == {n for n, p in model.named_parameters() if p.requires_grad}
 
 
-def test_adapters_on_a_sharded_load(tmp_path: Path) -> None:
-    run_ranks(_load_with_adapters, 2, str(tmp_path / "hub"))
+def test_adapters_of_a_sharded_model_begin_as_in_peft(tmp_path: Path) -> None:
+    run_ranks(_compare_adapters_with_peft, 2, str(tmp_path / "hub"))
 
 
-def _steps(accelerator: Any, model: Any, optimizer: Any, rank: int) -> list[float]:
-    numbers = []
+def _train_three_steps(accelerator: Any, model: Any, optimizer: Any, rank: int) -> list[float]:
+    losses_and_norms = []
     for step in range(3):
         loss = model(**batch(model, 2, 9, seed=10 * step + rank)).loss
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        numbers += [loss.item(), float(norm)]
-    return numbers
+        losses_and_norms += [loss.item(), float(norm)]
+    return losses_and_norms
 
 
 def _train_with_accelerate(rank: int, world: int, folder: str) -> None:
-    """accelerator.prepare accepts a sharded model; clipping, AdamW and load_state work as usual."""
+    """Compare clipping and AdamW with those of a model that `prepare` shards; load a state."""
     base = tiny(dtype=torch.float32)
     if rank == 0:
         write_hub(Path(folder, "base"), base)
@@ -270,15 +272,17 @@ def _train_with_accelerate(rank: int, world: int, folder: str) -> None:
         loaded = from_pretrained(f"{folder}/base", ep_size=2).train()
         optimizer = torch.optim.AdamW(loaded.parameters(), lr=0.1)
         loaded, optimizer = accelerator.prepare(loaded, optimizer)
-        numbers = _steps(accelerator, loaded, optimizer, rank)
+        losses_and_norms = _train_three_steps(accelerator, loaded, optimizer, rank)
         accelerator.save_state(f"{folder}/state")
         saved = {n: full_tensor(p) for n, p in loaded.named_parameters()}
-        _steps(accelerator, loaded, optimizer, rank)
+        _train_three_steps(accelerator, loaded, optimizer, rank)
         accelerator.load_state(f"{folder}/state")
         for name, parameter in loaded.named_parameters():
             assert torch.equal(full_tensor(parameter), saved[name]), name
     with launched():
-        assert numbers == _steps(*prepared(copy.deepcopy(base), ep_size=2), rank)
+        assert losses_and_norms == _train_three_steps(
+            *prepared(copy.deepcopy(base), ep_size=2), rank
+        )
     with launched():
         accelerator = Accelerator(cpu=True)
         small = tiny(dtype=torch.float32, num_experts=2, moe_intermediate_size=9)
@@ -289,7 +293,7 @@ def _train_with_accelerate(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_sharded_load_in_accelerate(tmp_path: Path) -> None:
+def test_accelerate_trains_and_restores_a_sharded_model(tmp_path: Path) -> None:
     run_ranks(_train_with_accelerate, 4, str(tmp_path))
 
 
@@ -300,7 +304,7 @@ def _train_with_the_trainer(rank: int, world: int, folder: str) -> list[list[Any
     dist.barrier()
     ids = torch.randint(0, 97, (32, 9), generator=torch.Generator().manual_seed(0))
     logs = []
-    for kind in ("lean", "stock"):
+    for kind in ("sharded", "stock"):
         with launched():
             args = TrainingArguments(
                 output_dir=f"{folder}/out",
@@ -311,7 +315,7 @@ def _train_with_the_trainer(rank: int, world: int, folder: str) -> list[list[Any
                 report_to=[],
                 save_strategy="no",
             )
-            if kind == "lean":
+            if kind == "sharded":
                 model = from_pretrained(f"{folder}/base", ep_size=2).train()
             else:
                 model = patch(copy.deepcopy(base), ep_size=2)
@@ -325,14 +329,14 @@ def _train_with_the_trainer(rank: int, world: int, folder: str) -> list[list[Any
 
 
 @pytest.mark.slow
-def test_a_sharded_load_in_the_trainer(tmp_path: Path) -> None:
-    for lean, stock in run_ranks(_train_with_the_trainer, 2, str(tmp_path)):
-        assert lean == stock and len(lean) == 4
-    assert_equal(read_all(tmp_path / "lean"), read_all(tmp_path / "stock"))
+def test_the_trainer_trains_a_sharded_model_like_a_stock_model(tmp_path: Path) -> None:
+    for sharded, stock in run_ranks(_train_with_the_trainer, 2, str(tmp_path)):
+        assert sharded == stock and len(sharded) == 4
+    assert_equal(read_all(tmp_path / "sharded"), read_all(tmp_path / "stock"))
 
 
 def _save_gathered(rank: int, world: int, folder: str) -> None:
-    """Accelerate's examples gather a state dict and pass it to the model's save_pretrained."""
+    """Gather a state dict and pass it to save_pretrained, as in the examples of Accelerate."""
     model = tiny("qwen3_vl_moe", dtype=torch.float32)
     with launched():
         accelerator, model, _ = prepared(model, ep_size=2)
@@ -369,7 +373,7 @@ def test_one_process_saves_a_patched_model_over_an_older_save(tmp_path: Path) ->
     assert_equal(hub_state(AutoModelForCausalLM.from_pretrained(tmp_path)), hub_state(model))
 
 
-# A model class in files of a checkpoint, one of which is imported only by another.
+# The files of a model class in a checkpoint. Only another file imports names.py.
 CODE = {
     "configuration_mine.py": """
 from transformers import Qwen3MoeConfig
@@ -388,7 +392,7 @@ class MyMoE(Qwen3MoeForCausalLM):
 
 
 def test_a_failed_save_keeps_the_previous_adapter(tmp_path: Path) -> None:
-    """PEFT itself overwrites the file in place, so a full disk would leave neither adapter."""
+    """PEFT overwrites the file in place, so a full disk would leave neither adapter."""
     model = patch(with_lora(tiny(dtype=torch.float32)))
     save_pretrained(model, tmp_path, processor=None)
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
@@ -420,7 +424,7 @@ def test_a_failed_save_keeps_the_previous_adapter(tmp_path: Path) -> None:
 def test_the_code_of_a_model_is_saved_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stock saves the files of a model of trust_remote_code=True. FSDP2 replaces its class."""
+    """Stock saves the code of a model with trust_remote_code=True. FSDP2 replaces its class."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
     monkeypatch.syspath_prepend(tmp_path / "hf")
     base = tmp_path / "base"
@@ -446,11 +450,11 @@ def test_the_code_of_a_model_is_saved_with_it(
         save_checkpoint(tmp_path / "training", model, None)
         own = from_pretrained(base, trust_remote_code=True)
         assert type(own).__name__ == "FSDPMyMoE"
-        # Transformers' own config class, and code for the model alone.
+        # Now the config class is transformers' own, and only the model class is in a file.
         (base / "config.json").write_text(
             json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "modeling_mine.MyMoE"}})
         )
-        if SINCE_5_23:  # earlier ones want the config class of the model's own code
+        if SINCE_5_23:  # earlier versions require a config class from the model's own code
             own = from_pretrained(base, trust_remote_code=True)
             assert type(own).__name__ == "FSDPMyMoE"
         with pytest.raises(ValueError, match="pass trust_remote_code=True to run its code"):

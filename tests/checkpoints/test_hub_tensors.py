@@ -1,4 +1,4 @@
-"""hub_tensors yields on every rank the tensors of save_pretrained, with LoRA merged on request."""
+"""hub_tensors yields the tensors of save_pretrained on every rank, with LoRA merged on request."""
 
 import copy
 from functools import partial
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep 4": {"ep_size": 4},
     "ep 1, eager experts": {"experts_backend": "eager"},
 }
-SMALL = 40_000  # bytes: expert stacks and the embedding are gathered in many slabs
+SMALL = 40_000  # bytes, so that expert stacks and the embedding are gathered in many slabs
 
 
 def merge_with_peft(model: nn.Module) -> dict[str, Tensor]:
@@ -53,8 +53,8 @@ def collect(model: nn.Module, **options: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def as_saved(name: str, layout: str, rank: int, world: int, folder: str) -> None:
-    """Keys, dtypes and values are those of the files in every layout."""
+def equals_the_saved_files(name: str, layout: str, rank: int, world: int, folder: str) -> None:
+    """Keys, dtypes and values equal those in the files of save_pretrained."""
     tied = name == "qwen3_moe"
     stock = tiny(name, dtype=torch.bfloat16, **({"tie_word_embeddings": True} if tied else {}))
     model = apply_ep_fsdp2(stock, **LAYOUTS[layout])
@@ -67,7 +67,7 @@ def as_saved(name: str, layout: str, rank: int, world: int, folder: str) -> None
     assert_equal(collect(model, dtype=torch.float32, max_bytes=SMALL), masters)
 
 
-def add_adapters(model: nn.Module) -> nn.Module:
+def add_three_adapters(model: nn.Module) -> nn.Module:
     """Add two active adapters of different ranks and scales (one is rsLoRA) and an idle one."""
     model = with_lora(model, r=4, seed=1, use_rslora=True, modules_to_save=["norm", "q_norm"])
     torch.manual_seed(2)
@@ -91,13 +91,13 @@ def adapt_many_modules(model: nn.Module) -> nn.Module:
 
 ADAPTERS = {
     "experts and attention": partial(with_lora, seed=4),
-    "several at once": add_adapters,
+    "several at once": add_three_adapters,
     "the embedding": adapt_many_modules,
     "the router": partial(with_lora, seed=5, parameters=(*EXPERTS, "mlp.gate.weight")),
 }
 
 
-def merged(name: str, adapters: str, rank: int, world: int) -> None:
+def equals_the_merge_of_peft(name: str, adapters: str, rank: int, world: int) -> None:
     """LoRA is merged as PEFT merges it in one process; the model's parameters stay unchanged."""
     stock = ADAPTERS[adapters](tiny(name))
     expected = merge_with_peft(stock)
@@ -114,8 +114,8 @@ def merged(name: str, adapters: str, rank: int, world: int) -> None:
             assert torch.equal(p.to_local(), before[n]), n
 
 
-def stopping_early(rank: int, world: int) -> None:
-    """If one rank stops iterating, the others raise and name it. If all stop, no rank waits."""
+def a_rank_that_stops_early_is_named(rank: int, world: int) -> None:
+    """If one rank stops iterating, the others raise an error that names it; if all stop, none."""
     model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
     total = len(list(hub_tensors(model, max_bytes=SMALL)))
     for leaver, after in ((2, 1), (0, 7), (3, total - 1)):
@@ -146,8 +146,8 @@ def stopping_early(rank: int, world: int) -> None:
         next(hub_tensors(model, max_bytes=SMALL + rank))
 
 
-def in_the_middle_of_a_step(rank: int, world: int) -> None:
-    """Between forward and backward it yields the same tensors. Gradients do not change."""
+def a_stream_does_not_change_a_step(rank: int, world: int) -> None:
+    """Between forward and backward the stream is the same, and gradients do not change."""
     stock = with_lora(tiny(), seed=1)
     expected = merge_with_peft(stock)
     inputs = batch(tiny(), 2, 9, seed=rank)
@@ -168,8 +168,8 @@ def in_the_middle_of_a_step(rank: int, world: int) -> None:
     assert_equal(*gradients)
 
 
-def merged_before_it_was_sharded(rank: int, world: int) -> None:
-    """Merged weights are yielded unchanged. PEFT's unmerge would fail half way: it is refused."""
+def merged_weights_are_not_merged_again(rank: int, world: int) -> None:
+    """Merged weights are yielded unchanged. An unmerge would fail half way, so it is refused."""
     stock: Any = with_lora(tiny(), seed=1)
     expected = merge_with_peft(stock)
     stock.merge_adapter()
@@ -183,9 +183,9 @@ def merged_before_it_was_sharded(rank: int, world: int) -> None:
         model.unmerge_adapter()
 
 
-def ranks_that_differ(rank: int, world: int) -> None:
+def ranks_that_differ_are_named(rank: int, world: int) -> None:
     """Every rank raises an error if ranks differ in the active adapter or in the model."""
-    model: Any = apply_ep_fsdp2(add_adapters(tiny()), ep_size=2)
+    model: Any = apply_ep_fsdp2(add_three_adapters(tiny()), ep_size=2)
     model.set_adapter("second" if rank == 1 else "default")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"active_adapters: rank 0 with .*'default'.* rank 1"):
@@ -211,7 +211,7 @@ class AliveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operations on plain tensors are dispatched here too
+            return NotImplemented  # DTensor then calls operators on plain tensors, which come here
         given = {StorageWeakRef(t.untyped_storage()) for t in _plain_tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
         for tensor in _plain_tensors(out):
@@ -227,8 +227,8 @@ def _plain_tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if type(leaf) is Tensor]
 
 
-def memory(adapters: bool, rank: int, world: int) -> int:
-    """At most max_bytes are alive besides the shards, including the tensor that was yielded."""
+def memory_stays_within_max_bytes(adapters: bool, rank: int, world: int) -> int:
+    """At most max_bytes are alive besides the shards, with the tensor that was yielded last."""
     stock = tiny(dtype=torch.bfloat16, hidden_size=64, moe_intermediate_size=64, num_experts=16)
     if adapters:
         stock = with_lora(stock, r=1)
@@ -244,20 +244,27 @@ def memory(adapters: bool, rank: int, world: int) -> int:
 
 
 FAST = {
-    "as saved, ep 2, fsdp 2": partial(as_saved, "qwen3_moe", "ep 2, fsdp 2"),
-    "stopping early": stopping_early,
-    "ranks that differ": ranks_that_differ,
-    "merged before it was sharded": merged_before_it_was_sharded,
+    "as saved, ep 2, fsdp 2": partial(equals_the_saved_files, "qwen3_moe", "ep 2, fsdp 2"),
+    "a rank that stops early is named": a_rank_that_stops_early_is_named,
+    "ranks that differ are named": ranks_that_differ_are_named,
+    "merged weights are not merged again": merged_weights_are_not_merged_again,
 }
 SLOW = {
-    "in the middle of a step": in_the_middle_of_a_step,
-    **{f"as saved, {layout}": partial(as_saved, "qwen3_moe", layout) for layout in LAYOUTS},
-    **{f"merged, {kind}": partial(merged, "qwen3_moe", kind) for kind in ADAPTERS},
-    "memory": partial(memory, False),
-    "memory, adapters": partial(memory, True),
-    "vision as saved": partial(as_saved, "qwen3_vl_moe", "ep 2, fsdp 2"),
-    "vision as saved, dim 1": partial(as_saved, "qwen3_vl_moe", "ep 2, fsdp 2, dim 1"),
-    "vision merged": partial(merged, "qwen3_vl_moe", "experts and attention"),
+    "a stream does not change a step": a_stream_does_not_change_a_step,
+    **{
+        f"as saved, {layout}": partial(equals_the_saved_files, "qwen3_moe", layout)
+        for layout in LAYOUTS
+    },
+    **{
+        f"merged, {kind}": partial(equals_the_merge_of_peft, "qwen3_moe", kind) for kind in ADAPTERS
+    },
+    "memory stays within max_bytes": partial(memory_stays_within_max_bytes, False),
+    "memory stays within max_bytes, adapters": partial(memory_stays_within_max_bytes, True),
+    "vision as saved": partial(equals_the_saved_files, "qwen3_vl_moe", "ep 2, fsdp 2"),
+    "vision as saved, dim 1": partial(
+        equals_the_saved_files, "qwen3_vl_moe", "ep 2, fsdp 2, dim 1"
+    ),
+    "vision merged": partial(equals_the_merge_of_peft, "qwen3_vl_moe", "experts and attention"),
 }
 ON_FOUR_RANKS = [
     *on_ranks(4, FAST),
@@ -271,7 +278,7 @@ def test_on_four_ranks(found: Found, claim: Check) -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [SMALL, 2**30])
-def test_hub_tensors_in_one_process(max_bytes: int) -> None:
+def test_one_process_yields_the_saved_and_merged_tensors(max_bytes: int) -> None:
     model = patch(tiny(dtype=torch.float32))
     assert_equal(collect(model, max_bytes=max_bytes), hub_state(model))
     stock = with_lora(tiny(), seed=1)
@@ -289,7 +296,7 @@ def test_a_merged_adapter_is_not_added_twice() -> None:
 
 
 @needs_add_adapter
-def test_adapters_of_transformers_are_merged_too() -> None:
+def test_adapters_that_transformers_attached_are_merged() -> None:
     config = LoraConfig(r=3, target_parameters=list(EXPERTS), target_modules=["q_proj"])
     stock = get_peft_model(tiny(), copy.deepcopy(config))
     model = tiny()
@@ -305,8 +312,8 @@ def test_adapters_of_transformers_are_merged_too() -> None:
 
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
-def test_a_trained_copy_of_a_tied_weight(module: str) -> None:
-    """Both tensors are yielded: the trained copy, and the other weight unchanged."""
+def test_a_trained_copy_of_a_tied_weight_does_not_replace_the_other_weight(module: str) -> None:
+    """The trained copy is yielded, and the other weight is yielded unchanged."""
     stock = with_lora(tiny(tie_word_embeddings=True), seed=1, modules_to_save=[module])
     with torch.no_grad():
         for name, parameter in stock.named_parameters():
@@ -328,15 +335,15 @@ def test_yielded_tensors_are_copies() -> None:
     assert_equal(yielded, copies)
 
 
-def _dora(model: nn.Module) -> nn.Module:
+def _add_dora(model: nn.Module) -> nn.Module:
     return with_lora(model, parameters=(), use_dora=True)
 
 
-def _ia3(model: nn.Module) -> nn.Module:
+def _add_ia3(model: nn.Module) -> nn.Module:
     return get_peft_model(model, IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
 
 
-def _prompt(model: nn.Module) -> nn.Module:
+def _add_prompt(model: nn.Module) -> nn.Module:
     return get_peft_model(model, PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
 
 
@@ -347,19 +354,25 @@ def _prompt(model: nn.Module) -> nn.Module:
         (lambda m: m, {"max_bytes": 1e9}, r"max_bytes 1000000000.0 is not a number of bytes"),
         (lambda m: m, {"dtype": torch.int8}, "dtype torch.int8 is not a floating point dtype"),
         (with_lora, {}, "has adapters, .*pass merge_adapters=True"),
-        (_dora, {"merge_adapters": True}, "q_proj has an adapter .*DoraLinearVariant; only LoRA"),
-        (_ia3, {"merge_adapters": True}, "k_proj has an adapter .*ia3.*; only LoRA on"),
-        (_prompt, {"merge_adapters": True}, "adapter default trains a prompt"),
+        (
+            _add_dora,
+            {"merge_adapters": True},
+            "q_proj has an adapter .*DoraLinearVariant; only LoRA",
+        ),
+        (_add_ia3, {"merge_adapters": True}, "k_proj has an adapter .*ia3.*; only LoRA on"),
+        (_add_prompt, {"merge_adapters": True}, "adapter default trains a prompt"),
     ],
 )
-def test_what_is_refused(wrap: Any, options: dict[str, Any], words: str) -> None:
+def test_wrong_arguments_and_other_adapters_are_refused(
+    wrap: Any, options: dict[str, Any], words: str
+) -> None:
     model = patch(wrap(tiny(dtype=torch.float32)))
     with pytest.raises(ValueError, match=words):
         hub_tensors(model, **options)
 
 
 def test_disabled_adapters_are_not_merged() -> None:
-    """A model with a disabled adapter computes without it, so a merge would yield other weights."""
+    """The model computes without a disabled adapter, so a merge would yield other weights."""
     model: Any = patch(with_lora(tiny(), seed=1))
     before = collect(model, merge_adapters=True)
     with model.disable_adapter():
@@ -369,7 +382,7 @@ def test_disabled_adapters_are_not_merged() -> None:
 
 
 def test_the_caller_may_overwrite_yielded_tensors() -> None:
-    """The next tensors may be views of the same slab; the caller's write does not change them."""
+    """Tensors that follow may come from the same slab; the caller's writes do not change them."""
     model = patch(tiny(dtype=torch.float32))
     expected = hub_state(model)
     copies: dict[str, Tensor] = {}

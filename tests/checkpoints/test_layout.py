@@ -1,4 +1,4 @@
-"""The hub layout is derived from transformers' conversion. Files equal those that stock writes."""
+"""Files in the layout that is derived from transformers' conversion equal the files of stock."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,11 +31,11 @@ from hf_moe_ep.plan import ModelPlan, Stored
 from hf_moe_ep.ranks.boxes import Box
 from hf_moe_ep.upstream.hub import empty_model
 
-# No `stored` and no stacked weights: every layout comes from transformers' conversion alone.
+# Without `stored` and stacked weights, each layout comes from transformers' conversion alone.
 PLAN = ModelPlan("no_expert_weights", expert_weights=())
 
 
-def _slabs(rows: int, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+def _cut_slabs(rows: int, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """Yield a tensor in slabs of `rows` rows each, as a save gathers it from the ranks."""
     if not tensor.ndim:
         yield (), tensor
@@ -45,17 +45,19 @@ def _slabs(rows: int, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         yield ((start, start + len(slab)), *((0, size) for size in slab.shape[1:])), slab
 
 
-def _save(model: PreTrainedModel, folder: Path, plan: ModelPlan = PLAN, rows: int = 3) -> None:
-    """Save an unpatched model slab by slab, as a sharded model is saved."""
+def _save_slab_by_slab(
+    model: PreTrainedModel, folder: Path, plan: ModelPlan = PLAN, rows: int = 3
+) -> None:
+    """Save an unpatched model as a sharded model is saved."""
     folder.mkdir()
     tensors = {name: tensor.detach() for name, tensor in distinct_tensors(model).items()}
     groups = group_tensors(
-        model, plan, tensors, lambda _, tensor: tensor.dtype, lambda _, t: _slabs(rows, t)
+        model, plan, tensors, lambda _, tensor: tensor.dtype, lambda _, t: _cut_slabs(rows, t)
     )
     write_checkpoint(folder, split_files(groups, 50_000))
 
 
-def _read(model_class: Any, folder: Path, plan: ModelPlan = PLAN) -> PreTrainedModel:
+def _load_model(model_class: Any, folder: Path, plan: ModelPlan = PLAN) -> PreTrainedModel:
     """Build the model that the config in a folder describes, and load its weights."""
     model = empty_model(folder, model_class, torch.get_default_dtype, {})
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -75,13 +77,13 @@ def _read_stock_files(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("model_type", few_fast(MODEL_TYPES))
-def test_files_are_those_that_stock_writes_and_reads(model_type: str, tmp_path: Path) -> None:
-    """Keys, shapes, dtypes and values are equal for every MoE type."""
+def test_files_equal_those_that_stock_writes(model_type: str, tmp_path: Path) -> None:
+    """Keys, shapes, dtypes and values of every MoE type are equal, and stock's files are read."""
     model = tiny(model_type, dtype=torch.float32)
     model.save_pretrained(tmp_path / "stock")
-    _save(model, tmp_path / "ours")
+    _save_slab_by_slab(model, tmp_path / "ours")
     assert_equal(read_all(tmp_path / "ours"), _read_stock_files(tmp_path / "stock"))
-    read = _read(type(model), tmp_path / "stock")
+    read = _load_model(type(model), tmp_path / "stock")
     assert_equal(read.state_dict(), model.state_dict())
 
 
@@ -101,10 +103,10 @@ def stock() -> PreTrainedModel:
     return tiny("mixtral", dtype=torch.float32)
 
 
-def _layout(
+def _derive_layout(
     model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], *conversions: WeightConverter
 ) -> dict[str, list[Piece]]:
-    """Derive the pieces of made-up tensors, {name: shape}, under made-up conversions."""
+    """Derive the pieces of tensors, {name: shape}, for given conversions."""
     stock_conversions = getattr(model, "_weight_conversions", None)
     model._weight_conversions = list(conversions)
     try:
@@ -114,13 +116,13 @@ def _layout(
     return layout if layout[PADDING] else {name: layout[name] for name in shapes}
 
 
-def test_interleaved_rows_by_hand(stock: PreTrainedModel) -> None:
-    """The file holds the rows of a parameter, gate and up, in the order 0 3 1 4 2 5.
+def test_the_pieces_of_interleaved_rows(stock: PreTrainedModel) -> None:
+    """The file has the rows of a parameter, gate and up, in the order 0 3 1 4 2 5.
 
     In the view [E, 3, 2, H] of the file's tensor, gate is [:, :, 0] and up is [:, :, 1].
     """
     loading = WeightConverter("mlp.w13", "mlp.gate_up", [Interleave(dim=1)])
-    pieces = _layout(stock, {"a.mlp.gate_up": (2, 6, 5)}, loading)["a.mlp.gate_up"]
+    pieces = _derive_layout(stock, {"a.mlp.gate_up": (2, 6, 5)}, loading)["a.mlp.gate_up"]
     gate, up = pieces
     assert (gate.key, gate.shape, gate.view) == ("a.mlp.w13", (2, 6, 5), (2, 3, 2, 5))
     assert (gate.start, gate.sizes, gate.axes, gate.corner) == (
@@ -130,8 +132,8 @@ def test_interleaved_rows_by_hand(stock: PreTrainedModel) -> None:
         (0, 0, 0, 0),
     )
     assert (up.start, up.corner, up.steps) == ((0, 3, 0), (0, 0, 1, 0), (1, 1, 1))
-    # Rows 2 to 4 of expert 1 are the last row of gate and the first two of up. They are rows 4, 1
-    # and 3 of the file.
+    # Rows 2 to 4 of expert 1 are the last row of gate and the first two rows of up, which are the
+    # rows 4, 1 and 3 in the file.
     rows = ((1, 2), (2, 5), (0, 5))
     parts = [piece.cut(rows) for piece in pieces]
     assert [part.box_in_view for part in parts if part] == [
@@ -140,13 +142,13 @@ def test_interleaved_rows_by_hand(stock: PreTrainedModel) -> None:
     ]
 
 
-def test_two_parameters_in_one_tensor_by_hand(stock: PreTrainedModel) -> None:
+def test_the_pieces_of_two_parameters_in_one_tensor(stock: PreTrainedModel) -> None:
     """Two parameters are columns 0 to 2 and 3 to 5 of the file's tensor [4, 6].
 
     In the view [4, 2, 3] of this tensor they are [:, 0] and [:, 1].
     """
     loading = WeightConverter("attn.both", ["attn.one", "attn.two"], [Chunk(dim=1)])
-    layout = _layout(stock, {"attn.one": (4, 3), "attn.two": (4, 3)}, loading)
+    layout = _derive_layout(stock, {"attn.one": (4, 3), "attn.two": (4, 3)}, loading)
     (first,), (second,) = layout.values()
     assert (first.shape, first.view, first.corner) == ((4, 6), (4, 2, 3), (0, 0, 0))
     assert (second.shape, second.view, second.corner) == ((4, 6), (4, 2, 3), (0, 1, 0))
@@ -165,49 +167,49 @@ class _Pad(ConversionOps):
         return self
 
 
-def test_padding_by_hand(stock: PreTrainedModel) -> None:
-    """Columns 0 to 2 of the file's tensor [4, 5] are the parameter. Columns 3 and 4 are zeros."""
-    layout = _layout(stock, {"head": (4, 3)}, WeightConverter("hub", "head", [_Pad()]))
+def test_the_pieces_of_padding(stock: PreTrainedModel) -> None:
+    """The file's tensor [4, 5] has the parameter in columns 0 to 2, and then two of zeros."""
+    layout = _derive_layout(stock, {"head": (4, 3)}, WeightConverter("hub", "head", [_Pad()]))
     (values,), (zeros,) = layout["head"], layout[PADDING]
     assert (values.shape, values.sizes, values.corner) == ((4, 5), (4, 3), (0, 0))
     assert (zeros.key, zeros.shape, zeros.corner) == (values.key, (4, 5), (0, 3))
     assert zeros.sizes[:2] == (4, 2)
 
 
-def test_permuted_rotary_rows_by_hand(stock: PreTrainedModel) -> None:
-    """The file holds the rows 0 1 2 3 of each head in the order 0 2 1 3; there are 2 heads."""
+def test_the_pieces_of_permuted_rotary_rows(stock: PreTrainedModel) -> None:
+    """The file has the rows 0 1 2 3 of each of 2 heads in the order 0 2 1 3."""
     loading = WeightConverter("q.hub", "q.weight", [PermuteForRope(permute_layer_names=["q."])])
     stock.config.num_attention_heads, num_heads = 2, stock.config.num_attention_heads
     try:
-        pieces = _layout(stock, {"q.weight": (8, 3)}, loading)["q.weight"]
+        pieces = _derive_layout(stock, {"q.weight": (8, 3)}, loading)["q.weight"]
     finally:
         stock.config.num_attention_heads = num_heads
-    in_file = torch.full((8, 3), -1)
+    file_tensor = torch.full((8, 3), -1)
     parameter = torch.arange(24).view(8, 3)
     for piece in pieces:
         inside = tuple(slice(*ends) for ends in piece.box_in_view)
         values = parameter[piece.slices_in(((0, 8), (0, 3)))]
-        in_file.view(piece.view)[inside] = piece.in_view(values)
-    assert in_file[:, 0].div(3, rounding_mode="floor").tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+        file_tensor.view(piece.view)[inside] = piece.in_view(values)
+    assert file_tensor[:, 0].div(3, rounding_mode="floor").tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_a_conversion_that_cannot_be_traced_is_refused(stock: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match=r"how the hub stores this Mixtral.*calls flip"):
-        _layout(stock, {"a.down": (2, 3)}, WeightConverter("a.w2", "a.down", [_Flip()]))
+        _derive_layout(stock, {"a.down": (2, 3)}, WeightConverter("a.w2", "a.down", [_Flip()]))
 
 
 def test_a_plan_overrides_the_conversion(tmp_path: Path) -> None:
     model = tiny("mixtral", dtype=torch.float32)
     plan = ModelPlan("mixtral", stored={"down_proj": Stored(transposed=True)})
-    _save(model, tmp_path / "ours", plan, rows=2)
+    _save_slab_by_slab(model, tmp_path / "ours", plan, rows=2)
     saved = read_all(tmp_path / "ours")
     name = "model.layers.1.mlp.experts.down_proj"
     assert torch.equal(saved[name], model.state_dict()[name].transpose(1, 2))
     assert "model.layers.1.block_sparse_moe.experts.0.w1.weight" in saved
 
 
-def test_names_of_a_multimodal_checkpoint_are_read_as_stock_reads_them(tmp_path: Path) -> None:
-    """A text model finds its tensors under the names that they have in a multimodal checkpoint."""
+def test_a_text_model_reads_a_multimodal_checkpoint_as_in_stock(tmp_path: Path) -> None:
+    """A multimodal checkpoint has other names for the tensors of the text model."""
     model = tiny("qwen3_5_moe_text", dtype=torch.float32)
     model.save_pretrained(tmp_path)
     state = _read_stock_files(tmp_path)
@@ -218,10 +220,10 @@ def test_names_of_a_multimodal_checkpoint_are_read_as_stock_reads_them(tmp_path:
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
     loaded = type(model).from_pretrained(tmp_path)
     assert_equal(loaded.state_dict(), model.state_dict())
-    assert_equal(_read(type(model), tmp_path).state_dict(), model.state_dict())
+    assert_equal(_load_model(type(model), tmp_path).state_dict(), model.state_dict())
 
 
-def test_an_error_names_the_missing_keys_and_the_keys_that_are_there(tmp_path: Path) -> None:
+def test_an_error_names_missing_and_unexpected_keys(tmp_path: Path) -> None:
     model = tiny("mixtral", dtype=torch.float32)
     model.save_pretrained(tmp_path)
     state = {
@@ -233,13 +235,13 @@ def test_an_error_names_the_missing_keys_and_the_keys_that_are_there(tmp_path: P
         r".*holds instead 32 tensors: model.layers.0.block_sparse_moe.experts.0.gate.weight.*plan="
     )
     with pytest.raises(ValueError, match=text):
-        _read(transformers.MixtralForCausalLM, tmp_path)
+        _load_model(transformers.MixtralForCausalLM, tmp_path)
 
 
-def test_a_text_class_takes_the_text_part_of_a_config(tmp_path: Path) -> None:
+def test_a_text_class_uses_the_text_part_of_a_config(tmp_path: Path) -> None:
     tiny("qwen3_5_moe").save_pretrained(tmp_path)
     want = transformers.Qwen3_5MoeForCausalLM.from_pretrained(tmp_path)
-    got = _read(transformers.Qwen3_5MoeForCausalLM, tmp_path)
+    got = _load_model(transformers.Qwen3_5MoeForCausalLM, tmp_path)
     assert_equal(dict(got.state_dict()), dict(want.state_dict()))
 
 
@@ -251,29 +253,29 @@ def _change_files(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, 
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def _with_old_buffers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add the buffers that Moonlight's and Kimi's files contain."""
+def _add_old_buffers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add a buffer that the files of Moonlight and Kimi contain."""
     return tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
 
 
-def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Change files as those of A.X-K1 are (modeling_axk1.py): no biases, and a norm too many."""
+def _remove_biases_and_add_norm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Remove the biases and add a norm, as in the files of A.X-K1 (modeling_axk1.py)."""
     kept = {key: x for key, x in tensors.items() if "e_score_correction_bias" not in key}
     assert len(kept) < len(tensors)
     return kept | {"model.layers.0.post_mlp_layernorm.weight": torch.ones(4)}
 
 
-def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Name tensors as DeepSeek-V4's own files do."""
+def _remove_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Remove the prefix, which the files of DeepSeek-V4 do not have."""
     return {key.removeprefix("model."): x for key, x in tensors.items()}
 
 
 @pytest.mark.parametrize(
     ("model_type", "change"),
     [
-        ("deepseek_v3", _with_old_buffers),
-        ("axk1", _as_published),
-        ("deepseek_v4", _without_prefix),
+        ("deepseek_v3", _add_old_buffers),
+        ("axk1", _remove_biases_and_add_norm),
+        ("deepseek_v4", _remove_prefix),
     ],
 )
 def test_published_files_are_read_as_stock_reads_them(
@@ -282,26 +284,26 @@ def test_published_files_are_read_as_stock_reads_them(
     if model_type not in MODEL_TYPES:
         pytest.skip(f"this transformers has no {model_type}")
     model = tiny(model_type)
-    if change is _as_published and not model._keys_to_ignore_on_load_missing:
+    if change is _remove_biases_and_add_norm and not model._keys_to_ignore_on_load_missing:
         pytest.skip("in this transformers the class needs its biases")
     model.save_pretrained(tmp_path)
     _change_files(tmp_path, change)
     want = type(model).from_pretrained(tmp_path)
     found = find_weights(model, tmp_path, PLAN, [name for name, _ in model.named_parameters()])
     assert not [key for key in found.extra if key.endswith("inv_freq")]
-    got = _read(type(model), tmp_path)
+    got = _load_model(type(model), tmp_path)
     assert_equal(dict(got.state_dict()), dict(want.state_dict()))
 
 
-def test_a_long_dim_takes_memory_for_its_index_alone(stock: PreTrainedModel) -> None:
+def test_a_long_dim_needs_memory_for_one_coordinate_only(stock: PreTrainedModel) -> None:
     """The n-gram embedding of Qwen4-Exp has 320 million rows."""
     join = WeightConverter(["a.one", "a.two"], "a.emb", [Concatenate(dim=0)])
     with Resident() as resident:
-        _layout(stock, {"a.emb": (20_000_000, 2)}, join)
+        _derive_layout(stock, {"a.emb": (20_000_000, 2)}, join)
     assert resident.grown < 700 * 2**20
 
 
 def test_a_reshape_across_dims_is_refused() -> None:
-    """[6, 2] to [4, 3]: rows of the result begin in the middle of rows of the parameter."""
+    """Rows of the result, [4, 3], would begin in the middle of rows of the parameter, [6, 2]."""
     with pytest.raises(Untraceable, match=r"reshape of \(6, 2\) into \(4, 3\)"):
         Tracer().tensor(0, (6, 2)).reshape(4, 3)

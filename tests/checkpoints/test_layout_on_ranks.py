@@ -1,4 +1,4 @@
-"""Two ranks read a hub folder that stock wrote, for every MoE type, and write the same bytes."""
+"""For every MoE type, two ranks read files that stock wrote, and write the same bytes."""
 
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,8 @@ from hf_moe_ep import from_pretrained
 
 # deepseek_v3 has one tensor per expert; gpt_oss has stacked tensors with biases.
 FAST = ("gpt_oss",)
-# The published checkpoints of this type have transposed experts. Stock reads these, but writes
-# experts as they are in memory, so the files are compared with published ones.
+# The published checkpoints of this type have transposed experts. Stock reads these, but does not
+# transpose the experts that it writes, so our files are compared with published files.
 PUBLISHED = ("qwen3_vl_moe",)
 
 
@@ -51,5 +51,5 @@ CHECKS = [
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_two_ranks_write_the_files_that_stock_wrote(found: Found, claim: Check) -> None:
-    """Experts are sharded over ep. Stock loads the files that were written."""
+    """With ep_size 2, files are written that stock loads."""
     found.raise_if_failed(claim)

@@ -1,4 +1,4 @@
-"""Published gpt-oss (MXFP4 blocks and scales) is decoded to bf16, bitwise equal to stock."""
+"""Published gpt-oss weights (MXFP4 blocks and scales) are decoded to bf16 as in stock, bitwise."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 
 def _write_published(folder: Path) -> None:
-    """Write the layout of openai/gpt-oss, with random bytes and scales from 2^-7 to 2^2."""
+    """Write a model in the layout of openai/gpt-oss, with random bytes and scales 2^-7 to 2^2."""
     model = tiny("gpt_oss", dtype=torch.bfloat16, **SIZES)
     model.save_pretrained(folder)
     state = load_file(folder / "model.safetensors")
@@ -42,10 +42,10 @@ def _write_published(folder: Path) -> None:
         )
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
+    unquantised = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
     config["quantization_config"] = {
         "quant_method": "mxfp4",
-        "modules_to_not_convert": [*left, "lm_head"],
+        "modules_to_not_convert": [*unquantised, "lm_head"],
     }
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -82,7 +82,7 @@ def _load_and_save(rank: int, world: int, folder: str) -> None:
     for dim in (0, 1):
         model = from_pretrained(folder, ep_size=2 - dim, expert_shard_dim=dim)
         assert getattr(model.config, "quantization_config", None) is None
-        # Our masters are fp32, and stock's tensors are bf16.
+        # Master weights are fp32, and stock's tensors are bf16.
         loaded = {name: full_tensor(t).float() for name, t in model.state_dict().items()}
         expected = _load_stock(Path(folder)).state_dict()
         assert_equal(loaded, {name: tensor.float() for name, tensor in expected.items()})
@@ -103,7 +103,7 @@ def test_two_ranks_read_the_values_that_stock_decodes(tmp_path: Path) -> None:
 
 
 def test_a_model_that_stock_decoded_is_saved_under_loadable_names(tmp_path: Path) -> None:
-    """transformers 5.23 saves decoded weights under names with "_blocks" that no loader reads."""
+    """transformers 5.23 saves decoded weights under names with "_blocks", which it cannot load."""
     _write_published(tmp_path)
     expected = dict(_load_stock(tmp_path).state_dict())
     save_pretrained(patch(_load_stock(tmp_path)), tmp_path / "saved")

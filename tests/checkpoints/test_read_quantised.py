@@ -53,13 +53,13 @@ CONFIG: dict[str, dict[str, Any]] = {
     "nested": {"experts_dtype": "nf4", "experts_double_quant": True},
     "fp8": {"experts_dtype": "fp8"},
 }
-# Half of the rows of any matrix is a number of whole blocks, also of blocks of 256 scales.
+# Half of the rows of each matrix are whole blocks, also blocks of 256 scales.
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "initializer_range": 0.09}
 MATRIX = "model.layers.1.mlp.experts"
 
 
 def write_single_experts(folder: Path) -> None:
-    """Write each matrix of each expert as a tensor of its own, gate and up separately."""
+    """Write one tensor per expert and projection."""
     write_hub(folder, tiny(dtype=torch.bfloat16, **SIZES))
 
 
@@ -69,7 +69,7 @@ def write_stacked(folder: Path) -> None:
 
 
 def write_fp8_files(folder: Path) -> None:
-    """Write FP8 as Qwen3 and DeepSeek-V3 do, with other scales than quantising again would give."""
+    """Write FP8 as in Qwen3 and DeepSeek-V3, with scales that quantising again would not give."""
     write_fp8(folder, tiny(dtype=torch.bfloat16, **SIZES))
     state, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
     for name in [name for name in state if name.endswith("_scale_inv")]:
@@ -77,7 +77,7 @@ def write_fp8_files(folder: Path) -> None:
     save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
-def write_fp8_of_other_blocks(folder: Path) -> None:
+def write_fp8_with_other_blocks(folder: Path) -> None:
     write_fp8(folder, tiny(dtype=torch.bfloat16, **SIZES), (64, 64))
 
 
@@ -90,8 +90,8 @@ def write_mxfp4(folder: Path) -> None:
     for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inner, out = state.pop(name).shape
         shape = (experts, out, inner // 32)
-        for what, low, high, dims in (("blocks", 0, 256, (16,)), ("scales", 120, 130, ())):
-            state[f"{name}_{what}"] = torch.randint(
+        for kind, low, high, dims in (("blocks", 0, 256, (16,)), ("scales", 120, 130, ())):
+            state[f"{name}_{kind}"] = torch.randint(
                 low, high, (*shape, *dims), dtype=torch.uint8, generator=generator
             )
     save_file(state, folder / "model.safetensors", {"format": "pt"})
@@ -101,7 +101,7 @@ def write_mxfp4(folder: Path) -> None:
 
 
 def write_transposed(folder: Path) -> None:
-    """Write a gpt-oss model in bf16; its parameters are transposed."""
+    """Write a gpt-oss model, whose parameters are transposed, in bf16."""
     sizes = {"hidden_size": 256, "intermediate_size": 256}
     tiny_type("gpt_oss", dtype=torch.bfloat16, **sizes).save_pretrained(folder)
 
@@ -111,10 +111,10 @@ FILES: dict[str, Callable[[Path], None]] = {
     "stacked": write_stacked,
     "transposed": write_transposed,
     "fp8 files": write_fp8_files,
-    "fp8 files of other blocks": write_fp8_of_other_blocks,
+    "fp8 files of other blocks": write_fp8_with_other_blocks,
     "mxfp4 files": write_mxfp4,
 }
-DECODED: dict[str, Any] = {
+DEQUANTISING: dict[str, Any] = {
     "fp8 files": partial(FineGrainedFP8Config, dequantize=True),
     "fp8 files of other blocks": partial(FineGrainedFP8Config, dequantize=True),
     "mxfp4 files": partial(Mxfp4Config, dequantize=True),
@@ -123,7 +123,7 @@ DECODED: dict[str, Any] = {
 
 def load_stock(name: str, folder: str | Path) -> PreTrainedModel:
     """Load the files with stock, decoded to bf16."""
-    config = {"quantization_config": DECODED[name]()} if name in DECODED else {}
+    config = {"quantization_config": DEQUANTISING[name]()} if name in DEQUANTISING else {}
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **config)
 
 
@@ -132,14 +132,14 @@ def read_fp8(folder: Path, weight: str) -> Quantised:
     state = load_file(folder / "model.safetensors")
     parts = ("gate_proj", "up_proj") if weight == "gate_up_proj" else ("down_proj",)
 
-    def joined(suffix: str) -> Tensor:
-        of_experts = [
+    def read_parts(suffix: str) -> Tensor:
+        matrices_by_expert = [
             [state[f"{MATRIX}.{expert}.{part}.weight{suffix}"] for part in parts]
             for expert in range(8)
         ]
-        return torch.stack([torch.cat(matrices) for matrices in of_experts])
+        return torch.stack([torch.cat(matrices) for matrices in matrices_by_expert])
 
-    return Quantised(joined("").view(torch.uint8), joined("_scale_inv"))
+    return Quantised(read_parts("").view(torch.uint8), read_parts("_scale_inv"))
 
 
 def locate_weights(folder: Path) -> dict[str, StoredParameter]:
@@ -150,7 +150,7 @@ def locate_weights(folder: Path) -> dict[str, StoredParameter]:
 
 
 def cut_shards(whole: Quantised, quantisation: Quantisation) -> Iterator[tuple[Any, Quantised]]:
-    """Yield the shards of four ranks: experts 3 and 4, no expert, and halves of all rows."""
+    """Yield the shards of four ranks: experts 3 and 4, no expert, and twice half of all rows."""
     rows = whole.values.shape[1]
     columns = whole.values.shape[2] * quantisation.values_per_byte
     cuts: list[tuple[slice, int, int]] = [(slice(3, 5), 0, 1), (slice(8, 8), 0, 1)]
@@ -168,15 +168,16 @@ def cut_shards(whole: Quantised, quantisation: Quantisation) -> Iterator[tuple[A
 
 def list_cases() -> Iterator[Any]:
     for name, kind in product(FILES, FORMATS):
-        usual = (name, kind) in (("hub", "nested"), ("fp8 files", "fp8"), ("mxfp4 files", "nf4"))
-        marks = [] if usual else [pytest.mark.slow]
+        is_fast = (name, kind) in (("hub", "nested"), ("fp8 files", "fp8"), ("mxfp4 files", "nf4"))
+        marks = [] if is_fast else [pytest.mark.slow]
         yield pytest.param(name, kind, id=f"{name}, {kind}", marks=marks)
 
 
 @pytest.mark.parametrize(("name", "kind"), list(list_cases()))
 def test_each_shard_equals_quantising_after_loading(name: str, kind: str, tmp_path: Path) -> None:
-    """Each layout of files is read into the shards of `cut_shards`. FP8 into FP8 copies the bytes.
-    Nested scales depend on the whole matrix, and ranks that have a part of its rows agree on them.
+    """Files of each layout are read into the shards of `cut_shards`, FP8 into FP8 without decoding.
+
+    Nested scales depend on the whole matrix, also on a rank that has only a part of its rows.
     """
     quantisation, folder = FORMATS[kind], tmp_path / "checkpoint"
     FILES[name](folder)
@@ -203,9 +204,9 @@ def test_each_shard_equals_quantising_after_loading(name: str, kind: str, tmp_pa
                 assert torch.equal(actual, tensor), (weight, boxes)
 
 
-def test_fp8_of_the_same_blocks_is_not_decoded(tmp_path: Path) -> None:
+def test_fp8_files_with_our_blocks_are_not_decoded(tmp_path: Path) -> None:
     write_fp8_files(tmp_path / "128")
-    write_fp8_of_other_blocks(tmp_path / "64")
+    write_fp8_with_other_blocks(tmp_path / "64")
     decoded = []
     for blocks in ("128", "64"):
         stored = locate_weights(tmp_path / blocks)[f"{MATRIX}.down_proj"]
@@ -230,12 +231,12 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 }
 
 
-def _lora() -> LoraConfig:
+def _make_lora_config() -> LoraConfig:
     return LoraConfig(r=2, target_parameters=list(EXPERTS), target_modules=["q_proj"])
 
 
 def _compare_with_stock(name: str, rank: int, world: int, folder: str) -> None:
-    """Weights, hashes, loss and gradients equal those of quantising a model that stock loaded."""
+    """Weights, hashes, loss and gradients equal those of a loaded model that is quantised later."""
     files = Path(folder, "files")
     if rank == 0:
         FILES[name](files)
@@ -244,11 +245,13 @@ def _compare_with_stock(name: str, rank: int, world: int, folder: str) -> None:
         # Files other than "hub" are read at the last layout only, which splits rows.
         for layout in LAYOUTS[world] if name == "hub" else LAYOUTS[world][-1:]:
             torch.manual_seed(1)
-            direct = from_pretrained(files, peft_config=_lora(), **config, **layout).train()
+            direct = from_pretrained(
+                files, peft_config=_make_lora_config(), **config, **layout
+            ).train()
             if (kind, name) == ("fp8", "fp8 files"):
-                _assert_equals_file(files, direct)
+                _assert_equals_files(files, direct)
                 continue
-            model = get_peft_model(load_stock(name, files), _lora())
+            model = get_peft_model(load_stock(name, files), _make_lora_config())
             quantised_later = apply_ep_fsdp2(model, **config, **layout).train()
             parameters = dict(direct.named_parameters())
             assert parameters.keys() == dict(quantised_later.named_parameters()).keys()
@@ -262,39 +265,41 @@ def _compare_with_stock(name: str, rank: int, world: int, folder: str) -> None:
                     assert torch.equal(actual, expected), (kind, layout, key)
             assert describe_base(direct)["hashes"] == describe_base(quantised_later)["hashes"]
             inputs, results = batch(quantised_later, 2, 9, seed=rank), []
-            for each in (direct, quantised_later):
-                loss = each(**inputs).loss
+            for model_or_reference in (direct, quantised_later):
+                loss = model_or_reference(**inputs).loss
                 loss.backward()
-                grads = {n: p.grad for n, p in each.named_parameters() if p.requires_grad}
+                grads = {
+                    n: p.grad for n, p in model_or_reference.named_parameters() if p.requires_grad
+                }
                 results.append((loss, {n: g.to_local() for n, g in grads.items()}))
             assert torch.equal(results[0][0], results[1][0])
             for key, grad in results[1][1].items():
                 assert torch.equal(results[0][1][key], grad), (kind, layout, key)
 
 
-def _assert_equals_file(files: Path, model: Any) -> None:
-    number = 0
+def _assert_equals_files(files: Path, model: Any) -> None:
+    num_tensors = 0
     for name, stack, _ in quantised_matrices(model):
         if ".layers.1." not in name:
             continue
         stored = read_fp8(files, name.rpartition(".")[2]).by_name("").values()
         for actual, tensor in zip(stack.by_name("").values(), stored, strict=True):
             assert torch.equal(full_tensor(actual), tensor), name
-            number += 1
-    assert number == 4
+            num_tensors += 1
+    assert num_tensors == 4
 
 
-ON_RANKS = {f"{name} on ranks": partial(_compare_with_stock, name) for name in FILES}
-HUB = dict(list(ON_RANKS.items())[:1])
+COMPARISONS = {f"{name} on ranks": partial(_compare_with_stock, name) for name in FILES}
+HUB_ONLY = dict(list(COMPARISONS.items())[:1])
 
 
 @pytest.mark.parametrize(
     "claim",
     [
-        *on_ranks(1, {f"{name}, one": run for name, run in HUB.items()}, slow=True),
-        *on_ranks(2, {f"{name}, two": run for name, run in ON_RANKS.items()}, slow=True),
-        *on_ranks(4, {f"{name}, four": run for name, run in HUB.items()}, slow=True),
+        *on_ranks(1, {f"{name}, one": run for name, run in HUB_ONLY.items()}, slow=True),
+        *on_ranks(2, {f"{name}, two": run for name, run in COMPARISONS.items()}, slow=True),
+        *on_ranks(4, {f"{name}, four": run for name, run in HUB_ONLY.items()}, slow=True),
     ],
 )
-def test_ranks_equal_quantising_after_loading(found: Found, claim: Check) -> None:
+def test_loss_and_gradients_equal_quantising_after_loading(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -1,4 +1,4 @@
-"""A save over a checkpoint, killed before each file operation, leaves one complete checkpoint.
+"""A kill before any file operation of a save leaves one complete checkpoint, the old or the new.
 
 claims/test_kills.py lists the tests of kills in other saves.
 """
@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import patch, save_pretrained
-from hf_moe_ep.checkpoints.hub import switch, write
-from hf_moe_ep.checkpoints.hub.switch import switch_files
+from hf_moe_ep.checkpoints.hub import write
+from hf_moe_ep.checkpoints.storage import switch
+from hf_moe_ep.checkpoints.storage.switch import switch_files
 
 STEPS = ("link", "mkdir", "rename", "replace", "rmdir", "symlink", "unlink")
 
 
-def _build_other(**changes: Any) -> nn.Module:
+def _build_changed_model(resized: bool) -> nn.Module:
     """Build a model with other values. A resized vocabulary does not fit the old config."""
     model = tiny(dtype=torch.float32, seed=1)
-    if changes:
+    if resized:
         model.resize_token_embeddings(101, mean_resizing=False)
     return model
 
@@ -47,11 +48,11 @@ def _save_by_stock_over_ours(folder: Path) -> None:
 
 
 def _kill_at(step: int, save: Callable[[], None]) -> bool:
-    """Run `save` in a fork that is killed before operation `step`; False if there are fewer."""
+    """Run `save` in a fork that is killed before operation `step`; False if `save` ends first."""
     if (child := os.fork()) == 0:
         remaining = step
 
-        def stopping(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def kill_before(stock: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 nonlocal remaining
                 if remaining == 0:
@@ -62,7 +63,7 @@ def _kill_at(step: int, save: Callable[[], None]) -> bool:
             return call
 
         for name in STEPS:
-            setattr(os, name, stopping(getattr(os, name)))
+            setattr(os, name, kill_before(getattr(os, name)))
         try:
             save()
             os._exit(0)
@@ -73,7 +74,7 @@ def _kill_at(step: int, save: Callable[[], None]) -> bool:
     return status == signal.SIGKILL
 
 
-def _load(folder: Path) -> dict[str, Tensor]:
+def _load_state(folder: Path) -> dict[str, Tensor]:
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     return {**hub_state(loaded), "vocabulary": torch.tensor(loaded.config.vocab_size)}
 
@@ -92,25 +93,25 @@ def _load(folder: Path) -> dict[str, Tensor]:
 def test_a_kill_at_any_step_leaves_one_whole_checkpoint(
     before: Callable[[Path], None], resized: bool, tmp_path: Path
 ) -> None:
-    """Stock transformers loads the old or the new model and ignores the unfinished save."""
-    model = patch(_build_other(resized=True) if resized else _build_other())
+    """Stock transformers loads the old or the new model, and ignores an unfinished save."""
+    model = patch(_build_changed_model(resized))
     before(tmp_path / "old")
     (tmp_path / "old" / "notes.txt").write_text("of the user")
     save_pretrained(model, tmp_path / "new")
-    old, new = _load(tmp_path / "old"), _load(tmp_path / "new")
+    old, new = _load_state(tmp_path / "old"), _load_state(tmp_path / "new")
     new_by_step, step = [], 0
     while True:
         folder = tmp_path / str(step)
         shutil.copytree(tmp_path / "old", folder)
         killed = _kill_at(step, lambda folder=folder: save_pretrained(model, folder))  # type: ignore[misc]
-        loaded = _load(folder)
+        loaded = _load_state(folder)
         is_new = loaded["model.norm.weight"].equal(new["model.norm.weight"]) and (
             loaded["lm_head.weight"].equal(new["lm_head.weight"])
         )
         assert_equal(loaded, new if is_new else old)
         new_by_step.append(is_new)
         save_pretrained(model, folder)  # the next save of the resumed run
-        assert_equal(_load(folder), new)
+        assert_equal(_load_state(folder), new)
         names = {path.name for path in folder.iterdir()}
         assert not any(path.is_symlink() for path in folder.rglob("*"))
         other_files = {"config.json", "generation_config.json", "notes.txt", write.INDEX}
@@ -123,14 +124,14 @@ def test_a_kill_at_any_step_leaves_one_whole_checkpoint(
     assert not new_by_step[0] and new_by_step[-1]
 
 
-def test_a_file_system_without_links_is_a_warning(
+def test_a_file_system_without_links_is_named_in_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     _save_by_stock(tmp_path)
-    model = patch(_build_other(resized=True))
+    model = patch(_build_changed_model(resized=True))
     monkeypatch.setattr(os, "symlink", refuse)
     save_pretrained(model, tmp_path)
     assert "is on a file system without links" in caplog.text
@@ -142,23 +143,23 @@ def test_an_error_before_the_commit_restores_the_old_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save_by_us(tmp_path)
-    old, before = _load(tmp_path), sorted(os.listdir(tmp_path))
-    stock_set_link, calls = switch._set_link, []
+    old, before = _load_state(tmp_path), sorted(os.listdir(tmp_path))
+    stock_set_link, linked_paths = switch._set_link, []
 
-    def fail_second(beside: Path, target: str, place: Path) -> None:
-        calls.append(place)
-        if len(calls) == 2:
+    def fail_at_second_link(switch_folder: Path, target: str, path: Path) -> None:
+        linked_paths.append(path)
+        if len(linked_paths) == 2:
             raise OSError(28, "No space left on device")
-        stock_set_link(beside, target, place)
+        stock_set_link(switch_folder, target, path)
 
-    monkeypatch.setattr(switch, "_set_link", fail_second)
+    monkeypatch.setattr(switch, "_set_link", fail_at_second_link)
     with pytest.raises(RuntimeError, match="No space left on device"):
-        save_pretrained(patch(_build_other(resized=True)), tmp_path)
+        save_pretrained(patch(_build_changed_model(resized=True)), tmp_path)
     assert sorted(os.listdir(tmp_path)) == before
-    assert_equal(_load(tmp_path), old)
+    assert_equal(_load_state(tmp_path), old)
 
 
-def test_folders_and_links_are_switched(tmp_path: Path) -> None:
+def test_files_in_folders_and_links_are_switched(tmp_path: Path) -> None:
     """Folders (additional_chat_templates) are moved, and links (the hub's cache) are replaced."""
     folder, staged, blob = tmp_path / "model", tmp_path / "model" / ".staged", tmp_path / "blob"
     (staged / "templates").mkdir(parents=True)

@@ -27,44 +27,44 @@ from hf_moe_ep.upstream.causal_loss import other_use_of_logits
 FUSED = {"fused_loss": True}
 
 
-def small_chunks(model: nn.Module) -> None:
-    """Compute 5 tokens at a time. In this process, for all tests of this file."""
+def use_small_chunks(model: nn.Module) -> None:
+    """Compute 5 tokens at a time, for the rest of this process."""
     attach._SMALLEST_CHUNK, attach._TOKENS_PER_HIDDEN = 5, 0
 
 
 @pytest.fixture(autouse=True)
-def _small_chunks() -> None:
-    small_chunks(nn.Identity())
+def _use_small_chunks() -> None:
+    use_small_chunks(nn.Identity())
 
 
 @contextmanager
-def rows_of_logits(model: nn.Module) -> Iterator[list[int]]:
-    """Yield a list of the numbers of rows for which the head computes logits, per call."""
+def count_rows_of_logits(model: nn.Module) -> Iterator[list[int]]:
+    """Yield a list that gets, per call of the head, the number of rows of its logits."""
     head, rows = model.get_output_embeddings(), []
     stock = nn.functional.linear
 
-    def counted(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    def count_rows(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
         if weight is head.weight:
             rows.append(x.shape[:-1].numel())
         return stock(x, weight, *args)
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(nn.functional, "linear", counted)
+        patches.setattr(nn.functional, "linear", count_rows)
         yield rows
 
 
-def _checkpointing(model: nn.Module) -> None:
-    small_chunks(model)
+def _checkpoint_in_small_chunks(model: nn.Module) -> None:
+    use_small_chunks(model)
     parity.checkpointing(model, use_reentrant=False)
 
 
-def _lora_on_head(model: nn.Module) -> nn.Module:
+def _adapt_head(model: nn.Module) -> nn.Module:
     """Attach random adapters to the head and to attention."""
     config = LoraConfig(r=3, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
-def _trained_head(model: nn.Module) -> nn.Module:
+def _train_copy_of_head(model: nn.Module) -> nn.Module:
     """Attach adapters to attention, and train a copy of the head."""
     config = LoraConfig(
         r=3, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=["lm_head"]
@@ -72,15 +72,17 @@ def _trained_head(model: nn.Module) -> nn.Module:
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
-BASE = Case("ep 2", 2, 2, config=FUSED, prepare=small_chunks)
+BASE = Case("ep 2", 2, 2, config=FUSED, prepare=use_small_chunks)
 CASES = [
-    BASE.with_(name="ep 2, two forwards, checkpoint", prepare=_checkpointing, **TWO_FORWARDS),
+    BASE.with_(
+        name="ep 2, two forwards, checkpoint", prepare=_checkpoint_in_small_chunks, **TWO_FORWARDS
+    ),
     BASE.with_(name="tied", model={"tie_word_embeddings": True}),
-    BASE.with_(name="LoRA on the head", wrap=_lora_on_head),
+    BASE.with_(name="LoRA on the head", wrap=_adapt_head),
     BASE.with_(name="sp 2", sp=2, config={}),
 ]
 MORE_CASES = [
-    BASE.with_(name="a trained copy of the head", wrap=_trained_head),
+    BASE.with_(name="a trained copy of the head", wrap=_train_copy_of_head),
     BASE.with_(name="ep 1", ep=1),
     BASE.with_(name="a rank without labels", micro_batches=parity.one_rank_without_labels),
     BASE.with_(name="accumulation", micro_batches=parity.three_micro_batches),
@@ -89,17 +91,17 @@ MORE_CASES = [
 ]
 
 
-def _logits_are_none(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    with rows_of_logits(model) as rows:
+def _run_without_logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    with count_rows_of_logits(model) as rows:
         output = model(**inputs)
     assert output.logits is None and "logits" not in output
     assert max(rows) <= 5 and sum(rows) == inputs["labels"].numel()
     return output.loss
 
 
-def bf16_masters_under_accelerates_policy(rank: int, world: int) -> None:
-    """Accelerate also sets output_dtype, in which FSDP2 returns the output of the head."""
-    small_chunks(nn.Identity())
+def bf16_under_accelerates_policy_equals_unfused(rank: int, world: int) -> None:
+    """Accelerate also sets output_dtype, to which FSDP2 casts the output of the head."""
+    use_small_chunks(nn.Identity())
     bf16 = torch.bfloat16
     policy = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32, output_dtype=bf16)
     losses, grads = [], []
@@ -116,9 +118,9 @@ def bf16_masters_under_accelerates_policy(rank: int, world: int) -> None:
         assert_close(name, grads[0][name], grad, 2**-6)  # bf16 rounds by 2**-9
 
 
-def fp16_recomputes_with_a_resharded_head(rank: int, world: int) -> None:
+def fp16_recomputes_after_a_reshard_of_the_head(rank: int, world: int) -> None:
     """Before backward, a forward for another purpose has resharded the head."""
-    small_chunks(nn.Identity())
+    use_small_chunks(nn.Identity())
     grads = []
     for config in (FUSED, {"fused_loss": False}):
         model = tiny(dtype=torch.float16)
@@ -133,12 +135,12 @@ def fp16_recomputes_with_a_resharded_head(rank: int, world: int) -> None:
         assert_close(name, grads[0][name], grad, 2**-7)
 
 
-def parameters_on_the_host(rank: int, world: int) -> None:
-    small_chunks(nn.Identity())
+def parameters_may_be_on_the_host(rank: int, world: int) -> None:
+    use_small_chunks(nn.Identity())
     model, reference = tiny(seed=rank), tiny(seed=0)
     apply_ep_fsdp2(model, ep_size=2, offload_policy=CPUOffloadPolicy(pin_memory=False), **FUSED)
     inputs = batch(reference, 2, 12)
-    _logits_are_none(model, inputs).backward()
+    _run_without_logits(model, inputs).backward()
     reference(**inputs).loss.backward()
     for name, parameter in reference.named_parameters():
         grad = model.get_parameter(name).grad.full_tensor()
@@ -151,9 +153,9 @@ def parameters_on_the_host(rank: int, world: int) -> None:
     + parity.on_ranks(MORE_CASES, slow=True)
     + on_ranks(
         2,
-        bf16_masters_under_accelerates_policy,
-        fp16_recomputes_with_a_resharded_head,
-        parameters_on_the_host,
+        bf16_under_accelerates_policy_equals_unfused,
+        fp16_recomputes_after_a_reshard_of_the_head,
+        parameters_may_be_on_the_host,
         slow=True,
     ),
 )
@@ -184,7 +186,7 @@ def test_loss_and_gradients_equal_stock(name: str, options: dict[str, Any]) -> N
         if name == "qwen3_vl_moe" and not SINCE_5_23:
             pytest.skip("Qwen3-VL-MoE of this transformers does not pass ignore_index to its loss")
         inputs["labels"] = inputs["labels"].masked_fill(inputs["labels"] == -100, 3)
-    got = _logits_are_none(model, inputs | options)
+    got = _run_without_logits(model, inputs | options)
     want = stock(**inputs, **options).loss.squeeze()
     assert_close("loss", got, want, FP32_INSIDE)
     got.backward()
@@ -203,7 +205,7 @@ def test_the_number_of_items_is_not_copied_to_the_device(number: Any) -> None:
     assert torch.equal(got, want)
 
 
-def test_logits_are_computed_where_they_may_be_read() -> None:
+def test_logits_are_computed_if_code_may_read_them() -> None:
     model, stock = patch(tiny(), **FUSED), tiny()
     inputs = batch(stock, 2, 9)
     want = stock(**inputs).logits
@@ -232,20 +234,22 @@ def test_an_interrupted_forward_restores_the_functions() -> None:
     with pytest.raises(ValueError, match=r"18 tokens, but was given 14 labels"):
         model(**inputs | {"labels": inputs["labels"][:, :7]})
     assert ({**vars(model)}, {**vars(model.lm_head)}) == before
-    _logits_are_none(model, inputs)
+    _run_without_logits(model, inputs)
     assert ({**vars(model)}, {**vars(model.lm_head)}) == before
     assert "_loss_function" not in vars(unpatch(model))
 
 
 @pytest.mark.parametrize("other", [{"sp_size": 2, **FUSED}, {"pp_size": 2}])
-def test_the_loss_of_slices_does_not_hide_that_of_the_model(other: dict[str, Any]) -> None:
-    """`patch` again looks at a model whose loss function is that of the first `patch`."""
+def test_a_second_patch_finds_the_loss_behind_the_loss_of_slices(
+    other: dict[str, Any],
+) -> None:
+    """The first `patch` has replaced the loss function that the second `patch` looks at."""
     model = patch(tiny(), sp_size=2)
     assert patch(model, **other) is model
 
 
-def _forward_of(body: str) -> Any:
-    """Return a model whose forward has the given body."""
+def _make_model_with_forward(body: str) -> Any:
+    """Make a model whose forward has the given body."""
     import linecache
 
     text = f"def forward(self, hidden, labels=None, **kwargs):\n    {body}\n"
@@ -260,7 +264,7 @@ LOSS = "; loss = self.loss_function(logits, labels, 5, **kwargs)" + RETURN
 
 
 @pytest.mark.parametrize(
-    "body, other",
+    "body, use",
     [
         ("logits = self.lm_head(hidden[:, 1:])" + LOSS, ""),
         ("logits = self.lm_head(hidden.to(self.lm_head.weight.dtype)).float()" + LOSS, ""),
@@ -276,9 +280,9 @@ LOSS = "; loss = self.loss_function(logits, labels, 5, **kwargs)" + RETURN
         ("logits = self.other(hidden)" + LOSS, "calls self.lm_head 0"),
     ],
 )
-def test_other_uses_of_logits_are_found_in_the_code(body: str, other: str) -> None:
-    found = other_use_of_logits(_forward_of(body), "lm_head")
-    assert (found == "") if other == "" else found.startswith(other) or other in found
+def test_other_uses_of_logits_are_found_in_the_code(body: str, use: str) -> None:
+    found = other_use_of_logits(_make_model_with_forward(body), "lm_head")
+    assert (found == "") if use == "" else use in found
 
 
 def test_a_model_that_scales_its_logits_keeps_them() -> None:
@@ -293,8 +297,8 @@ def test_a_model_that_scales_its_logits_keeps_them() -> None:
     assert model(**batch(model, 1, 5)).logits is not None
 
 
-class _Read(Trainer):
-    """A Trainer of a user who reads the logits."""
+class _ReadingTrainer(Trainer):
+    """A Trainer whose compute_loss reads the logits."""
 
     def compute_loss(self, *args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         loss, outputs = super().compute_loss(*args, return_outputs=True, **kwargs)
@@ -302,7 +306,7 @@ class _Read(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class _Rows(torch.utils.data.Dataset):
+class _Dataset(torch.utils.data.Dataset):
     def __init__(self, model: nn.Module) -> None:
         whole = batch(model, 8, 12, pad=4)
         self.rows = [{name: x[i] for name, x in whole.items()} for i in range(8)]
@@ -327,26 +331,26 @@ def _train(
         save_strategy="no", report_to="none", gradient_accumulation_steps=2,
         label_smoothing_factor=smoothing, learning_rate=1e-3, disable_tqdm=True,
     )  # fmt: skip
-    rows = _Rows(model)
+    rows = _Dataset(model)
     trainer = kind(model, arguments, train_dataset=rows, eval_dataset=rows, **options)
-    with rows_of_logits(model) as in_training:
+    with count_rows_of_logits(model) as training_rows:
         trainer.train()
-    with rows_of_logits(model) as in_evaluation:
+    with count_rows_of_logits(model) as evaluation_rows:
         evaluated = trainer.evaluate()["eval_loss"]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return [*losses, evaluated], in_training, in_evaluation
+    return [*losses, evaluated], training_rows, evaluation_rows
 
 
-def _count(prediction: Any) -> dict[str, float]:
+def _compute_shape(prediction: Any) -> dict[str, float]:
     return {"shape": float(prediction.predictions.shape[-1])}
 
 
 @pytest.mark.parametrize(
-    "kind, options, in_training, in_evaluation",
+    "kind, options, fuses_training, fuses_evaluation",
     [
         (Trainer, {}, True, True),
-        (Trainer, {"compute_metrics": _count}, True, False),
-        (_Read, {}, False, False),
+        (Trainer, {"compute_metrics": _compute_shape}, True, False),
+        (_ReadingTrainer, {}, False, False),
         pytest.param(
             *(Trainer, {"label_smoothing_factor": 0.1}, False, False), marks=pytest.mark.slow
         ),
@@ -354,22 +358,22 @@ def _count(prediction: Any) -> dict[str, float]:
     ],
     ids=["plain", "compute_metrics", "compute_loss reads logits", "label smoothing", "off"],
 )
-def test_auto_under_the_trainer(
+def test_auto_fuses_if_the_trainer_reads_only_the_loss(
     tmp_path: Any,
     kind: type[Trainer],
     options: dict[str, Any],
-    in_training: bool,
-    in_evaluation: bool,
+    fuses_training: bool,
+    fuses_evaluation: bool,
 ) -> None:
     got, *rows = _train(tmp_path, kind, True, **options)
     stock = {name: x for name, x in options.items() if name != "fused_loss"}
     want, *_ = _train(tmp_path, kind, False, **stock)
     assert_close("losses", torch.tensor(got), torch.tensor(want), 1e-5)
-    assert [max(calls) <= 5 for calls in rows] == [in_training, in_evaluation]
+    assert [max(calls) <= 5 for calls in rows] == [fuses_training, fuses_evaluation]
 
 
-def test_unfused_partial_losses_are_called_as_given() -> None:
-    """A loss function of the user that is a partial of stock's has arguments of its own."""
+def test_a_partial_loss_of_the_user_is_not_fused() -> None:
+    """A partial of stock's loss function may have arguments that a fused loss would not use."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     model = patch(tiny(), **FUSED)

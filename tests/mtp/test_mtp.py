@@ -1,4 +1,4 @@
-"""The head for multi-token prediction in one process, against `support.mtp_reference`."""
+"""In one process, the head for multi-token prediction computes what `mtp_reference` computes."""
 
 import copy
 import json
@@ -55,7 +55,7 @@ def load(folder: Path, layers: int = 1, **options: Any) -> Any:
     return patch(load_stock(folder), mtp_layers=layers, **({"mtp_loss_weight": WEIGHT} | options))
 
 
-def name_here(reference: ReferenceHead, key: str) -> str:
+def find_name_in_model(reference: ReferenceHead, key: str) -> str:
     """Return the name of a parameter of the head in a patched model, for a key of a checkpoint."""
     if reference.is_shared:
         return key
@@ -63,23 +63,23 @@ def name_here(reference: ReferenceHead, key: str) -> str:
     return f"mtp.{in_depth}"
 
 
-def gradients(reference: ReferenceHead) -> dict[str, Tensor]:
+def collect_gradients(reference: ReferenceHead) -> dict[str, Tensor]:
     """Return all gradients of the reference, by the names of a patched model."""
     found = {name: p.grad for name, p in reference.stock.named_parameters()}
-    found |= {name_here(reference, k): t.grad for k, t in reference.tensors.items()}
+    found |= {find_name_in_model(reference, k): t.grad for k, t in reference.tensors.items()}
     for depth, block in enumerate(reference.blocks):
         prefix = reference.prefix(depth)
         for name, parameter in block.named_parameters():
-            found[name_here(reference, prefix + name)] = parameter.grad
+            found[find_name_in_model(reference, prefix + name)] = parameter.grad
     return {name: grad for name, grad in found.items() if grad is not None}
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_loss_and_every_gradient_equal_the_definition(base: Path, layers: int) -> None:
+def test_loss_and_every_gradient_equal_the_reference(base: Path, layers: int) -> None:
     with FP64():
         stock, model = load_stock(base), load(base, layers)
         data = batch(model, 3, 11, pad=4)
-        data["attention_mask"][0, :3] = 0  # padding on the left, whose labels of depth 1 count not
+        data["attention_mask"][0, :3] = 0  # padding on the left, where positions do not count
         data["labels"][0, :3] = -100
         data["labels"][0, 3:5] = data["input_ids"][0, 3:5]
         reference = ReferenceHead(stock, base, layers)
@@ -91,7 +91,7 @@ def test_loss_and_every_gradient_equal_the_definition(base: Path, layers: int) -
         got.backward()
     assert_close("loss", got, want, FP64_MODEL)
     assert all(loss > 0.1 for loss in losses)
-    expected = gradients(reference)
+    expected = collect_gradients(reference)
     own = {name: p.grad for name, p in model.named_parameters()}
     assert own.keys() == expected.keys()
     for name, grad in expected.items():
@@ -106,7 +106,7 @@ def test_loss_and_every_gradient_equal_the_definition(base: Path, layers: int) -
     assert mtp_loss(model) is None
 
 
-def test_at_weight_0_nothing_but_a_measurement_is_new(base: Path) -> None:
+def test_with_weight_0_the_head_is_only_measured(base: Path) -> None:
     with FP64():
         plain = patch(load_stock(base))
         model = load(base, mtp_loss_weight=0)
@@ -123,17 +123,19 @@ def test_at_weight_0_nothing_but_a_measurement_is_new(base: Path) -> None:
             assert parameter.grad is None
         else:
             assert torch.equal(parameter.grad, grads[name]), name
-    count, of_head = ((data["labels"][:, n:] != -100).sum() for n in (1, 2))
+    count, head_count = ((data["labels"][:, n:] != -100).sum() for n in (1, 2))
     assert (
-        max_error(torch.tensor(mtp_loss(model), dtype=torch.float64), loss * count / of_head)
+        max_error(torch.tensor(mtp_loss(model), dtype=torch.float64), loss * count / head_count)
         < FP64_MODEL
     )
     assert expert_load(model).counts[-1].sum() == 0
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_it_is_saved_under_its_keys(base: Path, layers: int, tmp_path: Path) -> None:
-    """Before training every byte is that of the source; afterwards only trained ones change."""
+def test_the_head_is_saved_under_the_keys_of_the_checkpoint(
+    base: Path, layers: int, tmp_path: Path
+) -> None:
+    """Before training all values equal the source. Training changes the head, not extra tensors."""
     before = read_files(base)
     model = load(base, layers)
     save_pretrained(model, tmp_path / "first")
@@ -141,15 +143,15 @@ def test_it_is_saved_under_its_keys(base: Path, layers: int, tmp_path: Path) -> 
     assert first.keys() == before.keys()
     copies = {key for key in before if re.search(r"(embed_tokens|shared_head\.head)\.weight$", key)}
     copies = {key for key in copies if ".layers." in key}
-    head = {key for key in before if is_of_head(key, model, layers)}
+    head = {key for key in before if is_head_key(key, model, layers)}
     trained = dict(model.named_parameters())
     for key in before.keys() - copies:
-        # The head is held in fp64, and was stored in bf16.
+        # The source has the head in bf16, and the model has it in fp64.
         assert torch.equal(first[key].double(), before[key].double()), key
     assert head and (copies & head or "qwen" in model.config.model_type)
     for key in copies & head:
-        of_main = "lm_head.weight" if "shared_head" in key else "model.embed_tokens.weight"
-        assert torch.equal(first[key], trained[of_main])
+        main_name = "lm_head.weight" if "shared_head" in key else "model.embed_tokens.weight"
+        assert torch.equal(first[key], trained[main_name])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with FP64():
         model(**batch(model, 2, 9)).loss.backward()
@@ -164,8 +166,8 @@ def test_it_is_saved_under_its_keys(base: Path, layers: int, tmp_path: Path) -> 
     for key in head - biases:
         assert not torch.equal(second[key], first[key]), key
     for key in before.keys() - head:
-        if is_of_head(key, model, 2):
-            assert_same_bytes({key: second[key]}, {key: before[key]})  # still carried
+        if is_head_key(key, model, 2):
+            assert_same_bytes({key: second[key]}, {key: before[key]})  # an extra tensor
     again = load(tmp_path / "second", layers)
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, trained[name]), name
@@ -174,7 +176,7 @@ def test_it_is_saved_under_its_keys(base: Path, layers: int, tmp_path: Path) -> 
     )
 
 
-def is_of_head(key: str, model: Any, layers: int) -> bool:
+def is_head_key(key: str, model: Any, layers: int) -> bool:
     first = model.config.num_hidden_layers
     if key.startswith("mtp."):
         return not re.match(rf"mtp\.layers\.(?!{'|'.join(map(str, range(layers)))})\d+\.", key)
@@ -186,8 +188,8 @@ def is_of_head(key: str, model: Any, layers: int) -> bool:
     reason="transformers has no MtpModel.forward_layer before 5.24",
 )
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
-def test_stock_transformers_drafts_with_it(model_type: str, tmp_path: Path) -> None:
-    """Logits of stock's MtpModel, for what we have saved, equal those of our head."""
+def test_stock_transformers_computes_the_same_draft_logits(model_type: str, tmp_path: Path) -> None:
+    """Stock's MtpModel loads our saved model, and has the logits of the reference."""
     write_base(tmp_path / "base", model_type)
     model = load(tmp_path / "base")
     with FP64():
@@ -195,7 +197,7 @@ def test_stock_transformers_drafts_with_it(model_type: str, tmp_path: Path) -> N
     torch.optim.AdamW(model.parameters(), lr=1e-2).step()
     save_pretrained(model, tmp_path / "saved")
     stock = load_stock(tmp_path / "saved").eval()
-    # The class names the layer of the published model; the tiny one has fewer layers.
+    # The class names the layer of the published model, but the tiny model has fewer layers.
     stock._keys_to_ignore_on_load_unexpected = [r"model\.layers\.4\."]
     assert stock.config.num_hidden_layers == 4
     mtp = modeling_layers.MtpModel.from_pretrained(stock).double().eval()
@@ -209,8 +211,8 @@ def test_stock_transformers_drafts_with_it(model_type: str, tmp_path: Path) -> N
     assert_close("logits", stock.lm_head(last), ours, FP64_MODEL)
 
 
-def test_packed_documents_are_as_each_alone(base: Path) -> None:
-    """No label of one document is predicted from another one."""
+def test_packed_documents_have_the_loss_of_single_documents(base: Path) -> None:
+    """No label of a document is predicted from tokens of another document."""
     with FP64():
         model = load(base, 2)
         data = batch(model, 1, 12)
@@ -220,7 +222,7 @@ def test_packed_documents_are_as_each_alone(base: Path) -> None:
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)[:-1]])
         labels[:, starts] = -100
         count = (labels != -100).sum()
-        # With a cache stock does not look for documents; the aux loss depends on the whole batch.
+        # With a cache stock does not look for documents. The aux loss depends on the whole batch.
         options = {"use_cache": False, "num_items_in_batch": count}
         if "qwen" in model.config.model_type:
             options["output_router_logits"] = False
@@ -238,7 +240,7 @@ def test_packed_documents_are_as_each_alone(base: Path) -> None:
     assert_close("loss", packed, sum(losses), FP64_MODEL)
 
 
-def test_a_loss_without_logits_is_the_same(base: Path) -> None:
+def test_a_fused_loss_is_the_same(base: Path) -> None:
     with FP64():
         model, fused = load(base), load(base, fused_loss=True)
         data = batch(model, 2, 9)
@@ -278,7 +280,7 @@ def test_checkpointed_layers_give_the_same_gradients(base: Path, use_reentrant: 
                 assert_close(name, grads[name], parameter.grad, FP64_MODEL)
 
 
-def test_it_runs_only_in_training(glm: Path) -> None:
+def test_the_head_runs_only_in_training(glm: Path) -> None:
     with FP64():
         model, stock = load(glm), load_stock(glm).eval()
         data = batch(model, 2, 9)
@@ -298,8 +300,8 @@ def test_it_runs_only_in_training(glm: Path) -> None:
     assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 5)
 
 
-def test_a_batch_without_labels_is_no_part_of_the_measured_loss(glm: Path) -> None:
-    """The loss of such a batch is nan, as that of the main model is."""
+def test_a_batch_without_labels_does_not_change_the_measured_loss(glm: Path) -> None:
+    """The loss of such a batch is nan, like the loss of the main model."""
     with FP64():
         model = load(glm)
         data = batch(model, 2, 9)
@@ -310,7 +312,7 @@ def test_a_batch_without_labels_is_no_part_of_the_measured_loss(glm: Path) -> No
         assert want is not None and want > 0
 
 
-def test_copies_and_unpatched_models(glm: Path) -> None:
+def test_a_copy_has_its_own_head_and_an_unpatched_model_none(glm: Path) -> None:
     with FP64():
         model = load(glm)
         data = batch(model, 2, 9)
@@ -328,7 +330,7 @@ def test_copies_and_unpatched_models(glm: Path) -> None:
         assert torch.equal(again(**data).loss, want)
 
 
-def test_a_size_of_accelerate_keeps_the_head(glm: Path) -> None:
+def test_a_second_patch_by_accelerate_keeps_the_head(glm: Path) -> None:
     """The model is patched a second time, with the size of Accelerate's ParallelismConfig."""
     model = load(glm)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -340,8 +342,8 @@ def test_a_size_of_accelerate_keeps_the_head(glm: Path) -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_a_new_head(glm: Path, tmp_path: Path) -> None:
-    """Only on request; the config announces it, and a load finds it."""
+def test_a_new_head_needs_an_option_and_is_named_in_the_config(glm: Path, tmp_path: Path) -> None:
+    """The config has the number of its layers, and a later load reads the head."""
     save_pretrained(patch(load_stock(glm)), tmp_path / "none", extra_tensors=False)
     with pytest.raises(ValueError, match=r"none has 0 layers for .*mtp_from_scratch=True"):
         load(tmp_path / "none")
@@ -364,7 +366,7 @@ def test_a_new_head(glm: Path, tmp_path: Path) -> None:
         assert fresh(**batch(fresh, 2, 9)).loss.isfinite()
 
 
-def test_what_cannot_be_trained_is_refused(glm: Path, tmp_path: Path) -> None:
+def test_heads_that_cannot_be_trained_are_refused(glm: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"mtp_layers=2, but .* has 1 layers .*try mtp_layers=1"):
         load(glm, 2)
     model = load(glm)

@@ -1,4 +1,4 @@
-"""The head for multi-token prediction on two ranks, against one process."""
+"""On two ranks, the head for multi-token prediction trains as in one process."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -48,10 +48,10 @@ def write_on_first(rank: int, write: Callable[[], object]) -> None:
     dist.barrier()
 
 
-def load(way: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+def load(loader: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """Load a checkpoint in shards or whole, and shard it."""
     options = OPTIONS | options
-    if way == "lean":
+    if loader == "ours":
         model = from_pretrained(folder, dtype=dtype, **options)
     else:
         model = apply_ep_fsdp2(load_stock(folder, dtype=dtype), **options)
@@ -65,30 +65,30 @@ def without_aux_loss(model: Any) -> Any:
     return model
 
 
-def parity(
-    model_type: str, way: str, rank: int, world: int, folder: str, *,
+def training_equals_one_process(
+    model_type: str, loader: str, rank: int, world: int, folder: str, *,
     checkpoints: bool | None = None, layers: int = 1, **options: Any,
 ) -> None:  # fmt: skip
-    """Loss of the head, every gradient and the weights after three steps are those of one process.
+    """Losses, every gradient, and the weights after three steps, are the same in one process.
 
-    A forward for evaluation runs before each step: it must leave no gathered weights behind.
+    A forward for evaluation runs before each step, and must not leave gathered weights.
     """
     base = Path(folder) / "base"
     write_on_first(rank, lambda: write_base(base, model_type, layers=layers))
     options |= {"mtp_layers": layers}
     with FP64():
-        model = load(way, base, torch.float64, **options)
-        one = without_aux_loss(patch(load_stock(base), **OPTIONS | {"mtp_layers": layers}))
+        model = load(loader, base, torch.float64, **options)
+        single = without_aux_loss(patch(load_stock(base), **OPTIONS | {"mtp_layers": layers}))
         if checkpoints is not None:
             checkpointing(model, checkpoints)
         ranks = data_parallel_size(model)
         own = rank if ranks > 1 else 0
         optimizers = [
-            torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=False) for m in (model, one)
+            torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=False) for m in (model, single)
         ]
         for step in range(3):
             batches = [
-                batch(one, 1 + n, 8 + 3 * n + step, seed=9 * step + n, pad=2 * n)
+                batch(single, 1 + n, 8 + 3 * n + step, seed=9 * step + n, pad=2 * n)
                 for n in range(ranks)
             ]
             count = global_token_count(model, [batches[own]["labels"]])
@@ -98,12 +98,12 @@ def parity(
             model.train()
             loss = model(**batches[own], num_items_in_batch=count).loss
             (loss * ranks).backward()
-            losses = [one(**data, num_items_in_batch=count).loss for data in batches]
+            losses = [single(**data, num_items_in_batch=count).loss for data in batches]
             sum(losses).backward()
             assert_close(f"loss {step}", loss, losses[own], FP64_MODEL)
-            got, want = mtp_loss(model), mtp_loss(one)
+            got, want = mtp_loss(model), mtp_loss(single)
             assert abs(got / want - 1) < FP64_MODEL and want > 0.1, (got, want)
-            wanted = dict(one.named_parameters())
+            wanted = dict(single.named_parameters())
             grads = {name: full_tensor(p.grad) for name, p in model.named_parameters()}
             for name, grad in in_stock_shapes(model, grads).items():
                 assert_close(f"step {step}: {name}", grad, wanted[name].grad, FP64_MODEL)
@@ -121,14 +121,14 @@ def parity(
 
 
 def every_save_has_the_trained_head(
-    model_type: str, way: str, rank: int, world: int, folder: str
+    model_type: str, loader: str, rank: int, world: int, folder: str
 ) -> None:
-    """All ways to save write the same bytes; a run that resumes at ep 1 has them, too."""
+    """All functions save the same bytes, also in a run that resumes with ep 1."""
     root = Path(folder)
     base = root / "base"
     write_on_first(rank, lambda: write_base(base, model_type))
     before = read_files(base)
-    model = load(way, base, ep_size=2)
+    model = load(loader, base, ep_size=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
         model(**batch(model, 2, 9, seed=2 * step + rank)).loss.backward()
@@ -152,21 +152,21 @@ def every_save_has_the_trained_head(
         convert(root / "step", root / "converted", max_shard_size="60KB")
         assert_same_bytes(read_files(root / "converted"), saved)
     dist.barrier()
-    resumed = load(way, base, ep_size=1)
+    resumed = load(loader, base, ep_size=1)
     new_optimizer = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
     load_checkpoint(root / "step", resumed, new_optimizer)
     save_pretrained(resumed, root / "again")
     assert_same_bytes(read_files(root / "again"), saved)
     with torch.no_grad():
-        for other in (resumed, load("lean", root / "saved", ep_size=2)):
-            for one, two in zip(model.parameters(), other.parameters(), strict=True):
-                assert torch.equal(full_tensor(one), full_tensor(two))
+        for other in (resumed, load("ours", root / "saved", ep_size=2)):
+            for first, second in zip(model.parameters(), other.parameters(), strict=True):
+                assert torch.equal(full_tensor(first), full_tensor(second))
 
 
 def biases_of_the_head_are_updated(rank: int, world: int, folder: str) -> None:
     base = Path(folder) / "base"
     write_on_first(rank, lambda: write_base(base, "glm4_moe"))
-    model = load("lean", base, ep_size=2, bias_update_rate=0.25)
+    model = load("ours", base, ep_size=2, bias_update_rate=0.25)
     gate = find_head(model).blocks[0].mlp.gate
     before = gate.e_score_correction_bias.clone()
     model(**batch(model, 2, 9, seed=rank)).loss.backward()
@@ -175,11 +175,11 @@ def biases_of_the_head_are_updated(rank: int, world: int, folder: str) -> None:
     want = before + 0.25 * (counts.double().mean() - counts).sign().to(before.device)
     assert torch.equal(gate.e_score_correction_bias, want.to(before.dtype))
     assert not torch.equal(gate.e_score_correction_bias, before)
-    _rank_0_alone_gets_an_error(model, rank)
+    _check_error_on_rank_0_alone(model, rank)
 
 
-def _rank_0_alone_gets_an_error(model: Any, rank: int) -> None:
-    """The failed call is not counted, and keeps the loss for the call of all ranks."""
+def _check_error_on_rank_0_alone(model: Any, rank: int) -> None:
+    """The failed call does not reset the loss, which the next call on all ranks returns."""
     if rank == 0:
         with (
             mock.patch("hf_moe_ep.mtp.attach.PATIENCE_OF_RANK_0", timedelta(seconds=1)),
@@ -190,8 +190,8 @@ def _rank_0_alone_gets_an_error(model: Any, rank: int) -> None:
     assert mtp_loss(model) is not None
 
 
-def with_the_trainer(rank: int, world: int, folder: str) -> None:
-    """The Trainer trains the head, and its checkpoint and its model have it."""
+def the_trainer_trains_and_saves_the_head(rank: int, world: int, folder: str) -> None:
+    """The Trainer trains the head. Its checkpoint and its saved model have the trained values."""
     from transformers import Trainer, TrainingArguments
 
     root = Path(folder)
@@ -220,34 +220,42 @@ def with_the_trainer(rank: int, world: int, folder: str) -> None:
 
 
 FAST = {
-    "ep 2 lean, qwen3_next": partial(parity, "qwen3_next", "lean", ep_size=2),
+    "ep 2, qwen3_next": partial(training_equals_one_process, "qwen3_next", "ours", ep_size=2),
     "biases": biases_of_the_head_are_updated,
 }
 SLOW = {
-    "saves, deepseek_v3": partial(every_save_has_the_trained_head, "deepseek_v3", "lean"),
+    "saves, deepseek_v3": partial(every_save_has_the_trained_head, "deepseek_v3", "ours"),
     "ep 2 stock, glm4_moe, checkpointed": partial(
-        parity, "glm4_moe", "stock", ep_size=2, checkpoints=False
+        training_equals_one_process, "glm4_moe", "stock", ep_size=2, checkpoints=False
     ),
-    "sp 2, qwen3_5_moe_text": partial(parity, "qwen3_5_moe_text", "lean", sp_size=2),
-    "Trainer": with_the_trainer,
-    "etp 2, glm4_moe": partial(parity, "glm4_moe", "stock", etp_size=2),
-    "ep 2, deepseek_v3, 2 layers": partial(parity, "deepseek_v3", "lean", ep_size=2, layers=2),
+    "sp 2, qwen3_5_moe_text": partial(
+        training_equals_one_process, "qwen3_5_moe_text", "ours", sp_size=2
+    ),
+    "Trainer": the_trainer_trains_and_saves_the_head,
+    "etp 2, glm4_moe": partial(training_equals_one_process, "glm4_moe", "stock", etp_size=2),
+    "ep 2, deepseek_v3, 2 layers": partial(
+        training_equals_one_process, "deepseek_v3", "ours", ep_size=2, layers=2
+    ),
     "ep 2, qwen3_5_moe_text, 2 layers": partial(
-        parity, "qwen3_5_moe_text", "stock", ep_size=2, layers=2
+        training_equals_one_process, "qwen3_5_moe_text", "stock", ep_size=2, layers=2
     ),
-    "ep 1, qwen3_next": partial(parity, "qwen3_next", "lean", ep_size=1),
+    "ep 1, qwen3_next": partial(training_equals_one_process, "qwen3_next", "ours", ep_size=1),
     "sp 2, ep 2, glm4_moe, checkpointed": partial(
-        parity, "glm4_moe", "lean", sp_size=2, ep_size=2, checkpoints=False
+        training_equals_one_process, "glm4_moe", "ours", sp_size=2, ep_size=2, checkpoints=False
     ),
     "sp 2, fused loss, deepseek_v3": partial(
-        parity, "deepseek_v3", "lean", sp_size=2, fused_loss=True
+        training_equals_one_process, "deepseek_v3", "ours", sp_size=2, fused_loss=True
     ),
-    "reentrant, glm4_moe": partial(parity, "glm4_moe", "lean", ep_size=2, checkpoints=True),
-    "compiled, glm4_moe": partial(parity, "glm4_moe", "lean", ep_size=2, compile_layers="eager"),
+    "reentrant, glm4_moe": partial(
+        training_equals_one_process, "glm4_moe", "ours", ep_size=2, checkpoints=True
+    ),
+    "compiled, glm4_moe": partial(
+        training_equals_one_process, "glm4_moe", "ours", ep_size=2, compile_layers="eager"
+    ),
     "saves, qwen3_5_moe_text": partial(
         every_save_has_the_trained_head, "qwen3_5_moe_text", "stock"
     ),
-    "saves, qwen3_next": partial(every_save_has_the_trained_head, "qwen3_next", "lean"),
+    "saves, qwen3_next": partial(every_save_has_the_trained_head, "qwen3_next", "ours"),
 }
 
 

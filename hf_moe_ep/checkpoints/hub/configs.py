@@ -1,4 +1,4 @@
-"""Save config.json and the other files that describe a model, so that no kill truncates them."""
+"""Save config.json and the other files that describe a model, so that a kill truncates none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_moe_ep.checkpoints.hub.switch import settle
+from hf_moe_ep.checkpoints.storage.switch import settle
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import save_code
 from hf_moe_ep.upstream.module_names import unwrap
@@ -26,8 +26,8 @@ def save_configs(model: Any, folder: Path, dtype: torch.dtype | None = None) -> 
     """Save config.json and generation_config.json.
 
     The Python files of a model that was loaded with `trust_remote_code=True` are saved as well.
-    Each file is written into a temporary folder and then renamed: if the process is killed, each
-    file is either the old or the new one.
+    Each file is written into a temporary folder and then renamed, so a kill leaves the old or the
+    new version of each file.
 
     Args:
         dtype: the dtype to write into config.json; None writes the dtype of the model's config.
@@ -36,22 +36,23 @@ def save_configs(model: Any, folder: Path, dtype: torch.dtype | None = None) -> 
 
 
 def prepare_configs(
-    model: Any, folder: Path, dtype: torch.dtype | None, others: Iterable[Any]
+    model: Any, folder: Path, dtype: torch.dtype | None, processors: Iterable[Any]
 ) -> Path:
-    """Save the files of `save_configs` and of `others` into a new subfolder, for `publish`.
+    """Save the files of `save_configs`, tokenizers and processors into a new subfolder.
 
-    `others` are tokenizers and processors.
+    `publish` later moves these files into the folder.
     """
-    with staged_files(folder) as staged:
-        _write_into(model, staged, dtype, others)
+    with stage_files(folder) as staged:
+        _write_configs(model, staged, dtype, processors)
     return staged
 
 
 @contextmanager
-def staged_files(folder: Path) -> Iterator[Path]:
+def stage_files(folder: Path) -> Iterator[Path]:
     """Make a new subfolder for files that are moved to `folder` later; an error removes it.
 
-    First the temporary files of a killed save are removed, and its commit is completed or undone.
+    Before that, the commit of a killed save is completed or undone (`storage/switch.py`), and the
+    temporary files of that save are removed.
     """
     settle(folder)
     for leftover in folder.glob(f"{TEMPORARY_CONFIGS}*"):
@@ -74,7 +75,9 @@ def publish(staged: Path, folder: Path) -> None:
     shutil.rmtree(staged)
 
 
-def _write_into(model: Any, folder: Path, dtype: torch.dtype | None, others: Iterable[Any]) -> None:
+def _write_configs(
+    model: Any, folder: Path, dtype: torch.dtype | None, processors: Iterable[Any]
+) -> None:
     model = without_adapters(unwrap(model))
     original = model.config.dtype, model.config.architectures
     if dtype is not None:
@@ -91,5 +94,5 @@ def _write_into(model: Any, folder: Path, dtype: torch.dtype | None, others: Ite
         # warns (a temperature without do_sample). Such settings must not end a training run.
         path = folder / CONFIGS[1]
         model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
-    for other in others:
-        other.save_pretrained(folder)
+    for processor in processors:
+        processor.save_pretrained(folder)

@@ -6,17 +6,16 @@ coordinates with one row per index. `PieceFinder` turns these arrays into pieces
 of the converted tensor, viewed in another shape, that holds a box of one parameter.
 
 Worked example, two experts with F = 3: parameter 7, gate_up [2, 6, 5], is saved as w13 [2, 6, 5]
-with gate and up rows interleaved. The second dim of w13 adds these numbers to the row in the
-parameter:
+with gate and up rows interleaved. Each row of an expert in w13 is this row in the parameter:
 
-    index along the dim of w13    0   1   2   3   4   5
-    row of the parameter          0   3   1   4   2   5
+    row in w13              0   1   2   3   4   5
+    row in the parameter    0   3   1   4   2   5
 
-    _split_axis       the array is the sum of 0 1 2 (one per pair) and 0 3 (within a pair), so the
-                      dim is [3, 2] in the view, with steps 1 and 3
-    _join_dims        joins neighbouring dims if one continues the other; it joins none of these
-    _find_boxes       two dims of the view run along the rows. The longer dim, [3], stays whole; the
-                      other dim, [2], is split up: one box per index
+    _split_axis       finds that the array is the sum of 0 1 2 (one number per pair) and 0 3 (the
+                      two numbers of a pair): the dim is [3, 2] in the view, with steps 1 and 3
+    _join_dims        joins neighbouring dims if one continues the other; here it joins none
+    _find_boxes       keeps the longer of the two dims that run along the rows, [3], whole, and
+                      makes one box for each index of the other dim, [2]
     -> two pieces     w13 viewed as [2, 3, 2, 5]:  [:, :, 0, :] starts at row 0,
                                                    [:, :, 1, :] starts at row 3
 """
@@ -33,18 +32,18 @@ import numpy as np
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.traced import COORDINATES, ZEROS, Axis, Traced, Untraceable
 
-# The number of indices of a long dim that are compared at a time, which bounds the memory.
-_STEPS_AT_A_TIME = 1 << 16
+# The indices of a long dim are compared in blocks of this size, which bounds the memory.
+_INDICES_PER_BLOCK = 1 << 16
 
 
 class PieceFinder:
-    """Finds the pieces of traced tensors; results for the same arrays are computed only once."""
+    """Finds the pieces of traced tensors, and computes results for the same arrays only once."""
 
     def __init__(self) -> None:
         self._runs: dict[int, tuple[Axis, list[_Run]]] = {}
         self._boxes: dict[tuple[int, ...], list[Piece]] = {}
 
-    def pieces(
+    def find(
         self, key: str, tensor: Traced, num_dims: Sequence[int]
     ) -> Iterator[tuple[int, Piece]]:
         """Yield (number of the parameter, piece) for each piece of a checkpoint tensor.
@@ -88,7 +87,7 @@ class _Dim:
     Attributes:
         view_size: the size of the whole dim.
         start, size: the range.
-        step: what each index adds to the coordinates.
+        step: the numbers that each index adds to the coordinates.
     """
 
     view_size: int
@@ -99,7 +98,7 @@ class _Dim:
 
 @dataclass(frozen=True)
 class _Run:
-    """A range of indices of a tensor's dim, as dims of a view with one step each.
+    """A range of indices of a tensor's dim, described by dims of a view that have one step each.
 
     Attributes:
         first: the coordinates of the first index.
@@ -125,7 +124,8 @@ def _find_runs(axis: Axis) -> list[_Run]:
         if stop < len(axis):
             step = axis[stop] - axis[start]
             stop = start + _count_even_steps(axis[start:], step)
-            # The step leads to another parameter and is not kept to the end: a run of one index.
+            # The step leads to another parameter, and the rest of the dim has other steps. This
+            # index is a run of its own.
             if step[0] and stop < len(axis):
                 stop = start + 1
         step = axis[stop - 1] - axis[stop - 2] if stop > start + 1 else np.zeros_like(axis[0])
@@ -137,14 +137,14 @@ def _find_runs(axis: Axis) -> list[_Run]:
 def _split_axis(axis: Axis) -> list[tuple[int, np.ndarray]] | None:
     """Split a dim into several dims (size, step), outermost first; None if that is impossible.
 
-    0 3 1 4 2 5  is a table of 3 rows of length 2 (up to the first change of the step):
+    0 3 1 4 2 5 is a table of 3 rows. A row ends where the step changes first, so it has length 2:
 
         0 3      rows begin at 0 1 2: 3 indices with step 1
         1 4      within a row:        2 indices with step 3
         2 5      -> [(3, 1), (2, 3)]
 
-    0 1 2 10 11 12 20 21 22 is [(3, 10), (3, 1)]; the rows' beginnings 0 10 20 are split in the same
-    way. 0 1 2 5 7 has no such form, because 5 is not divisible by 3: None.
+    0 1 2 10 11 12 20 21 22 gives [(3, 10), (3, 1)]; the beginnings of the rows, 0 10 20, are split
+    by the same function. 0 1 2 5 7 gives None, because 3 does not divide its length of 5.
     """
     if len(axis) == 1:
         return []
@@ -163,9 +163,9 @@ def _split_axis(axis: Axis) -> list[tuple[int, np.ndarray]] | None:
 
 
 def _count_even_steps(axis: Axis, step: np.ndarray) -> int:
-    """Count the first indices of a dim that follow each other in steps of `step`."""
-    for start in range(0, len(axis) - 1, _STEPS_AT_A_TIME):
-        steps = np.diff(axis[start : start + _STEPS_AT_A_TIME + 1], axis=0)
+    """Count the indices, from the first one on, that follow each other in steps of `step`."""
+    for start in range(0, len(axis) - 1, _INDICES_PER_BLOCK):
+        steps = np.diff(axis[start : start + _INDICES_PER_BLOCK + 1], axis=0)
         breaks = np.flatnonzero((steps != step).any(1))
         if len(breaks):
             return start + int(breaks[0]) + 1
@@ -175,9 +175,8 @@ def _count_even_steps(axis: Axis, step: np.ndarray) -> int:
 def _join_dims(dims: list[_Dim]) -> list[_Dim]:
     """Join neighbouring dims if each step of the outer dim continues where the inner dim ends.
 
-    [4, step 3] and [3, step 1] run through 0 1 2, 3 4 5, ..: they become [12, step 1]. [3, step 1]
-    and [2, step 3] (0 3, 1 4, 2 5) are not joined. A dim is also not joined if only a part of its
-    range is used.
+    [4, step 3] and [3, step 1] run through 0 1 2, 3 4 5, .. and become [12, step 1]. [3, step 1]
+    and [2, step 3] (0 3, 1 4, 2 5) are not joined, nor is a dim of which only a part is used.
     """
     joined: list[_Dim] = []
     for inner in dims:
@@ -201,11 +200,10 @@ def _find_boxes(shape: tuple[int, ...], runs: Sequence[_Run]) -> Iterator[Piece]
     A box is a `Piece` without a key. Its `start` is (parameter, index in each dim), with as many
     dims as a parameter can have.
 
-    For each dim of a parameter one dim of the view stays whole, the longest that runs along the
-    parameter's dim. The other dims of the view are split up, one box per index: dims that lead from
-    one parameter to the next, and shorter dims that run along the same dim of a parameter. In a
-    view [2 experts, 3, 2, H] whose second and third dim both run along the rows, the third is split
-    up:
+    For each dim of a parameter, the longest dim of the view that runs along it stays whole. The
+    other dims of the view are split up into one box per index: dims that lead from one parameter to
+    the next, and shorter dims that run along the same dim of a parameter. In a view
+    [2 experts, 3, 2, H] whose second and third dim both run along the rows, the third is split up:
 
         box [:, :, 0, :]    start (7, 0, 0, 0)   sizes (2, 3, H)   axes (0, 1, 3)
         box [:, :, 1, :]    start (7, 0, 3, 0)   sizes (2, 3, H)   axes (0, 1, 3)

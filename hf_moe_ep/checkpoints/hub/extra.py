@@ -1,19 +1,20 @@
-"""Extra tensors: tensors of a checkpoint that the model's class ignores, carried by reference.
+"""Keep references to extra tensors, which a checkpoint has and the model's class ignores.
 
 Checkpoints of Qwen3-Next, Qwen3.5, DeepSeek-V3, GLM-4.5 and MiMo have layers for multi-token
 prediction (`mtp.layers.0..`, or `model.layers.61..` behind the last layer). transformers ignores
-them, so a checkpoint that stock saves has lost them, and an inference engine that drafts tokens
-with these layers cannot use it.
+these layers, so checkpoints that stock saves lack them, and an inference engine that drafts tokens
+with these layers cannot use such checkpoints.
 
-Here a model remembers in which files its extra tensors lie (`storage/references.py`), in
-`ModelState.extra`. Everything that writes a checkpoint copies them from there, byte for byte,
-under their old keys. They are never loaded into the model and do not change. The output head of a
-causal LM is not one of them: TRL lets reward models ignore it, and no checkpoint of these has it.
+`ModelState.extra` stores in which files the extra tensors of a model are (`storage/references.py`).
+Every save copies these tensors byte for byte under their old keys. They are never loaded into the
+model and do not change. The output head of a causal LM is not an extra tensor: TRL lets reward
+models ignore the head, and checkpoints of reward models do not have it.
 
-    loaded by                        extra tensors are
-    from_pretrained of this package  what the class ignores or `ignore_unexpected` matches
-    stock's from_pretrained          what the class ignores; `patch` looks for them in the folder
-                                     that the config names, whose values it compares
+    model loaded by                  extra tensors
+    from_pretrained of this package  tensors that the class ignores or `ignore_unexpected` matches
+    stock's from_pretrained          tensors that the class ignores. `patch` looks for them in the
+                                     folder that the config names, and compares values, because the
+                                     folder may contain other weights, too
 
 Rank 0 writes checkpoints, so only the references of rank 0 are used.
 """
@@ -31,8 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.hub.fp8 import scaled_keys
-from hf_moe_ep.checkpoints.hub.layout import hub_layout, list_names, possible_keys, shapes_by_name
+from hf_moe_ep.checkpoints.hub.fp8 import list_fp8_keys
+from hf_moe_ep.checkpoints.hub.layout import hub_layout, list_names, list_possible_keys, list_shapes
 from hf_moe_ep.checkpoints.hub.pieces import whole_piece
 from hf_moe_ep.checkpoints.hub.write import TensorGroup
 from hf_moe_ep.checkpoints.storage.references import FileReferences
@@ -104,8 +105,8 @@ def refer_to(
 def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     """Find the extra tensors of a model that stock's from_pretrained has loaded.
 
-    Only rank 0 looks for them. A warning says so if it cannot find the checkpoint any more, or
-    finds other weights there.
+    Only rank 0 looks for them. It logs a warning if the checkpoint is gone, or has other weights
+    than the model.
 
     Raises:
         ValueError: two files of the checkpoint have an extra tensor of the same key.
@@ -113,8 +114,8 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     stock = without_adapters(model)
     if rank_of_launch() != 0:
         return None
-    # A base model writes other keys than a checkpoint with a head has, and a model that is held
-    # quantised is not saved.
+    # A base model saves other keys than the checkpoint of a model with a head has, and a quantised
+    # model is not saved.
     if not ignored_patterns(stock) or is_base_model(stock) or is_quantized(stock):
         return None
     try:
@@ -134,10 +135,10 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     candidates = tensors.keys() - set(unexpected_keys(stock, tensors)) - old_buffers(stock, tensors)
     if not candidates:
         return None
-    keys = possible_keys(hub_layout(model, plan, shapes_by_name(model)), base_prefix(stock))
-    candidates -= {part for key in keys for part in scaled_keys(key)}
+    keys = list_possible_keys(hub_layout(model, plan, list_shapes(model)), base_prefix(stock))
+    candidates -= {part for key in keys for part in list_fp8_keys(key)}
     extra = {key: t for key, t in tensors.items() if key in candidates}
-    _check_stored_once(extra, _loaded_files(stock))
+    _check_stored_once(extra, _get_loaded_files(stock))
     return refer_to(stock, folder, extra)
 
 
@@ -146,15 +147,15 @@ def remember_files(model: nn.Module, files: Sequence[Path]) -> None:
     setattr(model, _LOADED_FILES, tuple(files))
 
 
-def _loaded_files(stock: nn.Module) -> tuple[Path, ...]:
+def _get_loaded_files(stock: nn.Module) -> tuple[Path, ...]:
     return getattr(stock, _LOADED_FILES, ())
 
 
 def _check_stored_once(extra: Mapping[str, FileTensor], files: Sequence[Path]) -> None:
     """Raise ValueError if two files have an extra tensor of the same key.
 
-    Stock reads its own tensors from the last file that has them. Nobody knows which of two extra
-    tensors is the right one.
+    Of two tensors of the model with one key, stock reads the tensor in the last file. For extra
+    tensors no such rule exists.
     """
     for file in files:
         for key in extra.keys() & read_header(file)[0].keys():
@@ -169,14 +170,15 @@ def find_loaded(stock: nn.Module) -> tuple[Path, dict[str, FileTensor]] | None:
     """Return the folder from which stock's from_pretrained has loaded a model, and its tensors.
 
     The result is None if the model was not loaded. Unless `remember_files` was called, only the
-    name that was passed to from_pretrained is known. A folder of this name may hold other weights
-    as well, which `subfolder=` and `variant=` choose, or may have been overwritten, so values are
-    compared.
+    name that was passed to from_pretrained is known. The folder of this name may also contain other
+    weights, which `subfolder=` or `variant=` choose or which were written later. Therefore values
+    are compared.
 
     Raises:
-        ValueError: the folder does not exist any more; it is unclear which weights the model has.
+        ValueError: the folder does not exist any more, or it is unclear which weights the model
+            has.
     """
-    if files := _loaded_files(stock):
+    if files := _get_loaded_files(stock):
         return files[0].parent, read_files(files)
     folders = folders_of_loaded(stock)
     if len(folders) > 1:
@@ -185,10 +187,10 @@ def find_loaded(stock: nn.Module) -> tuple[Path, dict[str, FileTensor]] | None:
 
 
 def _choose_commit(model: nn.Module, folders: list[Path]) -> tuple[Path, dict[str, FileTensor]]:
-    """Choose the commit of the hub's cache whose weights the model has.
+    """Choose the commit of the hub's cache that has the weights of the model.
 
     Raises:
-        ValueError: none or more than one of the commits has all values that are compared.
+        ValueError: no commit or several commits have all values that are compared.
     """
     read = {folder: read_index(folder) for folder in folders}
     fitting = [folder for folder, tensors in read.items() if _compare(model, tensors).is_exact]
@@ -202,34 +204,34 @@ def _choose_commit(model: nn.Module, folders: list[Path]) -> tuple[Path, dict[st
 
 
 def _choose_weights(model: nn.Module, folder: Path) -> tuple[Path, dict[str, FileTensor]]:
-    """Choose the weights in a folder or its subfolders that the model has.
+    """Choose the checkpoint, in a folder or its subfolders, from which the model was loaded.
 
-    The user may have changed some tensors since the model was loaded, for example by merging an
-    adapter. If no weights are equal to those of the model, the nearest are chosen, provided that
-    most of the compared tensors are equal.
+    The user may have changed some tensors since then, for example by merging an adapter. If no
+    checkpoint has all values of the model, the checkpoint with most equal tensors is chosen,
+    provided that more than half of the compared tensors are equal.
 
     Raises:
-        ValueError: no weights are near to those of the model, or several are.
+        ValueError: every checkpoint has too few equal tensors, or several have the same number.
     """
     tensors = read_index(folder)
-    found = _compare(model, tensors)
-    if found.is_exact:
+    comparison = _compare(model, tensors)
+    if comparison.is_exact:
         return folder, tensors
-    compared = [(found, folder, tensors)]
+    candidates = [(comparison, folder, tensors)]
     for file in _list_other_weights(folder, tensors):
         try:
             others = read_weights(file.parent, file.name)
         except (ValueError, OSError):
             continue  # from_pretrained cannot have loaded this file either
-        compared.append((_compare(model, others), file.parent, others))
-    if found.total == 0 and len(compared) == 1:
+        candidates.append((_compare(model, others), file.parent, others))
+    if comparison.total == 0 and len(candidates) == 1:
         return folder, tensors
-    most = max(same.equal for same, _, _ in compared)
-    nearest = [entry for entry in compared if entry[0].equal == most]
-    best, its_folder, its_tensors = nearest[0]
+    most = max(compared.equal for compared, _, _ in candidates)
+    nearest = [candidate for candidate in candidates if candidate[0].equal == most]
+    best, best_folder, best_tensors = nearest[0]
     if len(nearest) == 1 and 2 * best.equal > best.total:
-        return its_folder, its_tensors
-    rows = ", ".join(f"{path} ({same.equal} of {same.total})" for same, path, _ in compared)
+        return best_folder, best_tensors
+    rows = ", ".join(f"{path} ({x.equal} of {x.total})" for x, path, _ in candidates)
     raise ValueError(
         f"the weights in {folder} are not those of this model, which may have been loaded with "
         f"subfolder= or variant=, or changed since. Compared tensors that are equal: {rows}. Name "
@@ -241,8 +243,8 @@ def _choose_weights(model: nn.Module, folder: Path) -> tuple[Path, dict[str, Fil
 def _list_other_weights(folder: Path, tensors: Mapping[str, FileTensor]) -> list[Path]:
     """List the checkpoints that `subfolder=` and `variant=` could choose, files or indexes.
 
-    The checkpoint in the folder that has `tensors` is left out. Subfolders of subfolders are
-    searched, and no deeper folders.
+    The checkpoint with `tensors`, which is in `folder` itself, is left out. Subfolders and their
+    subfolders are searched, but not deeper folders.
     """
     known = {tensor.file for tensor in tensors.values()}
     found: list[Path] = []
@@ -250,7 +252,8 @@ def _list_other_weights(folder: Path, tensors: Mapping[str, FileTensor]) -> list
         path = Path(name)
         depth = len(path.relative_to(folder).parts)
         subfolders[:] = sorted(x for x in subfolders if x[0] != ".") if depth < 2 else []
-        # Loaders prefer one file to an index. The index of `folder` is known, or not used.
+        # Loaders prefer a single file to an index, so an index beside it is not used. The index of
+        # `folder` itself has been compared already, or is not used either.
         known |= {path / INDEX} if path == folder or SINGLE in names else set()
         files = [path / file for file in sorted(names) if _WEIGHTS.fullmatch(file)]
         found += [file for file in files if file not in known]
@@ -258,7 +261,7 @@ def _list_other_weights(folder: Path, tensors: Mapping[str, FileTensor]) -> list
 
 
 class _Compared(NamedTuple):
-    """How many tensors of a model were compared with those of files, and how many are equal."""
+    """The number of compared tensors that are equal, and the number of all compared tensors."""
 
     equal: int
     total: int
@@ -271,10 +274,10 @@ class _Compared(NamedTuple):
 def _compare(model: nn.Module, tensors: Mapping[str, FileTensor]) -> _Compared:
     """Compare one row of some parameters with the values of the same key in files.
 
-    Two models of one architecture may share embeddings, and bf16 norms that no training has
-    changed. So the matrices of layers are compared, three of each kind: of the first layer, of the
-    last, and of one in between. Quantised tensors are left out. A model without such matrices is
-    compared by its other tensors.
+    Two models of one architecture may have equal embeddings, and equal norms if no training has
+    changed them. Therefore matrices of layers are compared, three of each kind: from the first
+    layer, the last layer and a layer in between. Quantised tensors are left out. If a model has no
+    such matrices, its other tensors are compared.
     """
     named = [
         (key, parameter.detach())
@@ -293,7 +296,9 @@ def _compare(model: nn.Module, tensors: Mapping[str, FileTensor]) -> _Compared:
         for number in sorted({0, len(same_kind) // 2, len(same_kind) - 1})
     ]
     with Reader() as reader:
-        equal = sum(_has_row(parameter, tensors[key], reader) for key, parameter in samples)
+        equal = sum(
+            _has_equal_first_row(parameter, tensors[key], reader) for key, parameter in samples
+        )
     return _Compared(equal, len(samples))
 
 
@@ -302,10 +307,10 @@ def _is_plain(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def _has_row(parameter: Tensor, tensor: FileTensor, reader: Reader) -> bool:
-    """Return True if the first row of a parameter has the values of a tensor in a file.
+def _has_equal_first_row(parameter: Tensor, tensor: FileTensor, reader: Reader) -> bool:
+    """Return True if a parameter and a tensor in a file have equal values in their first row.
 
-    The parameter may have been rounded to 16 bits when it was loaded, and cast again since.
+    The parameter may have been rounded to 16 bits when it was loaded, and cast again later.
     """
     if tensor.shape != parameter.shape:
         return False
@@ -323,7 +328,7 @@ def find_to_copy(
 ) -> dict[str, FileTensor]:
     """Return the extra tensors to write next to the model's tensors, on the rank that writes.
 
-    They are sorted by key, so that the tensors of a module follow each other.
+    The result is sorted by key, so that the tensors of a module follow each other.
 
     Args:
         own_keys: the keys of the model's tensors.
@@ -358,7 +363,7 @@ def find_to_copy(
 def copy_groups(
     tensors: Mapping[str, FileTensor], known: Mapping[str, bytes] | None = None
 ) -> list[TensorGroup]:
-    """Describe copies of tensors in files, in the order of their bytes.
+    """Describe copies of tensors in files, in the order in which the files store them.
 
     `known` has the sha256 of tensors that were hashed before.
     """
@@ -375,12 +380,12 @@ def copy_groups(
 
 
 def known_digests(extra: FileReferences | None) -> dict[str, bytes]:
-    """Return the sha256 of the extra tensors that are known without reading them."""
+    """Return the sha256 of each extra tensor, or {} if the hashes are not known yet."""
     return {} if extra is None else extra.known_digests()
 
 
 def follow_copies(state: ModelState, folder: Path, copied: Mapping[str, bytes]) -> None:
-    """Remember the hashes of the copies, and refer to the copies if they replace their sources.
+    """Store the hashes of the copies, and refer to the copies if the save has replaced the sources.
 
     Args:
         copied: the sha256 of each copied tensor, by key.
@@ -402,14 +407,14 @@ def send_extra(
     max_bytes: int,
     still_here: StillHere | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (key, tensor) of tensors in files of rank 0, on every rank.
+    """Yield (key, tensor) on every rank, for tensors that are in files of rank 0.
 
     Every rank iterates to the end. Rank 0 reads and sends `max_bytes` at a time.
 
     Args:
-        extra: is the same on every rank; only rank 0 reads the files.
+        extra: the same on every rank; only rank 0 reads the files.
         device: the device of the yielded tensors.
-        still_here: None if the model is not sharded; every rank then reads its own files.
+        still_here: None if the model is not sharded. Then every rank reads the files itself.
     """
     reads = still_here is None or is_first()
     for key, tensor in extra.items():

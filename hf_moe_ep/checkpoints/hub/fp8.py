@@ -1,21 +1,21 @@
 """Decode FP8 weights of the hub (Qwen3, DeepSeek-V3) while a rank reads its own shard.
 
-A checkpoint stores a weight [.., out, in] as two tensors: its values in E4M3, a byte each, and one
-scale per block of 128 x 128 values; blocks at an edge are smaller:
+A checkpoint stores a weight [.., out, in] as two tensors: the values in E4M3, one byte each, and
+one scale per block of 128 x 128 values. Blocks at an edge are smaller. For example:
 
     key                           shape        example
     3.gate_proj.weight            [192, 300]   row 130, column 5 has the byte 0x38, which means 1.0
     3.gate_proj.weight_scale_inv  [2, 3]       row 1, column 0, the scale of this block, is 0.25, so
                                                the weight is 1.0 * 0.25
 
-Experts and Linear layers are stored alike; a weight without a scale is stored in bf16. The size of
-a block is in config.json. `join_scales` and `join_stacked_scales` replace both tensors by a
-`Fp8Tensor`, which multiplies values and scales in fp32 and rounds once, to the dtype that the
-model was built in, as transformers does with FineGrainedFP8Config(dequantize=True).
+Experts and Linear layers are stored alike, and weights without scales are stored in bf16. The size
+of a block is in config.json. `join_scales` and `join_stacked_scales` replace the two tensors by a
+`Fp8Tensor`, which multiplies values and scales in fp32 and rounds the product once, to the dtype in
+which the model was built, as transformers does with FineGrainedFP8Config(dequantize=True).
 
-Blocks begin at multiples of 128 in the checkpoint's tensor, not in the parameter: a rank's shard
-may begin in the middle of a block. A box (index ranges) may be read from a view of the tensor,
-which has other dims than the tensor.
+A rank's shard may begin in the middle of a block, because blocks begin at multiples of 128 in the
+checkpoint's tensor and not in the parameter. A box (index ranges) may be read from a view of the
+tensor that has other dims than the tensor.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from hf_moe_ep.ranks.boxes import Box, number_elements, whole_box
 
 _FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"
-# The number of rows, and of columns, in a block of values with one scale in published checkpoints.
+# In published checkpoints a block has this number of rows and this number of columns.
 BLOCK = 128
 _ACTIVATION_SCALE = "activation_scale"
-_BIAS = 127  # of the exponents in E8M0
+_EXPONENT_BIAS = 127  # of E8M0, the format of scales that are stored as bytes
 # A weight that stacks all experts has this number of dims.
 _STACKED = 3
-# The number of values that are decoded at a time; each takes about 8 bytes of temporary memory.
-_VALUES = 1 << 18
+# This number of values is decoded at a time. Each value takes about 8 bytes of temporary memory.
+_VALUES_PER_STEP = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Fp8Tensor(FileTensor):
 
     Attributes:
         scales: the tensor of the scales.
-        block: the numbers of rows and columns of a block.
+        block: the number of rows and the number of columns of a block.
     """
 
     scales: FileTensor
@@ -63,20 +63,20 @@ class Fp8Tensor(FileTensor):
         self, out: Tensor, box: Box, *, view: tuple[int, ...], dtype: torch.dtype, reader: Reader
     ) -> None:
         """Decode a box of the tensor, viewed in the shape `view`, some rows at a time."""
-        scales = scales_as_fp32(reader.read(self.scales, whole_box(self.scales.shape)))
+        scales = convert_scales(reader.read(self.scales, whole_box(self.scales.shape)))
         scales, split = scales.flatten(0, -2), self._split_at_rows(view)
         (first, end), *others = box
-        step = max(1, _VALUES // max(1, math.prod(out.shape[1:])))
+        step = max(1, _VALUES_PER_STEP // max(1, math.prod(out.shape[1:])))
         for start in range(first, end, step):
             part = ((start, min(start + step, end)), *others)
             scale_rows, scale_columns = self._find_blocks(part, view, split)
             values = reader.read(self, part, view).to(torch.float32)
             matrix = values.view(len(scale_rows), len(scale_columns))
-            matrix.mul_(scales[scale_rows][:, scale_columns])  # changes `values`, too
+            matrix.mul_(scales[scale_rows][:, scale_columns])  # `matrix` is a view of `values`
             out[start - first : part[0][1] - first] = values.to(dtype)
 
     def _split_at_rows(self, view: tuple[int, ...]) -> int:
-        """Return the number of leading dims of a view that count rows; the rest count columns."""
+        """Return the number of leading dims of a view that make up the rows, not the columns."""
         ends = [dim for dim in range(len(view) + 1) if math.prod(view[dim:]) == self.shape[-1]]
         if not ends:
             raise ValueError(
@@ -85,7 +85,7 @@ class Fp8Tensor(FileTensor):
         return ends[0]
 
     def _find_blocks(self, box: Box, view: tuple[int, ...], split: int) -> tuple[Tensor, Tensor]:
-        """Return the row of `scales` for each row of a box, and the column for each column."""
+        """Return the row of `scales` of each row of a box, and the column of each column."""
         zero = torch.zeros((), dtype=torch.int64)
         rows = number_elements(zero, box[:split], view[:split]).flatten()
         columns = number_elements(zero, box[split:], view[split:]).flatten()
@@ -94,10 +94,10 @@ class Fp8Tensor(FileTensor):
         return scale_rows, columns // self.block[1]
 
 
-def scales_as_fp32(scales: Tensor) -> Tensor:
-    """Return scales as fp32 factors; scales in bytes are exponents of two, as in E8M0."""
+def convert_scales(scales: Tensor) -> Tensor:
+    """Return scales as fp32 factors. Scales that are stored as bytes are powers of two in E8M0."""
     if scales.dtype == torch.uint8:
-        return torch.ldexp(torch.ones(()), scales.int() - _BIAS)
+        return torch.ldexp(torch.ones(()), scales.int() - _EXPONENT_BIAS)
     return scales.to(torch.float32)
 
 
@@ -107,22 +107,22 @@ def join_scales(tensors: Mapping[str, FileTensor], folder: Path) -> dict[str, Fi
     Scales of activations are left out, because only FP8 kernels need them.
 
     Raises:
-        ValueError: scales do not have the shape that the weight needs; config.json lacks the size
-            of a block.
+        ValueError: scales do not have the shape that the weight needs, or config.json lacks the
+            size of a block.
     """
-    weights = unscaled_keys(tensors)
+    weights = find_unjoined_weights(tensors)
     block = _read_block(folder, next(iter(weights))) if weights else (1, 1)
     joined = {
         key: _join_weight(key, tensors[key], key + SCALE, tensors[key + SCALE], block)
         for key in weights
         if key + SCALE in tensors
     }
-    removed = {part for key in joined for part in scaled_keys(key)[1:]}
+    removed = {part for key in joined for part in list_fp8_keys(key)[1:]}
     return {key: joined.get(key, tensor) for key, tensor in tensors.items() if key not in removed}
 
 
-def scaled_keys(key: str) -> list[str]:
-    """List the keys that belong to an FP8 weight: its own, and those of its scales."""
+def list_fp8_keys(key: str) -> list[str]:
+    """List the key of an FP8 weight and all keys that its scales can have."""
     return [
         key,
         key + SCALE,
@@ -136,13 +136,13 @@ def join_stacked_scales(
 ) -> Mapping[str, FileTensor]:
     """Join FP8 weights of single experts with scales that are stacked over all experts.
 
-    transformers saves a model that it has quantised itself in this form:
+    transformers uses this form when it saves a model that it has quantised itself:
     `experts.3.gate_proj.weight` and `experts.gate_up_proj_scale_inv` [E, 2F / 128, H / 128].
 
     Raises:
-        ValueError: as in `join_scales`; or scales are missing.
+        ValueError: as in `join_scales`, or scales are missing.
     """
-    weights = unscaled_keys(tensors)
+    weights = find_unjoined_weights(tensors)
     if not weights:
         return tensors
     block, joined = _read_block(folder, next(iter(weights))), dict(tensors)
@@ -156,13 +156,13 @@ def join_stacked_scales(
             weight = tensors[piece.key]
             joined[piece.key] = _join_weight(piece.key, weight, name + SCALE, scales, block)
         del joined[name + SCALE]
-    if missing := [key + SCALE for key in unscaled_keys(joined)]:
+    if missing := [key + SCALE for key in find_unjoined_weights(joined)]:
         weight_key = missing[0].removesuffix(SCALE)
         raise ValueError(f"{list_names('missing', missing)}, but {weight_key} is stored in {_FP8}")
     return joined
 
 
-def unscaled_keys(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
+def find_unjoined_weights(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     """Find the FP8 weights that are not joined with their scales yet."""
     return {
         key: tensor

@@ -1,10 +1,9 @@
 """Encode weights in FP8 as published checkpoints store them, while they are sent to an engine.
 
-    x.weight            [192, 300]   E4M3, one byte each
-    x.weight_scale_inv  [2, 3]       fp32, one scale per block of 128 x 128; blocks at an edge are
-                                     smaller
+    x.weight            [192, 300]   E4M3, one byte per value
+    x.weight_scale_inv  [2, 3]       fp32, one scale per block of 128 x 128 values
 
-`encode_blocks` (`ops/quantised.py`) computes both, `fp8.py` decodes them: value * scale. Weights
+`encode_blocks` (`ops/quantised.py`) computes both tensors, and `fp8.py` decodes them. The weights
 of experts and of Linear layers are encoded. Embeddings, the output head, norms, routers, and
 matrices with fewer than 128 rows or columns keep their dtype, as in DeepSeek-V3 and Qwen3.
 """
@@ -16,19 +15,14 @@ from typing import Any
 
 from torch import nn
 
-from hf_moe_ep.checkpoints.hub.fp8 import BLOCK, SCALE
+from hf_moe_ep.checkpoints.hub.fp8 import BLOCK
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import checkpoint_name
 from hf_moe_ep.upstream.models import output_head
 
-# The name of the encoding as an argument.
+# The value of the argument `dtype` that asks for this encoding.
 FP8 = "fp8"
-
-
-def scale_key(key: str) -> str:
-    """Return the key of a weight's scales."""
-    return f"{key}{SCALE}"
 
 
 def has_blocks(shape: tuple[int, ...]) -> bool:
@@ -36,10 +30,11 @@ def has_blocks(shape: tuple[int, ...]) -> bool:
     return len(shape) > 1 and min(shape[-2:]) >= BLOCK
 
 
-def fp8_weights(model: nn.Module, plan: ModelPlan) -> set[str]:
-    """List, by their names in checkpoints, the parameters that are encoded if `has_blocks`.
+def list_fp8_parameters(model: nn.Module, plan: ModelPlan) -> set[str]:
+    """Return the names, in checkpoints, of the parameters that are encoded.
 
-    These are stacked experts, and the weights of Linear layers except the output head and routers.
+    These parameters are stacked experts, and the weights of Linear layers except the output head
+    and routers. A checkpoint tensor that is smaller than a block keeps its dtype (`has_blocks`).
     """
     head = output_head(without_adapters(model))
     weights = set()
@@ -48,14 +43,14 @@ def fp8_weights(model: nn.Module, plan: ModelPlan) -> set[str]:
         if isinstance(module, nn.Linear) and module is not head and not matches(plan.router, stock):
             weights.add(f"{stock}.weight")
         if matches(plan.experts, stock):
-            # Biases and norms of experts are stacked as well, but have two dims.
+            # Biases and norms of experts are stacked as well, but they have two dims.
             stacks = {weight: getattr(module, weight, None) for weight in plan.expert_weights}
             weights |= {f"{stock}.{w}" for w, p in stacks.items() if p is not None and p.ndim > 2}
     return weights
 
 
-def fp8_config(unencoded: Iterable[str]) -> dict[str, Any]:
-    """Return the quantization_config of a checkpoint in FP8, except the matrices `unencoded`."""
+def make_fp8_config(unencoded: Iterable[str]) -> dict[str, Any]:
+    """Return the quantization_config of a checkpoint in FP8 except the matrices `unencoded`."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",

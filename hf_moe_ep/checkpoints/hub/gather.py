@@ -3,10 +3,10 @@
 A box is the index range of a shard in each dim of the tensor. A slab is the part of a tensor that a
 range of dim 0 selects.
 
-To rank 0 (`slabs_of`): the shards of a tensor are sent one after the other. A shard is broadcast
-along one mesh axis, then along the next. So besides its own shards a rank needs memory for one
-shard of another rank; if experts are sharded along dim 1, rank 0 needs memory for the experts of
-one ep rank. For a stacked weight on a mesh (ep_fsdp 2, ep 2), with ranks [[0, 1], [2, 3]]:
+`slabs_of` sends a tensor to rank 0, one shard after the other. It broadcasts a shard along one mesh
+axis, then along the next. So besides its own shards a rank needs memory for one shard of another
+rank; if experts are sharded along dim 1, rank 0 needs memory for the experts of one ep rank. For a
+stacked weight on a mesh (ep_fsdp 2, ep 2), with ranks [[0, 1], [2, 3]]:
 
     quarter of the experts   owner      sent along ep_fsdp   sent along ep
     first                    rank 0     -                    -
@@ -16,13 +16,14 @@ one ep rank. For a stacked weight on a mesh (ep_fsdp 2, ep 2), with ranks [[0, 1
 
 An all-gather would need memory for the whole tensor on every rank, and with gloo for two copies.
 
-To all ranks (`slabs_for_all`): one slab is sent at a time. The owner of its rows broadcasts them
-along the first axis; then every rank that has the rows broadcasts them along the next axis. In the
-table above, the second shard is sent from rank 2 to 0, then from 2 to 3 and from 0 to 1. Each rank
-receives each byte once. A change of the values, such as a cast, is computed by their owner.
+`slabs_for_all` sends a tensor to all ranks, one slab after the other. The owner of rows broadcasts
+them along the first axis; then every rank that has the rows broadcasts them along the next axis. In
+the table above, the second shard is sent from rank 2 to 0, then from 2 to 3 and from 0 to 1. Each
+rank receives each byte once. The owner changes its values, for example by a cast, before it sends
+them.
 
 `gather_changed` and `gather_tensor` use all-gathers and return a whole tensor on every rank.
-`gather_state_dict` gathers one tensor after the other in this way, and keeps them on rank 0.
+`gather_state_dict` calls `gather_tensor` for one tensor after the other, and rank 0 keeps them.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from hf_moe_ep.upstream.adapters import adapter_names, has_adapters, keys_of_ada
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 from hf_moe_ep.upstream.process_groups import device_of_objects
 
-# Tensors of at most this many bytes are gathered in one collective: norms, routers.
+# Tensors of at most this many bytes (norms, routers) are gathered whole instead of shard by shard.
 SMALL = 2**20
 
 # Computes the tensor to send from a box of a parameter and the values in that box.
@@ -70,8 +71,8 @@ def gather_state_dict(
 ) -> dict[str, Tensor]:
     """Gather a full state dict in host memory of rank 0, {} on other ranks; every rank calls this.
 
-    For a model with adapters only the tensors that PEFT saves are gathered, packed as PEFT packs
-    them; `save_embedding_layers` is the argument of PEFT's save_pretrained.
+    For a model with adapters only the tensors that PEFT saves are gathered, in the shapes in which
+    PEFT saves them. `save_embedding_layers` is the argument of PEFT's save_pretrained.
     """
     inner, state = unwrap(model), find_state(model)
     with experts_in_hub_order(model):
@@ -100,9 +101,9 @@ def _gather_named(
 def _gather_stages(
     model: nn.Module, state: ModelState, stages: Stages, save_embedding_layers: str | bool
 ) -> dict[str, Tensor]:
-    """Gather each stage on its first rank, and send everything to rank 0.
+    """Gather the tensors of each stage on its first rank, then send all of them to rank 0.
 
-    `stage.keys_of_adapters` of rank 0 then has the keys of PEFT's files.
+    Rank 0 stores the keys of PEFT's files in `stage.keys_of_adapters`.
     """
     stage, state_dict = state.stage, model.state_dict()
     names: Iterable[str] | None = None
@@ -119,7 +120,7 @@ def _gather_stages(
         # The first stage has the embedding, so rank 0 can decide for all.
         option = run_on_first("gathering adapters", saves_embeddings)
         keys = keys_of_adapters(model, state_dict, option)
-        names = list(dict.fromkeys(name for of_one in keys.values() for name in of_one.values()))
+        names = list(dict.fromkeys(name for by_key in keys.values() for name in by_key.values()))
     keep = this_rank() in stages.first_ranks
     full = _gather_named(model, state_dict, names, keep=keep)
     if not keep:
@@ -130,17 +131,17 @@ def _gather_stages(
     own_keys = {
         adapter: {
             key: first_name.get(canonical_name(name), canonical_name(name))
-            for key, name in of_one.items()
+            for key, name in by_key.items()
         }
-        for adapter, of_one in keys.items()
+        for adapter, by_key in keys.items()
     }
     by_stage = _send_to_first((own, own_keys), stages)
     joined: dict[str, Tensor] = {}
     joined_keys: dict[str, dict[str, str]] = {adapter: {} for adapter in keys}
     for tensors, keys_of_stage in by_stage:
         joined |= tensors
-        for adapter, of_one in keys_of_stage.items():
-            joined_keys[adapter] |= of_one
+        for adapter, by_key in keys_of_stage.items():
+            joined_keys[adapter] |= by_key
     if is_first():
         stage.keys_of_adapters = joined_keys
     order = {name: number for number, name in enumerate(stage.tensors)}
@@ -148,7 +149,7 @@ def _gather_stages(
 
 
 def _send_to_first(own: Any, stages: Stages) -> list[Any]:
-    """Return the values of all stages on rank 0, [] on the first ranks of other stages."""
+    """Return the values of all stages on rank 0, and [] on the first ranks of other stages."""
     group, (_, *others) = stages.column.get_group(), stages.first_ranks
     device = device_of_objects(group)
     if not is_first():
@@ -166,9 +167,9 @@ def _send_to_first(own: Any, stages: Stages) -> list[Any]:
 def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
     """Yield (box, values) of a parameter in host memory of its first rank.
 
-    Every rank that holds a part of the parameter iterates to the end. On other ranks than the first
-    the values are None, or the whole tensor, or nothing is yielded. The first rank is rank 0, or
-    the first rank of a pipeline stage.
+    Every rank that holds a part of the parameter iterates to the end. The first of these ranks is
+    rank 0, or the first rank of a pipeline stage. On the other ranks the values are None or those
+    of the whole tensor, or no slab is yielded.
     """
     if not isinstance(tensor, DTensor):
         yield from whole(tensor.detach().cpu())
@@ -234,7 +235,7 @@ def slabs_for_all(
 
     Args:
         dtype: the dtype of the tensors that `change` returns.
-        change: is called for each part of a slab by the rank that owns the part.
+        change: called for each part of a slab by the rank that owns the part.
         max_bytes: the size of a slab; a slab has at least one row of dim 0.
         slots_E: the row in which each expert is stored, or None if experts are stored in order.
             `change` is called with stored rows; slabs are yielded in the order of the experts.
@@ -327,7 +328,7 @@ def _list_shards(tensor: DTensor, replica: tuple[int, ...]) -> list[tuple[tuple[
     """List (mesh coordinate of the owner, box) of all shards, in the order of the boxes.
 
     Args:
-        replica: the mesh coordinate of any rank of the replica that is listed.
+        replica: a mesh coordinate. The owners of the listed shards are in the same replica.
     """
     mesh, sharded = tensor.device_mesh, _list_sharded_axes(tensor)
     ranges = [
@@ -339,7 +340,7 @@ def _list_shards(tensor: DTensor, replica: tuple[int, ...]) -> list[tuple[tuple[
 
 
 def gather_tensor(tensor: Tensor) -> Tensor:
-    """Gather a tensor onto every rank that holds a part of it; a plain tensor is returned as is."""
+    """Gather a DTensor on every rank that holds a part of it; return any other tensor as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
     mesh = tensor.device_mesh

@@ -1,11 +1,11 @@
 """Add a head for multi-token prediction to a model, with the values of the model's checkpoint.
 
     the model                          values of the head
-    was loaded by from_pretrained      every rank reads them when the model is patched
-    is on meta (weights=folder)        each rank reads its shards, as for all other parameters
-    has no head in its checkpoint      random ones, if `ParallelConfig.mtp_from_scratch` is set
+    was loaded by from_pretrained      every rank reads all values when the model is patched
+    is on meta (weights=folder)        each rank reads its shards, as of all other parameters
+    has no head in its checkpoint      random values, if `ParallelConfig.mtp_from_scratch` is set
 
-The tensors of the head are then parameters of the model, and not extra tensors (`extra.py`).
+The tensors of the head become parameters of the model, and are then not extra tensors (`extra.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from hf_moe_ep.checkpoints.hub.read import match_checkpoint
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, read_index
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.model_patches.standard import MTP_HEADS
-from hf_moe_ep.mtp.build import build_head, check_type, count_stored, count_trained
+from hf_moe_ep.mtp.build import (
+    build_head,
+    check_type,
+    count_stored_layers,
+    count_trained_layers,
+)
 from hf_moe_ep.mtp_head import MtpHead, find_head
 from hf_moe_ep.plan import MTP_HEAD, ModelPlan
 from hf_moe_ep.ranks.boxes import whole_box
@@ -34,15 +39,16 @@ from hf_moe_ep.upstream.modules import allocate_meta, own_buffers, own_child, ow
 def add_head(
     model: nn.Module, config: ParallelConfig, plan: ModelPlan | None, weights: Path | None
 ) -> None:
-    """Add the head that the config asks for, unless the model has it already.
+    """Add a head with `config.mtp_layers` layers, unless the model has this head already.
 
     Args:
         plan: the plan that the user gave, or None.
         weights: the checkpoint of a model on meta; None for a model that is loaded.
 
     Raises:
-        ValueError: no head for this type was tested; the checkpoint has fewer layers of a head, or
-            none, or was not found; the model has a head with another number of layers.
+        ValueError: no head was tested with this model type; the checkpoint has fewer layers of a
+            head than `config.mtp_layers`, or was not found; the model has a head with another
+            number of layers.
     """
     wanted, present = config.mtp_layers, find_head(model)
     if present is not None:
@@ -57,7 +63,7 @@ def add_head(
     parts = find_parts(model, plan)
     check_type(parts, wanted)
     folder, tensors = _find_source(model, config, weights)
-    stored = count_stored(parts, tensors)
+    stored = count_stored_layers(parts, tensors)
     if stored < wanted and (stored or not config.mtp_from_scratch):
         announced = f"; try mtp_layers={stored}" if stored else ""
         raise ValueError(
@@ -67,18 +73,18 @@ def add_head(
     head = build_head(parts, wanted)
     try:
         if not stored:
-            _initialise(head, parts)
+            _initialise_head(head, parts)
         elif weights is None:
             assert folder is not None
-            _read(head, model, folder, tensors, parts.plan)
+            _read_head(head, model, folder, tensors, parts.plan)
     except BaseException:
         remove_head(model)
         raise
 
 
 def add_empty_head(model: nn.Module, plan: ModelPlan, names: Mapping[str, object]) -> None:
-    """Add a head on meta to a model on meta if `names` of trained parameters have one."""
-    num_layers = count_trained(names)
+    """Add a head on meta to a model on meta if `names`, of trained parameters, contain a head."""
+    num_layers = count_trained_layers(names)
     if num_layers and plan.model_type in MTP_HEADS:
         build_head(find_parts(model), num_layers)
 
@@ -94,7 +100,7 @@ def remove_head(model: nn.Module) -> None:
 def _find_source(
     model: nn.Module, config: ParallelConfig, weights: Path | None
 ) -> tuple[Path | None, Mapping[str, FileTensor]]:
-    """Return the folder of a model's checkpoint and its tensors by key."""
+    """Return the folder of a model's checkpoint, and the tensors in it by key."""
     if weights is not None:
         return weights, read_index(weights)
     try:
@@ -115,21 +121,21 @@ def _find_source(
     )
 
 
-def _initialise(head: MtpHead, parts: Parts) -> None:
-    """Give a head random values, as transformers gives them to a new model."""
+def _initialise_head(head: MtpHead, parts: Parts) -> None:
+    """Give a head random values by the rule with which transformers initialises a new model."""
     device = next(parts.final_norm[0].parameters()).device
     allocate_meta(head, torch.device("cpu") if device.type == "meta" else device)
     initialise(parts.causal_lm, head)
 
 
-def _read(
+def _read_head(
     head: MtpHead,
     model: nn.Module,
     folder: Path,
     tensors: Mapping[str, FileTensor],
     plan: ModelPlan,
 ) -> None:
-    """Read the whole head from the tensors of a checkpoint."""
+    """Read the values of the whole head from a checkpoint on this rank."""
     prefix = next(name for name, module in model.named_modules() if module is head)
     names = [f"{prefix}.{name}" for name, _ in head.named_parameters()]
     stored = match_checkpoint(model, folder, plan, names, file_tensors=tensors).stored

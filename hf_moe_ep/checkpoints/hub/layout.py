@@ -1,17 +1,21 @@
 """Find the hub layout of a model: the checkpoint tensors that make up each parameter.
 
 A layout lists the pieces of each parameter. A piece is a box (index ranges) of a checkpoint tensor
-and the elements of the parameter that it holds. `hub_layout` derives the layout from transformers'
-own conversion: it replaces the model's parameters and buffers by traced tensors, which record the
-origin of each element (`traced.py`). Stacked weights of `moe/stacked.py` are turned into the stock
-parameters. Transformers converts all tensors as `save_pretrained` would, and `derived.py` computes
-the pieces from the results. A plan can override the layout of stacked expert weights.
+and the elements of the parameter that the box contains. `hub_layout` derives the layout from
+transformers' own conversion, in four steps:
 
-`find_pieces` accepts a checkpoint in the layout that `save_pretrained` writes. Stacked weights are
-also accepted in their shape in memory (transformers writes this shape with
-save_original_format=False, and always for Qwen3-VL-MoE), and with the last two dims of that shape
-exchanged. If a weight is square (in = out), both shapes fit it. Then the other weight of the same
-experts module decides, because all weights of a module are read in the same layout.
+    Tracer (`traced.py`)          makes a tensor per parameter that records the origin of elements
+    as_stock (`moe/stacked.py`)   turns our stacked weights into the stock parameters
+    to_hub                        lets transformers convert all tensors as in `save_pretrained`
+    PieceFinder (`derived.py`)    computes the pieces from the results
+
+A plan can override the layout of stacked expert weights (`ModelPlan.stored`).
+
+`find_pieces` accepts a checkpoint in the layout that `save_pretrained` writes. It also accepts
+stacked weights in their shape in memory (transformers writes this shape with
+save_original_format=False, and always for Qwen3-VL-MoE), and in this shape with the last two dims
+exchanged. Both shapes fit a square weight (in = out). Then the other weight of the same experts
+module decides, because all weights of a module are read in the same layout.
 """
 
 from __future__ import annotations
@@ -39,10 +43,10 @@ from hf_moe_ep.upstream.hub import checkpoint_name, names_of_copies
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import canonical_name
 
-_SHOWN = 5  # an error lists at most this many names
+_MAX_LISTED_NAMES = 5  # in an error
 
-# The pieces that make up each parameter, by the name of the parameter. The key PADDING has the
-# pieces of zeros, which belong to no parameter.
+# The pieces that make up each parameter, by the name of the parameter. The key PADDING has pieces
+# of zeros that do not belong to a parameter.
 Layout = Mapping[str, list[Piece]]
 PADDING = ""
 Shape = tuple[int, ...]
@@ -51,8 +55,8 @@ Shape = tuple[int, ...]
 def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, without tied copies.
 
-    A tied parameter has the name under which transformers saves it. The names in `without` are left
-    out.
+    A tied parameter is listed under the name with which transformers saves it. The names in
+    `without` are left out.
     """
     by_id: dict[int, tuple[str, Tensor]] = {}
     copies = names_of_copies(model)
@@ -63,14 +67,14 @@ def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Ten
     return dict(by_id.values())
 
 
-def shapes_by_name(model: nn.Module) -> dict[str, Shape]:
+def list_shapes(model: nn.Module) -> dict[str, Shape]:
     """Return the shapes of parameters and persistent buffers, by their names in checkpoints."""
     named = (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model))
     return {checkpoint_name(name): tuple(tensor.shape) for name, tensor in named}
 
 
-def possible_keys(layout: Layout, prefix: str) -> set[str]:
-    """Return all keys under which checkpoints of a model, with or without a head, store it."""
+def list_possible_keys(layout: Layout, prefix: str) -> set[str]:
+    """Return all keys that a checkpoint of the model can have, with or without a head."""
     keys = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
     return keys | {f"{prefix}{key}" for key in keys} | {key.removeprefix(prefix) for key in keys}
 
@@ -81,32 +85,30 @@ def hub_layout(
     """Find the pieces of every parameter in a checkpoint that is saved in the hub's layout.
 
     Args:
-        model: its class and config determine which conversion transformers runs.
+        model: the model; transformers chooses the conversion by its class and config.
         plan: `plan.stored` overrides the conversion for stacked weights.
         shapes: the shapes of the parameters and buffers, by their names in a stock model.
-        copies: add the second copies that checkpoints with a head for multi-token prediction have
-            of the embedding and the output head (`MtpHead.copies`).
+        copies: include the second copies of the embedding and the output head that checkpoints with
+            a head for multi-token prediction have (`MtpHead.copies`).
 
     Raises:
         ValueError: the conversion uses an operation that cannot be traced. The error names the
             tensor.
     """
-    from_plan = {
-        name for name in shapes if _is_stacked(name, plan) and _weight_name(name) in plan.stored
-    }
+    from_plan = {n for n in shapes if _is_stacked(n, plan) and _weight_name(n) in plan.stored}
     layout = _derive_layout(model, {name: shapes[name] for name in shapes if name not in from_plan})
     pieces_of = {
         name: _layout_of_plan(name, shape, plan) if name in from_plan else layout[name]
         for name, shape in shapes.items()
     }
-    for key, name in copies_of(model).items() if copies else ():
+    for key, name in find_copies(model).items() if copies else ():
         if name in pieces_of:
             pieces_of[name] = [*pieces_of[name], whole_piece(key, shapes[name])]
     return pieces_of | {PADDING: layout[PADDING]}
 
 
-def copies_of(model: Any) -> Mapping[str, str]:
-    """Return {key of a second copy in the checkpoints of a model: name of the parameter}."""
+def find_copies(model: Any) -> Mapping[str, str]:
+    """Return the keys of second copies of parameters, each with the name of the parameter."""
     head = find_head(model) if isinstance(model, nn.Module) else None
     return {} if head is None else head.copies
 
@@ -133,7 +135,7 @@ def _derive_layout(model: Any, shapes: Mapping[str, Shape]) -> Layout:
             if name is not None:
                 layout[name].append(whole_piece(key, shapes[name]))
                 continue
-            for number, piece in finder.pieces(key, tensor, num_dims):
+            for number, piece in finder.find(key, tensor, num_dims):
                 (padding if number == ZEROS else layout[names[number]]).append(piece)
     except Untraceable as error:
         raise ValueError(
@@ -161,13 +163,13 @@ def find_pieces(
     """Find the pieces of each parameter in a checkpoint, by trying several layouts.
 
     Args:
-        tensors: the tensors of the checkpoint.
+        tensors: the tensors of the checkpoint, by key.
         parameters: the shapes of the parameters to find, by name.
         layout: the hub's layout, which is tried first.
-        plan: names the stacked weights, for which other layouts are tried.
+        plan: names the stacked weights, for which the transposed shape is tried, too.
 
     Raises:
-        ValueError: no layout fits; the error names missing tensors and tensors of another shape.
+        ValueError: no layout fits. The error names missing tensors and tensors of another shape.
     """
     pieces: dict[str, list[Piece]] = {}
     missing: dict[str, None] = {}
@@ -176,14 +178,14 @@ def find_pieces(
         layouts = _candidate_layouts({name: parameters[name] for name in group}, layout, plan)
         fitting = next((candidate for candidate in layouts if _fits(candidate, tensors)), None)
         if fitting is None:
-            # The error names the differences from a layout whose keys the checkpoint has, or else
-            # from the hub's layout.
+            # The error compares the checkpoint with the first layout whose keys are all in the
+            # checkpoint, or, if there is no such layout, with the hub's layout.
             with_all_keys = [
                 candidate
                 for candidate in layouts
-                if all(piece.key in tensors for piece in _all_pieces(candidate))
+                if all(piece.key in tensors for piece in _iterate_pieces(candidate))
             ]
-            for piece in _all_pieces((with_all_keys or layouts)[0]):
+            for piece in _iterate_pieces((with_all_keys or layouts)[0]):
                 if piece.key not in tensors:
                     missing[piece.key] = None
                 elif tensors[piece.key].shape != piece.shape:
@@ -201,12 +203,13 @@ def find_pieces(
 def list_names(kind: str, names: Iterable[str]) -> str:
     """Return "missing 7 tensors: a, b, ..", or "" for no names."""
     names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{kind} {len(names)} tensors: {', '.join(names[:_SHOWN])}{more}" if names else ""
+    shown, hidden = names[:_MAX_LISTED_NAMES], names[_MAX_LISTED_NAMES:]
+    more = f" and {len(hidden)} more" if hidden else ""
+    return f"{kind} {len(names)} tensors: {', '.join(shown)}{more}" if names else ""
 
 
 def group_by_shared_tensors(layout: Layout, names: Iterable[str]) -> list[list[str]]:
-    """Group parameters that share checkpoint tensors; groups are ordered by their first members."""
+    """Group parameters that share checkpoint tensors, and order groups by their first members."""
     group_of: dict[str, list[str]] = {}  # by the key of a checkpoint tensor
     groups: list[list[str]] = []
     for name in names:
@@ -228,7 +231,8 @@ def _group_by_layout(
 ) -> list[list[str]]:
     """Group the parameters that must be read in the same layout.
 
-    These are the weights of one experts module, and parameters that share checkpoint tensors.
+    All weights of an experts module form a group, and so do parameters that share checkpoint
+    tensors.
     """
     groups: dict[str, list[str]] = {}
     for names in group_by_shared_tensors(layout, parameters):
@@ -250,20 +254,20 @@ def _weight_name(name: str) -> str:
 def _candidate_layouts(
     shapes: Mapping[str, Shape], layout: Layout, plan: ModelPlan
 ) -> list[dict[str, list[Piece]]]:
-    """List the layouts to try: the layout of the hub, of the model, and of the model transposed."""
-    of_hub = {name: layout[name] for name in shapes}
-    of_model = {name: [whole_piece(name, shape)] for name, shape in shapes.items()}
+    """List the layouts to try: the hub's, the model's, and the model's with transposed stacks."""
+    hub_pieces = {name: layout[name] for name in shapes}
+    same_shapes = {name: [whole_piece(name, shape)] for name, shape in shapes.items()}
     stacked = {name: shape for name, shape in shapes.items() if _is_stacked(name, plan)}
     transposed = {name: [transposed_piece(name, shape)] for name, shape in stacked.items()}
-    return [of_hub, of_model, of_model | transposed]
+    return [hub_pieces, same_shapes, same_shapes | transposed]
 
 
-def _all_pieces(layout: Layout) -> Iterable[Piece]:
+def _iterate_pieces(layout: Layout) -> Iterable[Piece]:
     return (piece for pieces in layout.values() for piece in pieces)
 
 
 def _fits(layout: Layout, tensors: Mapping[str, FileTensor]) -> bool:
     return all(
         piece.key in tensors and tensors[piece.key].shape == piece.shape
-        for piece in _all_pieces(layout)
+        for piece in _iterate_pieces(layout)
     )

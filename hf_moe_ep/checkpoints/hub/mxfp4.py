@@ -1,15 +1,16 @@
 """Decode MXFP4 weights of the hub (gpt-oss) while a rank reads its own experts.
 
 A checkpoint stores a weight [E, in, out] as two tensors. 32 values along `in` share one scale. Each
-byte holds the codes of two values; the low four bits are the code of the first value:
+byte has the codes of two values, and its low four bits are the code of the first value:
 
     key               shape                   example
     down_proj_blocks  [E, out, in / 32, 16]   the byte 0x72 has the codes 2 and 7: values 1.0, 6.0
     down_proj_scales  [E, out, in / 32]       the scale 130 multiplies both values by
                                               2 ** (130 - 127) = 8
 
-The 16 codes are those of E2M1: one sign bit, two exponent bits, one mantissa bit (OCP Microscaling
-Formats, section 5.3.3). transformers decodes to the same values with Mxfp4Config(dequantize=True).
+The 16 codes have the format E2M1: one sign bit, two exponent bits, one mantissa bit (OCP
+Microscaling Formats, section 5.3.3). transformers decodes the same values with
+Mxfp4Config(dequantize=True).
 `join_blocks` replaces both tensors by a `Mxfp4Tensor`, which decodes any box of the weight. A box
 has one index range per dim (`ranks/boxes.py`).
 """
@@ -28,11 +29,11 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
 from hf_moe_ep.ranks.boxes import Box, slices
 
 _BLOCKS_SUFFIX, _SCALES_SUFFIX = "_blocks", "_scales"
-# The number of values in a block, which share one scale, and the number of its bytes.
+# A block has this number of values, which share one scale, in this number of bytes.
 _BLOCK_VALUES, _BLOCK_BYTES = 32, 16
 _SCALE_BIAS = 127
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# The number of values that are decoded at a time; each takes about 9 bytes of temporary memory.
+# This number of values is decoded at a time. Each value takes about 9 bytes of temporary memory.
 _VALUES_PER_STEP = 1 << 18
 _VALUE_OF_CODE = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
@@ -41,7 +42,7 @@ _VALUE_OF_CODE = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 class Mxfp4Tensor(FileTensor):
     """A weight [E, in, out] that a checkpoint stores as packed blocks and their scales.
 
-    `shape` is the shape of the decoded weight; `dtype` and `start` are those of the blocks.
+    `shape` is the shape of the decoded weight, but `dtype` and `start` are taken from `blocks`.
     """
 
     blocks: FileTensor
@@ -52,7 +53,8 @@ class Mxfp4Tensor(FileTensor):
     ) -> None:
         """Decode a box of the weight in the dtype of `out`, some columns of one expert at a time.
 
-        E2M1 values times a power of two need no rounding in any dtype that a model is built in.
+        `dtype` is not used: a value in E2M1 times a power of two is exact in every dtype in which
+        models are built.
         """
         assert view == self.shape, f"{view} is not {self.shape}"
         (first, end), rows, columns = box
@@ -76,8 +78,8 @@ def join_blocks(
     """Replace the blocks and scales of each packed weight by one tensor with the weight's key.
 
     Raises:
-        ValueError: blocks have no scales; or blocks or scales do not have the shape that the weight
-            needs; or they are not stored as uint8.
+        ValueError: blocks have no scales, or blocks or scales do not have the shape that the weight
+            needs or are not stored as uint8.
     """
     weights = [
         piece
@@ -118,7 +120,7 @@ def _pack_weight(
 
 
 def _decode(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode [.., G, 16] bytes with [.., G] scales to [.., G, 32] values."""
+    """Decode bytes [.., G, 16] with scales [.., G] to values [.., G, 32]."""
     codes = torch.stack((blocks & 0xF, blocks >> 4), -1).flatten(-2)
     values = torch.tensor(_VALUE_OF_CODE, dtype=dtype)[codes.int()]
     return torch.ldexp(values, scales.int().sub(_SCALE_BIAS).unsqueeze(-1)).to(dtype)

@@ -1,4 +1,4 @@
-"""Describe by `Piece` which box of a checkpoint tensor holds which elements of a parameter.
+"""Describe with `Piece` which box of a checkpoint tensor contains which elements of a parameter.
 
 With 2 experts, F = 3 and H = 5, the parameter gate_up_proj [2, 6, 5] can be stored as
 
@@ -97,8 +97,8 @@ class Piece:
         )
 
     def in_view(self, values: Tensor) -> Tensor:
-        """Permute values of the parameter to the order of the view's dims; the memory is shared."""
-        # Dims of the parameter that have no dim in the view have one index here.
+        """Permute values of the parameter to the order of the view's dims, without a copy."""
+        # The piece has one index of each dim of the parameter that has no dim in the view.
         varying = [dim for dim, axis in enumerate(self.axes) if axis is not None]
         single = [dim for dim, axis in enumerate(self.axes) if axis is None]
         axes = [axis for axis in self.axes if axis is not None]
@@ -119,10 +119,10 @@ def cut_pieces(pieces: Iterable[Piece], box: Box) -> dict[str, list[Piece]]:
     return by_key
 
 
-def filled_box(pieces: Sequence[Piece]) -> Box | None:
+def find_filled_box(pieces: Sequence[Piece]) -> Box | None:
     """Return the box of the view that several pieces fill together.
 
-    Interleaved rows that fill this box can be read and written at once instead of row by row. The
+    Interleaved rows that fill a box can be read and written at once instead of row by row. The
     result is None for a single piece, and for pieces that do not fill a box.
     """
     if len(pieces) == 1 or any(piece.view != pieces[0].view for piece in pieces):
@@ -133,14 +133,14 @@ def filled_box(pieces: Sequence[Piece]) -> Box | None:
 
 
 def whole_piece(key: str, shape: Sequence[int]) -> Piece:
-    """Describe a parameter that the checkpoint stores as one tensor of the same shape."""
+    """Make the piece of a parameter that the checkpoint stores as one tensor of the same shape."""
     sizes = tuple(shape)
     zeros, ones = (0,) * len(sizes), (1,) * len(sizes)
     return Piece(key, sizes, zeros, sizes, tuple(range(len(sizes))), sizes, zeros, ones)
 
 
 def transposed_piece(key: str, shape: Sequence[int]) -> Piece:
-    """Describe a parameter that the checkpoint stores with its last two dims exchanged."""
+    """Make the piece of a parameter that the checkpoint stores with its last two dims exchanged."""
     sizes = tuple(shape)
     zeros, ones = (0,) * len(sizes), (1,) * len(sizes)
     in_file = (*sizes[:-2], *sizes[:-3:-1])
@@ -152,14 +152,14 @@ def transposed_piece(key: str, shape: Sequence[int]) -> Piece:
 def per_expert_pieces(
     module: str, shape: tuple[int, int, int], names: Sequence[str]
 ) -> list[Piece]:
-    """Describe a stacked weight [E, out, in] that the checkpoint stores expert by expert.
+    """Make the pieces of a stacked weight [E, out, in] that the checkpoint stores expert by expert.
 
-    Reading these pieces stacks the experts; no other function joins their tensors.
+    A read of these pieces stacks the experts.
 
     Args:
         module: the name of the experts module.
-        names: the tensors that make up the rows of one expert, in order, with a placeholder for the
-            number of the expert: ("{}.gate_proj.weight", "{}.up_proj.weight").
+        names: the names of the tensors that make up the rows of one expert, in order, with {} for
+            the number of the expert: ("{}.gate_proj.weight", "{}.up_proj.weight").
     """
     experts, out, inner = shape
     rows = out // len(names)

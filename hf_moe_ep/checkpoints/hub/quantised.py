@@ -5,14 +5,14 @@ For 2 experts [4, 128] on a rank, in nf4, from a bf16 checkpoint:
     expert 0   read into a buffer [4, 128]    quantised into bytes [0], scales [0]
     expert 1   read into the same buffer      quantised into bytes [1], scales [1]
 
-Besides the quantised bytes a rank needs memory for one matrix of one expert, in the dtype that the
-model was built in. For every format of a checkpoint the result is the same as if the whole model
-were loaded first and quantised then. With double quantisation the scales of all rows of a matrix
+Besides the quantised bytes a rank needs memory for one matrix of one expert, in the dtype in which
+the model was built. For every format of a checkpoint the result is the same as if the whole model
+were loaded first and then quantised. With double quantisation the scales of all rows of a matrix
 are quantised together, so a rank reads all rows even if its shard has only some of the rows.
 
-If a checkpoint is in FP8 and experts_dtype is "fp8", bytes and scales are copied and no value is
-decoded. This needs a checkpoint whose blocks are the 128 x 128 blocks of the expert's matrix.
-Otherwise (other block sizes, or gate and up with a number of rows that 128 does not divide)
+If a checkpoint is in FP8 and experts_dtype is "fp8", bytes and scales are copied without decoding a
+value. This requires that the blocks of the checkpoint are the 128 x 128 blocks of the expert's
+matrix. Otherwise (other block sizes, or gate and up with a number of rows that 128 does not divide)
 values are decoded and quantised again.
 """
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from hf_moe_ep.checkpoints.hub.fp8 import BLOCK, Fp8Tensor, scales_as_fp32
+from hf_moe_ep.checkpoints.hub.fp8 import BLOCK, Fp8Tensor, convert_scales
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
@@ -38,7 +38,7 @@ class HeldAsBytes:
     """This rank's shard of a stacked matrix [E, O, I] that is held quantised.
 
     Attributes:
-        local: the quantised values and scales on this rank, [L, rows, ..].
+        local: the quantised values and scales of this rank's experts, [L, rows, ..].
         boxes: the boxes of the tensors of `local` in the global tensors, in the order of `by_name`.
             If this rank has two ranges of rows, these are the boxes of the first range.
         shape_OI: the shape of one whole matrix.
@@ -74,30 +74,31 @@ class HeldAsBytes:
         per_byte = self.quantisation.values_per_byte
         columns = (byte_columns[0] * per_byte, byte_columns[1] * per_byte)
         num_columns = columns[1] - columns[0]
-        # All experts use one buffer. With a buffer each, memory could become fragmented.
+        # All experts use one buffer, because a new buffer per expert could fragment the memory.
         shape = (1, sum(stop - start for start, stop in ranges), num_columns)
         matrix = None if copies_bytes else torch.empty(shape, dtype=stored.dtype)
         for index, expert in enumerate(range(*experts)):
-            target, stored_expert, first = self.local.matrix_of(index), stored.of_expert(expert), 0
+            stored_expert = stored.restrict_to_expert(expert)
+            target, first = self.local.matrix_of(index), 0
             for start, stop in ranges:
                 own_rows = slice(first, first + stop - start)
                 box: Box = ((expert, expert + 1), (start, stop), columns)
                 if self.transposed:
                     box = (box[0], box[2], box[1])
                 if matrix is None:
-                    self._copy_bytes(stored_expert, box, _rows_of(target, own_rows), reader)
+                    self._copy_bytes(stored_expert, box, _slice_rows(target, own_rows), reader)
                 else:
                     part = matrix[:, own_rows]
                     stored_expert.read_into(part.mT if self.transposed else part, box, reader)
                 first = own_rows.stop
             if matrix is not None:
                 quantised = quantise(matrix[0].to(device), self.quantisation)
-                self._slice_rows(quantised).copy_into(target)
+                self._keep_own_rows(quantised).copy_into(target)
 
-    def _slice_rows(self, matrix: Quantised) -> Quantised:
-        """Return this rank's rows of a matrix. Double quantisation has quantised all rows."""
+    def _keep_own_rows(self, matrix: Quantised) -> Quantised:
+        """Return this rank's rows of a matrix that `read` has quantised."""
         if not self.quantisation.nested:
-            return matrix
+            return matrix  # `read` has read no other rows
         tensors = zip(matrix.by_name("").values(), self.boxes, strict=True)
         return Quantised(*(tensor[slice(*box[1])] for tensor, box in tensors))
 
@@ -117,16 +118,17 @@ class HeldAsBytes:
             fp8_bytes = reader.read(replace(tensor, dtype=torch.uint8), in_file)
             piece.in_view(values[in_target]).copy_(fp8_bytes)
             *outer, rows, columns = in_file
-            factors = reader.read(tensor.scales, (*outer, _in_blocks(rows), _in_blocks(columns)))
+            scales_box = (*outer, _find_touched_blocks(rows), _find_touched_blocks(columns))
+            factors = reader.read(tensor.scales, scales_box)
             expert, *others = in_target
-            blocks = (slice(*_in_blocks((part.start, part.stop))) for part in others)
-            piece.in_view(scales[(expert, *blocks)]).copy_(scales_as_fp32(factors))
+            blocks = (slice(*_find_touched_blocks((part.start, part.stop))) for part in others)
+            piece.in_view(scales[(expert, *blocks)]).copy_(convert_scales(factors))
 
 
-def _rows_of(matrix: Quantised, rows: slice) -> Quantised:
+def _slice_rows(matrix: Quantised, rows: slice) -> Quantised:
     """Return some rows of an FP8 matrix and the scales of their blocks, as views."""
-    in_blocks = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
-    return Quantised(matrix.values[rows], matrix.block_scale[in_blocks])
+    blocks = slice(*_find_touched_blocks((rows.start, rows.stop)))
+    return Quantised(matrix.values[rows], matrix.block_scale[blocks])
 
 
 def find_quantised_shards(model: nn.Module) -> dict[str, HeldAsBytes]:
@@ -155,14 +157,14 @@ def _find_compute(model: nn.Module, name: str) -> Compute:
 
 
 def _has_expert_blocks(stored: StoredParameter) -> bool:
-    """Return True if a stack is stored in FP8, with the blocks that the expert's matrix has."""
+    """Return True if a stack is stored in FP8 with the blocks of the expert's matrix."""
     return all(
-        isinstance(tensor, Fp8Tensor) and tensor.block == (BLOCK, BLOCK) and _begins_a_block(piece)
+        isinstance(tensor, Fp8Tensor) and tensor.block == (BLOCK, BLOCK) and _is_aligned(piece)
         for piece, tensor in stored.pieces
     )
 
 
-def _begins_a_block(piece: Piece) -> bool:
+def _is_aligned(piece: Piece) -> bool:
     """Return True if a piece has consecutive rows and columns and begins at a block's corner."""
     last = len(piece.view)
     return (
@@ -173,6 +175,6 @@ def _begins_a_block(piece: Piece) -> bool:
     )
 
 
-def _in_blocks(span: tuple[int, int]) -> tuple[int, int]:
+def _find_touched_blocks(span: tuple[int, int]) -> tuple[int, int]:
     """Return the blocks that a range [start, stop) of indices touches: (128, 300) gives (1, 3)."""
     return span[0] // BLOCK, -(-span[1] // BLOCK)

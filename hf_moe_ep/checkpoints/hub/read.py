@@ -1,10 +1,10 @@
 """Load a hub checkpoint into a sharded model; every rank reads only its own shards.
 
 The model is built on the meta device, and `find_weights` finds its parameters in the checkpoint.
-Then the model is sharded, and `load_weights` allocates each rank's shards and reads their byte
-ranges. Reading also needs memory for this rank's part of the tensor that is being read, or, for
-experts that are held quantised (`quantised.py`), for one matrix of one expert. With
-dp_replicate_size > 1 every replica reads the files.
+Then the model is sharded, and `load_weights` allocates the shards of each rank and reads their
+bytes. Besides the shards a rank needs memory for its part of the tensor that is being read, or, if
+experts are held quantised (`quantised.py`), for one matrix of one expert. With dp_replicate_size
+> 1 every replica reads the files.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch import nn
 
 from hf_moe_ep.architectures import find_block, find_plan
 from hf_moe_ep.checkpoints.hub.fp8 import (
+    find_unjoined_weights,
     join_scales,
     join_stacked_scales,
-    scaled_keys,
-    unscaled_keys,
+    list_fp8_keys,
 )
 from hf_moe_ep.checkpoints.hub.layout import (
     Layout,
-    copies_of,
+    find_copies,
     find_pieces,
     hub_layout,
     list_names,
-    possible_keys,
-    shapes_by_name,
+    list_possible_keys,
+    list_shapes,
 )
 from hf_moe_ep.checkpoints.hub.mxfp4 import join_blocks
 from hf_moe_ep.checkpoints.hub.quantised import find_quantised_shards
@@ -75,11 +75,11 @@ def model_from_config(
     *,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, ModelPlan]:
-    """Build a model on the meta device from the config in a folder; return it and its plan.
+    """Build a model on the meta device from the config in a folder; return the model and its plan.
 
     Args:
         folder: the folder of config.json.
-        find_dtype: is called if the config names no dtype.
+        find_dtype: called if the config names no dtype.
         trust_remote_code: run the code in the folder, if the config names a class in it.
     """
     model = empty_model(folder, None, find_dtype, {"trust_remote_code": trust_remote_code})
@@ -88,9 +88,9 @@ def model_from_config(
 
 
 def dtype_of_weights(folder: str | os.PathLike[str]) -> torch.dtype:
-    """Return the dtype that transformers would choose: that of the first floating point tensor.
+    """Return the dtype of the first floating point tensor, as transformers would choose it.
 
-    Tensors of one byte per value are skipped, because they are quantised.
+    Tensors with one byte per value are skipped, because they are quantised.
     """
     tensors = sorted(read_index(folder).items(), key=lambda item: (item[1].file, item[0]))
     dtypes = (tensor.dtype for _, tensor in tensors)
@@ -108,10 +108,9 @@ def find_weights(
     """Find where a checkpoint stores the parameters `empty` and all persistent buffers.
 
     Args:
-        model: not sharded yet; only its shapes and dtypes are used.
+        model: not sharded yet. Only shapes and dtypes of its tensors are used.
         empty: the names of the parameters to read, as in `named_parameters`, which lists a tied
-            weight under its first name only. The checkpoint may store a tied weight under any of
-            its names.
+            weight under its first name only. The checkpoint may store it under another name.
         ignore_unexpected: patterns of keys that do not belong to the model and are accepted.
 
     Raises:
@@ -123,7 +122,7 @@ def find_weights(
     def find() -> tuple[Match, str]:
         found = match_checkpoint(model, directory, plan, empty, ignore_unexpected)
         if found.unexpected:
-            raise _not_fitting(
+            raise _make_misfit_error(
                 model,
                 directory,
                 f"{list_names('unexpected', found.unexpected)}; if the model does not need them, "
@@ -138,10 +137,10 @@ def find_weights(
 
 
 class Match(NamedTuple):
-    """Where a checkpoint stores the parameters of a model.
+    """The result of `match_checkpoint`: where a checkpoint stores the parameters of a model.
 
     Attributes:
-        stored: the parameters that were asked for, and all persistent buffers, by name.
+        stored: the parameters `empty` and all persistent buffers, by name.
         unexpected: the keys that belong to no parameter and that the model's class does not ignore.
         extra: the ignored tensors, undecoded, by the keys under which they are saved.
         file_tensors: all tensors of the checkpoint, by their keys in the files.
@@ -170,7 +169,7 @@ def match_checkpoint(
             shape.
     """
     file_tensors = read_index(directory) if file_tensors is None else file_tensors
-    layout = hub_layout(model, plan, shapes_by_name(model), copies=False)
+    layout = hub_layout(model, plan, list_shapes(model), copies=False)
     tensors: Mapping[str, FileTensor]
     key_in_file: dict[str, str] = {}
     try:
@@ -193,8 +192,8 @@ def match_checkpoint(
                 "that is not trained. If you want this, load the checkpoint in transformers "
                 "and save the model"
             )
-        raise _not_fitting(model, directory, text) from error
-    known |= copies_of(model).keys()  # saves write the values of the embedding and the head there
+        raise _make_misfit_error(model, directory, text) from error
+    known |= find_copies(model).keys()  # a save fills these keys from the embedding and the head
     others = [key for key in tensors if key not in known]
     unexpected = unexpected_keys(model, others, ignore_unexpected)
     ignored = set(others) - set(unexpected) - old_buffers(model, others)
@@ -210,14 +209,14 @@ def _find_scaled_extra(
     layout: Layout,
     ignore_unexpected: Sequence[str],
 ) -> list[str]:
-    """List the keys of quantised weights that are not the model's, and of their scales.
+    """List the keys of the FP8 weights that are not part of the model, and of their scales.
 
-    These tensors are not decoded, and the config may not name the size of their blocks: a model
-    that was loaded in FP8 is saved in bf16, but its extra tensors stay as they are.
+    These tensors must not be decoded, because the config may lack the size of their blocks: a model
+    that was loaded in FP8 is saved in bf16, but its extra tensors are saved in FP8.
     """
-    own = possible_keys(layout, base_prefix(without_adapters(model)))
-    weights = [key for key in unscaled_keys(tensors) if key not in own]
-    scaled = [key for weight in weights for key in scaled_keys(weight) if key in tensors]
+    own = list_possible_keys(layout, base_prefix(without_adapters(model)))
+    weights = [key for key in find_unjoined_weights(tensors) if key not in own]
+    scaled = [key for weight in weights for key in list_fp8_keys(weight) if key in tensors]
     unexpected = set(unexpected_keys(model, scaled, ignore_unexpected))
     return [key for key in scaled if key not in unexpected]
 
@@ -229,7 +228,7 @@ def check_extra(
 
     Args:
         layout: the layout in which the model is saved.
-        stored: the parameters of the model that are read from the same checkpoint, for the error.
+        stored: the parameters that are read from the same checkpoint. The error names their files.
     """
     own_keys = {piece.key: name for name, pieces in layout.items() for piece in pieces}
     files = {checkpoint_name(name): item.pieces[0][1].file for name, item in stored.items()}
@@ -242,7 +241,9 @@ def check_extra(
         )
 
 
-def _not_fitting(model: nn.Module, directory: str | os.PathLike[str], problem: str) -> ValueError:
+def _make_misfit_error(
+    model: nn.Module, directory: str | os.PathLike[str], problem: str
+) -> ValueError:
     kind = type(without_adapters(model)).__name__
     return ValueError(f"{os.fspath(directory)} does not fit this {kind}: {problem}")
 
@@ -253,8 +254,8 @@ def _rename_keys(
     """Map the keys under which `model` is saved to the keys in a checkpoint.
 
     As in transformers, a base model accepts the checkpoint of a model with a head and ignores the
-    head, a model with a head accepts the keys of its base model, and both accept older names. A
-    head that is then missing is an error later, unless its weight is tied.
+    head; a model with a head accepts the keys of its base model; both accept older names. If the
+    head is then missing, an error follows later, unless its weight is tied.
     """
     stock = without_adapters(model)
     prefix = base_prefix(stock)
@@ -266,7 +267,7 @@ def _rename_keys(
             text = list_names("ignores", ignored)
             _logger.warning("%s has no head and %s", type(stock).__name__, text)
         return key_in_file
-    # Some keys may be equal with and without the prefix, so the form with more matches is used.
+    # Some keys may match with the prefix and others without it; the form with more matches is used.
     with_prefix = model_keys & {f"{prefix}{key}" for key in tensors}
     if not is_base_model(stock) and len(with_prefix) > len(model_keys & tensors.keys()):
         # The head has no prefix.
@@ -280,7 +281,7 @@ def _rename_keys(
 
 
 def check_same_weights(own_fingerprint: str, folder: str) -> None:
-    """Raise ValueError if ranks read different weights: the shards would be of two models."""
+    """Raise ValueError if ranks read different weights, which would mix two checkpoints."""
     fingerprints = differing(own_fingerprint)
     if fingerprints is None:
         return
@@ -300,14 +301,15 @@ def _match_parameters(
     plan: ModelPlan,
     empty: set[str],
 ) -> tuple[dict[str, StoredParameter], set[str]]:
-    """Find where each parameter in `empty` and each persistent buffer is stored, by name.
+    """Find where each parameter in `empty` and each persistent buffer is stored.
 
-    Returns them, and the keys in `tensors` that belong to any parameter of the model.
+    Returns the parameters and buffers by name, and the keys in `tensors` that belong to a parameter
+    of the model, in `empty` or not.
     """
-    aliases: dict[int, list[str]] = {}  # the names of each parameter; tied weights have several
+    aliases: dict[int, list[str]] = {}  # all names of each parameter; tied weights have several
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-    # The keys of these three are the names under which the checkpoint stores the parameters.
+    # The keys of these three dicts are the names under which the checkpoint stores the tensors.
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
     model_names: dict[str, list[str]] = {}
@@ -352,7 +354,7 @@ def _match_parameters(
 
 
 def _find_single_key(name: str, layout: Layout, tensors: Mapping[str, FileTensor]) -> str | None:
-    """Return the key of a parameter that a checkpoint stores as one tensor, otherwise None."""
+    """Return the key of a parameter that the checkpoint stores as one tensor, or else None."""
     keys = [piece.key for piece in layout[name]]
     present = [key for key in (*keys, name) if key in tensors]
     return present[0] if present and len(keys) == 1 else None
@@ -369,12 +371,12 @@ def _check_tied(tensors: Mapping[str, FileTensor]) -> None:
             )
 
 
-def _of_own_stage(
+def _select_own_stage(
     model: nn.Module, targets: Iterable[str], weights: Mapping[str, StoredParameter]
 ) -> Mapping[str, StoredParameter]:
-    """Select what this rank's pipeline stage reads; all weights if there are no stages.
+    """Select the weights that this rank's pipeline stage reads; without stages, all weights.
 
-    A tied head is stored under the name of the embedding.
+    The last stage reads a head that is tied to the embedding under the name of the embedding.
     """
     state = find_state(model)
     if state is None or state.stage is None:
@@ -391,13 +393,13 @@ def load_weights(
 
     Args:
         model: sharded, on the meta device.
-        weights: `stored` of the result of `find_weights`.
+        weights: `Match.stored` from `find_weights`.
         device: the device on which parameters are stored.
     """
     allocate_meta(model, device)
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
     split_dims = split_dims_by_id(model)
-    weights = _of_own_stage(model, targets, weights)
+    weights = _select_own_stage(model, targets, weights)
     quantised = find_quantised_shards(model)
     compute_device = patched_state(model).device if quantised else device
     sizes = {

@@ -2,10 +2,10 @@
 
 `save_pretrained` sends one tensor after the other to rank 0, shard by shard (`gather.py`), and rank
 0 writes the files (`write.py`). With pipeline stages the first rank of each stage receives and
-writes the tensors of its stage (`stages.py`). For a model with adapters, which are small, rank 0
-gathers all of them and PEFT saves them. `save_state_dict` writes a full state dict that one process
-holds. All save the tensors of the loaded checkpoint that the model's class ignores (`extra.py`),
-except in files of adapters.
+writes the tensors of its stage (`stages.py`). Adapters are small, so rank 0 gathers all of them,
+and PEFT saves them. `save_state_dict` writes the full state dict of one process. Both functions
+also save the tensors of the loaded checkpoint that the model's class ignores (`extra.py`), but not
+with adapters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.hub.configs import prepare_configs, publish, staged_files
+from hf_moe_ep.checkpoints.hub.configs import prepare_configs, publish, stage_files
 from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, follow_copies, known_digests
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
@@ -31,11 +31,10 @@ from hf_moe_ep.checkpoints.hub.stages import (
     is_writer,
     tensors_of_model,
 )
-from hf_moe_ep.checkpoints.hub.switch import switch_files
 from hf_moe_ep.checkpoints.hub.write import (
     TensorGroup,
     choose_dtypes,
-    file_names,
+    choose_file_names,
     first_dtype,
     group_tensors,
     parse_size,
@@ -43,6 +42,7 @@ from hf_moe_ep.checkpoints.hub.write import (
     write_checkpoint,
 )
 from hf_moe_ep.checkpoints.storage.atomic import check_is_no_file
+from hf_moe_ep.checkpoints.storage.switch import switch_files
 from hf_moe_ep.etp import slabs_in_stock_shape, split_dims_by_id
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import (
@@ -57,7 +57,7 @@ from hf_moe_ep.state import ModelState, find_state, refuse_quantised_experts
 from hf_moe_ep.upstream.adapters import has_adapters
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
-# The model card, which PEFT writes beside adapters.
+# The model card, which PEFT saves with adapters.
 _CARD = "README.md"
 
 
@@ -80,17 +80,17 @@ def save_pretrained(
 
     Args:
         model: patched, sharded or not.
-        directory: is created if missing; only rank 0 writes. With pipeline stages all nodes must
+        directory: created if it is missing. Only rank 0 writes. With pipeline stages all nodes must
             share the folder, because the first rank of each stage writes.
         max_shard_size: the largest size of a file, in bytes or as text like "5GB".
         dtype: the dtype of the saved weights; None saves in the dtype in which the model was
-            loaded. torch.float32 saves the fp32 master weights of a bf16 model. torch.bfloat16
-            rounds no tensors that `from_pretrained` keeps in fp32 in a bf16 model, such as
+            loaded. torch.float32 saves the fp32 master weights of a bf16 model. torch.bfloat16 does
+            not round tensors that `from_pretrained` keeps in fp32 in a bf16 model, such as
             correction biases. Adapters are saved in their own dtype.
         processor: a tokenizer or processor to save with the model, a list of them, or None.
         extra_tensors: copy the tensors of the loaded checkpoint that the model's class ignores,
-            such as layers for multi-token prediction, byte for byte and under their own keys. A
-            model with adapters saves none: they are in its base.
+            such as layers for multi-token prediction, byte for byte and under their own keys. They
+            are not saved with adapters, because the base model's checkpoint has them.
         kwargs: passed to PEFT's `save_pretrained`; allowed only for a model with adapters.
 
     Raises:
@@ -157,16 +157,17 @@ def _save_weights(
     extra_files: list[list[TensorGroup]] = []
 
     def prepare() -> tuple[Path, list[str]]:
-        extra_files.extend(_extra_files(state, groups, max_shard_size, extra_tensors))
+        extra_files.extend(_list_extra_files(state, groups, max_shard_size, extra_tensors))
         check_is_no_file(folder)
         folder.mkdir(parents=True, exist_ok=True)
         configs = prepare_configs(model, folder, first_dtype(groups), processors)
-        return configs, file_names(len(files) + len(extra_files))
+        return configs, choose_file_names(len(files) + len(extra_files))
 
     configs, names = run_on_first(what, prepare)
     own_files = files_of_stage(files, len(names), state)
     files.extend(extra_files)
-    # Every rank takes part in writing each file, but only rank 0 reads and writes extra tensors.
+    # Every rank takes part in each file, but only rank 0 lists, reads and writes extra tensors. On
+    # other ranks these files are empty.
     files.extend([] for _ in range(len(names) - len(files)))
     if own_files is not None:
         try:
@@ -188,9 +189,10 @@ def _save_weights(
         follow_copies(state, folder, copied)
 
 
-def _extra_files(
+def _list_extra_files(
     state: ModelState, groups: Iterable[TensorGroup], max_shard_size: int, wanted: bool
 ) -> list[list[TensorGroup]]:
+    """List the files of extra tensors: the copies that each file gets."""
     own_keys = {key for group in groups for key in group.shapes}
     extra = state.extra if wanted else None
     tensors = find_to_copy(extra, own_keys)
@@ -207,8 +209,8 @@ def save_state_dict(
     """Write a full state dict in the hub's layout; one process calls this.
 
     Raises:
-        ValueError: the state dict lacks tensors of the model, or has others; or the files of the
-            extra tensors are gone or have changed. Nothing is written.
+        ValueError: the state dict lacks tensors of the model or has other tensors, or the files of
+            the extra tensors are gone or have changed. Nothing is written.
     """
     state = find_state(model)
     assert state is not None
@@ -234,7 +236,8 @@ def save_state_dict(
         lambda _, tensor: whole(tensor),
     )
     max_bytes = parse_size(max_shard_size)
-    files = split_files(groups, max_bytes) + _extra_files(state, groups, max_bytes, extra_tensors)
+    files = split_files(groups, max_bytes)
+    files += _list_extra_files(state, groups, max_bytes, extra_tensors)
     check_is_no_file(folder)
     folder.mkdir(parents=True, exist_ok=True)
     configs = prepare_configs(model, folder, first_dtype(groups), ())
@@ -249,8 +252,8 @@ def _save_adapters(
     def write() -> None:
         check_is_no_file(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with staged_files(folder) as staged:
-            if (folder / _CARD).is_file():  # PEFT updates the model card that is there
+        with stage_files(folder) as staged:
+            if (folder / _CARD).is_file():  # PEFT updates an existing model card
                 shutil.copyfile(folder / _CARD, staged / _CARD)
             model.save_pretrained(os.fspath(staged), state_dict=state_dict, **kwargs)
             for processor in processors:

@@ -1,12 +1,12 @@
-"""List, gather and write the tensors of a model with pipeline stages; a rank holds one stage.
+"""List, gather and write the tensors of a model with pipeline stages; a rank has one of the stages.
 
-Every rank lists all tensors of the model, in the same order. A tensor of another stage is a tensor
-on the meta device with the shape and the dtype of the whole tensor.
+Every rank lists all tensors of the model, in the same order. In place of a tensor of another stage
+the list has a tensor on the meta device with the same shape and dtype.
 
     save_pretrained   each stage writes files of its own tensors, and no tensor leaves its stage
                       (`assign_groups`, `files_of_stage`)
-    hub_tensors       the ranks of a stage gather a slab, and each one sends it to the ranks of its
-                      column (`slabs_for_all_stages`)
+    hub_tensors       the ranks of a stage gather a slab, and each of these ranks sends the slab to
+                      the ranks of other stages in its column (`slabs_for_all_stages`)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Value = TypeVar("Value")
 
 
 def gather_stages(own: Value, state: ModelState) -> list[Value]:
-    """Return the values of all stages, by stage; every rank calls this."""
+    """Gather a value of each stage, in the order of the stages; every rank calls this."""
     if state.stage is None:
         return [own]
     assert state.meshes is not None and state.meshes.stages is not None
@@ -45,7 +45,7 @@ def tensors_of_model(
 ) -> dict[str, Tensor]:
     """Return parameters and persistent buffers of the whole model by name, without tied copies.
 
-    The names in `without` are left out.
+    Tensors with a name in `without` are left out.
     """
     own = distinct_tensors(model, without)
     stage: Stage | None = state.stage
@@ -67,9 +67,9 @@ def assign_groups(groups: list[TensorGroup], state: ModelState) -> list[TensorGr
         return groups
     assigned = []
     for group in groups:
-        holders = {stage.tensors[name].stage for name in group.names}
-        assert len(holders) == 1, f"{group.names} of several stages fill one checkpoint tensor"
-        assigned.append(replace(group, stage=holders.pop()))
+        owners = {stage.tensors[name].stage for name in group.names}
+        assert len(owners) == 1, f"{group.names} of several stages fill one checkpoint tensor"
+        assigned.append(replace(group, stage=owners.pop()))
     return sorted(assigned, key=lambda group: group.stage)
 
 
@@ -78,7 +78,7 @@ def files_of_stage(
 ) -> StageFiles | None:
     """Return the files that this rank's stage writes; None for a model without stages.
 
-    Stage 0 also writes the files of extra tensors, whose numbers follow those of `files`.
+    Stage 0 also writes the files of extra tensors, which are numbered behind `files`.
     """
     stage: Stage | None = state.stage
     if stage is None:
@@ -119,7 +119,7 @@ def slabs_for_all_stages(
 ) -> Iterator[tuple[Box, Tensor]]:
     """Yield (box, values) of a parameter on the compute device of every rank.
 
-    The arguments are those of `gather.slabs_for_all`.
+    `gather.slabs_for_all` describes the arguments.
     """
     stage: Stage | None = state.stage
     if stage is None:
@@ -128,9 +128,9 @@ def slabs_for_all_stages(
     meshes = state.meshes
     assert meshes is not None and meshes.stages is not None
     stages: Stages = meshes.stages
-    holder = stage.tensors[name].stage
-    source, group = stages.rank_in(holder), stages.column.get_group()
-    if stage.index == holder:
+    owner = stage.tensors[name].stage
+    source, group = stages.rank_in(owner), stages.column.get_group()
+    if stage.index == owner:
         for box, values in slabs_for_all(tensor, dtype, change, max_bytes, slots_E):
             values = values.contiguous()
             dist.broadcast(values, source, group=group)

@@ -1,7 +1,7 @@
-"""Read a box of one parameter from the checkpoint tensors that store it, with `StoredParameter`.
+"""Read a box of one parameter from the checkpoint tensors that store the parameter.
 
 A box has one index range per dim (`ranks/boxes.py`). A piece is a box of a checkpoint tensor and
-the elements of the parameter that it holds (`pieces.py`).
+the elements of the parameter that this box contains (`pieces.py`).
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, filled_box
+from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, find_filled_box
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
 from hf_moe_ep.ranks.boxes import Box, slices
 
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter as a checkpoint stores it.
+    """The pieces and files in which a checkpoint stores a parameter.
 
     Attributes:
         pieces: the pieces that make up the parameter, each with its tensor in the files.
-        dtype: the dtype that the model was built in; decoded values are rounded to it.
+        dtype: the dtype in which the model was built. Decoded values are rounded to this dtype.
     """
 
     pieces: list[tuple[Piece, FileTensor]]
     dtype: torch.dtype
 
-    def of_expert(self, expert: int) -> StoredParameter:
+    def restrict_to_expert(self, expert: int) -> StoredParameter:
         """Restrict a stacked weight to the pieces that can hold elements of one expert."""
         pieces = [(piece, tensor) for piece, tensor in self.pieces if _may_hold(piece, expert)]
         return StoredParameter(pieces, self.dtype)
@@ -39,9 +39,9 @@ class StoredParameter:
         tensors = {piece.key: tensor for piece, tensor in self.pieces}
         for key, pieces in cut_pieces((piece for piece, _ in self.pieces), box).items():
             tensor, view = tensors[key], pieces[0].view
-            # Pieces that fill one box, such as interleaved rows, are read by one call. Tensors that
-            # are decoded are read piece by piece.
-            filled = filled_box(pieces) if type(tensor) is FileTensor else None
+            # If pieces fill one box together, such as interleaved rows, one call reads them all.
+            # Tensors that must be decoded are read piece by piece.
+            filled = find_filled_box(pieces) if type(tensor) is FileTensor else None
             values = None if filled is None else reader.read(tensor, filled, view)
             for piece in pieces:
                 out = piece.in_view(target[piece.slices_in(box)])

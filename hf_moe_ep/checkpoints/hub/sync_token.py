@@ -1,18 +1,18 @@
-"""`SyncToken` records what an engine holds, so that the next sync sends only changed tensors.
+"""Record which values an engine has received, so that the next sync sends only changed tensors.
 
     token = SyncToken()                                     one per engine
     for step in range(steps):
         train()
         engine.load_weights(hub_tensors(model, since=token))
 
-The first sync sends everything. A later one leaves out each checkpoint tensor whose parameters have
-the values of the sync before: frozen parameters, and with LoRA all weights without an adapter. Two
-64-bit sums over the bits and positions of a parameter's elements stand for its values
-(`storage/checksums.py`). They are computed from the values themselves, because writes through
-`.data` are invisible to autograd, and a wrong guess would leave an engine with old weights.
+The first sync sends everything. A later sync leaves out a checkpoint tensor if its parameters have
+not changed since the sync before: frozen parameters, and with LoRA all weights without an adapter.
+To find them, two 64-bit sums over the bits and positions of a parameter's elements are compared
+(`storage/checksums.py`). The sums are computed from the values themselves, because autograd does
+not see writes through `.data`, and a missed change would leave an engine with old weights.
 
-A sum over the shards of all ranks is the same at any layout, so the token of a run with ep 8 is
-that of a run with ep 1. Experts that `balance_experts` has moved count in hub order.
+A sum over the shards of all ranks is the same in each layout, so runs with ep 8 and with ep 1 have
+equal tokens. Experts that `balance_experts` has moved count at their positions in hub order.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits, sum_over_shards
 from hf_moe_ep.ranks.boxes import Box, local_box, local_tensor, number_elements
 
-# The number of elements whose bits are mixed at a time, about 60 bytes of memory for each.
-_ELEMENTS = 1 << 20
+# The bits of this number of elements are mixed at a time, in about 60 bytes of memory for each.
+_ELEMENTS_PER_STEP = 1 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Sums = tuple[int, int]
@@ -38,15 +38,15 @@ Sums = tuple[int, int]
 class SyncToken:
     """Checksums of the tensors that one engine has received from `hub_tensors(since=token)`.
 
-    A token is the same on every rank. It is empty at first, and becomes empty again if a sync
-    fails, so that the next sync sends everything. Call `clear` if the engine has lost its weights
-    (vLLM's sleep level 2).
+    A token has the same contents on every rank. It is empty at first, and becomes empty again if a
+    sync fails, so that the next sync sends everything. Call `clear` if the engine has lost its
+    weights (vLLM's sleep level 2).
     """
 
     _received: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
-        """The number of groups of checkpoint tensors that the engine holds."""
+        """Return the number of groups of checkpoint tensors that the engine has received."""
         return len(self._received)
 
     def clear(self) -> None:
@@ -54,28 +54,28 @@ class SyncToken:
         self._received.clear()
 
     def holds(self, key: str, fingerprint: str) -> bool:
-        """Return True if the engine has the group `key` with the values of this fingerprint."""
+        """Return True if the engine has received the group `key` with this fingerprint."""
         return self._received.get(key) == fingerprint
 
     def set(self, fingerprints: dict[str, str]) -> None:
-        """Replace all fingerprints by those of the tensors that the engine has now."""
+        """Store the fingerprints of all tensors that the engine has now, instead of older ones."""
         self._received = dict(fingerprints)
 
 
 @torch.no_grad()
-def checksums(tensors: Sequence[tuple[Tensor, Tensor | None]]) -> list[Sums]:
+def compute_checksums(tensors: Sequence[tuple[Tensor, Tensor | None]]) -> list[Sums]:
     """Compute the sums of tensors over all ranks; every rank calls this.
 
     Args:
-        tensors: (tensor, slots), where slots is the row in which each expert is stored; None if
-            row e is expert e.
+        tensors: pairs (tensor, slots). Expert e is stored in the row slots[e]; if slots is None, it
+            is stored in the row e.
     """
     results: list[Sums | None] = [None] * len(tensors)
-    of_layout: dict[tuple[object, ...], list[int]] = {}
+    numbers_by_layout: dict[tuple[object, ...], list[int]] = {}
     for number, (tensor, _) in enumerate(tensors):
         layout = (tensor.device_mesh, *tensor.placements) if isinstance(tensor, DTensor) else ()
-        of_layout.setdefault(layout, []).append(number)
-    for numbers in of_layout.values():
+        numbers_by_layout.setdefault(layout, []).append(number)
+    for numbers in numbers_by_layout.values():
         sums = torch.stack([_sum_shard(*tensors[number]) for number in numbers])
         total = sum_over_shards(sums, tensors[numbers[0]][0])
         for number, (first, second) in zip(numbers, total.tolist(), strict=True):
@@ -94,7 +94,7 @@ def _sum_shard(tensor: Tensor, slots: Tensor | None) -> Tensor:
         words, box = words.view(1), ((0, 1),)
     shape = tensor.shape or (1,)
     row_of_expert = None if slots is None else slots.argsort().tolist()
-    step = max(1, _ELEMENTS // max(1, words[0].numel()))
+    step = max(1, _ELEMENTS_PER_STEP // max(1, words[0].numel()))
     for start in range(0, len(words), step):
         rows_of_part = words[start : start + step]
         first = box[0][0] + start
@@ -111,14 +111,14 @@ def _sum_shard(tensor: Tensor, slots: Tensor | None) -> Tensor:
 
 
 def _cut_long_rows(rows: Tensor, inner: Box) -> Iterator[tuple[Tensor, Box]]:
-    """Cut rows of more than _ELEMENTS elements along dim 1.
+    """Cut rows of more than _ELEMENTS_PER_STEP elements along dim 1; yield the parts with boxes.
 
-    A row of stacked experts is the matrix of an expert. `inner` is the box of the dims behind 0.
+    A row of stacked experts is the matrix of an expert. A box has all dims but dim 0, like `inner`.
     """
-    if rows.ndim == 1 or rows[0].numel() <= _ELEMENTS:
+    if rows.ndim == 1 or rows[0].numel() <= _ELEMENTS_PER_STEP:
         yield rows, inner
         return
-    step = max(1, _ELEMENTS // max(1, rows[0, 0].numel()))
+    step = max(1, _ELEMENTS_PER_STEP // max(1, rows[0, 0].numel()))
     first = inner[0][0]
     for start in range(0, rows.shape[1], step):
         part = rows[:, start : start + step]

@@ -1,16 +1,16 @@
 """Yield a model's weights as the hub stores them, one tensor after the other, on every rank.
 
-An inference engine that receives the weights of a training run needs the keys of a checkpoint,
-whole tensors, and no second copy of the model. `save.py` sends the same tensors to rank 0, which
-writes them to disk; `hub_tensors` yields them on every rank. For Qwen3-MoE on 4 ranks, each rank
-receives
+An inference engine that receives the weights of a training run needs whole tensors under the keys
+of a checkpoint, and there is no memory for a second copy of the model. `save.py` sends such tensors
+to rank 0, which writes them to disk; `hub_tensors` yields them on every rank. For Qwen3-MoE on 4
+ranks, each rank receives
 
     model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, ..,
     model.layers.0.mlp.experts.0.gate_proj.weight, model.layers.0.mlp.experts.0.up_proj.weight, ..
 
-A slab is a few rows of a parameter. Slabs are gathered one after the other, and each checkpoint
-tensor is yielded as soon as the slabs have filled it. Before each slab the ranks check that all of
-them still iterate.
+A slab is a few rows of a parameter. Slabs are gathered one after the other, and a checkpoint tensor
+is yielded as soon as slabs have filled it. Before each slab the ranks check that all ranks still
+iterate.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.extra import find_to_copy, send_extra
-from hf_moe_ep.checkpoints.hub.fp8 import scaled_keys, unscaled_keys
+from hf_moe_ep.checkpoints.hub.fp8 import SCALE, find_unjoined_weights, list_fp8_keys
 from hf_moe_ep.checkpoints.hub.fp8_blocks import (
     FP8,
-    fp8_config,
-    fp8_weights,
     has_blocks,
-    scale_key,
+    list_fp8_parameters,
+    make_fp8_config,
 )
 from hf_moe_ep.checkpoints.hub.gather import gather_tensor
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
@@ -47,7 +46,7 @@ from hf_moe_ep.checkpoints.hub.stages import (
     slabs_for_all_stages,
     tensors_of_model,
 )
-from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, checksums
+from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, compute_checksums
 from hf_moe_ep.checkpoints.hub.write import TensorGroup, choose_dtypes, group_tensors
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
 from hf_moe_ep.etp import for_each_half, slabs_in_stock_shape, split_dims_by_id
@@ -77,11 +76,11 @@ from hf_moe_ep.upstream.adapters import (
 from hf_moe_ep.upstream.hub import checkpoint_name
 from hf_moe_ep.upstream.module_names import unwrap
 
-# A slab has max_bytes // _SLABS_IN_MEMORY bytes, because a rank needs memory for the slab that the
-# caller still holds (1) and the slab that is being filled (1). The rank that owns a shard also
-# needs the shard in the dtype of the master weights, the product of the adapter's factors, and
-# their sum; each is up to twice as large as the sent values (3 x 2). The sum is 8 slabs. An
-# all-gather needs two slabs besides its result, but then a rank owns only a part of the slab.
+# A slab has max_bytes // _SLABS_IN_MEMORY bytes, because a rank needs memory for 8 slabs: the slab
+# that the caller still holds (1) and the slab that is being filled (1). The rank that owns a shard
+# also needs the shard in the dtype of the master weights, the product of the adapter's factors, and
+# the sum of both; each is up to twice as large as the sent values (3 x 2). An all-gather needs two
+# slabs besides its result, but then a rank owns only a part of the slab.
 _SLABS_IN_MEMORY = 8
 # Errors that engines raise for a key or a shape that they do not know.
 _REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -101,41 +100,42 @@ def hub_tensors(
         for tensors in hub_tensors(model).by_module():
             engine.load_weights(tensors)
 
-    Keys, values and dtypes are those that `save_pretrained` writes. The order is layer by layer;
-    tied weights are yielded once. Each tensor is a contiguous copy on the device on which the model
-    computes. The model does not change.
+    Keys, values and dtypes are the same as in the files of `save_pretrained`. The order is layer by
+    layer; tied weights are yielded once. Each tensor is a contiguous copy on the device on which
+    the model computes. The model does not change.
 
     All ranks must iterate at the same time and to the end, because each tensor is gathered from all
     ranks. Do not run the model or move its experts during the iteration. If a rank stops early
     (`break`, `close()`, an error that is handled), the other ranks raise a RuntimeError at their
-    next tensor, which names this rank; if all ranks stop, no rank raises. If you store a caught
-    exception (`last = error`), its traceback keeps the local variables of the loop's function
-    alive, so the iterator is not closed and the other ranks wait. To avoid this, write the loop
-    inside `with contextlib.closing(tensors):`. An unhandled error ends the process, and torchrun
-    then ends the other ranks.
+    next tensor, which names this rank; if all ranks stop, no rank raises an error. If you store a
+    caught exception (`last = error`), its traceback keeps the local variables of the loop's
+    function alive, so the iterator is not closed and the other ranks wait. To avoid this, write the
+    loop inside `with contextlib.closing(tensors):`. An unhandled error ends the process, and
+    torchrun then ends the other ranks.
 
     Args:
         model: patched, sharded or not, with adapters or not.
         merge_adapters: add LoRA, on experts and other modules, to the yielded tensors, as PEFT's
             `merge_adapter` adds it to the model: all active adapters are added with their scales,
-            and modules_to_save replace the originals. Keys are those of a model without adapters.
+            and modules_to_save replace the originals. A model without adapters has the same keys.
         dtype: the dtype of the tensors, as in `save_pretrained`; None yields the dtype in which the
             model was loaded. "fp8" yields the weights of experts and Linear layers in E4M3
             with one fp32 scale per block of 128 x 128, as published FP8 checkpoints store them
-            (`x.weight`, then `x.weight_scale_inv`); `HubTensors.quantization_config` describes it.
+            (`x.weight`, then `x.weight_scale_inv`). `HubTensors.quantization_config` describes this
+            format.
         max_bytes: the limit of the memory needed besides the shards, including the tensor that was
-            yielded last. A single tensor that is larger is yielded all the same (the embedding, or
-            all experts of a layer if the hub stores them in one tensor); it is assembled from small
-            slabs. In addition each rank holds the whole factors of one parameter's adapters.
+            yielded last. A larger tensor (the embedding, or all experts of a layer if the hub
+            stores them in one tensor) is yielded all the same, but assembled from small slabs. In
+            addition each rank holds the whole factors of one parameter's adapters.
         extra_tensors: yield, behind all others, the tensors of the loaded checkpoint that the
             model's class ignores (layers for multi-token prediction), in their own dtypes. They do
-            not change, so an engine that has loaded them once needs them no more.
-        since: a `SyncToken` of an engine; each rank has a token of its own for the engine. Tensors
-            that have not changed since the last iteration with this token are left out. The first
-            iteration yields all tensors.
+            not change, so an engine needs to load them only once.
+        since: a `SyncToken`, which each rank makes for each engine. Tensors that have not changed
+            since the last iteration with this token are left out. The first iteration yields all
+            tensors.
 
     Returns:
-        An iterator, whose `metadata()` lists key, dtype and shape of all tensors.
+        An iterator. Its method `metadata()` lists key, dtype and shape of all tensors.
 
     Raises:
         ValueError: the model is not patched or is on the meta device; it has adapters and
@@ -158,7 +158,7 @@ def hub_tensors(
         )
     if since is not None and not isinstance(since, SyncToken):
         raise ValueError(f"since={since!r} is no SyncToken; make one per engine: SyncToken()")
-    if state.unread is None:  # tensors of unread layers can be listed already
+    if state.unread is None:  # the tensors of unread layers can be listed before they are read
         _check_has_values(model)
     refuse_quantised_experts(model, "hub_tensors")
     if state.stage is None:
@@ -228,10 +228,10 @@ class _Contents:
         groups: the tensors of the model.
         fp8_keys: the keys that are yielded in FP8.
         extra: the extra tensors in the files of rank 0.
-        fingerprints: the texts by which two syncs compare groups (by their first key) and extra
-            tensors (by key): for a group a hash of its checksums, for an extra tensor its position
-            in its file. Empty without `since`.
-        placements: those of the MoE layers when the groups were described.
+        fingerprints: the texts that two syncs compare. A group has a hash of its checksums, under
+            its first key; an extra tensor has its position in its file, under its key. Empty
+            without `since`.
+        placements: the placements of experts in the MoE layers when the groups were described.
     """
 
     groups: list[TensorGroup]
@@ -242,7 +242,7 @@ class _Contents:
 
 
 class HubTensors(Iterator[tuple[str, Tensor]]):
-    """The iterator that `hub_tensors` returns."""
+    """Iterator over (hub key, full tensor); `hub_tensors` returns it."""
 
     def __init__(self, source: _Source) -> None:
         # The generator must not refer to this object: when the last reference to this object is
@@ -254,28 +254,30 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
         return next(self._tensors)
 
     def close(self) -> None:
-        """Stop early. Other ranks that go on iterating raise an error."""
+        """Stop early. Ranks that continue to iterate raise an error."""
         self._tensors.close()
 
     def by_module(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Iterate over lists of (hub key, full tensor) of one attention, one expert, and so on.
+        """Iterate over lists of (hub key, full tensor): one list per attention, per expert, etc.
 
-        Some loaders join tensors of one module in one parameter, and only if one call has all of
-        them: SGLang joins `q_a_proj` and `kv_a_proj_with_mqa` of DeepSeek's attention, and loses
-        one that comes alone. Therefore, with `since`, all tensors of a module are yielded if one of
-        them has changed; `metadata()` lists them if it is called after this method. The tensors of
-        one list and the next tensor are in memory together.
+        Some loaders join several tensors of a module in one parameter, but only if one call passes
+        all of them: SGLang joins `q_a_proj` and `kv_a_proj_with_mqa` of DeepSeek's attention, and
+        loses a tensor that is passed without the other. Therefore, with `since`, all tensors of a
+        module are yielded if one tensor has changed; call this method before `metadata()`, which
+        then lists all of them. The tensors of a list and the next tensor are in memory together.
         """
         self._source.keep_modules_whole()
-        return (list(tensors) for _, tensors in groupby(self, lambda item: _module_of(item[0])))
+        return (
+            list(tensors) for _, tensors in groupby(self, lambda item: _get_module_name(item[0]))
+        )
 
     def check_engine(
         self, load_weights: Callable[[list[tuple[str, Tensor]]], Iterable[str] | None] | None
     ) -> None:
-        """Send an engine each tensor by itself, and raise one error for all keys that it refuses.
+        """Send an engine one tensor per call, and raise one error for all keys that it refuses.
 
-        In a sync, an engine stops at the first unknown key or skips the key without a message. Call
-        this method before the first sync; every rank calls it. It uses up this iterator.
+        In a sync, an engine stops at the first unknown key, or skips the key without a message.
+        Call this method on every rank before the first sync. It exhausts this iterator.
 
         Args:
             load_weights: the engine's method; None on ranks without an engine. The method skips a
@@ -301,11 +303,11 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
                 else:
                     if loaded is not None and not set(loaded):
                         skipped[key] = "skipped without an error"
-        of_ranks = gather((load_weights is not None, refused, skipped))
-        refused = {key: why for _, of_rank, _ in of_ranks for key, why in of_rank.items()}
-        skipped_by = [of_rank for has_engine, _, of_rank in of_ranks if has_engine]
-        for key, why in skipped_by[0].items() if skipped_by else ():
-            if all(key in of_rank for of_rank in skipped_by):
+        results = gather((load_weights is not None, refused, skipped))
+        refused = {key: why for _, refusals, _ in results for key, why in refusals.items()}
+        skipped_by_engine = [skips for has_engine, _, skips in results if has_engine]
+        for key, why in skipped_by_engine[0].items() if skipped_by_engine else ():
+            if all(key in skips for skips in skipped_by_engine):
                 refused[key] = why
         if not refused:
             return
@@ -315,19 +317,19 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
         raise ValueError(f"the engine does not take {len(refused)} keys: {text}; {first}: {why}")
 
     def metadata(self) -> list[TensorInfo]:
-        """List what will be yielded, in order, without gathering a value.
+        """List the tensors that will be yielded, in order, without gathering their values.
 
-        Engines that receive broadcasts need names, dtypes and shapes first (vLLM's and SGLang's
-        weight updates). Every rank calls this, because only rank 0 knows the extra tensors, and
-        because with `since` the checksums of the shards are added up over all ranks.
+        Engines that receive weights by broadcasts (vLLM, SGLang) need names, dtypes and shapes
+        first. Every rank calls this, because only rank 0 knows the extra tensors, and because with
+        `since` the checksums of shards are added up over all ranks.
         """
         return self._source.list_metadata()
 
     def metadata_of_rank(self) -> list[TensorInfo]:
-        """List the tensors as this rank knows them, without a collective.
+        """List the tensors that this rank knows, without a collective.
 
-        Before `metadata()`, only rank 0 lists the extra tensors. With `since`, tensors that have
-        not changed are listed, too.
+        Before `metadata()` is called, only rank 0 lists the extra tensors. With `since`, tensors
+        that have not changed are listed, too.
 
         Raises:
             ValueError: the model has pipeline stages, whose adapters and Linear layers this rank
@@ -339,11 +341,11 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
     def quantization_config(self) -> dict[str, Any]:
         """The entry of config.json with which an engine serves the tensors of `dtype="fp8"`.
 
-        Before `metadata()`, only rank 0 knows the extra tensors.
+        Before `metadata()` is called, only rank 0 knows the extra tensors.
 
         Raises:
-            ValueError: the tensors are not yielded in FP8, or `metadata()` must be called before,
-                as for `metadata_of_rank`.
+            ValueError: the tensors are not yielded in FP8; or the model has pipeline stages and
+                `metadata()` was not called before.
         """
         return self._source.quantization_config()
 
@@ -379,7 +381,7 @@ class _Source:
         return self._describe_contents(self._prepare())
 
     def list_own_metadata(self) -> list[TensorInfo]:
-        return self._describe_contents(self._contents_of_rank())
+        return self._describe_contents(self._list_known_contents())
 
     def _describe_contents(self, contents: _Contents) -> list[TensorInfo]:
         infos = []
@@ -394,30 +396,30 @@ class _Source:
     def quantization_config(self) -> dict[str, Any]:
         if self._dtype != FP8:
             raise ValueError(f"dtype={self._dtype!r} yields no FP8; pass dtype={FP8!r}")
-        contents = self._contents_of_rank()
+        contents = self._list_known_contents()
         extra = contents.extra
-        # Extra tensors keep their dtype: those of an FP8 checkpoint are FP8, all others are not.
-        fp8_extra = {part for key in unscaled_keys(extra) for part in scaled_keys(key)}
+        # Extra tensors keep their dtype: they are FP8 only if they come from an FP8 checkpoint.
+        fp8_extra = {part for key in find_unjoined_weights(extra) for part in list_fp8_keys(key)}
         shapes = {key: shape for group in contents.groups for key, shape in group.shapes.items()}
         shapes |= {key: tensor.shape for key, tensor in extra.items()}
         matrices = {key for key, shape in shapes.items() if len(shape) > 1}
-        return fp8_config(matrices - contents.fp8_keys - fp8_extra)
+        return make_fp8_config(matrices - contents.fp8_keys - fp8_extra)
 
-    def _contents_of_rank(self) -> _Contents:
-        """Return all tensors as this rank knows them, without asking other ranks."""
-        names = self._names_of_rank()
+    def _list_known_contents(self) -> _Contents:
+        """Return the tensors that this rank knows, without a collective."""
+        names = self._get_known_names()
         groups = self._describe(names)
         extra = self._find_extra(groups) if self._extra is None else self._extra
         placements = [layer.placement for layer in self._state.moe_layers]
         return _Contents(groups, self._find_fp8(groups, names), extra, {}, placements)
 
     def _find_extra(self, groups: list[TensorGroup]) -> dict[str, FileTensor]:
-        """Return the extra tensors that this rank's model carries."""
+        """Return the extra tensors to which this rank's model refers."""
         own_keys = {key for group in groups for key in group.shapes}
         return find_to_copy(self._state.extra if self._extra_tensors else None, own_keys)
 
-    def _names_of_rank(self) -> _Names:
-        """Return the names that `_prepare` has found, or those that this rank finds alone."""
+    def _get_known_names(self) -> _Names:
+        """Return the names that `_prepare` has found, or else the names that this rank can find."""
         if self._names is not None:
             return self._names
         stage = self._state.stage
@@ -429,9 +431,9 @@ class _Source:
         return self._find_own_names()
 
     def _find_own_names(self) -> _Names:
-        """Return the names in the model, or in this rank's pipeline stage of it."""
+        """Return the names in the model, or in this rank's pipeline stage."""
         model = self._model
-        parameters = fp8_weights(model, self._state.plan) if self._dtype == FP8 else set()
+        parameters = list_fp8_parameters(model, self._state.plan) if self._dtype == FP8 else set()
         return _Names(left_out_by_merging(model), parameters, active_adapters(model))
 
     def _join_names(self) -> _Names:
@@ -444,27 +446,27 @@ class _Source:
         if self._state.stage is None:
             return self._find_own_names()
         run_on_all("hub_tensors", lambda: _check_adapters(self._model, self._merge_adapters))
-        of_stages = gather_stages(self._find_own_names(), self._state)
-        # A stage may have no adapter at all.
-        adapters = [names.adapters for names in of_stages if names.adapters]
+        stage_names = gather_stages(self._find_own_names(), self._state)
+        # Stages without an adapter are left out.
+        adapters = [names.adapters for names in stage_names if names.adapters]
         if any(other != adapters[0] for other in adapters):
             raise ValueError(
                 f"pipeline stages have different active adapters: {adapters}; call set_adapter on "
                 f"every rank with the same names"
             )
         return _Names(
-            set().union(*(names.left_out for names in of_stages)),
-            set().union(*(names.fp8_parameters for names in of_stages)),
+            set().union(*(names.left_out for names in stage_names)),
+            set().union(*(names.fp8_parameters for names in stage_names)),
             adapters[0] if adapters else [],
         )
 
     def _describe(self, names: _Names) -> list[TensorGroup]:
-        """Describe all checkpoint tensors; every rank receives the values of their slabs."""
+        """Describe all checkpoint tensors. Iterating over their slabs sends values to all ranks."""
         model, state = self._model, self._state
         dtype = self._dtype if isinstance(self._dtype, torch.dtype) else None
         max_bytes = self._max_bytes // _SLABS_IN_MEMORY
-        # The tensors are listed before any all-gather: while FSDP2 has gathered the parameters of a
-        # layer, its modules hold other tensors.
+        # The tensors are listed before the first all-gather, because the modules of a layer hold
+        # other tensors while FSDP2 has gathered its parameters.
         tensors = tensors_of_model(model, state, names.left_out)
         updates = updates_of(model, tensors.values())
         # For each stacked tensor: the row (slot) in which each expert is stored.
@@ -477,7 +479,7 @@ class _Source:
             tensor_updates, slots_E = updates.get(id(tensor), []), slots.get(id(tensor))
             dtype, dim = dtype_of(name, tensor), split_dims.get(id(tensor))
             merge = partial(_merge_and_cast, dtype, [_gather_factors(u) for u in tensor_updates])
-            # The products of adapters have the stock shape.
+            # `merge` gets boxes in the stock shape, because products of adapters have this shape.
             change = for_each_half(merge, dim, 0 if dim is None else tensor.shape[dim + 1])
             slabs = slabs_for_all_stages(name, tensor, state, dtype, change, max_bytes, slots_E)
             return slabs_in_stock_shape(slabs, dim)
@@ -496,8 +498,8 @@ class _Source:
 
     @torch.inference_mode(False)
     def _prepare(self) -> _Contents:
-        """Find what is yielded; every rank calls this."""
-        # Inference mode is off, because a sharded model has no state dict in inference mode.
+        """Find the tensors to yield; every rank calls this."""
+        # Inference mode is off, because FSDP2 cannot make a state dict in inference mode.
         if self._contents is not None:
             return self._contents
         model, state = self._model, self._state
@@ -526,27 +528,29 @@ class _Source:
         fingerprints: dict[str, str] = {}
         if self._since is not None:
             fingerprints = self._fingerprint(groups, extra)
-            held = {key for key, text in fingerprints.items() if self._since.holds(key, text)}
-            changed = [group for group in groups if next(iter(group.shapes)) not in held]
+            unchanged = {key for key, text in fingerprints.items() if self._since.holds(key, text)}
+            changed = [group for group in groups if next(iter(group.shapes)) not in unchanged]
             if self._whole_modules:
-                modules = {_module_of(key) for group in changed for key in group.shapes}
-                changed = [g for g in groups if not modules.isdisjoint(map(_module_of, g.shapes))]
+                modules = {_get_module_name(key) for group in changed for key in group.shapes}
+                changed = [
+                    g for g in groups if not modules.isdisjoint(map(_get_module_name, g.shapes))
+                ]
             groups = changed
-            extra = {key: tensor for key, tensor in extra.items() if key not in held}
+            extra = {key: tensor for key, tensor in extra.items() if key not in unchanged}
         self._contents = _Contents(groups, fp8_keys, extra, fingerprints, placements)
         return self._contents
 
     def _fingerprint(
         self, groups: list[TensorGroup], extra: Mapping[str, FileTensor]
     ) -> dict[str, str]:
-        """Map the first key of each group to its checksum, and extra keys to places in files."""
+        """Return `_Contents.fingerprints`; every rank calls this."""
         fingerprints: dict[str, str] = {}
-        for of_stage in gather_stages(self._fingerprint_own(groups), self._state):
-            fingerprints |= of_stage
+        for stage_fingerprints in gather_stages(self._fingerprint_own_stage(groups), self._state):
+            fingerprints |= stage_fingerprints
         return fingerprints | {key: repr((t.file, t.start, t.dtype)) for key, t in extra.items()}
 
-    def _fingerprint_own(self, groups: list[TensorGroup]) -> dict[str, str]:
-        """Map the first key of each group of this rank's pipeline stage to a checksum."""
+    def _fingerprint_own_stage(self, groups: list[TensorGroup]) -> dict[str, str]:
+        """Return the fingerprints of the groups of this rank's pipeline stage."""
         model, stage = self._model, self._state.stage
         if stage is not None:
             assigned = assign_groups(groups, self._state)
@@ -559,7 +563,7 @@ class _Source:
             sources[id(tensor)] = tensor, slots.get(id(tensor))
             for update in updates.get(id(tensor), ()):
                 sources |= {id(factor): (factor, None) for factor in (update.a, update.b)}
-        sums = dict(zip(sources, checksums(list(sources.values())), strict=True))
+        sums = dict(zip(sources, compute_checksums(list(sources.values())), strict=True))
         fingerprints = {}
         for group in groups:
             values = [
@@ -577,13 +581,13 @@ class _Source:
     def _encode(
         self, key: str, tensor: Tensor, contents: _Contents
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield a tensor, or its values in FP8 and their scales."""
+        """Yield a tensor as it is, or its values in FP8 and then their scales."""
         if key not in contents.fp8_keys:
             yield key, tensor
             return
         values, scales = encode_blocks(tensor)
         yield key, values
-        yield scale_key(key), scales
+        yield f"{key}{SCALE}", scales
 
     @torch.inference_mode(False)
     def iterate(self) -> Generator[tuple[str, Tensor], None, None]:
@@ -617,8 +621,8 @@ class _Source:
             self._since.set(contents.fingerprints)
 
 
-def _module_of(key: str) -> str:
-    """Return the parent of the tensor's module: "layers.0.self_attn" for its "q_proj.weight"."""
+def _get_module_name(key: str) -> str:
+    """Return "layers.0.self_attn" for "layers.0.self_attn.q_proj.weight"."""
     return key.rsplit(".", 2)[0]
 
 
@@ -629,7 +633,7 @@ def _count_values(model: nn.Module, state: ModelState) -> int:
 
 
 def _check_not_moved(before: list[Tensor | None], state: ModelState) -> None:
-    """Raise RuntimeError if experts were moved: the next keys would name the wrong experts."""
+    """Raise RuntimeError if experts were moved, because the next keys would name wrong experts."""
     layers = zip(state.moe_layers, before, strict=True)
     if any(layer.placement is not placement for layer, placement in layers):
         raise RuntimeError(
@@ -645,7 +649,7 @@ def _gather_factors(update: LowRank) -> LowRank:
 
 
 def _merge_and_cast(dtype: torch.dtype, updates: list[LowRank], box: Box, values: Tensor) -> Tensor:
-    """Return a copy of the values in a box of a parameter, merged and cast as a save would."""
+    """Return a copy of the values in a box of a parameter, with updates added, in another dtype."""
     if updates:
         rows = tuple(slice(start, stop) for start, stop in box)
         values = add_updates(values.clone(), rows, updates)
@@ -653,7 +657,7 @@ def _merge_and_cast(dtype: torch.dtype, updates: list[LowRank], box: Box, values
 
 
 def _assemble(group: TensorGroup, still_here: StillHere | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield checkpoint tensors in order, each as soon as the slabs have filled it."""
+    """Yield the checkpoint tensors of a group in order, each as soon as slabs have filled it."""
     slabs, shapes = group.slabs(), group.shapes
     num_missing = {key: math.prod(shape) for key, shape in shapes.items()}
     unfinished: dict[str, Tensor] = {}

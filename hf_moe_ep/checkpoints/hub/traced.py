@@ -1,12 +1,12 @@
 """Trace how transformers' conversion rearranges parameters, with tensors that have no values.
 
 When transformers saves a model, its conversion turns the parameters in memory into the tensors of a
-checkpoint. A `Traced` tensor has no values; for each element it records the parameter from which
-the element comes, and the index there. If the conversion runs on such tensors, the results show how
+checkpoint. A `Traced` tensor has no values. For each element it records from which parameter the
+element comes, and from which index. If the conversion runs on such tensors, its results show how
 checkpoint tensors are made up of parameters, so this package needs no conversion code of its own.
 
 Parameters are numbered. The element [e, o, i] of parameter n has the coordinates (n, e, o, i, 0,
-0). After any views, transpositions and concatenations, the coordinates of a tensor are a base plus
+0). After each view, transposition or concatenation, the coordinates of the elements are a base plus
 one term per dim:
 
     tensor                      base               terms
@@ -14,9 +14,10 @@ one term per dim:
     its rows 3 to 5             (7, 0, 3, 0, ..) + (0, e, 0, 0, ..) + (0, 0, o, 0, ..) + ..
     expert 1 of these rows      (7, 1, 3, 0, ..) + (0, 0, o, 0, ..) + (0, 0, 0, i, ..)
 
-So a traced tensor needs memory for its dims, not for its elements. `Untraceable` is raised for a
-tensor whose coordinates are no such sum, and for a torch function that this module does not list.
-A conversion may pad a tensor with zeros; these count as elements of a parameter with number ZEROS.
+So a traced tensor needs memory for its dims, not for its elements. `Untraceable` is raised if the
+coordinates of a tensor cannot be such a sum, or if the conversion calls a torch function that this
+module does not list. A conversion may pad a tensor with zeros; these zeros count as elements of a
+parameter with the number ZEROS.
 """
 
 from __future__ import annotations
@@ -29,33 +30,32 @@ from typing import Any
 import numpy as np
 import torch
 
-# The number of the parameter and up to five indices (the kernel of a 3d convolution).
+# A parameter's number and up to five indices, as the kernel of a 3d convolution has.
 COORDINATES = 6
-# The indices of a long dim that are numbered at a time, which bounds the memory.
-_INDICES_AT_A_TIME = 1 << 20
+# The indices of a long dim are numbered in blocks of this size, which bounds the memory.
+_INDICES_PER_BLOCK = 1 << 20
 
-# The number of a parameter that stands for all zeros.
+# The number of the parameter to which all padding zeros belong.
 ZEROS = -1
 
 # The terms of one dim, [size, COORDINATES]: the numbers that each index adds to the coordinates.
 Axis = np.ndarray
-# The terms of all dims, or functions that compute them.
+# The terms of all dims, or functions that compute these terms.
 Axes = tuple[Axis, ...] | list[Callable[[], Axis]]
-
 
 # All traced tensors are views of this tensor, because they have no values.
 _EMPTY = torch.empty(0)
 
 
 class Untraceable(ValueError):
-    """An operation that this module cannot trace."""
+    """The conversion has called an operation that this module cannot trace."""
 
 
 class Traced(torch.Tensor):
-    """A rearrangement of elements of one or several parameters.
+    """A tensor without values, made up of rearranged elements of one or several parameters.
 
     Attributes:
-        base: the coordinates of the first element.
+        base: the part of the coordinates that all elements have in common.
         axes: for each dim, the terms that its indices add to `base`.
     """
 
@@ -70,7 +70,7 @@ class Traced(torch.Tensor):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The terms of all dims; computed at the first use, as most tensors are only renamed."""
+        """The terms of all dims. Most tensors are only renamed, so the first use computes them."""
         if isinstance(self._axes, list):
             self._axes = tuple(make() for make in self._axes)
         return self._axes
@@ -124,10 +124,10 @@ class Traced(torch.Tensor):
         return Traced(self.base + self.axes[dim][index], axes)
 
     def __getitem__(self, index: Any) -> Traced:
-        """Take the elements of integers, slices and at most one list of integers, one per dim."""
+        """Take elements by integers and slices, or by slices and one list of integers."""
         indices = index if isinstance(index, tuple) else (index,)
         kinds = [type(i) for i in indices]
-        max_lists = 0 if int in kinds else 1  # no list beside an integer
+        max_lists = 0 if int in kinds else 1  # an index has no list beside an integer
         if not {int, slice, list}.issuperset(kinds) or kinds.count(list) > max_lists:
             raise Untraceable(f"cannot take the elements {index!r}")
         taken, dim = self, 0
@@ -194,7 +194,7 @@ class Traced(torch.Tensor):
 
 
 class Tracer:
-    """Makes the traced tensors of parameters; dims of the same size share an array."""
+    """Makes the traced tensors of parameters. Dims of equal index and size share an array."""
 
     def __init__(self) -> None:
         self._axes: dict[tuple[int, int], Axis] = {}
@@ -211,15 +211,15 @@ class Tracer:
         """Return the terms of a dim whose index i adds i to one coordinate."""
         if (coordinate, size) not in self._axes:
             axis = _make_zero_terms(size)
-            for start in range(0, size, _INDICES_AT_A_TIME):
-                stop = min(start + _INDICES_AT_A_TIME, size)
+            for start in range(0, size, _INDICES_PER_BLOCK):
+                stop = min(start + _INDICES_PER_BLOCK, size)
                 axis[start:stop, coordinate] = np.arange(start, stop)
             self._axes[coordinate, size] = axis
         return self._axes[coordinate, size]
 
 
 def _make_zero_terms(size: int) -> Axis:
-    # In this order, the columns that stay 0 take no memory.
+    # In this order in memory, the columns that stay 0 take no memory.
     return np.zeros((COORDINATES, size), np.int64).T
 
 
@@ -249,13 +249,13 @@ def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
 def _split_and_merge_dims(tensor: Traced, shape: Sequence[int]) -> Traced:
     """Split and merge dims, [E, 2F, H] to [E, 2, F, H] or [E * 2F, H] and back.
 
-    The new dims are made one after the other: dims of the tensor are merged until the merged dim
-    has at least the new size. If the merged dim is larger, it is split into the new size and a
-    rest, which is used for the next new dim.
+    The new dims are made one after the other. For each, dims of the tensor are merged until the
+    merged dim has at least the new size. If the merged dim is larger, it is split into the new size
+    and a rest, with which the next new dim begins.
     """
     sizes = list(shape)
     if -1 in sizes:
-        # The product contains the -1, so it is the negative product of the other sizes.
+        # The product of all sizes contains the -1: it is the negative product of the others.
         sizes[sizes.index(-1)] = tensor.numel() // -math.prod(sizes)
     if math.prod(sizes) != tensor.numel():
         raise Untraceable(f"cannot reshape {tuple(tensor.shape)} into {tuple(shape)}")
@@ -271,7 +271,6 @@ def _split_and_merge_dims(tensor: Traced, shape: Sequence[int]) -> Traced:
             refusal = f"cannot trace the reshape of {tuple(tensor.shape)} into {tuple(shape)}"
             if len(axis) % size:
                 raise Untraceable(refusal)
-            # A table [size, rest].
             table = axis.reshape(size, -1, COORDINATES)
             outer, inner = table[:, 0], table[0] - table[0, 0]
             if not np.array_equal(outer[:, None] + inner[None], table):
@@ -279,7 +278,7 @@ def _split_and_merge_dims(tensor: Traced, shape: Sequence[int]) -> Traced:
             axis = outer
             axes.insert(0, inner)
         result.append(axis)
-    for axis in axes:  # the dims that are left have size 1
+    for axis in axes:  # the remaining dims have size 1
         base = base + axis[0]
     return Traced(base, tuple(result))
 

@@ -1,17 +1,17 @@
-"""Parameters that are read from a checkpoint when the model is sharded, and not when it is loaded.
+"""Read parameters from a checkpoint when the model is sharded, and not when it is loaded.
 
 `hf-moe-ep run` lets stock's from_pretrained load a model without the parameters of its decoder
-layers (`runner/load.py`). They stay on the meta device, and `ModelState.unread` says where the
-checkpoint stores them:
+layers (`runner/load.py`). These parameters stay on the meta device, and `ModelState.unread` says
+where the checkpoint stores them:
 
     from_pretrained       find_unread      finds the parameters in the files, and reads none
                           finish_loading   reads the buffers of the layers, which are small
     accelerator.prepare   shard_and_read   shards the model, then each rank reads its shards
     other code            read_whole       reads whole parameters, if code needs their values
 
-In between, the trainer may attach adapters, replace the embeddings or freeze parameters. The values
-are those that stock would have loaded, rounded to the same dtype. If the trainer writes unread
-parameters, an error says so, because these values would be lost.
+In between, the trainer may attach adapters, replace the embeddings or freeze parameters. Parameters
+get the values that stock would have loaded, rounded to the same dtype. If the trainer has written
+to unread parameters, an error says so, because the written values would be lost.
 
 With axolotl's cpu_ram_efficient_loading, only the first rank of each machine loads weights. On the
 other ranks, some trainers allocate all trainable parameters without values. Such parameters count
@@ -53,16 +53,16 @@ from hf_moe_ep.upstream.sharded_models import times_written
 
 @dataclass(frozen=True)
 class Unread:
-    """Where a checkpoint stores the parameters that a model has not read.
+    """The unread parameters of a model, and where a checkpoint stores them.
 
     Attributes:
         folder: the folder of the checkpoint.
-        stored: the parameters, by their names in checkpoints.
+        stored: the unread parameters, by their names in checkpoints.
         buffers: the persistent buffers of the model, by name.
         fingerprint: identifies the files; it must be the same on all ranks.
-        keys: the keys in the files that store these parameters, with their tensors.
-        written: the parameters by name, each with the number of times that it had been written when
-            from_pretrained returned the model.
+        keys: the tensors in the files that store these parameters, by key.
+        written: the parameters by their names in checkpoints, each with `times_written` at the end
+            of from_pretrained.
     """
 
     folder: str
@@ -75,28 +75,28 @@ class Unread:
     )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unread:
-        """A copy of the model reads the same files."""
+        """Return this object, because a copy of the model reads the same files."""
         return self
 
     def read_whole(self, model: nn.Module) -> None:
-        """Read all of these parameters of their model, for code that does not know files."""
+        """Call the function `read_whole`, for lower folders, which may not import this module."""
         read_whole(model)
 
 
 def find_unread(
     model: nn.Module, files: Sequence[Path], plan: ModelPlan, names: Iterable[str]
 ) -> Unread:
-    """Find the parameters `names` of a model on meta in the files of a checkpoint; read no values.
+    """Find the parameters `names` of a model on meta in files of a checkpoint; read no values.
 
     Raises:
         ValueError: the files are not a complete checkpoint; tensors are missing or have another
-            shape; or tensors are quantised, so that they are not read as they are stored.
+            shape; or tensors are quantised, so that they must be decoded.
     """
     names = set(names)
     folder = files[0].parent
     found = match_checkpoint(model, folder, plan, names, file_tensors=read_files(files))
     for name, _ in persistent_buffers(model):
-        if name not in found.stored:  # stock's code gives it its initial value
+        if name not in found.stored:  # only stock's code knows the initial value
             raise ValueError(f"{name} is not in {os.fspath(folder)}")
     key_of = {id(tensor): key for key, tensor in found.file_tensors.items()}
     stored = {checkpoint_name(name): found.stored[name] for name in names}
@@ -143,8 +143,8 @@ def shard_and_read(
     Every rank must call this function.
 
     Raises:
-        ValueError: as `shard_model`; ranks would read different weights; or unread parameters were
-            written.
+        ValueError: as `shard_model`; or ranks would read different weights; or unread parameters
+            were written.
     """
     unread: Unread | None = state.unread
     if unread is None:
@@ -164,9 +164,9 @@ def shard_and_read(
 def cut_before_sharding(
     model: nn.Module, state: ModelState, options: ShardOptions, device: torch.device
 ) -> None:
-    """Leave this rank its pipeline stage of a model that `shard_and_read` shards later.
+    """Cut a model to this rank's pipeline stage, before `shard_and_read` shards it.
 
-    Every rank must call this function. Raises as `shard_and_read`.
+    Every rank must call this function. It raises the same errors as `shard_and_read`.
     """
     unread: Unread | None = state.unread
     parameters = {} if unread is None else _find_unread_parameters(model, unread)
@@ -176,7 +176,7 @@ def cut_before_sharding(
 
 
 def _with_empty(options: ShardOptions, parameters: Mapping[str, nn.Parameter]) -> ShardOptions:
-    """Return options that leave these parameters on meta."""
+    """Return options with which sharding leaves these parameters on meta."""
     return replace(options, empty_params=options.empty_params | frozenset(parameters.values()))
 
 

@@ -1,18 +1,18 @@
 """Write a checkpoint in the hub's layout: rank 0 writes, one slab of a parameter at a time.
 
 With pipeline stages the first rank of each stage writes the files of its stage, and rank 0 commits
-(`StageFiles`). A slab is the part of a parameter that a range of dim 0 selects. The steps of a
-save, in order:
+(`StageFiles`). A slab is the part of a parameter that a range of dim 0 selects. A save has four
+steps:
 
-    files                                              what happens
+    files                                              step
     .configs-../config.json, .., tokenizer             are written into a temporary folder
     model-3f9c21ab-00001-of-00013.safetensors, ..      are written; no earlier checkpoint has these
                                                        names
-    config.json, generation_config.json, tokenizer,    are all replaced at one moment: the commit
+    config.json, generation_config.json, tokenizer,    are all replaced at one moment, the commit
     model.safetensors.index.json
     shards that the index does not name                are removed
 
-If a process is killed or fails, the folder contains this:
+If a process is killed or fails, the folder contains these files:
 
     before the commit    the previous checkpoint, and possibly some new shards
     after the commit     the new checkpoint, and possibly some old shards
@@ -20,11 +20,11 @@ If a process is killed or fails, the folder contains this:
 The next save removes the shards that the index does not name.
 
 If the folder has no config.json yet, or has an index already and the same configs, the commit is
-the rename of the index. Otherwise `switch.py` replaces configs and index with one rename of a link;
-it also removes a model.safetensors, which readers would prefer to the index. A file system without
-links does not allow that: configs, index and model.safetensors are then changed one after the other
-within milliseconds, and a warning says that a kill in between leaves a folder that cannot be
-loaded. The index also stores a hash of every shard, for `hf-moe-ep verify`.
+the rename of the index. Otherwise `storage/switch.py` replaces configs and index with one rename of
+a link; it also removes a model.safetensors, which readers would prefer to the index. On a file
+system without links, configs, index and model.safetensors are changed one after the other within
+milliseconds, and a warning says that a kill in between leaves a folder that cannot be loaded. The
+index also stores a hash of every shard, for `hf-moe-ep verify`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from torch import Tensor
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIG, publish
 from hf_moe_ep.checkpoints.hub.layout import PADDING, group_by_shared_tensors, hub_layout
-from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, filled_box
-from hf_moe_ep.checkpoints.hub.switch import changed_files, settle, switch_files
+from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, find_filled_box
 from hf_moe_ep.checkpoints.storage.atomic import write_atomically
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, FileTensor, Writer
+from hf_moe_ep.checkpoints.storage.switch import changed_files, settle, switch_files
 from hf_moe_ep.etp import split_dims_by_id, stock_shape
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.all_ranks import gather_on_first, is_first
@@ -59,8 +59,9 @@ from hf_moe_ep.upstream.models import is_correction_bias
 
 _logger = logging.getLogger("hf_moe_ep")
 
-# Two fields of the index. The first has the sha256 of each file. The second has, for each file of
-# copied tensors, one sha256 of its header and of the tensors' hashes (`sha256_of_tensors`).
+# Two fields of the index. The first has the sha256 of each file with tensors of the model. The
+# second has, for each file with copied tensors, one sha256 of its header and of the tensors' hashes
+# (`Writer.sha256_of_tensors`).
 HASHES = "hf_moe_ep_sha256"
 HASHES_OF_COPIES = "hf_moe_ep_sha256_of_tensors"
 # The names of shards that this package and transformers write. Files with other names, such as
@@ -70,9 +71,9 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-# The slabs of a parameter, in order: (box, values), where a box is the index range in each dim.
-# While a checkpoint is written, only the rank that writes uses the values, but every rank of its
-# pipeline stage iterates to the end.
+# The slabs of a parameter, in order: (box, values). A box is the index range in each dim. While a
+# checkpoint is written, every rank of a pipeline stage iterates to the end, but only its first rank
+# uses the values.
 Slabs = Iterable[tuple[Box, Tensor | None]]
 
 
@@ -85,12 +86,12 @@ class TensorGroup:
 
     Attributes:
         parameters: for each parameter, its pieces in order (a piece fills a box of one checkpoint
-            tensor) and a function that yields its slabs. Zeros that pad a checkpoint tensor are
-            listed like a parameter.
+            tensor), and a function that yields the slabs of the parameter. Zeros that pad a
+            checkpoint tensor are listed like a parameter.
         dtype: the dtype in the checkpoint.
         names: the names of the parameters in the model.
-        source: a tensor in another file. It is copied byte for byte and is the group's only tensor;
-            its slabs are not read.
+        source: None, or a tensor in another file that is copied byte for byte. It is then the
+            group's only tensor, and no slabs are read.
         sha256: the hash of `source`, if it is known.
         stage: the pipeline stage that holds the parameters.
     """
@@ -121,7 +122,7 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class StageFiles:
-    """The files that one pipeline stage writes. All stages write at the same time.
+    """The files that one pipeline stage writes, while other stages write theirs.
 
         round      0                1                2
         stage 0    file 0           file 1           file 2
@@ -129,7 +130,7 @@ class StageFiles:
 
     Attributes:
         numbers: the numbers of the files of this rank's stage, in order.
-        num_rounds: the largest number of files of a stage.
+        num_rounds: the number of files of the stage with most files.
     """
 
     numbers: Sequence[int]
@@ -146,11 +147,11 @@ def group_tensors(
     """Group the tensors of a model by the checkpoint tensors that they fill in the hub's layout.
 
     Args:
-        model: the model that the tensors belong to.
+        model: the model to which the tensors belong.
         plan: `plan.stored` overrides the layout that transformers would write.
         tensors: parameters and buffers by their names in the model.
         dtype_of: returns the dtype in which a tensor is saved.
-        slabs_of: yields the slabs of a tensor, with stock dims.
+        slabs_of: yields the slabs of a tensor, in its stock shape.
 
     Raises:
         ValueError: parameters that share a checkpoint tensor have several dtypes.
@@ -189,14 +190,14 @@ def _make_zero_slabs(piece: Piece, dtype: torch.dtype) -> Slabs:
 def choose_dtypes(
     model: Any, dtype: torch.dtype | None, loaded: Mapping[str, torch.dtype]
 ) -> Callable[[str, Tensor], torch.dtype]:
-    """Return a function of a tensor and its name, which returns the dtype of the saved tensor.
+    """Return a function that returns the dtype in which a tensor is saved, from name and tensor.
 
-    This is `dtype` for floating point tensors. A tensor in fp32 is not rounded to `dtype` if
-    stock's from_pretrained keeps it in fp32 in a model of that dtype: correction biases, and what
-    the class names. Rounding to bf16 would change the routers' choice of experts.
+    Floating point tensors are saved in `dtype`, with an exception: a tensor in fp32 is not rounded
+    if stock's from_pretrained keeps it in fp32 in a model of this dtype (correction biases, and
+    tensors that the class names). Rounding to bf16 would change the routers' choice of experts.
 
     Args:
-        model: stock or patched.
+        model: the model, stock or patched.
         dtype: None saves each tensor in the dtype in which it was loaded.
         loaded: the dtypes in which tensors were loaded, by name, if the model has fp32 masters.
     """
@@ -227,7 +228,7 @@ def parse_size(size: int | str) -> int:
 def split_files(groups: list[TensorGroup], max_bytes: int) -> list[list[TensorGroup]]:
     """Assign groups to files in order; a group larger than `max_bytes` gets a file of its own.
 
-    Copies have files of their own, too, and so has each pipeline stage.
+    A file has either copies or tensors of the model, and only tensors of one pipeline stage.
     """
 
     def kind_of(group: TensorGroup) -> tuple[bool, int]:
@@ -246,12 +247,12 @@ def split_files(groups: list[TensorGroup], max_bytes: int) -> list[list[TensorGr
 
 
 def first_dtype(groups: Iterable[TensorGroup]) -> torch.dtype:
-    """Return the dtype that config.json names: that of the first floating point tensor."""
+    """Return the dtype for config.json, which is the dtype of the first floating point tensor."""
     return next(group.dtype for group in groups if group.dtype.is_floating_point)
 
 
-def file_names(num_files: int) -> list[str]:
-    """Return names for the files of a save, which no earlier checkpoint has."""
+def choose_file_names(num_files: int) -> list[str]:
+    """Return names for the files of a save that differ from the names of all earlier saves."""
     tag = uuid.uuid4().hex[:8]
     return [
         f"model-{tag}-{number:05d}-of-{num_files:05d}.safetensors"
@@ -283,18 +284,18 @@ def write_checkpoint(
     Args:
         writes: True on the process that writes the files (with pipeline stages, on one process of
             each stage). All other processes only iterate over the slabs.
-        run_on_all: runs a step on all ranks and raises an error of one rank on every rank.
+        run_on_all: runs a step on all ranks, and raises the error of one rank on every rank.
         configs: the folder that `prepare_configs` returned; the commit publishes its files, and an
             error removes it.
-        names: the names of the files. All ranks pass the same names, and no checkpoint in the
-            folder uses them. With None, this function chooses new names.
+        names: the names of the files, the same on all ranks and not used in the folder yet. With
+            None, this function chooses names.
         what: describes the work in the progress bar and in errors.
         stage: with pipeline stages, the files that this rank's stage writes.
 
     Returns:
         The sha256 of each copied tensor, by key, on the process that commits.
     """
-    names = names or file_names(len(files))
+    names = names or choose_file_names(len(files))
     own = range(len(files)) if stage is None else stage.numbers
     commits = writes if stage is None else is_first()
     num_waits = 0 if stage is None else stage.num_rounds - len(own)
@@ -311,7 +312,7 @@ def write_checkpoint(
             for _ in range(num_waits):
                 run_on_all(what, _do_nothing)
         if stage is not None:
-            # From here on rank 0 may commit, and only rank 0 knows if it has.
+            # From here on rank 0 may commit, and only rank 0 knows whether it has committed.
             abandon = abandon if commits else _do_nothing
             written = gather_on_first(what, lambda: None if writer is None else writer.written)
             for other in written or ():
@@ -345,29 +346,29 @@ def _write_file(
                 del slab
         writer.finish_file(number, file)
     finally:
-        for _ in slabs:  # after an error too: the other ranks still call the collectives
+        for _ in slabs:  # after an error, too, because other ranks wait in the collectives
             pass
 
 
 def _iterate_slabs(
     groups: list[TensorGroup],
 ) -> Iterator[tuple[TensorGroup, list[Piece], Box, Tensor | None]]:
-    """Yield the slabs of all groups; a group with a source is yielded once, without a slab."""
+    """Yield the slabs of all groups. A group with a source is yielded once, without a slab."""
     for group in groups:
         if group.source is not None:
             yield group, group.parameters[0][0], (), None
             continue
         for pieces, box, slab in group.slabs():
             yield group, pieces, box, slab
-            del slab  # free it before the next one is allocated
+            del slab  # its memory must be free before the next slab is allocated
 
 
 def _write_slab(
     file: Writer, dtype: torch.dtype, pieces: list[Piece], box: Box, slab: Tensor
 ) -> None:
-    """Write the part of each piece that a slab holds; interleaved pieces are written together."""
+    """Write the part of each piece that is in a slab, and interleaved pieces with one call."""
     for key, parts in cut_pieces(pieces, box).items():
-        filled = filled_box(parts)
+        filled = find_filled_box(parts)
         block = None if filled is None else torch.empty(box_sizes(filled), dtype=dtype)
         for part in parts:
             values = part.in_view(slab[part.slices_in(box)])
@@ -402,7 +403,7 @@ class _FileHashes:
 
 
 class _HubWriter:
-    """Writes the files of one save: `open` and `finish_file` for each, then `commit` on rank 0."""
+    """Writes the files of one save: `open` and `finish_file` per file, then `commit` on rank 0."""
 
     def __init__(
         self,
@@ -438,16 +439,17 @@ class _HubWriter:
             self.written.hashes[name] = writer.sha256
 
     def commit(self) -> None:
-        """Commit configs and index, which names the new files; then remove older shards."""
-        # With pipeline stages the hashes come from other processes, in the order of the ranks.
-        hashes, of_copies = (
-            {name: hashes[name] for name in self._names if name in hashes}
-            for hashes in (self.written.hashes, self.written.hashes_of_copies)
+        """Commit the configs and the index with the new files, then remove older shards."""
+        # With pipeline stages the hashes were collected in the order of the ranks.
+        hashes, hashes_of_copies = (
+            {name: by_name[name] for name in self._names if name in by_name}
+            for by_name in (self.written.hashes, self.written.hashes_of_copies)
         )
-        assert len(hashes) + len(of_copies) == len(self._names), "a file was not written"
+        num_written = len(hashes) + len(hashes_of_copies)
+        assert num_written == len(self._names), "a file was not written"
         metadata: dict[str, Any] = {"total_size": self._total, HASHES: hashes}
-        if of_copies:
-            metadata[HASHES_OF_COPIES] = of_copies
+        if hashes_of_copies:
+            metadata[HASHES_OF_COPIES] = hashes_of_copies
         index = {"metadata": metadata, "weight_map": dict(sorted(self._file_of.items()))}
         text = json.dumps(index, indent=2) + "\n"
         if not self._switch(text):

@@ -1,18 +1,18 @@
-"""Replace several files of a folder at one moment: if the process is killed, all are old or new.
+"""Replace several files of a folder at one moment, so that a kill leaves all old or all new files.
 
-A rename replaces one file, but a checkpoint has at least two: config.json describes the shards that
-model.safetensors.index.json names. `switch_files` therefore first replaces both files by symbolic
-links that lead through a second link, `current`. One rename of `current` then replaces both files.
-This rename is the commit:
+A rename replaces one file, but a checkpoint has at least two files that must fit each other:
+config.json describes the shards that model.safetensors.index.json names. `switch_files` therefore
+first replaces both files by symbolic links that lead through a second link, `current`. One rename
+of `current` then replaces both files. This rename is the commit:
 
     config.json                  ->  .switch-3f9c21ab/current/config.json
     model.safetensors.index.json ->  .switch-3f9c21ab/current/model.safetensors.index.json
     .switch-3f9c21ab/current     ->  old, then new
 
 Every reader follows these links, transformers too, and finds the old files until the commit. If the
-new checkpoint lacks a file, such as model.safetensors, its link leads to a missing file after the
-commit, so the file disappears at the same moment. At the end `settle` replaces each link by the
-file to which it leads; this changes no contents, so the links can be replaced one by one.
+new checkpoint lacks a file, such as model.safetensors, the link of this file leads to nothing after
+the commit, so the file disappears at the same moment. At the end `settle` replaces each link by the
+file to which the link leads. The contents stay the same, so `settle` can do this link by link.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.E
 
 
 def changed_files(folder: Path, staged: Path) -> list[Path]:
-    """List the files of `staged`, as relative paths, that `folder` lacks or that differ there."""
+    """List the files of `staged`, as relative paths, that are missing or different in `folder`."""
     return [
         name
         for name in _list_files(staged)
@@ -52,8 +52,8 @@ def switch_files(folder: Path, staged: Path, to_remove: Iterable[str] = ()) -> b
         to_remove: names of the files in `folder` to remove; missing files are skipped.
 
     Returns:
-        True if the files were replaced. False if the file system has no links; nothing is changed
-        then.
+        True if the files were replaced. False if the file system has no links, so that nothing was
+        changed.
     """
     switch = folder / f"{SWITCH}{uuid.uuid4().hex[:8]}"
     new = _list_files(staged)
@@ -86,8 +86,8 @@ def switch_files(folder: Path, staged: Path, to_remove: Iterable[str] = ()) -> b
 def settle(folder: Path) -> None:
     """Replace the links that `switch_files` made in `folder` by the files to which they lead.
 
-    If a save was killed, the next save calls this to complete or undo it: the links lead to the new
-    files after the commit, and to the old files before it.
+    The next save calls this function, so that a killed save is completed if it had committed (the
+    links lead to the new files), and undone otherwise (the links lead to the old files).
     """
     for switch in folder.glob(f"{SWITCH}*"):
         for name in {*_list_files(switch / _OLD), *_list_files(switch / _NEW)}:
@@ -103,9 +103,9 @@ def settle(folder: Path) -> None:
 
 
 def _link_old(file: Path, old: Path) -> None:
-    """Make `old` a second name of `file`, by a hard or symbolic link; skip a missing file."""
+    """Make `old` a second name of `file`, by a hard or symbolic link, unless `file` is missing."""
     old.parent.mkdir(parents=True, exist_ok=True)
-    if file.is_symlink() and file.exists():  # for example, in the hub's cache
+    if file.is_symlink() and file.exists():  # the hub's cache has such links
         old.symlink_to(file.resolve())
     elif file.exists():
         os.link(file, old)
@@ -127,6 +127,6 @@ def _set_link(switch: Path, target: str, path: Path) -> None:
 
 
 def _list_files(folder: Path) -> list[Path]:
-    """List the files and links under a folder as relative paths; [] if it is missing."""
+    """List the files and links under a folder as relative paths; [] for a missing folder."""
     paths = folder.rglob("*")
     return sorted(p.relative_to(folder) for p in paths if p.is_symlink() or p.is_file())
