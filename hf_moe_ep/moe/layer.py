@@ -49,7 +49,7 @@ from hf_moe_ep.dispatcher import Header, Planning, RouteSource, Tokens
 from hf_moe_ep.etp import ids_of_parts, weights_of_parts
 from hf_moe_ep.moe.counting import count_choice
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
-from hf_moe_ep.moe.dispatch.chunks import AUTO, apply_choice, choose_at_first_forward
+from hf_moe_ep.moe.dispatch.auto_chunks import AUTO, apply_choice, choose_at_first_forward
 from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
 from hf_moe_ep.moe.experts import local_weights, run_experts
 from hf_moe_ep.moe.padding import leave_out_padding, positions_without_padding
