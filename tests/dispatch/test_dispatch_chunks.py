@@ -37,12 +37,14 @@ def test_the_last_transfer_hides_the_computation_behind_the_experts() -> None:
         (LayerTimes(transfer=0, latency=0, experts=10, chunk=0), 1),  # there is no transfer to hide
         (LayerTimes(transfer=10, latency=10, experts=10, chunk=0), 1),  # messages cost too much
         (LayerTimes(transfer=10, latency=0, experts=10, chunk=10), 1),  # launches cost too much
-        (LayerTimes(transfer=10, latency=0, experts=0.01, chunk=0), 1),  # the experts hide no transfer
+        (LayerTimes(transfer=10, latency=0, experts=0.01, chunk=0), 1),  # nothing hides it
         (LayerTimes(transfer=10, latency=0, experts=10, chunk=0), 2),
         (LayerTimes(transfer=10, latency=0, experts=40, chunk=0.001), 8),
     ],
 )
-def test_more_chunks_are_chosen_only_if_they_hide_more_than_they_cost(times: LayerTimes, want: int) -> None:
+def test_more_chunks_are_chosen_only_if_they_hide_more_than_they_cost(
+    times: LayerTimes, want: int
+) -> None:
     assert choose_num_chunks(times) == want
     assert choose_num_chunks(times, max_chunks=1) == 1
 

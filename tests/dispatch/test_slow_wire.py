@@ -98,7 +98,7 @@ def _fail_on_all_ranks(name: str, rank: int, world: int) -> None:
 FAILURES: dict[str, Any] = {
     "in the gather of weights": lambda _: (
         layer,
-        ("local_weights", _failing_with(torch.OutOfMemoryError)),
+        ("collect_weights", _failing_with(torch.OutOfMemoryError)),
         torch.OutOfMemoryError,
         2,
     ),

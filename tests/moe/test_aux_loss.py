@@ -40,7 +40,7 @@ from hf_moe_ep import (
     unpatch,
 )
 from hf_moe_ep.moe import aux_loss as module
-from hf_moe_ep.moe.aux_loss import sum_over_layers, terms_of_sums
+from hf_moe_ep.moe.aux_loss import compute_terms, sum_over_layers
 from hf_moe_ep.state import find_state
 
 COEFFICIENT = 5.0
@@ -52,7 +52,7 @@ Batch = dict[str, Tensor]
 def _own_aux_loss(*args: Any, per_layer: bool = False) -> Tensor:
     """Compute the loss of one process; the arguments are those of stock's function."""
     sums = sum_over_layers(*args, per_layer=per_layer)
-    (loss,), _ = terms_of_sums([sums], args[2], world_size=1)
+    (loss,), _ = compute_terms([sums], args[2], world_size=1)
     return loss
 
 
