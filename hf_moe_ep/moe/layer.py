@@ -216,7 +216,7 @@ def compute_and_combine(
     """
     weights: ExpertWeights | None = None
     with OverlappedChunks() as chunks:
-        for chunk in chunks.overlapped(exchanges, tokens):
+        for chunk in chunks.start_chunks(exchanges, tokens):
             # The autograd nodes of the weights are created before `finish`. Backward therefore runs
             # them while the rows' gradients are transferred.
             weights = weights or collect_weights(experts, compute, tokens.x_TH, first_expert)

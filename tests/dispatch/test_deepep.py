@@ -107,7 +107,7 @@ def _run_layer(
     """Run a layer whose experts use rows, ids and weights, and append what they get to received."""
     x_TH, w_TK = _column_major(x_TH), _column_major(w_TK)
     with OverlappedChunks() as chunks:
-        for arriving in chunks.overlapped(exchanges, Tokens(x_TH, w_TK, ids_TK)):
+        for arriving in chunks.start_chunks(exchanges, Tokens(x_TH, w_TK, ids_TK)):
             rows_RH, w_RK, ids_RK = arriving.finish()
             local = len(arriving.counts_L)
             received.append((rows_RH.detach(), w_RK.detach(), ids_RK, arriving.counts_L))

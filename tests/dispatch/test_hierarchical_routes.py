@@ -132,7 +132,7 @@ def _run(kind: str, case: Case, network: Network, rank: int, *, recompute: bool 
     for _ in range(2 if recompute else 1):
         arrived, weights, counts = [], [], torch.zeros_like(counts)
         with OverlappedChunks() as chunks:
-            for arriving in chunks.overlapped(exchanges, tokens):
+            for arriving in chunks.start_chunks(exchanges, tokens):
                 rows_RH, w_RK, ids_RK = arriving.finish()
                 counts += torch.tensor(arriving.counts_L)
                 local_pairs = (ids_RK < case.local).nonzero().tolist()
@@ -299,7 +299,7 @@ def test_one_host_sync_per_layer() -> None:
             exchanges = dispatcher.start_plan(ids_TK, HEADER, hidden_bytes=0).finish()
             tokens = Tokens(x_TH, w_TK, ids_TK)
             with OverlappedChunks() as chunks:
-                for arriving in chunks.overlapped(exchanges, tokens):
+                for arriving in chunks.start_chunks(exchanges, tokens):
                     rows_RH, w_RK, _ = arriving.finish()
                     chunks.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))
             chunks.finish().sum().backward()
