@@ -1,7 +1,7 @@
 """Compute the router's load-balancing loss over the global batch.
 
-The formula is that of Switch Transformer (arXiv 2101.03961, eq. 4-6), as transformers'
-`load_balancing_loss_func` computes it. Both means are over the tokens of all layers:
+The formula is Switch Transformer's (arXiv 2101.03961, eq. 4-6), as transformers computes it in
+`load_balancing_loss_func`. Both means are over the tokens of all layers:
 
     aux = E * sum_e  f_e * P_e        f_e: the share of tokens that chose expert e, a constant
                                       P_e: the mean router probability of e, with a gradient
@@ -367,7 +367,7 @@ class GlobalAuxLoss(Ours):
     ) -> Tensor:
         """Compute this rank's term of the loss (`compute_terms`).
 
-        A pipeline stage adds its sums to those of earlier stages, and the last stage computes the
+        A pipeline stage adds its sums to the sums of earlier stages. The last stage computes the
         loss; every other stage returns zero. With "gpipe" the last stage returns zero as well, and
         `finish_batch` computes the loss of all micro-batches.
         """

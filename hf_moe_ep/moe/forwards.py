@@ -102,7 +102,7 @@ class KeepForwards(Ours):
 
     def __call__(self, root: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
-            return  # sharding has checked the forwards, and compiled ones do not change
+            return  # sharding has checked the forwards; a compiled forward does not change
         keep_forwards(self.state)
         if not self._looked_for_liger:
             meshes = self.state.meshes

@@ -10,7 +10,7 @@ E / ep_size of the experts (and with etp_size > 1 a part of each of these expert
                repeats the choice of the layer's first run. If `balance_experts` has moved experts,
                each expert id is replaced by the expert's slot, its row in the stacked weights of
                all ranks
-    dispatch   each token is sent to every rank that has an expert of the token, or a part of it
+    dispatch   each token is sent to every rank that has at least a part of one of its experts
     experts    each rank computes its experts on the rows that it received
     combine    the results are sent back and added up, one row per token
 

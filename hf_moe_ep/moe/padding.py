@@ -16,7 +16,7 @@ loss may depend on a padding token if
   predicts the text's first token, unless the label of this first token is -100;
 - the forward has no labels, so another loss may read the output of every token;
 - modules other than attention mix the tokens of a sequence (`ModelPlan.mixers`), and padding stands
-  in front of a text. Padding behind a text is no problem, because all modules of a causal LM are
+  in front of a text. Padding behind a text does not matter, because all modules of a causal LM are
   causal.
 
 The recompute of a checkpointed layer must leave out the same tokens as its first run, so

@@ -154,7 +154,7 @@ class Replaying(Session):
         if error is not None:
             if not self._state.exchanges_rows:
                 raise error
-            self.refusal = error  # the other ranks learn of it in the exchange of this layer
+            self.refusal = error  # this layer's exchange makes the other ranks raise an error, too
             return weights_TK
         assert self._replayed_TK is not None and self._given_T1 is not None
         with hidden_from_modes():

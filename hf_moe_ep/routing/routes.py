@@ -144,7 +144,7 @@ class Routes:
         return replace(self, ids=pack_rows(self.ids), weights=weights)
 
     def to(self, device: torch.device | str) -> Routes:
-        """Copy the routes to another device. From pinned memory to a GPU this is no host sync."""
+        """Copy the routes to a device; from pinned memory to a GPU without a host sync."""
         weights = None if self.weights is None else copy_to_device(self.weights, device)
         return replace(self, ids=copy_to_device(self.ids, device), weights=weights)
 

@@ -355,14 +355,14 @@ def one_operator_between_counts_and_rows(rank: int, world: int) -> None:
     case = CASES[0]
     ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
     w_TK = w_TK.bfloat16()
-    original = AllToAllExchange.of_counts
+    original = AllToAllExchange.from_counts
     with _OperatorsBeforeTransfer() as mode, pytest.MonkeyPatch.context() as patches:
 
         def start_counting(*args: Any, **kwargs: Any) -> AllToAllExchange:
             mode.counting = True
             return original(*args, **kwargs)
 
-        patches.setattr(AllToAllExchange, "of_counts", start_counting)
+        patches.setattr(AllToAllExchange, "from_counts", start_counting)
         dispatch(x_TH, ids_TK, w_TK, num_experts=6, group=dist.group.WORLD, header=HEADER)
     assert mode.operations == ["aten.index_select.default"], mode.operations
 

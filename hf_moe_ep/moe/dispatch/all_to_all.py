@@ -8,8 +8,9 @@ sent. For example, two ranks own the experts {0 1} and {2 3}, and rank 0 has two
     expert_ids_TK = [[0, 3], [2, 3]]     rows to rank 1: t0, t1      (experts 3; 2 and 3)
                                          rows that stay: t0          (expert 0)
 
-Sent rows are ordered by destination, then by token; the rows that stay come last:
-`token_of_row_N = [0, 1, 0]`. Received rows are ordered by sender; the rows that stayed come last.
+Sent rows are ordered by destination, then by token; the rows that stay are behind them:
+`token_of_row_N = [0, 1, 0]`. Received rows are ordered by sender, with the rows that stayed behind
+them.
 
 A row and its routing are one message (`dispatcher.Tokens`, `ops/columns.py`): the routing weights
 and the expert ids are stored behind the hidden states. Likewise the gradients of the routing
@@ -134,7 +135,7 @@ class AllToAllPlanning:
     def finish(self) -> list[AllToAllExchange]:
         values = self.counts.read(self._summarise)
         return [
-            AllToAllExchange.of_counts(
+            AllToAllExchange.from_counts(
                 order,
                 self.group,
                 self.rank,
@@ -193,7 +194,7 @@ class AllToAllExchange:
     where: object
 
     @classmethod
-    def of_counts(
+    def from_counts(
         cls,
         order: Order,
         group: dist.ProcessGroup,

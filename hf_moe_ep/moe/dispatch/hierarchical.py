@@ -192,7 +192,7 @@ class HierarchicalPlanning:
     def _make_exchange(self, order: Order, counts: LegCounts) -> HierarchicalExchange:
         """Make the exchange of one chunk, without a host sync."""
         dispatcher, position, where = self.dispatcher, self.position, self.counts.header
-        first_leg = AllToAllExchange.of_counts(
+        first_leg = AllToAllExchange.from_counts(
             order,
             dispatcher.between,
             position.node,
@@ -317,7 +317,7 @@ class SecondLeg:
         order = order_rows(
             sends_UZ, self.local_rank, min(num_ranks, ids_ZK.shape[1]), self.constants
         )
-        return AllToAllExchange.of_counts(
+        return AllToAllExchange.from_counts(
             order,
             self.group,
             self.local_rank,
