@@ -347,7 +347,9 @@ def test_modules_are_searched_only_after_one_was_replaced(monkeypatch: pytest.Mo
     watch = CheckpointWatch(getattr(model, STATE))
     watch.wrap_functions(model)
     walks = Counter()
-    monkeypatch.setattr(recompute, "_find_edges_to_experts", lambda root: walks.update(["walk"]) or [])
+    monkeypatch.setattr(
+        recompute, "_find_edges_to_experts", lambda root: walks.update(["walk"]) or []
+    )
     watch.wrap_functions(model)
     assert not walks
     model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
