@@ -131,24 +131,21 @@ def run_experts(
         )
 
     norm = post_expert_norm(experts)
-    if compute.weights_inputs:
-        # The weight of an expert multiplies its input, so every (row, expert) pair becomes a row of
-        # its own, which the experts compute with weight 1.
-        num_rows, top_k = expert_ids_RK.shape
-        pairs = compute_RH.repeat_interleave(top_k, 0) * weights_RK.reshape(-1, 1)
-        ids = expert_ids_RK.reshape(-1, 1)
-        ones = torch.ones_like(ids, dtype=weights_RK.dtype)
-        out = weighted_sum(pairs.to(compute_RH.dtype), ids, ones)
-        return out.view(num_rows, top_k, -1).sum(1).to(rows_RH.dtype)
-    if norm is None:
+    if norm is None and not compute.weights_inputs:
         return weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
-    # The norm is applied to the output of each expert, so every (row, expert) pair becomes a row of
-    # its own with weight 1. The gradients of the norm's parameters are not scaled here, because
-    # FSDP2 shards these parameters with the decoder layer and averages their gradients.
+    # Routing weights multiply the inputs of experts, or else a norm follows each expert. Every (row,
+    # expert) pair therefore becomes a row of its own, which the experts compute with weight 1.
     num_rows, top_k = expert_ids_RK.shape
     pairs = compute_RH.repeat_interleave(top_k, 0)
     ids = expert_ids_RK.reshape(-1, 1)
-    y_RKH = norm(weighted_sum(pairs, ids, torch.ones_like(ids, dtype=weights_RK.dtype)))
+    ones = torch.ones_like(ids, dtype=weights_RK.dtype)
+    if norm is None:
+        pairs = (pairs * weights_RK.reshape(-1, 1)).to(compute_RH.dtype)
+        out = weighted_sum(pairs, ids, ones)
+        return out.view(num_rows, top_k, -1).sum(1).to(rows_RH.dtype)
+    # The gradients of the norm's parameters are not scaled here, because FSDP2 shards these
+    # parameters with the decoder layer and averages their gradients.
+    y_RKH = norm(weighted_sum(pairs, ids, ones))
     weights_RK = weights_RK.masked_fill(expert_ids_RK >= weights.up.shape[0], 0)
     out_RH = (y_RKH.view(num_rows, top_k, -1) * weights_RK.unsqueeze(-1)).sum(1)
     return out_RH.to(rows_RH.dtype)

@@ -44,12 +44,12 @@ def check_forwards(parts: Parts, state: ModelState) -> None:
     """Raise ValueError if a forward was replaced before `patch`, except by Liger."""
     for name, module, is_experts in _list_modules_to_check(parts, state):
         if not is_computed_by_liger(module):
-            _check_forward(name, module, _expected_forward(module), "before patch()")
+            _check_forward(name, module, _find_expected_forward(module), "before patch()")
         if not is_experts:
             _check_class(name, module)
 
 
-def _expected_forward(module: nn.Module) -> Callable[..., Any]:
+def _find_expected_forward(module: nn.Module) -> Callable[..., Any]:
     """Return the forward of the module's class, or the forward that an earlier `patch` has set.
 
     `patch` sets the forward of a MoE block whose plan describes it (`MoEBlock.forward`).

@@ -311,7 +311,7 @@ def _choose_weights(layer: MoELayer, weights_TK: Tensor) -> Tensor:
     frame: Frame | None = layer.model.frame
     if frame is None or not frame.is_recompute:
         return weights_TK
-    return frame.weights(layer.index, weights_TK)
+    return frame.choose_weights(layer.index, weights_TK)
 
 
 def _make_header(layer: MoELayer, training: bool, tokens: Tokens) -> Header:

@@ -127,7 +127,7 @@ class Frame:
         """
         self._weights[layer] = weights_TK, given_T1
 
-    def weights(self, layer: int, weights_TK: Tensor) -> Tensor:
+    def choose_weights(self, layer: int, weights_TK: Tensor) -> Tensor:
         """Return the routing weights of a recompute.
 
         A token for which `keep_weights` has stored weights gets the stored weights. Every other

@@ -11,24 +11,24 @@ from torch import nn
 
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2
 from hf_moe_ep.moe.dispatch import auto_chunks
-from hf_moe_ep.moe.dispatch.auto_chunks import LayerTimes, choose_num_chunks, expected_rows
+from hf_moe_ep.moe.dispatch.auto_chunks import LayerTimes, choose_num_chunks, estimate_rows
 
 
 def test_two_chunks_take_20_ms_instead_of_30_in_the_example_of_the_docstring() -> None:
     times = LayerTimes(transfer=10, latency=0, experts=10, chunk=0)
-    assert times._pipeline(1, tail=0) == 30
-    assert times._pipeline(2, tail=0) == 20
+    assert times._estimate_pipeline(1, tail=0) == 30
+    assert times._estimate_pipeline(2, tail=0) == 20
 
 
 def test_the_last_transfer_hides_the_computation_behind_the_experts() -> None:
     times = LayerTimes(transfer=10, latency=1, experts=6, chunk=0, shared=4)
     # Forward: 11 for the rows, 6 for the experts, and 11 for the results. The last transfer hides
     # the 4 of the shared experts, but not 12.
-    assert times._pipeline(1, tail=4) == 11 + 6 + 11
-    assert times._pipeline(1, tail=12) == 11 + 6 + 12
+    assert times._estimate_pipeline(1, tail=4) == 11 + 6 + 11
+    assert times._estimate_pipeline(1, tail=12) == 11 + 6 + 12
     # Forward takes 28. Backward takes 11 for the gradients of the results, 6 for the experts, and
     # 14 for gradients of weights (6) and the shared experts (8), which hide the last transfer.
-    assert times.with_chunks(1) == 28 + 11 + 6 + 14
+    assert times.estimate_seconds(1) == 28 + 11 + 6 + 14
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def test_more_chunks_are_chosen_only_if_they_hide_more_than_they_cost(
     assert choose_num_chunks(times, max_chunks=1) == 1
 
 
-def test_expected_rows_counts_a_token_once_per_other_rank() -> None:
-    assert expected_rows(100, top_k=1, num_ranks=2) == pytest.approx(50)
-    assert expected_rows(100, top_k=1, num_ranks=4) == pytest.approx(75)
+def test_estimate_rows_counts_a_token_once_per_other_rank() -> None:
+    assert estimate_rows(100, top_k=1, num_ranks=2) == pytest.approx(50)
+    assert estimate_rows(100, top_k=1, num_ranks=4) == pytest.approx(75)
     # Top-2 of two ranks: a quarter of the tokens has both experts on its own rank.
-    assert expected_rows(100, top_k=2, num_ranks=2) == pytest.approx(75)
+    assert estimate_rows(100, top_k=2, num_ranks=2) == pytest.approx(75)
 
 
 def test_unknown_dispatch_chunks_are_refused() -> None:
@@ -74,7 +74,7 @@ def _check_choice(use_reentrant: bool | None, rank: int, world: int) -> None:
 
     Fixed times replace the measured times.
     """
-    stock_measure = auto_chunks._measure
+    stock_measure = auto_chunks._measure_layer
 
     def measure(*args: Any) -> LayerTimes:
         measured = stock_measure(*args)
@@ -82,7 +82,7 @@ def _check_choice(use_reentrant: bool | None, rank: int, world: int) -> None:
         # Each rank returns another latency. The largest latency leads to several chunks.
         return LayerTimes(transfer=10, latency=0.5 + rank, experts=15, chunk=0)
 
-    auto_chunks._measure = measure
+    auto_chunks._measure_layer = measure
     try:
         auto_model, one_chunk_model = tiny(), tiny()
         if use_reentrant is not None:
@@ -102,7 +102,7 @@ def _check_choice(use_reentrant: bool | None, rank: int, world: int) -> None:
         assert expected > 1
         assert (state.num_chunks, state.dispatcher.num_chunks) == (expected, expected)
     finally:
-        auto_chunks._measure = stock_measure
+        auto_chunks._measure_layer = stock_measure
 
 
 def ranks_choose_the_same_number(rank: int, world: int) -> None:

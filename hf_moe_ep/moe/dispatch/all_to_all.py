@@ -346,7 +346,7 @@ def order_rows(sends_DT: Tensor, rank: int, rows_per_token: int, constants: Cons
     end_Y = sends_DT.flatten().cumsum(0)
     num_rows = end_Y[-1:] if len(end_Y) else end_Y.new_zeros(1)
     row_DT = torch.where(sends_DT, end_Y.view(num_ranks, num_tokens) - 1, num_rows)
-    token_Y = constants.tokens_of_cells(num_ranks, num_tokens, row_DT.device)
+    token_Y = constants.list_cell_tokens(num_ranks, num_tokens, row_DT.device)
     token_X = token_Y.new_zeros(num_tokens * rows_per_token + 1)
     token_X.scatter_(0, row_DT.flatten(), token_Y)
     row_TJ = row_DT.t().to(torch.int32, memory_format=torch.contiguous_format)

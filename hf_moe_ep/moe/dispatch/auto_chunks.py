@@ -66,17 +66,17 @@ class LayerTimes:
     chunk: float
     shared: float = 0.0
 
-    def with_chunks(self, num_chunks: int) -> float:
+    def estimate_seconds(self, num_chunks: int) -> float:
         """Return the seconds of forward and backward.
 
         In backward, the gradients of the rows take as long as forward. The gradients of the weights
         take as long again, and are computed while the last rows are sent.
         """
-        forward = self._pipeline(num_chunks, self.shared)
-        backward = self._pipeline(num_chunks, self.experts + 2 * self.shared)
+        forward = self._estimate_pipeline(num_chunks, self.shared)
+        backward = self._estimate_pipeline(num_chunks, self.experts + 2 * self.shared)
         return forward + backward
 
-    def _pipeline(self, num_chunks: int, tail: float) -> float:
+    def _estimate_pipeline(self, num_chunks: int, tail: float) -> float:
         """Return the seconds of all chunks; a computation of `tail` seconds hides the last rows."""
         transfer = self.latency + self.transfer / num_chunks
         arrivals = [transfer]
@@ -94,7 +94,7 @@ class LayerTimes:
 
 def choose_num_chunks(times: LayerTimes, max_chunks: int = CANDIDATES[-1]) -> int:
     """Return the number of chunks with the shortest time, or 1 if several chunks gain little."""
-    seconds = {n: times.with_chunks(n) for n in CANDIDATES if n <= max(max_chunks, 1)}
+    seconds = {n: times.estimate_seconds(n) for n in CANDIDATES if n <= max(max_chunks, 1)}
     best = min(seconds, key=seconds.__getitem__)
     return best if seconds[best] < (1 - _GAIN) * seconds[1] else 1
 
@@ -114,7 +114,7 @@ def choose_at_first_forward(
         sizes = torch.tensor([num_tokens], dtype=torch.float64, device=like.device)
         most_tokens = int(max_over_ranks(sizes, group).item())
         top_k = tokens.ids_TK.shape[1]
-        times = _measure(layer, group, like, most_tokens, top_k, weights, where)
+        times = _measure_layer(layer, group, like, most_tokens, top_k, weights, where)
         own_times = torch.tensor(astuple(times), dtype=torch.float64, device=like.device)
         times = LayerTimes(*max_over_ranks(own_times, group).tolist())
     state.num_chunks = choose_num_chunks(times, most_tokens)
@@ -135,7 +135,7 @@ def apply_choice(state: ModelState) -> None:
         state.dispatcher = replace(dispatcher, num_chunks=state.num_chunks)
 
 
-def expected_rows(num_tokens: int, top_k: int, num_ranks: int) -> float:
+def estimate_rows(num_tokens: int, top_k: int, num_ranks: int) -> float:
     """Return how many rows a rank sends to other ranks if all experts are chosen equally often.
 
     A token is sent once to each other rank that owns one of its experts. With top-1 and two ranks,
@@ -145,7 +145,7 @@ def expected_rows(num_tokens: int, top_k: int, num_ranks: int) -> float:
     return num_tokens * (num_ranks - 1) * reached
 
 
-def _measure(
+def _measure_layer(
     layer: MoELayer,
     group: dist.ProcessGroup,
     like: Tensor,
@@ -156,13 +156,13 @@ def _measure(
 ) -> LayerTimes:
     """Measure the times of a layer with `num_tokens` tokens on this rank; `like` is one row."""
     num_ranks, hidden = dist.get_world_size(group), like.shape[1]
-    rows_per_rank = max(1, round(expected_rows(num_tokens, top_k, num_ranks) / (num_ranks - 1)))
+    rows_per_rank = max(1, round(estimate_rows(num_tokens, top_k, num_ranks) / (num_ranks - 1)))
     measured = min(rows_per_rank, max(1, _MAX_BYTES // (hidden * like.element_size() * num_ranks)))
     latency = _time_transfer(group, like, 1, where)
     transfer = max(0.0, _time_transfer(group, like, measured, where) - latency)
     transfer *= rows_per_rank / measured
     values = sum(math.prod(weights.matrix_shape(name)) for name in ("up", "down"))
-    per_value = _seconds_per_value(like, weights, num_tokens * top_k // len(weights.up))
+    per_value = _measure_seconds_per_value(like, weights, num_tokens * top_k // len(weights.up))
     launch = _time(lambda: like.add_(0.0), like.device)
     matrices = sum(t.nbytes for t in weights.named_tensors().values())
     shared = 0 if layer.shared is None else layer.shared.num_values
@@ -171,7 +171,7 @@ def _measure(
         latency=latency,
         experts=num_tokens * top_k * values * per_value,
         # Forward reads the weights once, backward reads them and adds to their gradients.
-        chunk=_LAUNCHES / 2 * launch + 2 * matrices * _seconds_per_byte(like),
+        chunk=_LAUNCHES / 2 * launch + 2 * matrices * _measure_seconds_per_byte(like),
         shared=num_tokens * shared * per_value,
     )
 
@@ -193,7 +193,7 @@ def _time_transfer(
     return _time(send, like.device)
 
 
-def _seconds_per_value(like: Tensor, weights: ExpertWeights, pairs: int) -> float:
+def _measure_seconds_per_value(like: Tensor, weights: ExpertWeights, pairs: int) -> float:
     """Return the seconds of a matrix product per row and value of the matrix."""
     width, inner = weights.matrix_shape("up")
     itemsize = like.element_size()
@@ -203,7 +203,7 @@ def _seconds_per_value(like: Tensor, weights: ExpertWeights, pairs: int) -> floa
     return _time(lambda: x @ matrix, like.device) / (rows * inner * width)
 
 
-def _seconds_per_byte(like: Tensor) -> float:
+def _measure_seconds_per_byte(like: Tensor) -> float:
     """Return the seconds in which the device reads or writes one byte."""
     source = like.new_zeros(_MAX_BYTES // like.element_size())
     target = torch.empty_like(source)

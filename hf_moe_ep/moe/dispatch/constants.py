@@ -15,7 +15,7 @@ class Constants:
         self._tensors: dict[Hashable, Tensor] = {}
         self._key_of_cells: Hashable = None
 
-    def numbers(self, count: int, device: torch.device) -> Tensor:
+    def take_numbers(self, count: int, device: torch.device) -> Tensor:
         """Return the int32 numbers from 0 to `count` - 1.
 
         The result is a view of the longest vector so far, so batches of all lengths share a vector.
@@ -25,14 +25,14 @@ class Constants:
             numbers = self._tensors[device] = torch.arange(count, dtype=torch.int32, device=device)
         return numbers[:count]
 
-    def tokens_of_cells(self, num_ranks: int, num_tokens: int, device: torch.device) -> Tensor:
+    def list_cell_tokens(self, num_ranks: int, num_tokens: int, device: torch.device) -> Tensor:
         """Return the token of each cell of a [D, T] table, flattened, as int32.
 
         Only the last result is kept, because all layers of a step have the same sizes.
         """
         key, name = (num_ranks, num_tokens, device), "cells"
         if self._key_of_cells != key:
-            numbers = self.numbers(num_tokens, device)
+            numbers = self.take_numbers(num_tokens, device)
             self._tensors[name] = numbers.expand(num_ranks, -1).flatten()
             self._key_of_cells = key
         return self._tensors[name]

@@ -104,7 +104,7 @@ class Hierarchical:
             find_destinations_of_legs(ids, position, self.num_experts)
             for ids in expert_ids_TK.tensor_split(self.num_chunks)
         ]
-        tables = [table for chunk in chunks for table in chunk.tables(position)]
+        tables = [table for chunk in chunks for table in chunk.make_tables(position)]
         rows_of_chunks = [chunk.rows_D for chunk in chunks]
         counts = exchange_counts(tables, rows_of_chunks, self.group, header, self.max_rows)
         # Meanwhile the device computes everything that needs no counts, as in `all_to_all.py`.
@@ -228,7 +228,7 @@ class LegDestinations:
     rows_D: Tensor
     pairs_E: Tensor
 
-    def tables(self, position: NodePosition) -> list[Tensor]:
+    def make_tables(self, position: NodePosition) -> list[Tensor]:
         """Return tables whose line r has the counts that rank r needs.
 
         Rank r needs the number of rows for its node, the number of rows for each rank of its node,
@@ -273,8 +273,8 @@ def compute_leg_counts(
     """Compute the fields of `LegCounts` on the device.
 
     `rows_V` has the number of rows that this rank sends to each node. Line r of `counts_DX` has the
-    counts that rank r has sent to this rank (`LegDestinations.tables`): its rows for this node, its
-    rows for each rank of this node, and its pairs for each expert of this rank.
+    counts that rank r has sent to this rank (see `LegDestinations.make_tables`): its rows for this
+    node, its rows for each rank of this node, and its pairs for each expert of this rank.
     """
     num_local_ranks = position.ranks_per_node
     counts_VUX = counts_DX.unflatten(0, (position.num_nodes, num_local_ranks))
