@@ -1,7 +1,8 @@
 """Compute the shared experts of a MoE block while the routed experts' results are sent back.
 
 Shared experts compute every token, so they need nothing from other ranks. Stock code calls them
-before or after the routed experts, and adds up both results. With ep_size > 1, both orders become
+before or after the routed experts, and adds up both results. If tokens are sent to other ranks
+(ep_size or etp_size > 1), both orders become
 
     dispatch  >  routed experts  >  start to send results  >  shared experts  >  wait for results
 
@@ -45,7 +46,7 @@ _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 
 
 class Deferred(Tensor):
-    """A tensor without values. It calls `compute` when it is read, or when `value` is called."""
+    """A tensor whose values `compute` computes when the tensor is read, or `value` is called."""
 
     @staticmethod
     def __new__(cls, compute: Callable[[], Tensor]) -> Deferred:
