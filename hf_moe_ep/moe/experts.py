@@ -133,8 +133,8 @@ def run_experts(
     norm = post_expert_norm(experts)
     if norm is None and not compute.weights_inputs:
         return weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
-    # Routing weights multiply the inputs of experts, or a norm follows each expert. Each pair of row
-    # and expert therefore becomes a row of its own, which the experts compute with weight 1.
+    # Routing weights multiply the inputs of experts, or a norm follows each expert. Each pair of
+    # row and expert therefore becomes a row of its own, which the experts compute with weight 1.
     num_rows, top_k = expert_ids_RK.shape
     pairs = compute_RH.repeat_interleave(top_k, 0)
     ids = expert_ids_RK.reshape(-1, 1)
