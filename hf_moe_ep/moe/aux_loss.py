@@ -42,11 +42,12 @@ by an `AuxLossSwitch`, once per file. One forward passes these steps:
     FinishAuxLoss    hook after the causal LM's forward: outputs.aux_loss becomes the undivided
                      loss, and outputs.router_logits a plain tuple
 
-With pipeline stages (`pipeline/`) a forward computes one micro-batch. The sums of its tokens travel
-with the hidden states from stage to stage, and the last stage computes the loss. With "1f1b" the
-batch of the formula is the micro-batch of all ranks of a stage, and the losses of micro-batches are
-averaged by their rows, as if one process had accumulated over the micro-batches. With "gpipe" all
-forwards run before the first backward, so the last stage computes the loss of the whole batch.
+With pipeline stages (`pipeline/`) a forward computes one micro-batch. Its sums are sent with the
+hidden states from stage to stage, and the last stage computes the loss. With "1f1b" the batch of
+the formula is the micro-batch of all ranks of a stage. The losses of the micro-batches are averaged
+with their numbers of rows as weights, as if one process had accumulated over the micro-batches.
+With "gpipe" all forwards run before the first backward, so the last stage computes the loss of the
+whole batch.
 
 The mark is an attribute of the logits, so a mark of an interrupted forward cannot reach another
 forward or another model. The coefficient in the config is never changed. For its fused linear

@@ -7,9 +7,10 @@ https://github.com/volcengine/verl and https://arxiv.org/abs/2507.18071):
          forward of the update
     R3   replay the choice of the inference engine in every forward over its samples
 
-Only expert ids are replayed. The architecture's own code computes the routing weights from the
-router's present scores at these ids, so the router still learns. Losses that balance experts count
-the choice that the router itself would make; set their coefficient to 0 if you do not want this.
+Unless the routes have weights, only expert ids are replayed: the architecture's own code computes
+the routing weights from the router's present scores at these ids, so the router still learns.
+Losses that balance experts count the choice that the router itself would make; set their
+coefficient to 0 if you do not want this.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ class RoutingReplay:
                 "create it after the model was sharded"
             )
         _check_not_compiled(self._root)
-        # ForwardGuard wraps checkpointing functions only with ep, so they are wrapped here.
+        # ForwardGuard wraps checkpointing functions in a forward of the root, but a caller may call
+        # the decoder without the root.
         self._watch.wrap_functions(self._root)
         with session_hooks(self._root, self._state, self._layers, session):
             yield
