@@ -347,7 +347,7 @@ class GlobalAuxLoss(Ours):
         """Compute the loss that `load_balancing_loss_func` returns to the model's forward."""
         second_runs = self.second_runs
         if second_runs is not None and second_runs.is_recording:
-            router_logits = tuple(map(second_runs.second_logits, router_logits))
+            router_logits = tuple(map(second_runs.find_second_logits, router_logits))
             second_runs.end()
         forward.learns = any(logits.requires_grad for logits in router_logits)
         if self._boundary is not None:
@@ -394,7 +394,7 @@ class GlobalAuxLoss(Ours):
             boundary.sent_sums = sums
         elif boundary is not None and boundary.defers_aux_loss:
             boundary.deferred.append(sums)
-            factor = self._coefficient(fused=forward.has_fused_head) / forward.divisor
+            factor = self._find_coefficient(fused=forward.has_fused_head) / forward.divisor
             boundary.finish_aux_loss = functools.partial(self.finish_batch, top_k, factor)
         else:
             group = None if self.state.meshes is None else self.state.meshes.stage_group
@@ -413,7 +413,7 @@ class GlobalAuxLoss(Ours):
         )
         return [term * factor for term in terms], loss
 
-    def _coefficient(self, *, fused: bool) -> float:
+    def _find_coefficient(self, *, fused: bool) -> float:
         """Return the factor of the aux loss in the loss of the model, or of TRL's fused head."""
         if fused:
             return fused_head_coefficient(self.model)

@@ -117,7 +117,7 @@ def run_experts(
     compute_RH = rows_RH.to(compute_dtype(rows_RH))
     weights = weights or collect_weights(experts, compute, rows_RH)
 
-    def weighted_sum(rows: Tensor, ids: Tensor, weights_of_pairs: Tensor) -> Tensor:
+    def compute_weighted_sum(rows: Tensor, ids: Tensor, weights_of_pairs: Tensor) -> Tensor:
         return expert_mlp(
             rows,
             ids,
@@ -132,7 +132,7 @@ def run_experts(
 
     norm = post_expert_norm(experts)
     if norm is None and not compute.weights_inputs:
-        return weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
+        return compute_weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
     # Routing weights multiply the inputs of experts, or a norm follows each expert. Each pair of
     # row and expert therefore becomes a row of its own, which the experts compute with weight 1.
     num_rows, top_k = expert_ids_RK.shape
@@ -141,11 +141,11 @@ def run_experts(
     ones = torch.ones_like(ids, dtype=weights_RK.dtype)
     if norm is None:
         pairs = (pairs * weights_RK.reshape(-1, 1)).to(compute_RH.dtype)
-        out = weighted_sum(pairs, ids, ones)
+        out = compute_weighted_sum(pairs, ids, ones)
         return out.view(num_rows, top_k, -1).sum(1).to(rows_RH.dtype)
     # The gradients of the norm's parameters are not scaled here, because FSDP2 shards these
     # parameters with the decoder layer and averages their gradients.
-    y_RKH = norm(weighted_sum(pairs, ids, ones))
+    y_RKH = norm(compute_weighted_sum(pairs, ids, ones))
     weights_RK = weights_RK.masked_fill(expert_ids_RK >= weights.up.shape[0], 0)
     out_RH = (y_RKH.view(num_rows, top_k, -1) * weights_RK.unsqueeze(-1)).sum(1)
     return out_RH.to(rows_RH.dtype)

@@ -64,7 +64,7 @@ from hf_moe_ep.moe.dispatch.async_exchange import Exchange
 from hf_moe_ep.moe.dispatch.auto_chunks import AUTO, apply_choice, choose_at_first_forward
 from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
 from hf_moe_ep.moe.experts import collect_weights, run_experts
-from hf_moe_ep.moe.padding import leave_out_padding, positions_without_padding
+from hf_moe_ep.moe.padding import find_positions_without_padding, leave_out_padding
 from hf_moe_ep.moe.recompute import CheckpointWatch, Frame
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
@@ -121,13 +121,13 @@ def moe_forward(
             f"as transformers' experts interface does: (hidden_states, top_k_index, top_k_weights)"
         )
     if meshes is not None and meshes.dispatch.size() > 1:
-        return _ep_forward(experts, layer, hidden_states, top_k_index, top_k_weights)
+        return _dispatch_and_compute(experts, layer, hidden_states, top_k_index, top_k_weights)
     # A compiled forward relies on the root's hook (ForwardGuard), which calls check_ready as well.
     positions: Tensor | None = None
     if not torch.compiler.is_compiling():
         layer.model.check_ready()
         top_k_weights = _choose_weights(layer, top_k_weights)
-        positions = positions_without_padding(layer.model, hidden_states)
+        positions = find_positions_without_padding(layer.model, hidden_states)
     count_choice(layer, experts.training, top_k_index)
     x_TH = hidden_states
     if positions is not None:
@@ -158,7 +158,7 @@ def _count_on_host(expert_ids_TK: Tensor, layer: MoELayer) -> list[int]:
 
 
 @torch.compiler.disable
-def _ep_forward(
+def _dispatch_and_compute(
     experts: nn.Module, layer: MoELayer, x_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """Dispatch the tokens, compute this rank's experts, and combine the results.

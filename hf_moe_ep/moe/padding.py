@@ -62,6 +62,7 @@ class RealTokens:
 
     mask_T: Tensor
     is_kept: bool = False
+    # Lists of at most one tensor, so that a copy of this object shares what was computed.
     _positions: list[Tensor | None] = field(default_factory=list)
     _padding: list[Tensor] = field(default_factory=list)
 
@@ -181,7 +182,7 @@ def leave_out_padding(state: ModelState, slots_TK: Tensor) -> Tensor:
     return slots_TK.masked_fill(real.padding_T1(slots_TK.device), state.num_experts)
 
 
-def positions_without_padding(state: ModelState, x_TH: Tensor) -> Tensor | None:
+def find_positions_without_padding(state: ModelState, x_TH: Tensor) -> Tensor | None:
     """Return the positions of the tokens to compute; None if all tokens are computed."""
     real = _find_known_tokens(state, len(x_TH))
     positions = None if real is None else real.positions()

@@ -100,7 +100,7 @@ class Frame:
         """Return a context in which, during a recompute, routers choose as in the first run."""
         if not self.is_recompute:
             return nullcontext()
-        return ChosenTopK(self._state.num_experts, self._next_ids, self._count_replaced)
+        return ChosenTopK(self._state.num_experts, self._find_next_ids, self._count_replaced)
 
     @property
     def is_recompute(self) -> bool:
@@ -148,7 +148,7 @@ class Frame:
                 another number of tokens.
         """
         assert self._next is not None
-        routed = self._next_layer()
+        routed = self._find_next_layer()
         if (
             routed is None
             or routed.layer != layer
@@ -176,12 +176,12 @@ class Frame:
         )
         return routed.exchanges
 
-    def _next_layer(self) -> Routed | None:
+    def _find_next_layer(self) -> Routed | None:
         """Return the next MoE layer of a recompute, or None after the last one."""
         assert self._next is not None
         return self._routed[self._next] if self._next < len(self._routed) else None
 
-    def _next_ids(self) -> Tensor | None:
+    def _find_next_ids(self) -> Tensor | None:
         """Return the stored expert ids of the next layer, or None if topk must not be replaced.
 
         topk must not be replaced after the last layer, while modules run that do not route
@@ -190,7 +190,7 @@ class Frame:
         """
         if not self._state.may_route:
             return None
-        routed = self._next_layer() if self._state.frame is self else None
+        routed = self._find_next_layer() if self._state.frame is self else None
         return None if routed is None else routed.expert_ids_TK
 
     def _count_replaced(self, expert_ids_TK: Tensor, _: Callable[[], Tensor]) -> Tensor:
@@ -199,7 +199,7 @@ class Frame:
         A layer without exchanges does not call `take`, so its last topk call advances this frame to
         the next layer.
         """
-        routed = self._next_layer()
+        routed = self._find_next_layer()
         assert self._next is not None and routed is not None
         self._num_replaced += 1
         if routed.exchanges is None and self._num_replaced >= routed.num_topks:

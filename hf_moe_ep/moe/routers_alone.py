@@ -92,7 +92,7 @@ class SecondRouterRuns(Ours):
             if first_output.is_floating_point():
                 self._recorded[id(first_output)] = first_output, second_output
 
-    def second_logits(self, logits: Tensor) -> Tensor:
+    def find_second_logits(self, logits: Tensor) -> Tensor:
         """Return the logits of a router's second run for the `logits` of its first run.
 
         Logits that require no gradient are returned unchanged.

@@ -124,7 +124,7 @@ class SharedExperts:
         if args or kwargs or torch.compiler.is_compiling():
             return self._run(x, *args, **kwargs)
         if self._computed is not None:
-            return self._take(x)
+            return self._take_result(x)
         if self._input is None or self._deferred is not None:
             return self._run(x)
         self._deferred = Deferred(lambda: self._run(x))
@@ -139,7 +139,7 @@ class SharedExperts:
         elif x is not None:
             self._computed = x, times_written(x), self._run(x)
 
-    def _take(self, x: Tensor) -> Tensor:
+    def _take_result(self, x: Tensor) -> Tensor:
         """Return the result for the stock call's argument `x`; compute it if `x` is not the input.
 
         The stored result is dropped, because it would keep the autograd graph of the layer alive.

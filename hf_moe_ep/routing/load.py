@@ -52,7 +52,7 @@ class ExpertLoad:
     @property
     def max_over_mean(self) -> Tensor:
         """The pairs of each layer's busiest expert / the mean over experts: [L] float64, >= 1."""
-        return _max_over_mean(self.counts)
+        return _divide_max_by_mean(self.counts)
 
     @property
     def rank_max_over_mean(self) -> Tensor:
@@ -60,7 +60,7 @@ class ExpertLoad:
         counts = self.counts
         if self.slots is not None:
             counts = torch.empty_like(counts).scatter_(1, self.slots, counts)
-        return _max_over_mean(counts.view(len(counts), self.ep_size, -1).sum(2))
+        return _divide_max_by_mean(counts.view(len(counts), self.ep_size, -1).sum(2))
 
     @property
     def worst_layer(self) -> int:
@@ -204,6 +204,6 @@ def _list_layer_names(model: nn.Module, state: ModelState) -> tuple[str, ...]:
     return tuple(name for _, name in sorted(names.items()))
 
 
-def _max_over_mean(counts: Tensor) -> Tensor:
+def _divide_max_by_mean(counts: Tensor) -> Tensor:
     counts = counts.double()
     return counts.amax(1) / counts.mean(1)

@@ -27,7 +27,7 @@ from hf_moe_ep.routing.recording import Recording
 from hf_moe_ep.routing.replaying import Replaying
 from hf_moe_ep.routing.report import Counts, ReplayReport
 from hf_moe_ep.routing.routes import Routes
-from hf_moe_ep.routing.sessions import session_hooks
+from hf_moe_ep.routing.sessions import register_session_hooks
 from hf_moe_ep.state import STATE, ModelState, patched_state
 from hf_moe_ep.upstream.adapters import adapter_layers
 from hf_moe_ep.upstream.modules import is_compiled
@@ -166,7 +166,7 @@ class RoutingReplay:
         # ForwardGuard wraps checkpointing functions in a forward of the root, but a caller may call
         # the decoder without the root.
         self._watch.wrap_functions(self._root)
-        with session_hooks(self._root, self._state, self._layers, session):
+        with register_session_hooks(self._root, self._state, self._layers, session):
             yield
 
 

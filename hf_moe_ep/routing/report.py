@@ -35,12 +35,12 @@ class ReplayReport:
 
         The agreement is NaN if nothing was replayed, as in a pipeline stage of dense layers.
         """
-        return _ratio(*(sum(pair[index] for pair in self.pairs.values()) for index in (0, 1)))
+        return _divide(*(sum(pair[index] for pair in self.pairs.values()) for index in (0, 1)))
 
     @property
     def by_layer(self) -> dict[int, float]:
         """The agreement of each decoder layer."""
-        return {layer: _ratio(*pairs) for layer, pairs in self.pairs.items()}
+        return {layer: _divide(*pairs) for layer, pairs in self.pairs.items()}
 
     def over_ranks(self) -> ReplayReport:
         """Add up the reports of all ranks; every rank calls this."""
@@ -55,7 +55,7 @@ class ReplayReport:
         return ReplayReport(sum(r[0] for r in reports), sum(r[1] for r in reports), summed)
 
 
-def _ratio(agreed: int, replayed: int) -> float:
+def _divide(agreed: int, replayed: int) -> float:
     return agreed / replayed if replayed else math.nan
 
 

@@ -74,7 +74,7 @@ class Session(RoutingSession):
 
 
 @contextmanager
-def session_hooks(
+def register_session_hooks(
     root: nn.Module, state: ModelState, layers: RoutedLayers, session: Session
 ) -> Iterator[None]:
     """Register the hooks that call the methods of a session, and remove the hooks after the block.

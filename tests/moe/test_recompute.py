@@ -264,7 +264,7 @@ def selective_checkpointing_sees_the_same_operators_twice(rank: int, world: int)
             assert_close(f"{name}, {saved} saved", grad, want[name], 1e-12)
 
 
-def a_compiled_model_has_the_gradients(rank: int, world: int) -> None:
+def a_compiled_model_has_the_same_gradients(rank: int, world: int) -> None:
     want = _compute_grads(_make_model({}, None), _make_inputs(rank))
     model = _make_model({"dispatch_chunks": 2}, False)
     compiled = torch.compile(model, backend="aot_eager")
@@ -293,7 +293,7 @@ ON_TWO_RANKS = [
         a_users_own_checkpoint_exchanges_the_counts_again,
         an_indexer_is_not_a_router,
         selective_checkpointing_sees_the_same_operators_twice,
-        a_compiled_model_has_the_gradients,
+        a_compiled_model_has_the_same_gradients,
         slow=True,
     ),
 ]

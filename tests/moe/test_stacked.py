@@ -242,7 +242,7 @@ def test_without_a_description_the_error_names_the_notebook() -> None:
         patch(listed())
 
 
-def test_adapters_on_such_experts_are_refused() -> None:
+def test_adapters_on_stacked_experts_are_refused() -> None:
     config = LoraConfig(target_parameters=["experts.gate_up_proj"], init_lora_weights=False)
     with pytest.raises(ValueError, match=r"experts of model\.layers\.0\.mlp cannot have adapters"):
         get_peft_model(patch(listed(), plan=PLAN), config)

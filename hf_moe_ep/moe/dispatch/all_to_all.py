@@ -246,7 +246,7 @@ class _RowWire(Wire):
         super().__init__()
         self.exchange, self.counts_L = exchange, exchange.counts_L
 
-    def for_combine(self) -> _RowWire:
+    def make_combine_wire(self) -> _RowWire:
         return _RowWire(self.exchange)
 
     def send_tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
@@ -255,7 +255,7 @@ class _RowWire(Wire):
         rows_RH, routing_RX = split_columns(received_RI, hidden, 2 * top_k, tokens.routing_dtype)
         return rows_RH, routing_RX[:, :top_k], routing_RX[:, top_k:]
 
-    def local_ids(self, ids_RK: Tensor) -> Tensor:
+    def convert_ids(self, ids_RK: Tensor) -> Tensor:
         return self.exchange.local_id_E.take(ids_RK.long())
 
     def send_row_grads(self, grad_RH: Tensor | None, grad_RK: Tensor | None) -> list[Tensor | None]:

@@ -127,7 +127,7 @@ class Wire:
             with suppress(RuntimeError):
                 self.transfers.pop(0).wait()
 
-    def for_combine(self) -> Wire:
+    def make_combine_wire(self) -> Wire:
         """Make the wire of the combine that belongs to this dispatch."""
         raise NotImplementedError
 
@@ -135,7 +135,7 @@ class Wire:
         """Start to send tokens; return rows_RH, weights_RK and ids_RK, valid after `wait`."""
         raise NotImplementedError
 
-    def local_ids(self, ids_RK: Tensor) -> Tensor:
+    def convert_ids(self, ids_RK: Tensor) -> Tensor:
         """Convert received ids: this rank's experts get 0 to L - 1, all other experts get L."""
         raise NotImplementedError
 
@@ -184,13 +184,13 @@ class DispatchedRows:
         rows_RH, weights_RK = _FinishDispatch.apply(self._wire, *self._rows)
         # From now on only the caller keeps the rows alive.
         self._rows.clear()
-        return rows_RH, weights_RK, self._wire.local_ids(self._ids_RK)
+        return rows_RH, weights_RK, self._wire.convert_ids(self._ids_RK)
 
     def abandon(self) -> None:
         self._wire.abandon()
 
     def start_combine(self, rows_RH: Tensor) -> ReturningRows:
-        return ReturningRows(self._wire.for_combine(), rows_RH, self._out_dtype)
+        return ReturningRows(self._wire.make_combine_wire(), rows_RH, self._out_dtype)
 
 
 class ReturningRows:

@@ -309,7 +309,7 @@ class _BufferWire(Wire):
         self.absent_RK: Tensor | None = None
         self._hidden = 0
 
-    def for_combine(self) -> _BufferWire:
+    def make_combine_wire(self) -> _BufferWire:
         return _BufferWire(self.exchange, self.handle)
 
     def send_tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
@@ -330,7 +330,7 @@ class _BufferWire(Wire):
         rows_RH, ids_RK, weights_RK, self.counts_L, self.handle = sent
         return rows_RH, weights_RK, ids_RK
 
-    def local_ids(self, ids_RK: Tensor) -> Tensor:
+    def convert_ids(self, ids_RK: Tensor) -> Tensor:
         self.absent_RK = ids_RK < 0
         return ids_RK.masked_fill(self.absent_RK, self.exchange.num_local)
 
