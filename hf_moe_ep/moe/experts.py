@@ -4,11 +4,9 @@ The weights are the stacked parameters of the stock module, `[L, 2F, H]` and `[L
 transposes (`moe/layer.py` explains the letters). FSDP2 has already all-gathered the weights of all
 experts of this rank. Quantised weights are bytes with scales (`ops/quantised.py`).
 
-`grad_scale` is 1 / world size. FSDP2 divides the gradients of all other parameters by the world
-size. Experts' gradients are sums over the tokens of an ep group, which FSDP2 adds up over ep_fsdp
-without a division. They are therefore multiplied by `grad_scale` where they are computed, in
-`ops/torch_mlp.py` and `ops/triton_mlp.py`. (Under fp16, `grad_scale` is only a part of the factor;
-see `sharding/options.py`.)
+`grad_scale` multiplies the experts' gradients where they are computed, in `ops/torch_mlp.py` and
+`ops/triton_mlp.py`, because FSDP2 adds up these gradients without a division. It is 1 divided by
+the first divisor of `sharding/options.py`, `grad_divisors`.
 
 `choose_compute` decides once, when the model is patched, how a module is computed. To find the
 formula, it runs the module's own gate on numbers, and compares the results with the results of the
