@@ -1,16 +1,16 @@
 """The interface between a MoE layer and the dispatchers of `moe/dispatch/`.
 
 A dispatcher plans how the tokens of one layer are sent between the ranks of an ep group, which
-share the experts of the layer. `state.py` imports this file, because the state of a model contains
-a dispatcher; this file must therefore not import `state.py`. The interface of one planned exchange
-is in `moe/dispatch/async_exchange.py`.
+share the experts of the layer. The state of a model contains a dispatcher, so `state.py` imports
+this file, and this file must not import `state.py`. The interface of one planned exchange is in
+`moe/dispatch/async_exchange.py`.
 
     planning = dispatcher.start_plan(...)    starts to exchange counts, and returns at once
-    dispatcher.prepare(tokens)               is computed while the counts are exchanged
+    dispatcher.prepare(tokens)               runs while the counts are exchanged
     exchanges = planning.finish()            waits for the counts: the layer's only host sync
 
-DeepEP exchanges no counts here. It waits on the host when an exchange starts, and in `start_plan`
-if the config limits the rows of a rank.
+DeepEP's host sync is at the start of each exchange. Its `start_plan` exchanges counts only if the
+config limits the rows of a rank, which is one more host sync.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_moe_ep.ops.dtypes import compute_dtype
 
 
 class RouteSource(IntEnum):
-    """The source of a forward's expert ids. Ranks compare their sources before they exchange rows.
+    """The source of the expert ids of a forward. Ranks compare it before they exchange rows.
 
     LIVE: the router chooses. REPLAYED: `Routes` are replayed. REFUSED: the given `Routes` cannot be
     replayed, so all ranks must raise an error.
@@ -81,7 +81,7 @@ class Tokens:
     """The tokens of a layer or chunk, with their routing and with the messages that are sent.
 
     Rows are sent in the dtype in which the experts compute: under bf16 autocast a token in fp32 is
-    rounded before it is sent, not after.
+    rounded before it is sent, so that half of the bytes are sent.
 
     Attributes:
         x_TH, weights_TK, ids_TK: the hidden states, the routing weights and the expert ids.
@@ -103,13 +103,13 @@ class Tokens:
     def routing_dtype(self) -> torch.dtype:
         """The dtype in which weights and ids are sent: fp32, or wider if rows or weights are wider.
 
-        fp32 represents all ids up to 2**24. In bf16, ids above 256 would be rounded.
+        fp32 represents all ids up to 2**24; bf16 would round ids above 256.
         """
         rows_dtype = torch.promote_types(self.row_dtype, torch.float32)
         return torch.promote_types(self.weights_TK.dtype, rows_dtype)
 
     def join(self) -> None:
-        """Make the messages of all tokens: each is a row, followed by its weights and ids.
+        """Make the message of each token: its row, followed by its weights and ids.
 
         This needs no counts, so a layer calls it while the counts are exchanged.
         """
@@ -123,7 +123,10 @@ class Tokens:
             )
 
     def take_messages(self) -> Tensor:
-        """Return the messages, and forget them, so that the caller decides when they are freed."""
+        """Return the messages and drop the reference, so that the caller decides when to free them.
+
+        The messages are made first if `join` was not called.
+        """
         if self._messages_TI is None:
             self.join()
         messages_TI, self._messages_TI = self._messages_TI, None
@@ -131,7 +134,7 @@ class Tokens:
         return messages_TI
 
     def split(self, sizes: list[int]) -> list[Tokens]:
-        """Split the tokens into chunks. Only the chunks keep the messages."""
+        """Split the tokens into chunks of these sizes. Only the chunks keep the messages."""
         tensors = [self.x_TH, self.weights_TK, self.ids_TK]
         if self._messages_TI is not None:
             tensors.append(self.take_messages())
@@ -142,8 +145,8 @@ class Planning(Protocol):
     """A plan whose counts are being exchanged.
 
     Attributes:
-        pairs_E: how many of this rank's (token, expert) pairs each expert gets, on the device; None
-            if the dispatcher does not count them.
+        pairs_E: the number of this rank's (token, expert) pairs of each expert, on the device; None
+            if the dispatcher does not count pairs.
     """
 
     @property
@@ -153,8 +156,9 @@ class Planning(Protocol):
         """Wait for the counts, and return one `Exchange` for each chunk of consecutive tokens.
 
         Raises:
-            RuntimeError: on every rank of the group, if any rank would receive more rows than the
-                config allows, or if ranks are at different positions (DeepEP cannot detect this).
+            RuntimeError: on every rank of the group, if at least one rank would receive more rows
+                than the config allows, or if ranks are at different positions (DeepEP cannot detect
+                this).
         """
 
 
@@ -176,4 +180,7 @@ class Dispatcher(Protocol):
         """
 
     def prepare(self, tokens: Tokens) -> None:
-        """Compute all that the exchanges of these tokens need and that does not need counts."""
+        """Do the part of the exchanges' work that does not need the counts, such as joining rows.
+
+        A layer calls this after `start_plan`, so that it runs while counts are exchanged.
+        """

@@ -24,7 +24,7 @@ the row above.
     sharding/shard.py | whole_weights weights_dtype buffers | the same
     sharding/shard.py | experts_in_layer_units | the same
     moe/layer.py | forward_number | the number of forwards so far
-    moe/dispatch/chunks.py | num_chunks dispatcher | from the first forward in training on
+    moe/dispatch/auto_chunks.py | num_chunks dispatcher | from the first forward in training on
     placement/move.py | placement | positions of the experts, from the first balance_experts on
     placement/hub_order.py | guards_state_dicts | if hooks refuse state dicts, until unpatch
     placement/hub_order.py | optimizers_in_order | optimizers in a block of experts_in_hub_order

@@ -6,7 +6,8 @@ the root                gets pre-forward hooks: `KeepForwards` restores or refus
                         forwards, `ForwardGuard` refuses a model that needs sharding but is not
                         sharded, and `BeginCounting` (with the forward hook `EndCounting`) decides
                         whether the tokens of a forward are counted (`counting.py`)
-shared experts          run while results are sent back, if tokens are sent (`shared_experts.py`)
+shared experts          get a forward that runs while results are sent back, if tokens are sent to
+                        other ranks (`shared_experts.py`)
 the causal LM           gets the hooks that find padding tokens (`padding.py`), and the hooks of the
                         aux loss over all ranks (`aux_loss.py`)
 """
@@ -49,10 +50,10 @@ def check(parts: Parts, state: ModelState) -> None:
     _check_aux_loss(parts, state.config)
     if state.config.dispatcher == "deepep":
         load_deep_ep()
-    if (quantisation := _quantisation_of(state.config)) is not None:
+    if (quantisation := _make_quantisation(state.config)) is not None:
         check_available(quantisation)
     for index, experts in enumerate(parts.experts.values()):
-        layer = MoELayer(index, state, _compute_of(experts, parts, state))
+        layer = MoELayer(index, state, _decide_compute(experts, parts, state))
         layer.may_choose_no_expert = _has_identity_experts(experts, state.config)
         state.moe_layers.append(layer)
     check_forwards(parts, state)
@@ -67,7 +68,7 @@ def attach(parts: Parts, state: ModelState) -> None:
     experts = list(parts.experts.values())
     for module in experts:
         if isinstance(module, StackedExperts):
-            _attach_to_block(module, state)
+            _replace_block_forward(module, state)
     # Experts modules of Liger's class have no config.
     config_copy = own_experts_config(getattr(experts[0], "config", parts.config), implementation)
     for module, layer in zip(experts, state.moe_layers, strict=True):
@@ -80,26 +81,27 @@ def attach(parts: Parts, state: ModelState) -> None:
     record_forwards(parts, state)
     parts.root.register_forward_pre_hook(KeepForwards(state))
     parts.root.register_forward_pre_hook(ForwardGuard(state))
-    _watch_routing(parts, state)
+    _mark_routing_modules(parts, state)
     attach_counting(parts, state)
     attach_shared_experts(parts.root, state)
     attach_padding(parts, state)
     attach_aux_loss(parts, state)
 
 
-def _attach_to_block(experts: StackedExperts, state: ModelState) -> None:
-    """Replace the forward of a block."""
+def _replace_block_forward(experts: StackedExperts, state: ModelState) -> None:
+    """Replace the forward of a MoE block if the plan gives it another forward."""
     block = experts.block
     if experts.description.forward is not None:
         state.replace(block, "forward", MethodType(experts.description.forward, block))
 
 
-def _watch_routing(parts: Parts, state: ModelState) -> None:
-    """Register hooks that record which topk calls may be those of routers.
+def _mark_routing_modules(parts: Parts, state: ModelState) -> None:
+    """Register hooks that record whether a router may call topk at this point of the forward.
 
-    In a model whose MoE blocks a plan describes, these are the calls inside of the blocks (the
-    attention of JetMoE calls topk as well). In other models they are all calls outside of attention
-    that calls topk: the choice of an indexer (DeepSeek-V3.2) may have the shape of a router's.
+    If a plan describes the MoE blocks of a model, routers run only inside of these blocks (the
+    attention of JetMoE calls topk as well). In other models routers may run everywhere except in
+    attention modules that call topk: the indexer of DeepSeek-V3.2 may call topk with the sizes of a
+    router's call.
     """
     blocks = [
         module.block for module in parts.experts.values() if isinstance(module, StackedExperts)
@@ -138,7 +140,7 @@ def _check_aux_loss(parts: Parts, config: ParallelConfig) -> None:
         )
 
 
-def _compute_of(experts: nn.Module, parts: Parts, state: ModelState) -> Compute | None:
+def _decide_compute(experts: nn.Module, parts: Parts, state: ModelState) -> Compute | None:
     config = state.config
     if config.experts_backend == "eager":
         if isinstance(experts, StackedExperts):
@@ -154,7 +156,7 @@ def _compute_of(experts: nn.Module, parts: Parts, state: ModelState) -> Compute 
         config.experts_backend,
         recompute=config.recompute_activations,
         model_type=parts.plan.model_type,
-        quantisation=_quantisation_of(config),
+        quantisation=_make_quantisation(config),
         etp_size=etp_size,
     )
     check_cut(experts, compute, etp_size, model_type=parts.plan.model_type)
@@ -162,6 +164,7 @@ def _compute_of(experts: nn.Module, parts: Parts, state: ModelState) -> Compute 
 
 
 def _has_identity_experts(experts: nn.Module, config: ParallelConfig) -> bool:
+    """Return True if some experts return their input; raise ValueError for DeepEP then."""
     if not isinstance(experts, StackedExperts) or not experts.num_identity_experts:
         return False
     if config.dispatcher == "deepep":
@@ -173,7 +176,7 @@ def _has_identity_experts(experts: nn.Module, config: ParallelConfig) -> bool:
     return True
 
 
-def _quantisation_of(config: ParallelConfig) -> Quantisation | None:
+def _make_quantisation(config: ParallelConfig) -> Quantisation | None:
     if config.experts_dtype is None:
         return None
     return Quantisation(config.experts_dtype, nested=config.experts_double_quant)

@@ -1,6 +1,6 @@
 """Compute the router's load-balancing loss over the global batch.
 
-The formula is Switch Transformer's (arXiv 2101.03961, eq. 4-6), as in transformers'
+The formula is Switch Transformer's (arXiv 2101.03961, eq. 4-6), as transformers computes it in
 `load_balancing_loss_func`. Both means are over the tokens of all layers:
 
     aux = E * sum_e  f_e * P_e        f_e: the share of tokens that chose expert e, a constant
@@ -9,7 +9,7 @@ The formula is Switch Transformer's (arXiv 2101.03961, eq. 4-6), as in transform
 `aux_loss_per_layer=True` computes the loss of each layer and returns their mean, which has the same
 scale (the paper adds up the losses of the layers: multiply its coefficient by the number of
 layers). Only the routers get a gradient from this loss (`routers_alone.py`). Stock's formula
-balances only the sum over layers, so the imbalance of one layer can hide that of another:
+balances only the sum over layers, so one layer's imbalance can hide another layer's imbalance:
 
     loads of two experts    stock's f, over both layers    per layer
     layer 0: 6, 2           8, 8: even, no gradient        6, 2
@@ -42,17 +42,18 @@ by an `AuxLossSwitch`, once per file. One forward passes these steps:
     FinishAuxLoss    hook after the causal LM's forward: outputs.aux_loss becomes the undivided
                      loss, and outputs.router_logits a plain tuple
 
-With pipeline stages (`pipeline/`) a forward computes one micro-batch. The sums of its tokens travel
-with the hidden states from stage to stage, and the last stage computes the loss. With "1f1b" the
-batch of the formula is the micro-batch of all ranks of a stage, and the losses of micro-batches are
-averaged by their rows, as if one process had accumulated over the micro-batches. With "gpipe" all
-forwards run before the first backward, so the last stage computes the loss of the whole batch.
+With pipeline stages (`pipeline/`) a forward computes one micro-batch. Its sums are sent with the
+hidden states from stage to stage, and the last stage computes the loss. With "1f1b" the batch of
+the formula is the micro-batch of all ranks of a stage. The losses of the micro-batches are averaged
+with their numbers of rows as weights, as if one process had accumulated over the micro-batches.
+With "gpipe" all forwards run before the first backward, so the last stage computes the loss of the
+whole batch.
 
-The mark is an attribute of the logits. After an interrupted forward, neither another model nor the
-next forward can therefore use a mark that is not its own. The coefficient in the config is never
-changed. For its fused linear cross-entropy, Liger binds another forward to the model; the file that
-defines such a forward gets a switch as well. It would be simpler to add "our loss minus stock's
-loss" after the forward, but stock's loss is 0/0 on a rank whose batch is all padding.
+The mark is an attribute of the logits, so a mark of an interrupted forward cannot reach another
+forward or another model. The coefficient in the config is never changed. For its fused linear
+cross-entropy, Liger binds another forward to the model; the file that defines this forward gets a
+switch as well. It would be simpler to add "our loss minus stock's loss" after the forward, but
+stock's loss is 0/0 on a rank whose batch is all padding.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_moe_ep.architectures import Parts
-from hf_moe_ep.moe.routers_alone import RoutersAlone, find_routers
+from hf_moe_ep.moe.routers_alone import SecondRouterRuns, find_routers
 from hf_moe_ep.pipeline.stage import Boundary
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice
@@ -98,10 +99,10 @@ def sum_over_layers(
 ) -> Tensor:
     """Sum pairs and probabilities of each expert over this rank's tokens: [layers, 2, E].
 
-    The sums of the layers are added up to [1, 2, E] unless `per_layer` is True. The positional
-    arguments are those of transformers' `load_balancing_loss_func`, first the logits (T, E) of all
-    layers. If `sequence` is given (sp_size > 1), the logits are those of this rank's slice, but
-    `attention_mask` is that of the whole sequence.
+    The sums of the layers are added up to [1, 2, E] unless `per_layer` is True. The first four
+    arguments are the arguments of transformers' `load_balancing_loss_func`; the first is a tuple
+    with the logits (T, E) of each layer. If `sequence` is given (sp_size > 1), the logits belong to
+    this rank's slice, but `attention_mask` belongs to the whole sequence.
     """
     if sequence is not None:
         if attention_mask is None:
@@ -119,7 +120,7 @@ def sum_over_layers(
     return own_sums if per_layer else own_sums.sum(0, keepdim=True)
 
 
-def terms_of_sums(
+def compute_terms(
     own_sums: list[Tensor],
     top_k: int,
     *,
@@ -128,8 +129,8 @@ def terms_of_sums(
 ) -> tuple[list[Tensor], Tensor]:
     """Return this rank's terms of the loss, one for each element of `own_sums`, and the loss.
 
-    The sums of all elements and of all `world_size` ranks of `group` are one batch. The values of
-    the terms add up to the loss, and their gradients are those of this rank's own terms.
+    All elements of `own_sums` on all `world_size` ranks of `group` form one batch. The values of
+    the terms add up to the loss. The gradient of each term reaches only its element of `own_sums`.
     """
     own_total = torch.stack(own_sums).sum(0) if len(own_sums) > 1 else own_sums[0]
     totals = own_total.detach() if world_size == 1 else sum_over_ranks(own_total, group)
@@ -187,7 +188,8 @@ class _Forward:
     Attributes:
         aux_loss: the hook of the model, which computes the loss.
         divisor: the number by which the aux loss is divided before the model adds it to the loss.
-            With pipeline stages it is larger by 1 / (share of the micro-batch in the batch).
+            With pipeline stages and "1f1b" it has the factor 1 / (share of the micro-batch in the
+            batch).
         sequence: with `sp_size` > 1, this rank's slice of the sequences; otherwise None.
         has_fused_head: True if TRL's fused head computes the loss.
         learns: True if the aux loss has a gradient; None until the aux loss is computed.
@@ -234,12 +236,12 @@ def attach_aux_loss(parts: Parts, state: ModelState) -> None:
     model = parts.causal_lm
     if parts.plan.aux_loss_coef is None or model is None:
         return
-    routers_alone = None
+    second_runs = None
     if state.config.aux_loss_per_layer:
-        routers_alone = RoutersAlone(model)
+        second_runs = SecondRouterRuns(model)
         for router in find_routers(parts):
-            router.register_forward_hook(routers_alone, with_kwargs=True)
-    aux_loss = GlobalAuxLoss(model, state, routers_alone)
+            router.register_forward_hook(second_runs, with_kwargs=True)
+    aux_loss = GlobalAuxLoss(model, state, second_runs)
     aux_loss.install_switches(model)
     model.register_forward_pre_hook(aux_loss, with_kwargs=True)
     first_experts = next(iter(parts.experts.values()))
@@ -261,9 +263,9 @@ class GlobalAuxLoss(Ours):
     """Pre-forward hook of the causal LM: decides whether our loss replaces stock's."""
 
     def __init__(
-        self, model: nn.Module, state: ModelState, routers_alone: RoutersAlone | None
+        self, model: nn.Module, state: ModelState, second_runs: SecondRouterRuns | None
     ) -> None:
-        self.model, self.state, self.routers_alone = model, state, routers_alone
+        self.model, self.state, self.second_runs = model, state, second_runs
         # The current forward, or an earlier forward that was interrupted.
         self.forward: _Forward | None = None
         self._had_fused_head = False
@@ -335,17 +337,17 @@ class GlobalAuxLoss(Ours):
         if meshes is not None and losses_are_summed:
             divisor *= meshes.data_parallel_size
         self.forward = _Forward(self, divisor, kwargs.get(SLICE), fused)
-        if self.routers_alone is not None and model.training and torch.is_grad_enabled():
-            self.routers_alone.begin()
+        if self.second_runs is not None and model.training and torch.is_grad_enabled():
+            self.second_runs.begin()
 
     @torch.compiler.disable
     def compute(
         self, forward: _Forward, router_logits: tuple[Tensor, ...], *args: Any, **kwargs: Any
     ) -> Tensor:
         """Compute the loss that `load_balancing_loss_func` returns to the model's forward."""
-        second_runs = self.routers_alone
+        second_runs = self.second_runs
         if second_runs is not None and second_runs.is_recording:
-            router_logits = tuple(map(second_runs.second_logits, router_logits))
+            router_logits = tuple(map(second_runs.find_second_logits, router_logits))
             second_runs.end()
         forward.learns = any(logits.requires_grad for logits in router_logits)
         if self._boundary is not None:
@@ -364,9 +366,9 @@ class GlobalAuxLoss(Ours):
         top_k: int,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Compute this rank's term of the loss (`terms_of_sums`).
+        """Compute this rank's term of the loss (`compute_terms`).
 
-        A pipeline stage adds its sums to those of earlier stages, and the last stage computes the
+        A pipeline stage adds its sums to the sums of earlier stages. The last stage computes the
         loss; every other stage returns zero. With "gpipe" the last stage returns zero as well, and
         `finish_batch` computes the loss of all micro-batches.
         """
@@ -392,26 +394,26 @@ class GlobalAuxLoss(Ours):
             boundary.sent_sums = sums
         elif boundary is not None and boundary.defers_aux_loss:
             boundary.deferred.append(sums)
-            factor = self._coefficient(fused=forward.has_fused_head) / forward.divisor
+            factor = self._find_coefficient(fused=forward.has_fused_head) / forward.divisor
             boundary.finish_aux_loss = functools.partial(self.finish_batch, top_k, factor)
         else:
             group = None if self.state.meshes is None else self.state.meshes.stage_group
-            (term,), _ = terms_of_sums([sums], top_k, world_size=self._world_size, group=group)
+            (term,), _ = compute_terms([sums], top_k, world_size=self._world_size, group=group)
             return term
         return torch.zeros((), dtype=sums.dtype, device=sums.device)
 
     def finish_batch(
         self, top_k: int, factor: float, sums: list[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        """Return the terms that are added to the losses of the micro-batches, and the aux loss."""
+        """Return the term that is added to the loss of each micro-batch, and the aux loss."""
         meshes = self.state.meshes
         assert meshes is not None
-        terms, loss = terms_of_sums(
+        terms, loss = compute_terms(
             sums, top_k, world_size=self._world_size, group=meshes.stage_group
         )
         return [term * factor for term in terms], loss
 
-    def _coefficient(self, *, fused: bool) -> float:
+    def _find_coefficient(self, *, fused: bool) -> float:
         """Return the factor of the aux loss in the loss of the model, or of TRL's fused head."""
         if fused:
             return fused_head_coefficient(self.model)
@@ -422,10 +424,10 @@ class GlobalAuxLoss(Ours):
         return float(coefficient)
 
     def end(self) -> _Forward | None:
-        """Clear `self.forward` and return its value: the forward that ran, or None."""
+        """Return the forward that ran, or None, and forget it."""
         forward, self.forward = self.forward, None
-        if self.routers_alone is not None:
-            self.routers_alone.end()
+        if self.second_runs is not None:
+            self.second_runs.end()
         return forward
 
 
@@ -477,22 +479,22 @@ class FinishAuxLoss(Ours):
                 f"router_logits that its decoder returned, so each rank would compute the loss of "
                 f"its own tokens; leave out output_router_logits=True"
             )
-        return _plain_output(output, forward)
+        return _restore_output(output, forward)
 
 
-def _plain_output(output: Any, forward: _Forward) -> Any:
+def _restore_output(output: Any, forward: _Forward) -> Any:
     """Return `output` with plain logits and the undivided loss, or None if nothing changes."""
 
-    def make_plain(value: Any) -> Any:
+    def restore(value: Any) -> Any:
         if isinstance(value, _MarkedLogits):
             return tuple(value)
         return value if value is None or value is not forward.returned else forward.undivided
 
     if isinstance(output, tuple):
-        return tuple(map(make_plain, output))
+        return tuple(map(restore, output))
     if not isinstance(output, Mapping):
         return None
-    values = {name: make_plain(value) for name, value in output.items()}
+    values = {name: restore(value) for name, value in output.items()}
     changed = {name: value for name, value in values.items() if value is not output[name]}
     return replace(output, **changed) if changed else None  # type: ignore[type-var]
 

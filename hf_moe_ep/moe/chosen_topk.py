@@ -9,9 +9,9 @@ of router therefore computes the weights (and gradients) of the given experts.
 
 A call of topk is replaced only if it may be a router's call: it must have one score per expert, and
 choose as many experts as `next_ids` returns. All other calls, and all calls while `next_ids`
-returns None, run torch's own topk. The caller keeps track of the layer that runs. The caller may
-also pass a function `decide`. This function receives the ids of `next_ids` and a function that
-computes torch's own choice, and returns the ids to use.
+returns None, run torch's own topk. The caller's `next_ids` must return the ids of the layer that
+runs. The caller may also pass a function `decide`. This function receives the ids of `next_ids` and
+a function that computes torch's own choice, and returns the ids to use.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ counts only grow: each function that reads them stores the counts of its last re
 
 A forward is counted if it leads to gradients: the model is in training mode, and gradients were
 enabled when the model was called. A test in the layer would not be enough, because a reentrant
-checkpoint disables gradients in its first run. A layer that runs while a backward runs is a
+checkpoint disables gradients in its first run. If a layer runs while a backward runs, this is a
 recompute, which is not counted a second time.
 
-Padding tokens are not counted, even if the experts compute them (`padding.py`), so the counts do
-not depend on how the ranks are divided. Padding tokens are those that a mask (B, S) hides, and
-those that fill up the slices of a sequence.
+Padding tokens are not counted, even if the experts compute them (`padding.py`), so the counts are
+the same with every layout of the ranks. Padding tokens are the tokens that a mask (B, S) hides, and
+the tokens that fill up the slices of a sequence.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BeginCounting(StateHook):
 class EndCounting(StateHook):
     """Forward hook of the root: clears the record of `BeginCounting`.
 
-    A layer that is called outside of the root's forward is counted if it has gradients enabled.
+    A layer that is called outside of the root's forward is counted if gradients are enabled.
     """
 
     def __call__(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -59,7 +59,7 @@ class EndCounting(StateHook):
 class FindCounted(StateHook):
     """Pre-forward hook of the model that gets a batch: finds the tokens that are counted.
 
-    It runs after the hook that adds a `Slice`, so with sp_size > 1 it finds those of this rank.
+    It runs after the hook that adds a `Slice`, so with sp_size > 1 it finds this rank's tokens.
     """
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -80,8 +80,8 @@ class FindCounted(StateHook):
 class ForgetCounted(StateHook):
     """Forward hook of the same model: forgets the tokens that `FindCounted` has found.
 
-    For compiled layers they stay until the next forward: without them, the recompute of a layer
-    would need a graph of its own.
+    If layers are compiled, the tokens stay until the next forward: without these tokens, the
+    recompute of a layer would need another graph than its first run.
     """
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -91,10 +91,10 @@ class ForgetCounted(StateHook):
 
 
 class FindCountedOfDecoder(FindCounted):
-    """The same hook for the decoder: acts if a caller passes the batch to the decoder alone.
+    """Pre-forward hook of the decoder: finds the tokens if the model itself got no batch.
 
-    TRL's distillation trainers do so in place of the model's forward
-    (trl/trainer/distillation_trainer.py, `_get_last_hidden_state`).
+    TRL's distillation trainers call only the decoder (trl/trainer/distillation_trainer.py,
+    `_get_last_hidden_state`).
     """
 
     def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -106,7 +106,7 @@ class FindCountedOfDecoder(FindCounted):
 
 
 class ForgetCountedOfDecoder(ForgetCounted):
-    """Forward hook of the decoder: forgets what `FindCountedOfDecoder` has found."""
+    """Forward hook of the decoder: forgets the tokens that `FindCountedOfDecoder` has found."""
 
     def __call__(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self.state.batch_is_known:
@@ -118,7 +118,7 @@ def attach_counting(parts: Parts, state: ModelState) -> None:
     parts.root.register_forward_pre_hook(BeginCounting(state))
     parts.root.register_forward_hook(EndCounting(state))
     if parts.tied_modules:
-        return  # the layers of the second tower run on other tokens than those of the mask
+        return  # the mask does not describe the tokens of the second tower's layers
     owners = (parts.causal_lm, parts.classifier, parts.root)
     model = next(module for module in owners if module is not None)
     model.register_forward_pre_hook(FindCounted(state), with_kwargs=True)
@@ -130,9 +130,9 @@ def attach_counting(parts: Parts, state: ModelState) -> None:
 
 
 def find_counted_tokens(given: dict[str, Any]) -> Tensor | None:
-    """Return [T], int64: 1 for this rank's tokens that are counted, 0 for others.
+    """Return [T], int64: 1 for each of this rank's tokens that is counted, otherwise 0.
 
-    The result is None if all tokens are counted. `given` are the arguments of the forward by name.
+    The result is None if all tokens are counted. `given` has the arguments of the forward by name.
     """
     part: Slice | None = given.get(SLICE)
     mask = given.get("attention_mask")
@@ -144,7 +144,7 @@ def find_counted_tokens(given: dict[str, Any]) -> Tensor | None:
     counted_BS = mask != 0
     if part is not None:
         counted_BS = part.take(counted_BS, 1, fill=False)
-    return counted_BS.flatten().long()  # as the counts, to which every layer adds it
+    return counted_BS.flatten().long()  # the dtype of the counts, to which it is added
 
 
 def count_choice(
@@ -152,7 +152,7 @@ def count_choice(
 ) -> None:
     """Count the experts that `layer` chose for this rank's tokens, if this forward is counted.
 
-    A dispatcher that has counted the pairs for its exchange has them in `planning`.
+    If the dispatcher has already counted the pairs for its exchange, `planning` has these counts.
     """
     state = layer.model
     if torch.compiler.is_compiling() and state.is_counted is not None:
@@ -168,8 +168,8 @@ def count_choice(
         # The recompute of a compiled checkpoint does not call this function again.
         _add_counts(layer, expert_ids_TK, None)
     elif not backward_is_running():
-        # Selective checkpointing compares the operators of both runs, but only the first run counts
-        # tokens.
+        # Selective checkpointing compares the operators of a layer's first run and of its
+        # recompute, but only the first run counts tokens.
         with hidden_from_modes():
             _add_counts(layer, expert_ids_TK, None if planning is None else planning.pairs_E)
 
@@ -203,9 +203,9 @@ def _add_counts(layer: MoELayer, expert_ids_TK: Tensor, pairs_E: Tensor | None) 
 def _add_to_row(
     counts_E: Tensor, expert_ids_TK: Tensor, may_choose_no_expert: bool, counted_T: Tensor | None
 ) -> None:
-    """Count the expert ids of the tokens that are 1 in `counted_T`, or of all tokens.
+    """Add the expert ids of the tokens with `counted_T` = 1 to `counts_E`; None means all tokens.
 
-    If `may_choose_no_expert`, the number of experts is an id that is not counted.
+    With `may_choose_no_expert`, an id that is not below the number of experts is not counted.
     """
     # In one process the layers of a model may be on several devices.
     ids = expert_ids_TK.flatten().long().to(counts_E.device)
@@ -228,8 +228,8 @@ def _count_compiled(
 ) -> None:
     """Count the choice of a layer that `compile_layers` has compiled.
 
-    A graph calls this operator in the layer's first run and in its recompute alike, so the operator
-    itself finds out which of them is running. `layer_index` and `is_counted` are on the CPU.
+    A graph calls this operator in the layer's first run and in its recompute, so the operator
+    itself must detect a recompute. `layer_index` and `is_counted` are on the CPU.
     """
     if bool(is_counted) and not backward_is_running():
         _add_to_row(choice_counts[int(layer_index)], expert_ids, True, counted_tokens)

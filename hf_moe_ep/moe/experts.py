@@ -4,16 +4,14 @@ The weights are the stacked parameters of the stock module, `[L, 2F, H]` and `[L
 transposes (`moe/layer.py` explains the letters). FSDP2 has already all-gathered the weights of all
 experts of this rank. Quantised weights are bytes with scales (`ops/quantised.py`).
 
-`grad_scale` is 1 / world size. FSDP2 divides the gradients of all other parameters by the world
-size. Experts' gradients are sums over the tokens of an ep group, which FSDP2 adds up over ep_fsdp
-without a division. They are therefore multiplied by `grad_scale` where they are computed, in
-`ops/torch_mlp.py` and `ops/triton_mlp.py`. (Under fp16, `grad_scale` is only a part of the factor;
-see `sharding/options.py`.)
+`grad_scale` multiplies the experts' gradients where they are computed, in `ops/torch_mlp.py` and
+`ops/triton_mlp.py`, because FSDP2 adds up these gradients without a division. It is 1 divided by
+the first divisor of `sharding/options.py`, `grad_divisors`.
 
 `choose_compute` decides once, when the model is patched, how a module is computed. To find the
-formula, it runs the module's own gate on numbers and compares the results with those of the known
-formulas. A known gate with a new name is therefore accepted, and another gate is refused, even if
-it resembles a known gate.
+formula, it runs the module's own gate on numbers, and compares the results with the results of the
+known formulas. A known gate with a new name is therefore accepted, and any other gate is refused,
+even if it resembles a known gate.
 """
 
 from __future__ import annotations
@@ -61,8 +59,8 @@ def choose_compute(
 ) -> Compute:
     """Decide how `module` is computed; `requested` is "auto", "torch" or "triton".
 
-    `model_type` is named in errors. `quantisation` is the format of the weights after sharding.
-    `etp_size` is the number of ranks over which each expert is then cut (`etp.py`).
+    `model_type` is named in errors. `quantisation` is the format of the weights after sharding, and
+    `etp_size` the number of ranks over which sharding cuts each expert (`etp.py`).
 
     Raises:
         ValueError: no known formula reproduces the gate; the weights are quantised already, or
@@ -111,13 +109,13 @@ def run_experts(
 ) -> Tensor:
     """Compute the weighted sum of each row's experts on this rank, in the dtype of `rows_RH`.
 
-    `hf_moe_ep.ops.expert_mlp` explains the arguments. `weights` is the result of `local_weights`,
-    if the caller has already called that function.
+    `hf_moe_ep.ops.expert_mlp` explains the arguments. `weights` is the result of
+    `collect_weights`, if the caller has already called that function.
     """
     compute_RH = rows_RH.to(compute_dtype(rows_RH))
-    weights = weights or local_weights(experts, compute, rows_RH)
+    weights = weights or collect_weights(experts, compute, rows_RH)
 
-    def weighted_sum(rows: Tensor, ids: Tensor, weights_of_pairs: Tensor) -> Tensor:
+    def compute_weighted_sum(rows: Tensor, ids: Tensor, weights_of_pairs: Tensor) -> Tensor:
         return expert_mlp(
             rows,
             ids,
@@ -127,37 +125,34 @@ def run_experts(
             counts_L=counts_L,
             grad_scale=grad_scale,
             recompute=compute.recompute,
-            backend=_backend(compute, rows),
+            backend=_choose_backend(compute, rows),
         )
 
     norm = post_expert_norm(experts)
-    if compute.weights_inputs:
-        # The weight of an expert multiplies its input, so every (row, expert) pair becomes a row of
-        # its own, which the experts compute with weight 1.
-        num_rows, top_k = expert_ids_RK.shape
-        pairs = compute_RH.repeat_interleave(top_k, 0) * weights_RK.reshape(-1, 1)
-        ids = expert_ids_RK.reshape(-1, 1)
-        ones = torch.ones_like(ids, dtype=weights_RK.dtype)
-        out = weighted_sum(pairs.to(compute_RH.dtype), ids, ones)
-        return out.view(num_rows, top_k, -1).sum(1).to(rows_RH.dtype)
-    if norm is None:
-        return weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
-    # The norm is applied to the output of each expert, so every (row, expert) pair becomes a row of
-    # its own with weight 1. The gradients of the norm's parameters are not scaled here, because
-    # FSDP2 shards these parameters with the decoder layer and averages their gradients.
+    if norm is None and not compute.weights_inputs:
+        return compute_weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
+    # Routing weights multiply the inputs of experts, or a norm follows each expert. Each pair of
+    # row and expert therefore becomes a row of its own, which the experts compute with weight 1.
     num_rows, top_k = expert_ids_RK.shape
     pairs = compute_RH.repeat_interleave(top_k, 0)
     ids = expert_ids_RK.reshape(-1, 1)
-    y_RKH = norm(weighted_sum(pairs, ids, torch.ones_like(ids, dtype=weights_RK.dtype)))
+    ones = torch.ones_like(ids, dtype=weights_RK.dtype)
+    if norm is None:
+        pairs = (pairs * weights_RK.reshape(-1, 1)).to(compute_RH.dtype)
+        out = compute_weighted_sum(pairs, ids, ones)
+        return out.view(num_rows, top_k, -1).sum(1).to(rows_RH.dtype)
+    # The gradients of the norm's parameters are not scaled here, because FSDP2 shards these
+    # parameters with the decoder layer and averages their gradients.
+    y_RKH = norm(compute_weighted_sum(pairs, ids, ones))
     weights_RK = weights_RK.masked_fill(expert_ids_RK >= weights.up.shape[0], 0)
     out_RH = (y_RKH.view(num_rows, top_k, -1) * weights_RK.unsqueeze(-1)).sum(1)
     return out_RH.to(rows_RH.dtype)
 
 
-def local_weights(
+def collect_weights(
     experts: Any, compute: Compute, like: Tensor, first_expert: int = 0
 ) -> ExpertWeights:
-    """Collect the weights of this rank's experts for rows of the dtype of `like`.
+    """Collect the weights of this rank's experts for rows with the dtype of `like`.
 
     `first_expert` is the number of this rank's first expert. It selects this rank's experts in
     adapters that are not sharded.
@@ -166,11 +161,11 @@ def local_weights(
     quantised = compute.quantisation is not None
     layer: MoELayer | None = getattr(experts, STATE, None)
     whole_dtype = None if layer is None else layer.weights_dtype
-    # FSDP2 casts no tensor of a module with quantised weights, so biases are cast here.
+    # FSDP2 casts none of the tensors of a module with quantised weights, so biases are cast here.
     must_cast = quantised or torch.is_autocast_enabled(like.device.type)
     meshes = None if layer is None else layer.model.meshes
 
-    def local(name: str, num_dims: int = 3) -> Tensor | None:
+    def get_local(name: str, num_dims: int = 3) -> Tensor | None:
         parameter = getattr(experts, name, None)
         tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if tensor is None or tensor.ndim == num_dims:
@@ -184,13 +179,13 @@ def local_weights(
         return tensor if tensor is None or target is None else tensor.to(target)
 
     up_name, down_name = compute.parameters
-    up, down = local(up_name), local(down_name)
+    up, down = get_local(up_name), get_local(down_name)
     options: dict[str, Any] = {}
     if compute.quantisation is not None:
         options["quantised"] = compute.quantisation.kind
         for name, parameter in (("up", up_name), ("down", down_name)):
-            options[f"{name}_block_scale"] = local(parameter + BLOCK_SCALE)
-            options[f"{name}_nested_scale"] = local(parameter + NESTED_SCALE)
+            options[f"{name}_block_scale"] = get_local(parameter + BLOCK_SCALE)
+            options[f"{name}_nested_scale"] = get_local(parameter + NESTED_SCALE)
     elif whole_dtype is None:
         up, down = cast(up), cast(down)
     assert up is not None and down is not None
@@ -202,17 +197,17 @@ def local_weights(
     if layer is not None:
         local_experts = slice(first_expert, first_expert + len(up))
         factor_dtype = dtype if quantised else matrix_dtype
-        options |= _local_factors(layer, compute, local_experts, factor_dtype)
-    up_bias, down_bias = cast(local(f"{up_name}_bias", 2)), cast(local("down_proj_bias", 2))
+        options |= _collect_factors(layer, compute, local_experts, factor_dtype)
+    up_bias, down_bias = cast(get_local(f"{up_name}_bias", 2)), cast(get_local("down_proj_bias", 2))
     if meshes is not None and meshes.etp_size > 1 and down_bias is not None:
         down_bias = whole_bias(down_bias, like.shape[1], meshes)
     return ExpertWeights(up, up_bias, down, down_bias, **options)
 
 
-def _local_factors(
+def _collect_factors(
     layer: MoELayer, compute: Compute, local_experts: slice, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Collect the factors and scales of active adapters, as fields of `ExpertWeights`."""
+    """Collect the factors and scales of the active adapters, as fields of `ExpertWeights`."""
     meshes = layer.model.meshes
     factors: dict[str, Any] = {}
     for name, parameter in zip(("up", "down"), compute.parameters, strict=True):
@@ -223,7 +218,7 @@ def _local_factors(
         if compute.turns_factors:
             a, b = b.transpose(1, 2).contiguous(), a.transpose(1, 2).contiguous()
         if meshes is not None and meshes.etp_size > 1:
-            # The factor that has the dim H is whole on every rank of an etp group.
+            # Every rank of an etp group has the whole factor with the dim H.
             if name == "up":
                 a = sum_factor_gradients(a, meshes)
             else:
@@ -233,12 +228,12 @@ def _local_factors(
 
 
 def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> ExpertFormula:
-    """Find the formula that gives the same results as the module's own gate."""
+    """Return the formula that gives the same results as the module's own gate."""
     _, limits = experts_gate_constants(module)
     edge = 2 * max(limits, default=10.0)
-    # The values are shuffled by a stride (197 and 512 have no common divisor). A random order would
-    # advance the user's random generator. The device is the CPU even if the model is patched under
-    # torch.device("meta").
+    # A stride of 197, which has no common divisor with 512, shuffles the values; a random order
+    # would advance the user's random generator. The device is the CPU even if the model is patched
+    # under torch.device("meta").
     values = torch.linspace(-edge, edge, 512, dtype=torch.float64, device="cpu")
     pre_AG = values[torch.arange(512, device="cpu") * 197 % 512].view(32, 16)
     try:
@@ -248,22 +243,22 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
             f"the gate of {type(module).__name__} does not run: {error}; transformers' experts "
             f"interface needs its activation as act_fn, or a method _apply_gate"
         ) from error
-    for formula in _candidates(module, flags):
+    for formula in _list_formulas(module, flags):
         out_AF = activate(pre_AG, formula)
         same_shape = out_AF.shape == gate_out_AF.shape
-        # The tolerance is for gates that always compute in fp32.
+        # The tolerance allows for gates that always compute in fp32.
         if same_shape and torch.allclose(out_AF, gate_out_AF.double(), 1e-5, 1e-5):
             return formula
-    of_model = f" of {model_type}" if model_type else ""
+    model_text = f" of {model_type}" if model_type else ""
     raise ValueError(
-        f"the gate of {type(module).__name__}{of_model} is none of {', '.join(ACTIVATIONS)} "
+        f"the gate of {type(module).__name__}{model_text} is none of {', '.join(ACTIVATIONS)} "
         f"(plain, clamped, or with soft caps); experts_backend='eager' runs the model's own code "
         f"with ep_size=1"
     )
 
 
-def _candidates(module: nn.Module, flags: ExpertsFlags) -> Iterator[ExpertFormula]:
-    """Yield the formulas that a module with these flags and these constants may have."""
+def _list_formulas(module: nn.Module, flags: ExpertsFlags) -> Iterator[ExpertFormula]:
+    """Yield every formula that fits the flags of a module and the constants of its gate."""
     gated, interleaved = flags.has_gate, not flags.is_concatenated
     alphas, limits = experts_gate_constants(module)
     activations = [("swish", alpha) for alpha in sorted({1.0, *alphas})]
@@ -346,7 +341,7 @@ def why_no_kernels(*, interpreted_too: bool = False) -> str:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if interpreted_too:
-        # Only the question about the interpreter needs this import.
+        # This import is needed only to ask for the interpreter.
         from hf_moe_ep.ops import triton_mlp
 
         if triton_mlp.interpreted():
@@ -357,8 +352,8 @@ def why_no_kernels(*, interpreted_too: bool = False) -> str:
     return "" if capability >= (8, 0) else f"compute capability {capability} is below (8, 0)"
 
 
-def _backend(compute: Compute, rows_RH: Tensor) -> str:
-    """Return the backend for these rows, as `expert_mlp` takes it.
+def _choose_backend(compute: Compute, rows_RH: Tensor) -> str:
+    """Return the backend of these rows, an argument of `expert_mlp`.
 
     It is "torch" if the kernels do not support the device or dtype of the rows. Otherwise it is
     "triton" if the user requires the kernels, and "auto" if not.

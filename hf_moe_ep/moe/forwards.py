@@ -8,10 +8,9 @@
 Liger (`use_liger_kernel=True`) binds its own forward to experts modules, before or after `patch`.
 Liger's forward does not know experts on other ranks, so our forward is restored; Liger's norms,
 rotary embedding and fused linear cross-entropy stay. Any other replacement would compute with
-shards, or without this package. It therefore raises an error in `patch` or at the next forward. A
-function that wraps the forward of its module is allowed if this package can find the wrapped
-forward: in `__wrapped__`, which `functools.wraps` sets, or among the objects that the function
-holds.
+shards, or without this package, so `patch` or the next forward raises an error. A function that
+wraps the forward of its module is allowed if this package can find the wrapped forward: in
+`__wrapped__`, which `functools.wraps` sets, or among the objects that the function holds.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ _logger = logging.getLogger("hf_moe_ep")
 
 def check_forwards(parts: Parts, state: ModelState) -> None:
     """Raise ValueError if a forward was replaced before `patch`, except by Liger."""
-    for name, module, is_experts in _list_relied_on(parts, state):
+    for name, module, is_experts in _list_modules_to_check(parts, state):
         if not is_computed_by_liger(module):
-            _check_forward(name, module, _expected_forward(module), "before patch()")
+            _check_forward(name, module, _find_expected_forward(module), "before patch()")
         if not is_experts:
             _check_class(name, module)
 
 
-def _expected_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward of the module's class, or the one that an earlier `patch` has set.
+def _find_expected_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward of the module's class, or the forward that an earlier `patch` has set.
 
-    A plan may describe the forward of an MoE block (`MoEBlock.forward`).
+    `patch` sets the forward of a MoE block whose plan describes it (`MoEBlock.forward`).
     """
     for experts in module.children():
         if isinstance(experts, StackedExperts) and "forward" in vars(module):
@@ -63,7 +62,7 @@ def _expected_forward(module: nn.Module) -> Callable[..., Any]:
 
 def record_forwards(parts: Parts, state: ModelState) -> None:
     """Replace Liger's forward of experts by ours, and record the forward of every module."""
-    for name, module, is_experts in _list_relied_on(parts, state):
+    for name, module, is_experts in _list_modules_to_check(parts, state):
         if is_experts and is_computed_by_liger(module):
             state.replace(module, "forward", MethodType(moe_forward, module))
         state.relied_on.append(ReliedOn(name, module, next(forward_functions(module)), is_experts))
@@ -77,7 +76,7 @@ def keep_forwards(state: ModelState) -> None:
     """
     restored = []
     for entry in state.relied_on:
-        # This runs in every forward of the model. Usually the first function already matches.
+        # This test runs in every forward of the model. Usually the first function matches.
         if entry.function in forward_functions(entry.module):
             continue
         if not (entry.is_experts and belongs_to_liger(_find_innermost(entry.module))):
@@ -103,11 +102,11 @@ class KeepForwards(Ours):
 
     def __call__(self, root: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
-            return  # a compiled forward does not change after sharding has checked it
+            return  # sharding has checked the forwards; a compiled forward does not change
         keep_forwards(self.state)
         if not self._looked_for_liger:
             meshes = self.state.meshes
-            # Parameters that FSDP2 offloads are on the CPU; the mesh has the device that computes.
+            # FSDP2 may offload parameters to the CPU; the mesh has the device that computes.
             device = next(root.parameters()).device if meshes is None else meshes.device
             _check_liger_can_run(root, device)
             self._looked_for_liger = True
@@ -135,7 +134,9 @@ def _triton_is_interpreted() -> bool:
     return triton_mlp.interpreted()
 
 
-def _list_relied_on(parts: Parts, state: ModelState) -> Iterator[tuple[str, nn.Module, bool]]:
+def _list_modules_to_check(
+    parts: Parts, state: ModelState
+) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield (name, module, is_experts) of every module whose forward must not be replaced."""
     if state.config.experts_backend != "eager":
         experts = {id(module) for module in parts.experts.values()}
@@ -156,8 +157,8 @@ def _list_relied_on(parts: Parts, state: ModelState) -> Iterator[tuple[str, nn.M
 def _check_class(name: str, module: nn.Module) -> None:
     """Raise ValueError if another file has replaced the forward of a module's class.
 
-    A class of another file is allowed if it replaces the whole module: such a class defines its own
-    forward.
+    A class from another file may replace the whole class of a module. It then defines its own
+    forward, and is allowed.
     """
     owner, function = class_with_forward(module)
     if function.__module__ != owner.__module__:

@@ -10,7 +10,7 @@ E / ep_size of the experts (and with etp_size > 1 a part of each of these expert
                repeats the choice of the layer's first run. If `balance_experts` has moved experts,
                each expert id is replaced by the expert's slot, its row in the stacked weights of
                all ranks
-    dispatch   each token is sent to every rank that has one of its experts, or a part of one
+    dispatch   each token is sent to every rank that has at least a part of one of its experts
     experts    each rank computes its experts on the rows that it received
     combine    the results are sent back and added up, one row per token
 
@@ -18,8 +18,20 @@ The tokens of a layer are exchanged in `dispatch_chunks` chunks: one chunk is se
 compute the previous chunk. Shared experts are computed while the last results are sent back
 (`shared_experts.py`).
 
+The dtypes of a layer. Experts compute in the dtype c: the dtype of autocast, or without autocast
+(and in fp64) the dtype of the hidden states (`ops/dtypes.py`).
+
+    rows         hidden states, results and the gradients of both are sent in c. The sum of a
+                 token's results over all ranks is rounded to the dtype of the hidden states
+    weights      routing weights are sent in fp32, or in a wider dtype if c or the router's dtype is
+                 wider (`dispatcher.Tokens`). FSDP2 does not cast them. They are multiplied in the
+                 wider dtype of both factors (by the Triton kernels in fp32)
+    ids          expert ids are sent behind the weights, in the same dtype (DeepEP: as int64)
+    parameters   FSDP2 casts the experts' parameters to `param_dtype` when it all-gathers them.
+                 `collect_weights` casts them under autocast, or if FSDP2 leaves them as they are
+
 This legend of shapes holds for the whole package, but in `sequence/` C counts channels, and V
-values of a state. Its letters are suffixes of names: `x_TH` has the shape [T, H].
+values of a state. The letters are suffixes of names: `x_TH` has the shape [T, H].
 
     B  batch                            S  sequence
     T  tokens of this rank              H  hidden
@@ -49,10 +61,10 @@ from hf_moe_ep.dispatcher import Header, Planning, RouteSource, Tokens
 from hf_moe_ep.etp import ids_of_parts, weights_of_parts
 from hf_moe_ep.moe.counting import count_choice
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
-from hf_moe_ep.moe.dispatch.chunks import AUTO, apply_choice, choose_at_first_forward
+from hf_moe_ep.moe.dispatch.auto_chunks import AUTO, apply_choice, choose_at_first_forward
 from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
-from hf_moe_ep.moe.experts import local_weights, run_experts
-from hf_moe_ep.moe.padding import leave_out_padding, positions_without_padding
+from hf_moe_ep.moe.experts import collect_weights, run_experts
+from hf_moe_ep.moe.padding import find_positions_without_padding, leave_out_padding
 from hf_moe_ep.moe.recompute import CheckpointWatch, Frame
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
@@ -63,8 +75,9 @@ from hf_moe_ep.upstream.experts_interface import register_experts_forward
 
 
 class ForwardGuard(Ours):
-    """Pre-forward hook of the root: refuses a model that needs sharding but is not sharded, counts
-    the forwards, and wraps the checkpointing functions of this forward.
+    """Pre-forward hook of the root: refuses a model that needs sharding but is not sharded.
+
+    It also counts the forwards, and wraps the checkpointing functions of this forward.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -108,13 +121,13 @@ def moe_forward(
             f"as transformers' experts interface does: (hidden_states, top_k_index, top_k_weights)"
         )
     if meshes is not None and meshes.dispatch.size() > 1:
-        return _ep_forward(experts, layer, hidden_states, top_k_index, top_k_weights)
+        return _dispatch_and_compute(experts, layer, hidden_states, top_k_index, top_k_weights)
     # A compiled forward relies on the root's hook (ForwardGuard), which calls check_ready as well.
     positions: Tensor | None = None
     if not torch.compiler.is_compiling():
         layer.model.check_ready()
         top_k_weights = _choose_weights(layer, top_k_weights)
-        positions = positions_without_padding(layer.model, hidden_states)
+        positions = find_positions_without_padding(layer.model, hidden_states)
     count_choice(layer, experts.training, top_k_index)
     x_TH = hidden_states
     if positions is not None:
@@ -138,14 +151,14 @@ def moe_forward(
 def _count_on_host(expert_ids_TK: Tensor, layer: MoELayer) -> list[int]:
     """Count the (token, expert) pairs of each expert. This is a host sync.
 
-    An id that is the number of experts means "no expert" and is not counted.
+    The id `num_experts` means "no expert" and is not counted.
     """
     num_experts = layer.model.num_experts
     return count_pairs(expert_ids_TK, num_experts + 1)[:num_experts].tolist()
 
 
 @torch.compiler.disable
-def _ep_forward(
+def _dispatch_and_compute(
     experts: nn.Module, layer: MoELayer, x_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """Dispatch the tokens, compute this rank's experts, and combine the results.
@@ -203,10 +216,10 @@ def compute_and_combine(
     """
     weights: ExpertWeights | None = None
     with OverlappedChunks() as chunks:
-        for chunk in chunks.overlapped(exchanges, tokens):
+        for chunk in chunks.start_chunks(exchanges, tokens):
             # The autograd nodes of the weights are created before `finish`. Backward therefore runs
             # them while the rows' gradients are transferred.
-            weights = weights or local_weights(experts, compute, tokens.x_TH, first_expert)
+            weights = weights or collect_weights(experts, compute, tokens.x_TH, first_expert)
             weights = postpone_grads(weights)
             rows_RH, weights_RK, expert_ids_RK = chunk.finish()
             out_RH = run_experts(
@@ -228,17 +241,17 @@ def compute_and_combine(
 
 
 def _choose_chunks(experts: nn.Module, layer: MoELayer, tokens: Tokens) -> None:
-    """Choose the number of chunks in the first forward in training, with dispatch_chunks="auto"."""
+    """With dispatch_chunks="auto", choose the number of chunks in the first forward in training."""
     state, meshes = layer.model, layer.model.meshes
     undecided = state.config.dispatch_chunks == AUTO and state.num_chunks is None
-    # A reentrant checkpoint first runs without gradients. All ranks decide alike, because the
-    # exchange of counts has compared these modes (`Header`).
+    # The first run of a reentrant checkpoint has no gradients, but a backward follows. The exchange
+    # of counts has compared the modes of all ranks (`Header`), so all ranks decide alike.
     leads_to_backward = torch.is_grad_enabled() or state.frame is not None
     if not (undecided and experts.training and leads_to_backward):
         return
     assert meshes is not None and layer.compute is not None
     with torch.no_grad():
-        weights = local_weights(experts, layer.compute, tokens.x_TH)
+        weights = collect_weights(experts, layer.compute, tokens.x_TH)
     where = _make_header(layer, True, tokens)
     choose_at_first_forward(layer, meshes.dispatch.get_group(), tokens, weights, where)
 
@@ -246,8 +259,8 @@ def _choose_chunks(experts: nn.Module, layer: MoELayer, tokens: Tokens) -> None:
 def _replace_ids_by_slots(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
     """Replace each expert id by the slot in which `balance_experts` has placed the expert.
 
-    Rank r owns the slots r * L to (r + 1) * L - 1, so only the dispatch needs slots. All code that
-    counts, records or replays a choice works with expert ids.
+    Rank r owns the slots r * L to (r + 1) * L - 1. Only the dispatch needs slots; all code that
+    counts, records or replays a choice uses expert ids.
     """
     if layer.placement is None:
         return expert_ids_TK
@@ -261,7 +274,7 @@ def _replace_ids_by_slots(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
 def _start_plan(layer: MoELayer, training: bool, tokens: Tokens) -> Planning | None:
     """Start to plan the exchanges of a layer.
 
-    The result is None in a recompute, which uses the exchanges of the first run again.
+    In a recompute return None, because a recompute uses the exchanges of the first run again.
     """
     state = layer.model
     frame: Frame | None = state.frame
@@ -285,7 +298,7 @@ def _finish_plan(
     try:
         exchanges: Sequence[Exchange] = planning.finish()
     finally:
-        # The other ranks have received the header by now, and raise an error as well.
+        # The other ranks have received the header of this rank by now, and raise an error too.
         if state.routing is not None and state.routing.refusal is not None:
             raise state.routing.refusal
     if frame is not None:
@@ -294,11 +307,11 @@ def _finish_plan(
 
 
 def _choose_weights(layer: MoELayer, weights_TK: Tensor) -> Tensor:
-    """Return the router's weights, or in a recompute the weights that a replay has stored."""
+    """Return the router's weights; in a recompute, return the weights that a replay has stored."""
     frame: Frame | None = layer.model.frame
     if frame is None or not frame.is_recompute:
         return weights_TK
-    return frame.weights(layer.index, weights_TK)
+    return frame.choose_weights(layer.index, weights_TK)
 
 
 def _make_header(layer: MoELayer, training: bool, tokens: Tokens) -> Header:

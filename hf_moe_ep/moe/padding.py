@@ -7,28 +7,32 @@ training these tokens are sent to no rank, and the routed experts add nothing to
     labels            a  b  c  -  -        - stands for -100
     next label        b  c  -  -  -
 
-The loss and the gradients stay exact, because nothing that the loss reads depends on a padding
-token: attention masks it, and its own next label is ignored. If a loss may depend on a padding
-token, all tokens of that row are dispatched (the padding tokens of a row may see each other). A
+The loss and the gradients stay exact, because the loss does not depend on a padding token:
+attention masks the token, and its own next label is ignored. If a loss may depend on a padding
+token, all tokens of this row are dispatched (the padding tokens of a row may see each other). A
 loss may depend on a padding token if
 
 - the next label of a padding token is not ignored: the last padding token on the left of a text
-  predicts the text's first token, unless the label of that token is -100;
-- the forward has no labels, so another loss may read any output;
+  predicts the text's first token, unless the label of this first token is -100;
+- the forward has no labels, so another loss may read the output of every token;
 - modules other than attention mix the tokens of a sequence (`ModelPlan.mixers`), and padding stands
-  in front of a text. All modules of a causal LM are causal, so no text depends on padding behind
-  it.
+  in front of a text. Padding behind a text does not matter, because all modules of a causal LM are
+  causal.
 
 The recompute of a checkpointed layer must leave out the same tokens as its first run, so
-`CheckpointedTokens` (`recompute.py`) stores them. Inside a checkpoint of another kind no token is
-left out.
+`CheckpointedTokens` (`recompute.py`) stores the mask. Inside a checkpoint of another kind no token
+is left out.
 
-With ep_size 1 the outputs of a model equal those of stock at padding tokens too, so padding is only
-left out if the outputs at these tokens are not returned: with a fused loss (`loss/attach.py`), for
-which no logits exist, in a forward that returns no hidden states, router logits or attentions; or
-with pipeline stages, whose training step returns none. The experts then get only the rows of the
-other tokens. The host must know their number, which is one host sync per forward. torch.compile
-cannot trace it, so compiled blocks compute all tokens.
+With ep_size 1 a model's outputs at padding tokens equal stock's outputs as well, so padding is left
+out only if these outputs are not returned:
+
+- with a fused loss (`loss/attach.py`), which computes no logits, in a forward that returns no
+  hidden states, router logits or attentions;
+- with pipeline stages, whose training step returns no outputs of tokens.
+
+The experts then get only the rows of the other tokens. The host must know the number of these rows,
+which is one host sync per forward. torch.compile cannot trace this sync, so compiled blocks compute
+all tokens.
 """
 
 from __future__ import annotations
@@ -58,11 +62,12 @@ class RealTokens:
 
     mask_T: Tensor
     is_kept: bool = False
+    # Lists of at most one tensor, so that a copy of this object shares what was computed.
     _positions: list[Tensor | None] = field(default_factory=list)
     _padding: list[Tensor] = field(default_factory=list)
 
     def padding_T1(self, device: torch.device) -> Tensor:
-        """Return a mask [T, 1] of all other tokens, which is computed once per forward."""
+        """Return a mask [T, 1] of all other tokens. It is computed once per forward."""
         if not self._padding or self._padding[0].device != device:
             self._padding[:] = [(~self.mask_T).to(device).unsqueeze(1)]
         return self._padding[0]
@@ -90,27 +95,31 @@ class FindPadding(Ours):
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
-        self.state.real_tokens = None  # after Ctrl-C `ForgetPadding` was not called
+        # After Ctrl-C torch skips forward hooks, so `ForgetPadding` has not run.
+        self.state.real_tokens = None
         if model.training:
             self._find(model, args, kwargs)
 
     @torch.compiler.disable
     def _find(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = bind_forward(model, args, kwargs)
-        if not self.state.exchanges_rows and not self._outputs_are_unseen(model, given):
+        if not self.state.exchanges_rows and self._returns_token_outputs(model, given):
             return
         mask_T = find_real_tokens(given, has_mixers=self.has_mixers)
         self.state.real_tokens = None if mask_T is None else RealTokens(mask_T)
 
-    def _outputs_are_unseen(self, model: Any, given: dict[str, Any]) -> bool:
-        outputs = [f"output_{name}" for name in ("hidden_states", "router_logits", "attentions")]
-        shown = [name for name in outputs if asks_for(name, given, model.config)]
+    def _returns_token_outputs(self, model: Any, given: dict[str, Any]) -> bool:
+        """Return True if the caller may read an output at a padding token."""
+        options = [f"output_{name}" for name in ("hidden_states", "router_logits", "attentions")]
+        requested = [name for name in options if asks_for(name, given, model.config)]
         if self.state.stage is not None:
-            # All pipeline stages must agree, and the loss is fused on the last one alone.
+            # All pipeline stages must decide alike, and only the last stage fuses the loss.
             reads_logits = self.state.gather_logits or self.state.config.gather_logits
             reads_logits |= self.state.caller_loss is not None
-            return not reads_logits and outputs[0] not in shown
-        return self.state.loss_is_fused and (self.state.only_loss_is_read or not shown)
+            return reads_logits or options[0] in requested
+        return not self.state.loss_is_fused or (
+            bool(requested) and not self.state.only_loss_is_read
+        )
 
 
 class ForgetPadding(StateHook):
@@ -124,7 +133,8 @@ class ForgetPadding(StateHook):
 def attach_padding(parts: Parts, state: ModelState) -> None:
     """Register the hooks on a causal LM with attention.
 
-    The layers of a second tower run on other tokens than those of the mask.
+    A model with two towers gets no hooks, because the mask does not describe the tokens of the
+    second tower.
     """
     if parts.causal_lm is None or not parts.attention or parts.tied_modules:
         return
@@ -141,8 +151,7 @@ def find_real_tokens(given: dict[str, Any], *, has_mixers: bool = False) -> Tens
         has_mixers: True if modules other than attention mix the tokens of a sequence.
 
     Returns:
-        The mask, or None if the experts have to compute all tokens of every batch with such
-        arguments.
+        The mask, or None if these arguments do not show which tokens can be left out.
     """
     mask, shifted, labels = (
         given.get(name) for name in ("attention_mask", "shift_labels", "labels")
@@ -167,24 +176,24 @@ def find_real_tokens(given: dict[str, Any], *, has_mixers: bool = False) -> Tens
 
 def leave_out_padding(state: ModelState, slots_TK: Tensor) -> Tensor:
     """Replace the slots of padding tokens by the number of experts, which means "no expert"."""
-    real = _real_tokens_of(state, len(slots_TK))
+    real = _find_known_tokens(state, len(slots_TK))
     if real is None:
         return slots_TK
     return slots_TK.masked_fill(real.padding_T1(slots_TK.device), state.num_experts)
 
 
-def positions_without_padding(state: ModelState, x_TH: Tensor) -> Tensor | None:
+def find_positions_without_padding(state: ModelState, x_TH: Tensor) -> Tensor | None:
     """Return the positions of the tokens to compute; None if all tokens are computed."""
-    real = _real_tokens_of(state, len(x_TH))
+    real = _find_known_tokens(state, len(x_TH))
     positions = None if real is None else real.positions()
     return None if positions is None else positions.to(x_TH.device)
 
 
-def _real_tokens_of(state: ModelState, num_tokens: int) -> RealTokens | None:
+def _find_known_tokens(state: ModelState, num_tokens: int) -> RealTokens | None:
     """Return the real tokens of the current forward, if they are known; otherwise None.
 
-    They are not known for a layer with another number of tokens than `num_tokens`, inside of a
-    checkpoint that does not keep them, or under other hooks on the tensors that autograd saves.
+    They are not known if their mask has not `num_tokens` elements, inside of a checkpoint that does
+    not keep them, or under other hooks on the tensors that autograd saves.
     """
     real: RealTokens | None = state.real_tokens
     if real is None or len(real.mask_T) != num_tokens:

@@ -3,7 +3,8 @@
 Activation checkpointing runs a layer twice: in forward (the first run), and again in backward (the
 recompute). The recompute must not plan the exchanges of tokens again, for two reasons. To plan, the
 ranks send each other token counts, which costs a host sync. And a router whose scores differ by a
-rounding error (or by noise) may choose other experts: backward would get other rows than forward.
+rounding error (or by noise) may choose other experts, so backward would get other rows than
+forward.
 
 transformers and torch call a function to checkpoint a layer. These functions are wrapped: instead
 of the layer's forward they receive a `Frame`, which calls that forward. In the first run the frame
@@ -14,12 +15,13 @@ gradients therefore belong to the rows that were sent.
 If ep_size and etp_size are 1, no rows are exchanged, and the router of a recompute chooses again,
 as in stock. While routes are recorded or replayed (`routing/`), the frame stores the expert ids
 even then, because backward may run after the `record` or `replay` block has ended.
-`CheckpointedTokens` stores which tokens are not padding (`padding.py`) for a recompute, with any
-ep_size.
+`CheckpointedTokens` stores for a recompute which tokens are not padding (`padding.py`), whatever
+ep_size is.
 
 Selective checkpointing (torch's `context_fn`) requires that both runs call the same operators. But
 only the first run plans exchanges, and only a recompute compares expert ids with the stored ids.
-Selective checkpointing must not see the operators of these two steps (`hidden_from_modes`).
+The operators of these two steps are therefore hidden from selective checkpointing
+(`hidden_from_modes`).
 
 A layer that is checkpointed by another function gets no frame, so all ranks exchange the token
 counts again in its recompute.
@@ -66,13 +68,13 @@ class Routed:
 
 
 class Frame:
-    """Wraps a checkpointed function: each later call repeats the routing of the first call."""
+    """Wraps a checkpointed function: later calls repeat the routing of the first call."""
 
     def __init__(self, state: ModelState, function: Callable[..., Any]) -> None:
         self._state, self._function = state, function
         self._routed: list[Routed] = []
-        # By layer index: routing weights that replace the router's, and a mask [T, 1] of the tokens
-        # that get these weights.
+        # By layer index: routing weights that replace the router's, and the mask [T, 1] of the
+        # tokens that get them.
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}
         # In a recompute: the index in `_routed` of the next layer, and the number of topk calls of
         # this layer that have returned stored ids. `_next` is None outside of a recompute.
@@ -98,7 +100,7 @@ class Frame:
         """Return a context in which, during a recompute, routers choose as in the first run."""
         if not self.is_recompute:
             return nullcontext()
-        return ChosenTopK(self._state.num_experts, self._next_ids, self._count_replaced)
+        return ChosenTopK(self._state.num_experts, self._find_next_ids, self._count_replaced)
 
     @property
     def is_recompute(self) -> bool:
@@ -125,11 +127,11 @@ class Frame:
         """
         self._weights[layer] = weights_TK, given_T1
 
-    def weights(self, layer: int, weights_TK: Tensor) -> Tensor:
+    def choose_weights(self, layer: int, weights_TK: Tensor) -> Tensor:
         """Return the routing weights of a recompute.
 
-        A token for which `keep_weights` has stored weights gets these; any other token keeps its
-        row of `weights_TK`, the router's weights.
+        A token for which `keep_weights` has stored weights gets the stored weights. Every other
+        token keeps its row of `weights_TK`, the router's weights.
         """
         if layer not in self._weights:
             return weights_TK
@@ -142,11 +144,11 @@ class Frame:
         If the expert ids differ from the stored ids, `assert_later` stops the program later.
 
         Raises:
-            RuntimeError: at this point the first run reached another layer, or the same layer with
+            RuntimeError: the first run reached another layer at this point, or the same layer with
                 another number of tokens.
         """
         assert self._next is not None
-        routed = self._next_layer()
+        routed = self._find_next_layer()
         if (
             routed is None
             or routed.layer != layer
@@ -164,8 +166,8 @@ class Frame:
         self._next += 1
         if routed.expert_ids_TK is expert_ids_TK:
             return routed.exchanges
-        # This check is not a part of the next exchange of counts, because an optimizer step with
-        # wrong gradients could run before that exchange.
+        # The next exchange of counts could make this check, but an optimizer step with wrong
+        # gradients could run before that exchange.
         assert_later(
             (routed.expert_ids_TK == expert_ids_TK).all(),
             f"recomputing MoE layer {layer}, the router chose other experts than in forward. The "
@@ -174,30 +176,30 @@ class Frame:
         )
         return routed.exchanges
 
-    def _next_layer(self) -> Routed | None:
+    def _find_next_layer(self) -> Routed | None:
         """Return the next MoE layer of a recompute, or None after the last one."""
         assert self._next is not None
         return self._routed[self._next] if self._next < len(self._routed) else None
 
-    def _next_ids(self) -> Tensor | None:
+    def _find_next_ids(self) -> Tensor | None:
         """Return the stored expert ids of the next layer, or None if topk must not be replaced.
 
-        It must not be replaced after the last layer, while modules run that do not route
-        (`SetMayRoute`), and while a checkpointed function inside this function runs, because that
-        function has its own frame.
+        topk must not be replaced after the last layer, while modules run that do not route
+        (`SetMayRoute`), and while a checkpointed function inside this function runs, because the
+        inner function has its own frame.
         """
         if not self._state.may_route:
             return None
-        routed = self._next_layer() if self._state.frame is self else None
+        routed = self._find_next_layer() if self._state.frame is self else None
         return None if routed is None else routed.expert_ids_TK
 
-    def _count_replaced(self, expert_ids_TK: Tensor, live: Callable[[], Tensor]) -> Tensor:
+    def _count_replaced(self, expert_ids_TK: Tensor, _: Callable[[], Tensor]) -> Tensor:
         """Count a topk call that returns stored ids, and return these ids.
 
-        A layer without exchanges does not call `take`, so the last topk call of such a layer moves
-        on to the next layer.
+        A layer without exchanges does not call `take`, so its last topk call advances this frame to
+        the next layer.
         """
-        routed = self._next_layer()
+        routed = self._find_next_layer()
         assert self._next is not None and routed is not None
         self._num_replaced += 1
         if routed.exchanges is None and self._num_replaced >= routed.num_topks:
@@ -206,9 +208,9 @@ class Frame:
 
 
 class SetMayRoute(StateHook):
-    """Pre-forward or forward hook: records whether topk calls from now on may be those of routers.
+    """Pre-forward or forward hook: records whether routers may call topk from now on.
 
-    Compiled layers replace topk only inside of their MoE blocks, so this hook is not traced.
+    Compiled layers replace topk only inside of their MoE blocks, so they do not need this record.
     """
 
     def __init__(self, state: ModelState, value: bool) -> None:
@@ -248,24 +250,24 @@ class CheckpointWatch:
 
     Only a module on a path from the root to an experts module can hold such a function. Users
     switch checkpointing on and off between forwards, so `wrap_functions` checks the modules on
-    these paths in each forward. It searches the paths again if a module on them was replaced, as
-    torch's CheckpointWrapper does with a layer.
+    these paths in each forward. It searches the paths again if a module on them was replaced, for
+    example a layer by torch's CheckpointWrapper.
     """
 
     def __init__(self, state: ModelState) -> None:
         self._state = state
-        self._steps: list[ModuleEdge] = []
+        self._edges: list[ModuleEdge] = []
 
     @torch.compiler.disable
     def wrap_functions(self, root: nn.Module, *, dispatches: bool = True) -> None:
         """Wrap every checkpointing function that is not wrapped yet.
 
-        If the layers dispatch tokens, warn of layers that torch.compile will not compile.
+        With `dispatches`, warn of layers that torch.compile cannot compile while they send tokens.
         """
-        unchanged = (own_child(parent, name) is child for parent, name, child in self._steps)
-        if not (self._steps and all(unchanged)):
-            self._steps = _steps_to_experts(root)
-        for module in (root, *(step.child for step in self._steps)):
+        unchanged = (own_child(parent, name) is child for parent, name, child in self._edges)
+        if not (self._edges and all(unchanged)):
+            self._edges = _find_edges_to_experts(root)
+        for module in (root, *(edge.child for edge in self._edges)):
             if dispatches and is_compiled(module) and getattr(module, _IS_ON, False):
                 warnings.warn(
                     f"{type(module).__name__} was compiled as a whole, and torch.compile does not "
@@ -279,18 +281,18 @@ class CheckpointWatch:
                     setattr(module, name, partial(_checkpoint, self._state, function))
 
 
-def _steps_to_experts(root: nn.Module) -> list[ModuleEdge]:
+def _find_edges_to_experts(root: nn.Module) -> list[ModuleEdge]:
     """Return all edges on the paths from the root to experts modules, without duplicates."""
-    steps: dict[tuple[int, str], ModuleEdge] = {}
+    edges: dict[tuple[int, str], ModuleEdge] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         if STATE not in vars(module) or not path:
             continue
         parent = root
         for name in path.split("."):
             child = parent.get_submodule(name)
-            steps[id(parent), name] = ModuleEdge(parent, name, child)
+            edges[id(parent), name] = ModuleEdge(parent, name, child)
             parent = child
-    return list(steps.values())
+    return list(edges.values())
 
 
 def unwatch_checkpoints(model: nn.Module) -> None:

@@ -4,17 +4,17 @@
                     +- detached -> router -> logits                      the logits of the loss
 
 Both runs compute the same logits. The gradient of the second logits ends at the router's own
-parameters. A loss of the first logits, like stock's aux loss, would also train the layers before a
-router to even out the router's load. In `benchmarks/results/balance-cpu.md`, stock's aux loss
-raises the held-out loss of a small model with each of three seeds; this loss raises it with one of
-them.
+parameters. A loss of the first logits, like stock's aux loss, would also train the layers in front
+of a router to even out the router's load. In `benchmarks/results/balance-cpu.md`, stock's aux loss
+raises the held-out loss of a small model with each of three seeds; this loss raises the held-out
+loss with one seed.
 
 The second run costs one product, [T, H] by [H, E]. It runs in a forward hook of the router, where
 the router's parameters are still gathered; a recompute of a checkpointed layer also runs the router
 twice. Modes that replace the router's choice (`chosen_topk.py`) do not see the second run.
 
-PEFT trains a copy of a router that is in modules_to_save. The hook of a copy that PEFT makes after
-`patch` is the same object as that of the original router.
+PEFT trains a copy of a router that is in modules_to_save. If PEFT makes this copy after `patch`,
+the copy has the same hook object as the original router.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hf_moe_ep.upstream.autograd_modes import hidden_from_function_modes
 from hf_moe_ep.upstream.module_names import stock_name, without_copies
 
 
-class RoutersAlone(Ours):
+class SecondRouterRuns(Ours):
     """Forward hook of every router: records the second logits between `begin` and `end`."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,20 +45,20 @@ class RoutersAlone(Ours):
         """Leave out recorded logits: in a copy of the model no forward is running."""
         return vars(self) | {"_recorded": None}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RoutersAlone:
-        """Return this hook for a copy of a router in this model, and a new one with a new model."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> SecondRouterRuns:
+        """Return this hook if only a router is copied, and a new hook if the model is copied."""
         if id(self._model) not in memo:
             return self
-        copy = RoutersAlone(memo[id(self._model)])
+        copy = SecondRouterRuns(memo[id(self._model)])
         memo[id(self)] = copy
         return copy
 
     def begin(self) -> None:
-        """Record the logits of the forward that begins."""
+        """Start to record logits, for the forward that begins."""
         self._recorded = {}
 
     def end(self) -> None:
-        """Drop the recorded logits, and record no logits of a recompute in backward."""
+        """Drop the recorded logits, and stop recording: a recompute in backward records nothing."""
         self._recorded = None
 
     @property
@@ -69,8 +69,8 @@ class RoutersAlone(Ours):
     def __call__(
         self, router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        # The router runs twice even if nothing is recorded, because the recompute of a checkpointed
-        # layer must run the same operators as its first run.
+        # The router runs twice even if no logits are recorded, because the recompute of a
+        # checkpointed layer must run the same operators as its first run.
         if not (router.training and torch.is_grad_enabled()):
             return
         inputs = [_detach(value) for value in args]
@@ -92,7 +92,7 @@ class RoutersAlone(Ours):
             if first_output.is_floating_point():
                 self._recorded[id(first_output)] = first_output, second_output
 
-    def second_logits(self, logits: Tensor) -> Tensor:
+    def find_second_logits(self, logits: Tensor) -> Tensor:
         """Return the logits of a router's second run for the `logits` of its first run.
 
         Logits that require no gradient are returned unchanged.
@@ -115,8 +115,8 @@ class RoutersAlone(Ours):
 def find_routers(parts: Parts) -> list[nn.Module]:
     """Return the routers of a model, or an empty list if they are not separate modules.
 
-    Copies of routers that PEFT trains are included. PEFT's wrappers that return what the router in
-    them returns are left out: their second run would be a first run of that router.
+    Copies of routers that PEFT trains are included. A PEFT wrapper that returns the output of the
+    router inside it is left out: the second run of the wrapper would be a first run of the router.
     """
     pattern = parts.plan.router
     return [

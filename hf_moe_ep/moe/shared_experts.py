@@ -1,7 +1,8 @@
 """Compute the shared experts of a MoE block while the routed experts' results are sent back.
 
 Shared experts compute every token, so they need nothing from other ranks. Stock code calls them
-before or after the routed experts, and adds up both results. With ep_size > 1, both orders become
+before or after the routed experts, and adds up both results. If tokens are sent to other ranks
+(ep_size or etp_size > 1), both orders become
 
     dispatch  >  routed experts  >  start to send results  >  shared experts  >  wait for results
 
@@ -11,11 +12,11 @@ sent. The stock forward of the block still runs:
     stock calls the shared experts first    The call returns a `Deferred`, which computes its value
                                             when the layer asks for it, or when it is first read.
     stock calls the routed experts first    The layer computes the shared experts on the block's
-                                            input. The later stock call returns this result if its
-                                            argument is that input, and computes otherwise.
+                                            input. The later stock call returns this result if the
+                                            input is its argument, and computes otherwise.
 
 If the block or its shared experts have full backward hooks, the shared experts run where stock runs
-them. Such hooks are called by the autograd nodes of inputs and outputs, in the order of stock.
+them, because the autograd nodes of inputs and outputs call such hooks in stock's order.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from hf_moe_ep.upstream.modules import has_backward_hooks
 from hf_moe_ep.upstream.replaced_forwards import forward_functions
 from hf_moe_ep.upstream.sharded_models import times_written
 
-# The names of shared experts in transformers begin like this: shared_expert, shared_experts.
+# The names of shared experts in transformers begin with this prefix.
 _PREFIX = "shared_expert"
 
-# The autograd nodes of `view` and `reshape`, with which blocks flatten their input.
+# The autograd nodes of `view` and `reshape`, by which blocks flatten their input.
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 
 
 class Deferred(Tensor):
-    """The tensor that `compute` returns, computed when the tensor is read or `value` is called."""
+    """A tensor whose values `compute` computes when the tensor is read, or `value` is called."""
 
     @staticmethod
     def __new__(cls, compute: Callable[[], Tensor]) -> Deferred:
@@ -78,13 +79,13 @@ class Deferred(Tensor):
 
 
 class SharedExperts:
-    """The shared experts of one MoE block: replaces their forward, and decides when it runs."""
+    """Replaces the forward of the shared experts of one MoE block, and decides when it runs."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         # The function with which another library, such as Liger, has replaced the forward.
         self._replaced = getattr(vars(module).get("forward"), "__func__", None)
-        # The input of the block whose routed experts have not run yet.
+        # The block's input, until its routed experts run; and the `Deferred` that stock got.
         self._input: Tensor | None = None
         self._deferred: Deferred | None = None
         # An input, how often it had been written in place, and the shared experts' result for it.
@@ -111,29 +112,26 @@ class SharedExperts:
     def begin(self, block_input: Tensor | None) -> None:
         """Begin a forward of the block. With None, shared experts run where stock runs them.
 
-        So they do under `torch.inference_mode`, whose tensors do not count how often they are
-        written.
+        Under `torch.inference_mode` they always run there, because its tensors do not count how
+        often they are written.
         """
         if block_input is not None and block_input.is_inference():
             block_input = None
         self._input, self._deferred, self._computed = block_input, None, None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the result that is computed already, or a `Deferred`."""
+        """Return the result if it is computed already, otherwise a `Deferred` where possible."""
         if args or kwargs or torch.compiler.is_compiling():
             return self._run(x, *args, **kwargs)
         if self._computed is not None:
-            return self._take(x)
+            return self._take_result(x)
         if self._input is None or self._deferred is not None:
             return self._run(x)
         self._deferred = Deferred(lambda: self._run(x))
         return self._deferred
 
     def run(self) -> None:
-        """Compute the shared experts. The layer calls this while results are sent back.
-
-        The result leads to the layer's autograd graph and its activations, so it is not kept.
-        """
+        """Compute the shared experts. The layer calls this while results are sent back."""
         x, deferred = self._input, self._deferred
         self._input = self._deferred = None
         if deferred is not None:
@@ -141,8 +139,11 @@ class SharedExperts:
         elif x is not None:
             self._computed = x, times_written(x), self._run(x)
 
-    def _take(self, x: Tensor) -> Tensor:
-        """Return the result for `x`, which is an argument of the stock call."""
+    def _take_result(self, x: Tensor) -> Tensor:
+        """Return the result for the stock call's argument `x`; compute it if `x` is not the input.
+
+        The stored result is dropped, because it would keep the autograd graph of the layer alive.
+        """
         assert self._computed is not None
         (known, version, out), self._computed = self._computed, None
         is_input = _same_values(x, known) and _passes_gradient(x, known)
@@ -178,7 +179,7 @@ class BeginBlock(Ours):
 
 
 class EndBlock(Ours):
-    """Forward hook of a MoE block, also after an error: keeps no tensor of the forward."""
+    """Forward hook of a MoE block, also after an error: drops the tensors of the forward."""
 
     def __init__(self, shared: SharedExperts) -> None:
         self._shared = shared
@@ -209,7 +210,7 @@ def attach_shared_experts(root: nn.Module, state: ModelState) -> None:
 
 
 def _find_shared(modules: dict[str, nn.Module], block: str, plan: ModelPlan) -> nn.Module | None:
-    """Return the shared experts of a block, if they take hidden states and nothing else."""
+    """Return the shared experts of a block if hidden states are their only argument, or None."""
     for name, module in modules.items():
         parent, _, child = name.rpartition(".")
         is_shared = parent == block and child.startswith(_PREFIX) and any(module.children())
@@ -219,7 +220,7 @@ def _find_shared(modules: dict[str, nn.Module], block: str, plan: ModelPlan) -> 
 
 
 def _same_values(x: Tensor, known: Tensor) -> bool:
-    """Return True if both tensors are contiguous and have the same memory and dtype."""
+    """Return True if both tensors are contiguous and share the same memory in the same dtype."""
     return (
         storage_id(x.untyped_storage()) == storage_id(known.untyped_storage())
         and x.storage_offset() == known.storage_offset()
@@ -232,9 +233,10 @@ def _same_values(x: Tensor, known: Tensor) -> bool:
 
 
 def _passes_gradient(x: Tensor, known: Tensor) -> bool:
-    """Return True if the gradient of `x` reaches `known` unchanged: if `x` is `known` or a view.
+    """Return True if `x` is `known` or its view, so that the gradient of `x` reaches `known`.
 
-    An autograd function may return its input, and still change the gradient.
+    The same memory would not prove this: an autograd function may return its input, but change the
+    gradient.
     """
     if x is known or not torch.is_grad_enabled():
         return True

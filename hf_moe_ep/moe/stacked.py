@@ -1,23 +1,23 @@
 """`StackedExperts`: the experts of a block that does not use transformers' experts interface.
 
-A plan describes such a block (`plan.MoEBlock`). `stack_experts` puts a `StackedExperts` module into
-each block of the model, before anything else of `patch` runs, and `unstack_experts` restores the
-stock block. The module has the flags of the interface and stacked weights, so all other code treats
-it like any experts module of transformers.
+A plan describes such a block (`plan.MoEBlock`). `patch` first calls `stack_experts`, which puts a
+`StackedExperts` module into each block of the model; `unstack_experts` restores the stock block.
+The module has the flags of the interface and stacked weights, so all other code treats it like an
+experts module of transformers.
 
 If a parameter of the stock block already is a stacked weight, both modules share the parameter.
 Otherwise the weight is stacked from the stock parameters (`plan.WeightSource`). The stock
-parameters then are placeholders on the meta device, until `unstack_experts` computes them from the
-stacked weight again:
+parameters are then placeholders on the meta device, until `unstack_experts` computes them from the
+stacked weight:
 
     DBRX, E = 4        stock                      stacked
                        experts.mlp.w1 [4F, H]     experts.gate_up_proj [4, 2F, H]
                        experts.mlp.v1 [4F, H]
                        experts.mlp.w2 [4F, H]     experts.down_proj    [4, H, F]
 
-Hub checkpoints have the stock parameters. `as_stock` turns stacked weights into them by operations
-that `checkpoints/hub/traced.py` can trace, so the hub's layout is derived as for any other model.
-The state dict of a model that is not sharded has the stock parameters, too.
+Hub checkpoints have the stock parameters. `as_stock` computes them from the stacked weights by
+operations that `checkpoints/hub/traced.py` can trace, so the hub's layout is derived as for every
+other model. The state dict of a model that is not sharded has the stock parameters, too.
 
 Identity experts return their input, so no token is sent to them: the module adds the input, times
 the routing weights of these experts, to the sum of the other experts.
@@ -39,15 +39,15 @@ from hf_moe_ep.upstream.adapters import without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.module_names import stock_name, unwrap
 from hf_moe_ep.upstream.modules import own_child, own_children_by_name, own_parameters
 
-# Suffix of a parameter that `stack_experts` adds to a block. The parameter holds the experts of a
-# stock parameter that no token can choose.
+# The suffix of a parameter that `stack_experts` adds to a block. This parameter holds those experts
+# of a stock parameter that no token can choose.
 UNUSED = "_unused"
 
 T = TypeVar("T")
 
 
 class StackedExperts(nn.Module):
-    """Experts with stacked weights, in a block whose stock experts have none.
+    """Experts with stacked weights, in a block whose stock experts do not use the interface.
 
     Attributes:
         description: the description of the block.
@@ -68,8 +68,8 @@ class StackedExperts(nn.Module):
     def __init__(self, block: nn.Module, description: MoEBlock) -> None:
         super().__init__()
         self.description = description
-        self.num_experts = int(_attribute(block, description.num_experts))
-        self.num_identity_experts = int(_attribute(block, description.identity_experts) or 0)
+        self.num_experts = int(_read_attribute(block, description.num_experts))
+        self.num_identity_experts = int(_read_attribute(block, description.identity_experts) or 0)
         self.weights_inputs = description.weights_inputs
         self.is_transposed = False
         self.stores_transposed = description.transposed
@@ -77,17 +77,18 @@ class StackedExperts(nn.Module):
         self.has_bias = any(name.endswith("_bias") for name in description.weights)
         self.is_concatenated = True
         self.has_post_expert_norm = False
-        self.act_fn = _attribute(block, description.activation)
+        self.act_fn = _read_attribute(block, description.activation)
         if description.gate:
-            self.__dict__["_apply_gate"] = _attribute(block, description.gate)
-            self._copy_numbers(_owner(block, description.gate))
+            self.__dict__["_apply_gate"] = _read_attribute(block, description.gate)
+            self._copy_numbers(_find_owner(block, description.gate))
         # The block and its stock modules are not registered as children of this module, because the
         # block contains this module, and the stock modules are no longer part of the model.
         self.__dict__["_block"] = [block]
         self.__dict__["_stock_parameters"] = _StockParameters()
-        self.__dict__["_stock"] = {n: _child(block, n) for n in _replaced_children(description)}
+        replaced = _list_replaced_children(description)
+        self.__dict__["_stock"] = {name: _find_child(block, name) for name in replaced}
         self.stock_order = list(own_children_by_name(block))
-        self.changed = tuple(_changed_weights(block, description))
+        self.changed = tuple(_list_changed_weights(block, description))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, (T, H).
@@ -112,7 +113,7 @@ class StackedExperts(nn.Module):
         return (out_TH + x_TH * weights_T1).to(out_TH.dtype)
 
     def unused_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (weight, parameter) of the block's parameters with experts that are not used."""
+        """Yield (weight, parameter) of each parameter of the block that holds unused experts."""
         for weight in self.description.weights:
             parameter = own_parameters(self.block).get(weight + UNUSED)
             if parameter is not None:
@@ -136,7 +137,7 @@ class StackedExperts(nn.Module):
 class _StockParameters(dict[str, weakref.ref[nn.Parameter]]):
     """The stock parameters by name, as long as other objects, such as an optimizer, hold them.
 
-    A copy of the model has none of them.
+    In a copy of the model this dict is empty.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -147,7 +148,7 @@ class _StockParameters(dict[str, weakref.ref[nn.Parameter]]):
         known = self.get(name)
         parameter = None if known is None else known()
         if parameter is None or parameter.device != value.device:
-            return _new_parameter(value, like)
+            return _make_parameter(value, like)
         parameter.data = value
         parameter.requires_grad_(like.requires_grad)
         return parameter
@@ -173,11 +174,11 @@ class _WithZeroGrads(torch.autograd.Function):
 def stack_experts(model: nn.Module, description: MoEBlock | None) -> None:
     """Put a `StackedExperts` module into every block of the model that fits the description.
 
-    A block that has such a module already is left as it is.
+    A block that already has such a module is not changed.
 
     Raises:
         ValueError: a block does not fit the description, or PEFT has adapted stock parameters from
-            which a weight would be made. No block is changed then.
+            which a weight would be made. No block has been changed then.
     """
     if description is None:
         return
@@ -185,13 +186,13 @@ def stack_experts(model: nn.Module, description: MoEBlock | None) -> None:
     for name, block in blocks:
         _check_block(name, block, description)
     for _, block in blocks:
-        _stack(block, description)
+        _stack_block(block, description)
 
 
 def unstack_experts(model: nn.Module) -> None:
     """Restore the stock experts of all blocks, with the present values of the weights."""
-    for experts in _all_stacked(model):
-        _unstack(experts)
+    for experts in [m for m in model.modules() if isinstance(m, StackedExperts)]:
+        _unstack_block(experts)
 
 
 def as_stock(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:
@@ -199,9 +200,9 @@ def as_stock(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:
 
     Args:
         model: patched; it may be sharded.
-        tensors: tensors like the parameters, by the names of parameters without the components of
-            wrappers. They may be of any type with the methods `unbind`, `chunk`, `transpose` and
-            `reshape` that torch.cat accepts.
+        tensors: tensors with the shapes of the parameters, by the parameters' names without the
+            components of wrappers. Their type needs the methods `unbind`, `chunk`, `transpose` and
+            `reshape`, and torch.cat must accept it.
     """
     result: dict[str, Any] = dict(tensors)
     for module_name, module in model.named_modules():
@@ -226,16 +227,16 @@ def as_stacked(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def count_blocks(model: nn.Module, description: MoEBlock) -> tuple[int, int]:
-    """Return the number of experts of a block, and of blocks in a stock model; (0, 0) for none."""
+    """Return the number of experts per block, and the number of blocks, of a stock model."""
     blocks = [block for _, block in _find_blocks(model, description)]
-    counts = [int(_attribute(block, description.num_experts)) for block in blocks]
+    counts = [int(_read_attribute(block, description.num_experts)) for block in blocks]
     return (counts[0] if counts else 0), len(counts)
 
 
 def changes_parameters(model: nn.Module, description: MoEBlock) -> bool:
-    """Return True if `stack_experts` would replace parameters of this stock model by others."""
+    """Return True if `stack_experts` would replace parameters of this stock model."""
     return any(
-        _changed_weights(block, description) for _, block in _find_blocks(model, description)
+        _list_changed_weights(block, description) for _, block in _find_blocks(model, description)
     )
 
 
@@ -251,27 +252,23 @@ def check_adapters(model: nn.Module, targets: Any) -> None:
             name = f"{stock_name(module_name)}.{weight}"
             if any(name == target or name.endswith(f".{target}") for target in targets or ()):
                 block_name = stock_name(module_name).rpartition(".")[0]
-                raise _adapter_error(block_name, module.description, weight)
-
-
-def _all_stacked(model: nn.Module) -> list[StackedExperts]:
-    return [module for module in model.modules() if isinstance(module, StackedExperts)]
+                raise _make_adapter_error(block_name, module.description, weight)
 
 
 def _find_blocks(model: nn.Module, description: MoEBlock) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, block) of the blocks that have the first of the parameters."""
+    """Yield (name, block) of each block that has the first parameter of the description."""
     first = next(iter(description.weights.values())).parts[0].format(0)
     for name, module in without_adapters(unwrap(model)).named_modules():
         if matches(description.name, stock_name(name)) and not wraps_for_adapters(module):
-            is_stacked = isinstance(_child(module, description.experts), StackedExperts)
-            if not is_stacked and _parameter(module, first) is not None:
+            is_stacked = isinstance(_find_child(module, description.experts), StackedExperts)
+            if not is_stacked and _find_parameter(module, first) is not None:
                 yield stock_name(name), module
 
 
 def _check_block(name: str, block: nn.Module, description: MoEBlock) -> None:
     """Raise ValueError if a block does not fit the description."""
     kind = f"the MoE block {name} ({type(block).__name__})"
-    num_experts = _attribute(block, description.num_experts)
+    num_experts = _read_attribute(block, description.num_experts)
     if not isinstance(num_experts, int):
         raise ValueError(
             f"{kind} has no number '{description.num_experts}'; name the attribute that holds the "
@@ -280,8 +277,8 @@ def _check_block(name: str, block: nn.Module, description: MoEBlock) -> None:
     named: set[int] = set()
     for weight, source in description.weights.items():
         kinds: set[tuple[torch.dtype, bool]] = set()
-        for part in _parts_of(source, num_experts):
-            parameter = _parameter(block, part)
+        for part in _list_parameters(source, num_experts):
+            parameter = _find_parameter(block, part)
             if parameter is None:
                 raise ValueError(
                     f"{kind} has no parameter '{part}' for {weight}; it has "
@@ -303,26 +300,27 @@ def _check_block(name: str, block: nn.Module, description: MoEBlock) -> None:
                 f"dtype or requires_grad: {', '.join(sorted(map(str, kinds)))}; freeze or train "
                 f"all experts of a block"
             )
-    for child in _replaced_children(description):
-        module = _child(block, child)
-        others = [] if module is None else [n for n, t in _tensors(module) if id(t) not in named]
+    for child in _list_replaced_children(description):
+        module = _find_child(block, child)
+        tensors = [] if module is None else list(_named_tensors(module))
+        others = [name for name, tensor in tensors if id(tensor) not in named]
         if others and not any(map(wraps_for_adapters, block.modules())):
             raise ValueError(
                 f"'{child}' of {kind} also has {', '.join(others)}, which MoEBlock(weights=...) "
                 f"does not name and which would be lost"
             )
-    for weight in _changed_weights(block, description):
-        parts = _parts_of(description.weights[weight], num_experts)
+    for weight in _list_changed_weights(block, description):
+        parts = _list_parameters(description.weights[weight], num_experts)
         if any(_is_adapted(block, part) for part in parts):
-            raise _adapter_error(name, description, weight)
+            raise _make_adapter_error(name, description, weight)
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
-def _adapter_error(name: str, description: MoEBlock, weight: str) -> ValueError:
+def _make_adapter_error(name: str, description: MoEBlock, weight: str) -> ValueError:
     sources = ", ".join(description.weights[weight].parts)
     return ValueError(
         f"the experts of {name} cannot have adapters: hf_moe_ep makes the stacked weight {weight} "
@@ -332,23 +330,23 @@ def _adapter_error(name: str, description: MoEBlock, weight: str) -> ValueError:
     )
 
 
-def _changed_weights(block: nn.Module, description: MoEBlock) -> list[str]:
+def _list_changed_weights(block: nn.Module, description: MoEBlock) -> list[str]:
     """List the weights for which no stock parameter has the same name and the same experts."""
     changed = []
+    num_experts = _read_attribute(block, description.num_experts)
     for weight, source in description.weights.items():
-        same = source == WeightSource((f"{description.experts}.{weight}",))
-        parameter = _parameter(block, source.parts[0])
-        num_experts = _attribute(block, description.num_experts)
-        if not same or parameter is None or parameter.shape[0] > num_experts:
+        has_same_name = source == WeightSource((f"{description.experts}.{weight}",))
+        parameter = _find_parameter(block, source.parts[0])
+        if not has_same_name or parameter is None or parameter.shape[0] > num_experts:
             changed.append(weight)
     return changed
 
 
-def _stack(block: nn.Module, description: MoEBlock) -> None:
+def _stack_block(block: nn.Module, description: MoEBlock) -> None:
     experts = StackedExperts(block, description)
     for weight, source in description.weights.items():
-        names = _parts_of(source, experts.num_experts)
-        parameters = [_parameter(block, name) for name in names]
+        names = _list_parameters(source, experts.num_experts)
+        parameters = [_find_parameter(block, name) for name in names]
         first = parameters[0]
         assert first is not None
         if weight not in experts.changed:
@@ -356,16 +354,16 @@ def _stack(block: nn.Module, description: MoEBlock) -> None:
             continue
         values = [parameter.detach() for parameter in parameters if parameter is not None]
         stacked, unused = _stack_tensors(values, source, experts.num_experts)
-        experts.register_parameter(weight, _new_parameter(stacked, first))
+        experts.register_parameter(weight, _make_parameter(stacked, first))
         if unused is not None:
-            block.register_parameter(weight + UNUSED, _new_parameter(unused, first))
+            block.register_parameter(weight + UNUSED, _make_parameter(unused, first))
         for name, parameter in zip(names, parameters, strict=True):
             assert parameter is not None
             experts.__dict__["_stock_parameters"][name] = weakref.ref(parameter)
-            placeholder = _new_parameter(torch.empty_like(parameter, device="meta"), parameter)
+            placeholder = _make_parameter(torch.empty_like(parameter, device="meta"), parameter)
             _set_parameter(block, name, placeholder)
     experts.train(block.training)
-    for child in _replaced_children(description):
+    for child in _list_replaced_children(description):
         if child == description.experts:
             _replace_inside_wrappers(block, child, experts)
         else:
@@ -373,12 +371,12 @@ def _stack(block: nn.Module, description: MoEBlock) -> None:
     if own_child(block, description.experts) is None:
         block.register_module(description.experts, experts)
     if experts.changed:
-        save_hook = block.register_state_dict_post_hook(_stock_state_dict)
-        load_hook = block.register_load_state_dict_pre_hook(_load_stock_state_dict)
+        save_hook = block.register_state_dict_post_hook(_save_stock_parameters)
+        load_hook = block.register_load_state_dict_pre_hook(_load_stock_parameters)
         experts.__dict__["_hooks"] = [save_hook, load_hook]
 
 
-def _unstack(experts: StackedExperts) -> None:
+def _unstack_block(experts: StackedExperts) -> None:
     block, description = experts.block, experts.description
     unused = dict(experts.unused_weights())
     new: dict[str, nn.Parameter] = {}
@@ -414,14 +412,14 @@ def _unstack(experts: StackedExperts) -> None:
         _set_parameter(block, name, parameter)
 
 
-def _replaced_children(description: MoEBlock) -> list[str]:
+def _list_replaced_children(description: MoEBlock) -> list[str]:
     """Return the names of the block's children that hold the stock parameters."""
     parts = (part for source in description.weights.values() for part in source.parts)
     return list(dict.fromkeys(part.partition(".")[0] for part in parts))
 
 
-def _parts_of(source: WeightSource, num_experts: int) -> list[str]:
-    """Return the names of all parameters of a source: part by part, or expert by expert."""
+def _list_parameters(source: WeightSource, num_experts: int) -> list[str]:
+    """List the names of a source's stock parameters, expert by expert if each has its own."""
     if not source.is_per_expert:
         return list(source.parts)
     return [part.format(expert) for expert in range(num_experts) for part in source.parts]
@@ -430,7 +428,11 @@ def _parts_of(source: WeightSource, num_experts: int) -> list[str]:
 def _stack_tensors(
     values: list[Tensor], source: WeightSource, num_experts: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a stacked weight, and the unused experts or None, from the values of `_parts_of`."""
+    """Stack the values of a source's stock parameters; return the weight and the unused experts.
+
+    The values are in the order of `_list_parameters`. Without unused experts, the second result is
+    None.
+    """
     if source.is_per_expert:
         num_parts = len(source.parts)
         values = [torch.stack(values[part::num_parts]) for part in range(num_parts)]
@@ -444,7 +446,7 @@ def _stack_tensors(
 
 
 def _unstack_tensor(stacked: Any, unused: Any, source: WeightSource) -> dict[str, Any]:
-    """Return the parameters of a source by name; the inverse of `_stack_tensors`."""
+    """Return the stock parameters of a source by name. This is the inverse of `_stack_tensors`."""
     num_experts = stacked.shape[0]
     if unused is not None:
         stacked = torch.cat([stacked, unused], 0)
@@ -454,9 +456,9 @@ def _unstack_tensor(stacked: Any, unused: Any, source: WeightSource) -> dict[str
     if source.is_per_expert:
         by_part = [value.unbind(0) for value in values]
         return {
-            part.format(expert): of_part[expert]
+            part.format(expert): part_values[expert]
             for expert in range(num_experts)
-            for part, of_part in zip(source.parts, by_part, strict=True)
+            for part, part_values in zip(source.parts, by_part, strict=True)
         }
     if source.flat:
         values = [v.reshape(v.shape[0] * v.shape[1], *v.shape[2:]) for v in values]
@@ -466,7 +468,7 @@ def _unstack_tensor(stacked: Any, unused: Any, source: WeightSource) -> dict[str
 def _replace_by_stock(
     tensors: dict[str, Any], experts: StackedExperts, experts_name: str, block_name: str
 ) -> None:
-    """Replace the stacked weights of one experts module in `tensors`; see `as_stock`."""
+    """Replace the stacked weights of one experts module in `tensors` by stock parameters."""
     start = f"{block_name}." if block_name else ""
     for weight, source in experts.description.weights.items():
         unused = tensors.pop(f"{start}{weight}{UNUSED}", None)
@@ -476,13 +478,12 @@ def _replace_by_stock(
             tensors.update({f"{start}{name}": value for name, value in stock.items()})
 
 
-def _stock_state_dict(
+def _save_stock_parameters(
     block: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
     """Hook of a block: replace its stacked weights in a state dict by the stock parameters.
 
-    State dicts of a sharded model, and those with keep_vars=True, have no plain tensors and are not
-    changed.
+    A state dict without plain tensors is not changed: the model is sharded, or keep_vars is True.
     """
     experts = next(m for m in block.modules() if isinstance(m, StackedExperts))
     experts_name = f"{prefix}{experts.description.experts}"
@@ -491,18 +492,18 @@ def _stock_state_dict(
         _replace_by_stock(state_dict, experts, experts_name, prefix.rstrip("."))
 
 
-def _load_stock_state_dict(
+def _load_stock_parameters(
     block: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Hook of a block: load a state dict that has the stock parameters."""
+    """Hook of a block: replace the stock parameters in a state dict before it is loaded."""
     experts = next(m for m in block.modules() if isinstance(m, StackedExperts))
     _replace_by_stacked(state_dict, experts, prefix)
 
 
 def _replace_by_stacked(tensors: dict[str, Any], experts: StackedExperts, prefix: str) -> None:
-    """Replace the stock parameters of the block with this prefix in `tensors`; see `as_stacked`."""
+    """Replace the stock parameters of one block in `tensors` by stacked weights."""
     for weight, source in experts.description.weights.items():
-        names = [f"{prefix}{name}" for name in _parts_of(source, experts.num_experts)]
+        names = [f"{prefix}{name}" for name in _list_parameters(source, experts.num_experts)]
         if not all(name in tensors for name in names):
             continue
         values = [tensors.pop(name) for name in names]
@@ -512,23 +513,23 @@ def _replace_by_stacked(tensors: dict[str, Any], experts: StackedExperts, prefix
             tensors[f"{prefix}{weight}{UNUSED}"] = unused
 
 
-def _new_parameter(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:
+def _make_parameter(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=like.requires_grad)
 
 
 def _set_parameter(block: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    setattr(_owner(block, name), name.rpartition(".")[2], parameter)
+    setattr(_find_owner(block, name), name.rpartition(".")[2], parameter)
 
 
-def _inside_wrappers(module: nn.Module | None) -> nn.Module | None:
+def _remove_wrappers(module: nn.Module | None) -> nn.Module | None:
     """Return the module inside PEFT's wrappers."""
     while module is not None and wraps_for_adapters(module):
         module = own_child(module, "base_layer")
     return module
 
 
-def _child(module: nn.Module, name: str) -> nn.Module | None:
-    return _inside_wrappers(own_child(module, name))
+def _find_child(module: nn.Module, name: str) -> nn.Module | None:
+    return _remove_wrappers(own_child(module, name))
 
 
 def _replace_inside_wrappers(block: nn.Module, name: str, new: nn.Module | None) -> None:
@@ -539,34 +540,34 @@ def _replace_inside_wrappers(block: nn.Module, name: str, new: nn.Module | None)
     own_children_by_name(owner)[key] = new
 
 
-def _owner(block: nn.Module, name: str) -> nn.Module:
-    """Return the module that has the attribute `name` of a block, such as "experts.mlp.w1"."""
+def _find_owner(block: nn.Module, name: str) -> nn.Module:
+    """Return the module that owns an attribute of a block: experts.mlp for "experts.mlp.w1"."""
     owner = block
     for component in name.split(".")[:-1]:
-        child = _child(owner, component)
+        child = _find_child(owner, component)
         assert child is not None, f"{type(block).__name__} has no {name}"
         owner = child
     return owner
 
 
-def _parameter(block: nn.Module, name: str) -> nn.Parameter | None:
+def _find_parameter(block: nn.Module, name: str) -> nn.Parameter | None:
     owner: nn.Module | None = block
     for component in name.split(".")[:-1]:
-        owner = None if owner is None else _child(owner, component)
+        owner = None if owner is None else _find_child(owner, component)
     return None if owner is None else own_parameters(owner).get(name.rpartition(".")[2])
 
 
-def _attribute(block: nn.Module, name: str) -> Any:
-    """Return the attribute `name` of a block; None if it does not exist or `name` is empty."""
+def _read_attribute(block: nn.Module, name: str) -> Any:
+    """Return the attribute `name` of a block, or None if it does not exist or `name` is empty."""
     value: Any = block if name else None
     for component in filter(None, name.split(".")):
         value = getattr(value, component, None)
-        value = _inside_wrappers(value) if isinstance(value, nn.Module) else value
+        value = _remove_wrappers(value) if isinstance(value, nn.Module) else value
     return value
 
 
 def _is_adapted(block: nn.Module, name: str) -> bool:
     """Return True if PEFT wraps the module that owns the parameter `name`."""
-    owner = _owner(block, name)
+    owner = _find_owner(block, name)
     wrappers = (m for m in block.modules() if wraps_for_adapters(m))
-    return any(_inside_wrappers(wrapper) is owner for wrapper in wrappers)
+    return any(_remove_wrappers(wrapper) is owner for wrapper in wrappers)

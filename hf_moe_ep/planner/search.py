@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.moe.dispatch.choose import make_dispatcher
+from hf_moe_ep.moe.dispatch.make_dispatcher import make_dispatcher
 from hf_moe_ep.pipeline.schedule import bubble
 from hf_moe_ep.planner.config import find_config
 from hf_moe_ep.planner.extrapolate import FEW, NUM_DENSE, layers_to_run, with_layers

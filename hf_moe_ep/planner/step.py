@@ -31,7 +31,7 @@ from torch import nn
 
 from hf_moe_ep.architectures import experts_per_token, groups_of_router
 from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.moe.dispatch.choose import make_dispatcher
+from hf_moe_ep.moe.dispatch.make_dispatcher import make_dispatcher
 from hf_moe_ep.planner.choices import Choices
 from hf_moe_ep.planner.config import find_config
 from hf_moe_ep.planner.counted import (

@@ -2,21 +2,21 @@
 
 Some routers add a correction bias to their scores, but only to choose experts; the routing weights,
 and so outputs and gradients, depend on the scores alone. After each optimizer step the bias b_e of
-expert e is updated from c_e, the number of tokens of all ranks that chose expert e in that step:
+expert e is updated from c_e, the number of tokens of all ranks that chose expert e in this step:
 
     b_e += rate * sign(mean(c) - c_e)
+
+    counts        [6, 2, 4, 4]      mean 4
+    b changes by  -rate, +rate, 0, 0
 
 This is algorithm 1 of "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv
 2408.15664). DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) uses a rate of 0.001. DeepSeek-V3's
 additional weak loss per sequence is not implemented.
 
-    counts        [6, 2, 4, 4]      mean 4
-    b changes by  -rate, +rate, 0, 0
-
-Counts are integers and equal on all ranks, so the signs are exact and the biases of all ranks stay
-bit-equal. A layer without such a bias, or without tokens, is not changed. The optimizers of
-Accelerate, and so of the Trainer, make the update (`integrations/optimizers.py`); your own loop
-calls `update_router_bias(model)`.
+Counts are integers and equal on all ranks, so the signs are exact, and the biases of all ranks stay
+equal bit by bit. A layer without a correction bias, or without tokens, is not changed. The
+optimizers of Accelerate, and therefore of the Trainer, make the update
+(`integrations/optimizers.py`); your own loop calls `update_router_bias(model)`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.architectures import Parts
-from hf_moe_ep.routing.counts import counts_of_all_ranks, reset_counts
+from hf_moe_ep.routing.counts import reset_counts, sum_counts
 from hf_moe_ep.routing.load import check_counts
 from hf_moe_ep.state import CorrectionBias, ModelState, patched_state
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
@@ -39,7 +39,7 @@ _READER = "bias"
 
 
 def check(parts: Parts, state: ModelState) -> None:
-    """Raise ValueError if the config asks for an update that this model's routers do not allow."""
+    """Raise ValueError if the config requests updates and a router has no usable bias."""
     rate = state.config.bias_update_rate
     if rate is None:
         return
@@ -59,7 +59,7 @@ def check(parts: Parts, state: ModelState) -> None:
 
 
 def refuse_adapters(state: ModelState) -> None:
-    """Raise ValueError if the biases of a model that gets adapters are updated."""
+    """Raise ValueError if a model that gets adapters would have its biases updated."""
     rate = state.config.bias_update_rate
     if rate is not None:
         raise ValueError(
@@ -79,7 +79,7 @@ def attach(parts: Parts, state: ModelState) -> None:
         ((_, layer.correction),) = biases[experts]
         bias = layer.correction.tensor
         if bias.dtype.itemsize < torch.float32.itemsize:
-            # A bf16 bias that is much larger than the rate would be rounded to its old value.
+            # If a bf16 bias is much larger than the rate, the sum is rounded to the old bias.
             bias.data = bias.detach().float()
 
 
@@ -104,9 +104,10 @@ def update_router_bias(model: nn.Module) -> None:
     harm. Under Accelerate and the Trainer no call is needed: their optimizers make the update, and
     drop the counts of a step that a gradient scaler skips. This function never drops counts.
 
-    Nothing checks that every rank calls this, because the check would need a host sync. If only
-    some ranks call it, for example inside `if is_main_process:`, they wait for the others in the
-    all-reduce until the process group's timeout, or receive the numbers of another collective.
+    This function does not check that every rank calls it, because the check would need a host sync.
+    If only some ranks call it, for example inside `if is_main_process:`, they wait for the other
+    ranks in the all-reduce until the process group's timeout, or receive the numbers of another
+    collective.
 
     Raises:
         ValueError: the model is not patched, or was patched without bias_update_rate.
@@ -125,13 +126,13 @@ def update_biases(state: ModelState, *, skipped: bool = False) -> None:
     """Update the biases from the counts since the last update.
 
     `skipped` is True if this rank's optimizer skipped its step, because fp16 gradients were not
-    finite. If any rank skipped its step, the counts are dropped like the gradients.
+    finite. If at least one rank skipped its step, the counts are dropped like the gradients.
     """
     rate = state.config.bias_update_rate
     assert rate is not None
-    counts, (num_skipped,) = counts_of_all_ranks(state, _READER, int(skipped))
+    counts, (num_skipped,) = sum_counts(state, _READER, int(skipped))
     reset_counts(state, _READER)
-    # sign(mean - count), computed as sign(sum - E * count), which is exact.
+    # This is sign(mean - count), computed as sign(sum - E * count) to be exact.
     directions = (counts.sum(1, keepdim=True) - counts.shape[1] * counts).sign()
     directions *= num_skipped == 0
     for layer in state.moe_layers:
@@ -146,17 +147,21 @@ Biases = dict[str, list[tuple[str, CorrectionBias]]]
 
 
 def _find_biases(parts: Parts) -> Biases:
-    """Find the correction biases in the MoE block (router and experts) of each experts module."""
+    """Find the candidates for correction biases in the MoE block of each experts module.
+
+    A MoE block contains a router and experts.
+    """
     biases: Biases = {}
-    for name, bias in _correction_biases(parts.root):
+    for name, bias in _list_correction_biases(parts.root):
         same_block = [e for e in parts.experts if name.startswith(f"{e.rpartition('.')[0]}.")]
         if same_block:
-            # Blocks can be nested; the experts with the longest name are in the innermost block.
+            # Blocks can be nested. The experts with the longest name are in the innermost block.
             biases.setdefault(max(same_block, key=len), []).append((name, bias))
     return biases
 
 
-def _correction_biases(root: nn.Module) -> Iterator[tuple[str, CorrectionBias]]:
+def _list_correction_biases(root: nn.Module) -> Iterator[tuple[str, CorrectionBias]]:
+    """Yield (name, bias) of every parameter and buffer that is named like a correction bias."""
     for module_name, module in root.named_modules():
         parameters = (name for name, _ in module.named_parameters(recurse=False))
         for name in [*own_buffers(module), *parameters]:

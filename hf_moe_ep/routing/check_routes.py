@@ -17,7 +17,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def select_layers(routes: Routes, layers: RoutedLayers) -> tuple[Tensor, Tensor | None]:
-    """Return the ids and weights (or None) of the routed layers, in the model's order.
+    """Return the ids and the weights (or None) of the routed layers, in the model's order.
 
     Raises:
         ValueError: the shape does not fit this model; the message has both numbers.
@@ -44,63 +44,63 @@ def select_layers(routes: Routes, layers: RoutedLayers) -> tuple[Tensor, Tensor 
             f"weights of routes are {weights.dtype} {list(weights.shape)}; they must be floats "
             f"with the shape of the ids, {list(ids.shape)}"
         )
-    indices = _indices_of_layers(routes.layers, layers)
+    indices = _find_layer_indices(routes.layers, layers)
     if indices != list(range(ids.shape[2])):
         ids = ids[:, :, indices]
         weights = None if weights is None else weights[:, :, indices]
     return ids, weights
 
 
-def _indices_of_layers(given: tuple[int, ...], layers: RoutedLayers) -> list[int]:
+def _find_layer_indices(given: tuple[int, ...], layers: RoutedLayers) -> list[int]:
     """Return the index of each routed layer in the routes; `given` has the layers of the routes."""
-    # The routes may have as many layers as the model has MoE layers, numbered 0, 1, .. without a
-    # gap. Such routes come from an engine that numbers only the MoE layers.
+    # Some engines number only the MoE layers: 0, 1, .. without a gap.
     if given == tuple(range(len(given))) and len(given) == len(layers.with_experts):
         return [layers.with_experts.index(key) for key in layers.keys]
     missing = [key for key in layers.keys if key not in given]
     unknown = [key for key in given if not 0 <= key < layers.num_layers]
     if missing or unknown:
         raise ValueError(
-            f"routes have L={len(given)} layers ({_shorten(given)}), and this {layers.model_type} "
+            f"routes have L={len(given)} layers ({_abridge(given)}), and this {layers.model_type} "
             f"has {layers.num_layers} decoder layers, {len(layers.with_experts)} of them with "
-            f"experts ({_shorten(layers.keys)}): pass routes of all decoder layers, or of all "
+            f"experts ({_abridge(layers.keys)}): pass routes of all decoder layers, or of all "
             f"layers with experts"
         )
     return [given.index(key) for key in layers.keys]
 
 
-def _shorten(numbers: tuple[int, ...]) -> str:
+def _abridge(numbers: tuple[int, ...]) -> str:
     texts = [str(number) for number in numbers]
     return ", ".join(texts if len(texts) <= 8 else [*texts[:4], "..", *texts[-2:]])
 
 
 def check_ids(ids: Tensor, layers: RoutedLayers, *, allow_live: bool, strict: bool) -> None:
-    """Check every choice. Without `strict`, check only that no choice routes live if it must not.
+    """Check every choice. Without `strict`, check only what `allow_live` forbids.
 
     Raises:
-        ValueError: an id is out of range; a choice has -1 for some of its experts but not for all;
-            a choice has an expert twice; a choice routes live although `allow_live` is False.
+        ValueError: a choice routes live although `allow_live` is False. With `strict` also: an id
+            is out of range; a choice has -1 for some of its experts but not for all, or has an
+            expert twice.
     """
     # In uint8, -1 would equal expert 255.
     signed = ids if ids.dtype.is_signed else ids.to(torch.int16)
     if not allow_live:
         is_live = (signed == LIVE).any(-1)
-        _raise_at(is_live, ids, layers, "has no experts (-1), but on_missing='error' needs them")
+        _raise_if(is_live, ids, layers, "has no experts (-1), but on_missing='error' needs them")
     if not strict:
         return
     outside = (signed >= layers.num_experts) | (signed < LIVE)
     problem = f"has an id outside of the {layers.num_experts} experts (and not -1)"
-    _raise_at(outside.any(-1), ids, layers, problem)
+    _raise_if(outside.any(-1), ids, layers, problem)
     live = signed == LIVE
     is_mixed = live.any(-1) != live.all(-1)
-    _raise_at(is_mixed, ids, layers, "has -1 for some of its experts, but not for all")
+    _raise_if(is_mixed, ids, layers, "has -1 for some of its experts, but not for all")
     ordered = signed.sort(-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != LIVE)
-    _raise_at(twice.any(-1), ids, layers, "has an expert twice; all ids of padding must be -1")
+    _raise_if(twice.any(-1), ids, layers, "has an expert twice; all ids of padding must be -1")
 
 
-def _raise_at(wrong_BSL: Tensor, ids: Tensor, layers: RoutedLayers, problem: str) -> None:
-    """Raise ValueError if any choice is wrong; the message has the first wrong choice."""
+def _raise_if(wrong_BSL: Tensor, ids: Tensor, layers: RoutedLayers, problem: str) -> None:
+    """Raise ValueError if at least one choice is wrong; the message has the first wrong choice."""
     num_wrong = int(wrong_BSL.sum())
     if not num_wrong:
         return

@@ -1,8 +1,10 @@
-"""Read how often experts were chosen since a reader's last reset, summed over all ranks.
+"""Sum over all ranks how often experts were chosen since a reader's last reset.
 
-The counts of a rank (`moe/counting.py`) only grow. A reader is a function that reads these counts,
-such as `expert_load`, and has a name. At its last reset a copy of the counts was stored, the
-reader's baseline. The reader gets (counts - baseline), summed over all ranks by one all-reduce.
+The counts of a rank (`moe/counting.py`) only grow. A reader is the name of a function that reads
+these counts, such as "expert_load". Its reset stores a copy of the counts, the reader's baseline.
+The reader gets (counts - baseline), summed over all ranks by one all-reduce:
+
+    counts of two experts on one rank    reset at [5, 3], read at [9, 3]: this rank adds [4, 0]
 """
 
 from __future__ import annotations
@@ -20,15 +22,13 @@ def reset_counts(state: ModelState, reader: str) -> None:
         state.count_baselines[reader] = state.choice_counts.clone()
 
 
-def counts_of_all_ranks(
-    state: ModelState, reader: str, *numbers: int
-) -> tuple[Tensor, list[Tensor]]:
+def sum_counts(state: ModelState, reader: str, *numbers: int) -> tuple[Tensor, list[Tensor]]:
     """Sum the counts since the reader's last reset over all ranks; every rank calls this.
 
-    The all-reduce also sums `numbers` of this rank. Both results stay on the device.
+    The same all-reduce sums `numbers` over all ranks. Both results stay on the device.
     """
-    counts = _counts_since_reset(state, reader)
-    # A copy of the numbers to the device would be a host sync. The launch of a kernel is none.
+    counts = _subtract_baseline(state, reader)
+    # Copying the numbers to the device would be a host sync. Filling a tensor there is not.
     extra = [counts.new_full((1,), number) for number in numbers]
     sums = torch.cat([counts.flatten(), *extra])
     if state.meshes is not None:
@@ -37,7 +37,7 @@ def counts_of_all_ranks(
     return count_sums.view_as(counts), list(number_sums.unbind())
 
 
-def _counts_since_reset(state: ModelState, reader: str) -> Tensor:
+def _subtract_baseline(state: ModelState, reader: str) -> Tensor:
     counts, baseline = state.choice_counts, state.count_baselines.get(reader)
     if counts is None:
         shape = (len(state.moe_layers), state.num_experts)

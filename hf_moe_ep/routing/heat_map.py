@@ -1,4 +1,4 @@
-"""`draw_heat_maps`: draw counts [layers, experts] in the panels of one picture, by matplotlib."""
+"""Draw heat maps of counts [layers, experts] in the panels of one picture, with matplotlib."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PANELS_IN_A_ROW = 4
 def draw_heat_maps(
     maps: Sequence[Tensor], titles: Sequence[str], path: str | os.PathLike[str]
 ) -> None:
-    """Draw tokens / mean of the layer for each of `maps` (counts), with one color scale for all."""
+    """Draw a panel for each tensor of counts: counts / mean of the layer, on one color scale."""
     relative = [counts / counts.double().mean(1, keepdim=True) for counts in maps]
     highest = max(float(values.nan_to_num(0.0).max()) for values in relative)
     columns = min(len(maps), _PANELS_IN_A_ROW)

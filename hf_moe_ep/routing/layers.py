@@ -1,6 +1,8 @@
-"""Find the MoE layers whose choice can be recorded and replayed. Such a layer has three modules:
+"""Find the MoE layers whose choice can be recorded and replayed.
 
-    router     calls topk over the experts of its layer, once
+Such a layer has three modules:
+
+    router     calls topk once, over the experts of its layer
     experts    receives the choices of all tokens, in the order of the tokens; the layer has no
                other experts module
     owner      the innermost module that contains router and experts; topk is replaced only inside
@@ -33,7 +35,7 @@ class RoutedLayer:
     Attributes:
         decoder_layer: the index of the layer among the decoder layers.
         index: the index of `experts` among the experts modules.
-        name: the name of the router, or of the module that chooses if the plan names no router.
+        name: the name of the router; without a router module, the name of the MoE block.
     """
 
     decoder_layer: int
@@ -52,7 +54,7 @@ class RoutedLayers:
         with_experts: the decoder layers that have experts. In some of these layers a fixed table
             may choose the experts.
         keys: the decoder layers whose choice can be recorded and replayed.
-        routed: these layers; with pipeline stages, those of this rank's stage.
+        routed: the layers of `keys`; with pipeline stages, only the layers of this rank's stage.
     """
 
     model_type: str
@@ -79,12 +81,12 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
     """
     plan = state.plan
     # With pipeline stages: the layers of the whole model, or why its routing cannot be replayed.
-    of_all_stages = None if state.stage is None else state.stage.routed
-    if isinstance(of_all_stages, str):
-        raise ValueError(of_all_stages)
+    whole_model = None if state.stage is None else state.stage.routed
+    if isinstance(whole_model, str):
+        raise ValueError(whole_model)
     if plan.tied_layers:
         _refuse(state, "its layers run twice per forward, in two towers that share parameters")
-    named = _modules_by_stock_name(root)
+    named = _map_stock_names(root)
     layers = [name for name in named if matches(plan.layers, name)]
     index_of = {name: index for index, name in enumerate(layers)}
     routers = [name for name in named if plan.router and matches(plan.router, name)]
@@ -109,11 +111,11 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
         router = next(in_layer, name.rpartition(".")[0])
         if not _chooses_by_topk(named[router], named, router, state.num_experts):
             continue
-        owner = _common_owner(router, name) if router in routers else router
+        owner = _find_common_owner(router, name) if router in routers else router
         routed[index] = RoutedLayer(index, layer.index, router, named[owner], experts)
-    if of_all_stages is not None:
-        own = tuple(layer for key, layer in routed.items() if key in of_all_stages.keys)
-        return replace(of_all_stages, routed=own)
+    if whole_model is not None:
+        own_layers = tuple(layer for key, layer in routed.items() if key in whole_model.keys)
+        return replace(whole_model, routed=own_layers)
     if not routed:
         kinds = {type(named[name]).__name__ for name in routers} or {"its layers"}
         _refuse(
@@ -132,16 +134,17 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
     )
 
 
-def _modules_by_stock_name(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model by stock name, the name that a module has without wrappers.
+def _map_stock_names(root: nn.Module) -> dict[str, nn.Module]:
+    """Map stock names to the modules of a model; a stock name is a name without wrappers.
 
-    The layer of a head for multi-token prediction is left out, because an inference engine returns
-    no routes of that layer.
+    The layer of a head for multi-token prediction is left out, because inference engines return no
+    routes of this layer.
     """
     head = find_head(root)
     modules_of_head = set() if head is None else set(head.modules())
-    # A wrapper and the module in it have the same name. named_modules yields the module after its
-    # wrapper, so this dict contains the module; of a router in modules_to_save, a trained copy.
+    # A wrapper and the module inside it have the same stock name. named_modules yields the wrapper
+    # first, so this dict contains the module inside. For a router in modules_to_save this module is
+    # a trained copy.
     return {
         without_copies(stock_name(name)): module
         for name, module in root.named_modules()
@@ -163,7 +166,7 @@ def _chooses_by_topk(
     return num_experts in rows or num_experts + 1 not in rows
 
 
-def _common_owner(first: str, second: str) -> str:
+def _find_common_owner(first: str, second: str) -> str:
     """Return the name of the innermost module that contains two modules."""
     parts: list[str] = []
     for a, b in zip(first.split("."), second.split("."), strict=False):

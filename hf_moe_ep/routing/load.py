@@ -7,8 +7,8 @@ An example with 4 experts on 2 ep ranks, top-2, and 8 tokens on all ranks togeth
     busiest rank     (7 + 5) / 8 = 1.5   the busiest ep rank / the mean of the ep ranks; each of
                                          the two ranks owns 2 experts
     dead             0                   the number of experts that no token chose
-    entropy          1.212 nats          entropy of the experts' shares; ln 4 = 1.386 if all shares
-                                         are equal
+    entropy          1.212 nats          the entropy of the experts' shares; ln 4 = 1.386 if all
+                                         shares are equal
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.config import check_choice
 from hf_moe_ep.ranks.all_ranks import PATIENCE_OF_RANK_0, check_everyone_calls, world_size
-from hf_moe_ep.routing.counts import counts_of_all_ranks, reset_counts
+from hf_moe_ep.routing.counts import reset_counts, sum_counts
 from hf_moe_ep.state import ModelState, experts_modules, patched_state
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.module_names import stock_name, unwrap
@@ -31,17 +31,17 @@ from hf_moe_ep.upstream.module_names import stock_name, unwrap
 class ExpertLoad:
     """The tokens of each expert on all ranks together; `print(load)` prints a table.
 
-    The model has L layers with E experts each, which are split over the D ranks of an ep group.
-    Ratios and entropies of a layer without tokens are nan. A pair is a token and one of the experts
-    that the token chose.
+    The model has L layers with E experts each, which are divided among the D ranks of an ep group.
+    A pair is a token and one of the experts that the token chose. Ratios and entropies of a layer
+    without tokens are nan.
 
     Attributes:
         counts: [L, E] int64 on the host, the number of pairs of each expert.
-        layers: names of the L experts modules, in the model's order.
+        layers: the names of the L experts modules, in the model's order.
         ep_size: D; rank r of an ep group owns the experts whose slots are in
             range(r * E / D, (r + 1) * E / D).
-        slots: [L, E] int64, the slot of each expert. None if no expert was moved by
-            `balance_experts`; expert e then has slot e.
+        slots: [L, E] int64, the slot of each expert. None if `balance_experts` has moved no expert;
+            expert e then has slot e.
     """
 
     counts: Tensor
@@ -51,25 +51,25 @@ class ExpertLoad:
 
     @property
     def max_over_mean(self) -> Tensor:
-        """The pairs of each layer's busiest expert / the mean of the experts: [L] float64, >= 1."""
-        return _max_over_mean(self.counts)
+        """The pairs of each layer's busiest expert / the mean over experts: [L] float64, >= 1."""
+        return _divide_max_by_mean(self.counts)
 
     @property
     def rank_max_over_mean(self) -> Tensor:
-        """The pairs of each layer's busiest ep rank / the mean of the ranks: [L] float64, >= 1."""
+        """The pairs of each layer's busiest ep rank / the mean over ranks: [L] float64, >= 1."""
         counts = self.counts
         if self.slots is not None:
             counts = torch.empty_like(counts).scatter_(1, self.slots, counts)
-        return _max_over_mean(counts.view(len(counts), self.ep_size, -1).sum(2))
+        return _divide_max_by_mean(counts.view(len(counts), self.ep_size, -1).sum(2))
 
     @property
     def worst_layer(self) -> int:
-        """Index of the layer with the greatest `max_over_mean`."""
+        """The index of the layer with the greatest `max_over_mean`."""
         return int(self.max_over_mean.nan_to_num(0.0).argmax())
 
     @property
     def dead(self) -> Tensor:
-        """The number of experts without tokens: [L] int64; 0 for a layer without any tokens."""
+        """The number of experts without tokens: [L] int64; 0 for a layer without tokens."""
         return (self.counts == 0).sum(1) * (self.counts.sum(1) > 0)
 
     @property
@@ -128,12 +128,12 @@ class ExpertLoad:
 
 
 def expert_load(model: nn.Module, reset: bool = True) -> ExpertLoad:
-    """Return how many training tokens each expert of each layer had, on all ranks together.
+    """Return how many training tokens chose each expert of each layer, on all ranks together.
 
         trainer.train()
         print(expert_load(model))
 
-    Only forwards in training mode with gradients are counted, and each is counted once, even if
+    Only forwards in training mode with gradients are counted. A forward is counted once, even if
     checkpointing recomputes it. A token counts once for each expert that it chose. Padding tokens,
     which a mask (B, S) hides, do not count.
 
@@ -157,14 +157,14 @@ def expert_load(model: nn.Module, reset: bool = True) -> ExpertLoad:
 
 
 def load_of_reader(model: nn.Module, state: ModelState, reader: str, reset: bool) -> ExpertLoad:
-    """Return the load since the last reset of `reader`; raises as `expert_load` does.
+    """Return the load since the last reset of `reader`. It raises the errors of `expert_load`.
 
-    `reader` is the name of the caller. A reset by one reader does not change the counts of others.
+    `reader` is a name for the caller; a reset does not change the counts of other readers.
     """
     check_counts(state, "expert_load")
     if state.meshes is not None:
         check_everyone_calls("expert_load", patience_of_rank_0=PATIENCE_OF_RANK_0)
-    counts, (resets,) = counts_of_all_ranks(state, reader, int(reset))
+    counts, (resets,) = sum_counts(state, reader, int(reset))
     ranks = 1 if state.meshes is None else world_size()
     if int(resets) not in (0, ranks):
         raise ValueError(
@@ -174,7 +174,8 @@ def load_of_reader(model: nn.Module, state: ModelState, reader: str, reset: bool
     if reset:
         reset_counts(state, reader)
     ep_size = 1 if state.meshes is None else state.meshes.ep_size
-    return ExpertLoad(counts.cpu(), _names_of_layers(model, state), ep_size, slots_of_layers(state))
+    names = _list_layer_names(model, state)
+    return ExpertLoad(counts.cpu(), names, ep_size, slots_of_layers(state))
 
 
 def slots_of_layers(state: ModelState) -> Tensor | None:
@@ -195,7 +196,7 @@ def check_counts(state: ModelState, what: str) -> None:
         )
 
 
-def _names_of_layers(model: nn.Module, state: ModelState) -> tuple[str, ...]:
+def _list_layer_names(model: nn.Module, state: ModelState) -> tuple[str, ...]:
     if state.stage is not None:
         return tuple(state.stage.moe_names)
     inner = without_adapters(unwrap(model))
@@ -203,6 +204,6 @@ def _names_of_layers(model: nn.Module, state: ModelState) -> tuple[str, ...]:
     return tuple(name for _, name in sorted(names.items()))
 
 
-def _max_over_mean(counts: Tensor) -> Tensor:
+def _divide_max_by_mean(counts: Tensor) -> Tensor:
     counts = counts.double()
     return counts.amax(1) / counts.mean(1)

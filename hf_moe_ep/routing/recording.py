@@ -1,4 +1,4 @@
-"""`Recording`: record the choices of routers as small integers, and copy them to the host."""
+"""Record the choices of routers as small integers, and copy them to the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_moe_ep.upstream.autograd_modes import backward_is_running
 
 
 class Recording(Session):
-    """An open `record`, which replaces the contents of `routes` at the end of each forward."""
+    """An open `record` block, which replaces the ids of `routes` at the end of each forward."""
 
     def __init__(self, state: ModelState, layers: RoutedLayers) -> None:
         self._state, self._layers = state, layers
@@ -39,14 +39,14 @@ class Recording(Session):
         self._num_forwards = 0
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        # Ranks that share a sequence compare these tensors. If only some of the ranks record, the
+        # Ranks that share a sequence compare these tensors. If only some of these ranks record, the
         # tensors differ, and every rank raises an error.
         return {"recorded routes": torch.ones(1, dtype=torch.int64, device=device)}
 
     def begin(self, forward: Forward) -> None:
         self._forward, self._chosen = forward, {}
 
-    def at_experts(self, layer: RoutedLayer, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def receive_choice(self, layer: RoutedLayer, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         frame: Frame | None = self._state.frame
         key = layer.decoder_layer
         if backward_is_running() or (frame is not None and frame.is_recompute):
@@ -91,8 +91,8 @@ class Recording(Session):
             with torch.no_grad():
                 # The ids are gathered as bytes, because NCCL has no int16.
                 as_bytes = ids.view(torch.uint8)
-                whole = gather_slices(as_bytes.flatten(2), forward.part)
-                ids = whole.unflatten(2, as_bytes.shape[2:]).contiguous().view(self._dtype)
+                gathered = gather_slices(as_bytes.flatten(2), forward.part)
+                ids = gathered.unflatten(2, as_bytes.shape[2:]).contiguous().view(self._dtype)
         if self._state.stage is not None:
             self._micro_batches.append(ids)
             return
@@ -103,13 +103,13 @@ class Recording(Session):
 
     def end_batch(self, stages: Stages, device: torch.device) -> None:
         """Send the ids of each stage's layers to the ranks of all stages."""
-        own = torch.cat(self._micro_batches)
+        own_ids = torch.cat(self._micro_batches)
         self._micro_batches = []
         group = stages.column.get_group()
         by_stage = []
         for stage in range(stages.size):
             # The ids are sent as bytes, because NCCL has no int16.
-            as_bytes = own.view(torch.uint8) if stage == stages.index else None
+            as_bytes = own_ids.view(torch.uint8) if stage == stages.index else None
             received = broadcast_tensor(as_bytes, stages.rank_in(stage), group, device)
             by_stage.append(received.view(self._dtype))
         self._finish(torch.cat(by_stage, dim=2))
@@ -125,7 +125,7 @@ class Recording(Session):
         host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
         host.copy_(ids, non_blocking=True)
         self._copied = torch.cuda.Event()
-        # The copy runs on a stream of the GPU of the ids, which need not be the current GPU.
+        # The copy runs on a stream of the ids' GPU, which may not be the current GPU.
         self._copied.record(torch.cuda.current_stream(ids.device))
         return host
 

@@ -7,9 +7,10 @@ https://github.com/volcengine/verl and https://arxiv.org/abs/2507.18071):
          forward of the update
     R3   replay the choice of the inference engine in every forward over its samples
 
-Only expert ids are replayed. The architecture's own code computes the routing weights from the
-scores of the live router at these ids, so the router still learns. Losses that balance experts
-count the choice that the router itself would make; to avoid this, set their coefficient to 0.
+Unless the routes have weights, only expert ids are replayed: the architecture's own code computes
+the routing weights from the router's present scores at these ids, so the router still learns.
+Losses that balance experts count the choice that the router itself would make; set their
+coefficient to 0 if you do not want this.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hf_moe_ep.routing.recording import Recording
 from hf_moe_ep.routing.replaying import Replaying
 from hf_moe_ep.routing.report import Counts, ReplayReport
 from hf_moe_ep.routing.routes import Routes
-from hf_moe_ep.routing.sessions import session_hooks
+from hf_moe_ep.routing.sessions import register_session_hooks
 from hf_moe_ep.state import STATE, ModelState, patched_state
 from hf_moe_ep.upstream.adapters import adapter_layers
 from hf_moe_ep.upstream.modules import is_compiled
@@ -47,8 +48,8 @@ class RoutingReplay:
     layer uses the routes of the layer's first run. (This holds for the checkpointing functions
     of transformers and torch. With another function, backward must run inside the block.)
 
-    With pipeline stages every rank records the routes of all layers. All ranks that compute one
-    batch, one rank per stage, pass the same routes to `replay`.
+    With pipeline stages every rank records the routes of all layers. The ranks of all stages that
+    compute the same batch pass the same routes to `replay`.
     """
 
     def __init__(self, model: nn.Module, *, on_missing: str = "live") -> None:
@@ -72,7 +73,8 @@ class RoutingReplay:
         self._layers = find_routed_layers(self._root, self._state)
         self._stage = self._state.stage
         self._watch = CheckpointWatch(self._state)
-        self._last: Counts | None = None  # and not the session, which holds routes
+        # Only the counts of the last session are kept, because a session holds its routes.
+        self._last: Counts | None = None
 
     @contextmanager
     def record(self) -> Iterator[Routes]:
@@ -99,15 +101,15 @@ class RoutingReplay:
         Args:
             routes: the routes of the batch with which the model is called: whole sequences, with
                 the same padding. With sp_size > 1 every rank of an sp group passes the same routes.
-                A rank that has no sample left runs a batch whose loss does not count. This rank
-                passes None while the other ranks replay their routes.
+                A rank that has no sample left runs a batch whose loss does not count, and passes
+                None.
             strict: if True, check every id on entry. If False, check only the shapes and, with
                 on_missing="error", that every token has routes.
 
         With ep_size and sp_size 1, wrong routes raise an error on entry. Otherwise the ranks of a
-        group compare their routes in the next forward, and all of them raise an error if any rank
-        has wrong routes, or if only some ranks replay. (With DeepEP ranks are not compared, so the
-        other ranks raise an error at DeepEP's time-out.)
+        group compare their routes in the next forward, and all of them raise an error if at least
+        one rank has wrong routes, or if only some ranks replay. (With DeepEP ranks are not
+        compared, so the other ranks raise an error at DeepEP's time-out.)
 
         Raises:
             ValueError: the model was unpatched or compiled in the meantime; the routes belong to
@@ -116,7 +118,7 @@ class RoutingReplay:
                 routes have weights, but layers are checkpointed and `experts_backend` is "eager",
                 so the recompute in backward could not use these weights.
         """
-        session = Replaying(self._state, self._layers, _adapters_off_test(self._root))
+        session = Replaying(self._state, self._layers, _make_adapters_off_test(self._root))
         try:
             self._set_routes(session, routes, strict)
         except ValueError as error:
@@ -161,9 +163,10 @@ class RoutingReplay:
                 "create it after the model was sharded"
             )
         _check_not_compiled(self._root)
-        # ForwardGuard wraps checkpointing functions only with ep, so they are wrapped here.
+        # ForwardGuard wraps checkpointing functions in a forward of the root, but a caller may call
+        # the decoder without the root.
         self._watch.wrap_functions(self._root)
-        with session_hooks(self._root, self._state, self._layers, session):
+        with register_session_hooks(self._root, self._state, self._layers, session):
             yield
 
 
@@ -175,7 +178,7 @@ def _check_not_compiled(model: nn.Module) -> None:
         )
 
 
-def _adapters_off_test(model: nn.Module) -> Callable[[], bool]:
+def _make_adapters_off_test(model: nn.Module) -> Callable[[], bool]:
     """Return a function that tests if the adapters are off; PEFT switches all of them together."""
     first = next((layer for _, layer in adapter_layers(model)), None)
     return lambda: first is not None and bool(first.disable_adapters)

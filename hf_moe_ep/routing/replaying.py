@@ -1,7 +1,7 @@
-"""`Replaying`: replay routes, which are the expert ids of each token in each layer.
+"""Replay routes: make the routers choose the given experts of each token in each layer.
 
-While a router runs, `torch.topk` returns these ids. The router still computes its own scores, and
-from them the routing weights and the gradients.
+While a router runs, `torch.topk` returns the expert ids of the routes. The router still computes
+its own scores, and from these scores the routing weights and the gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_moe_ep.upstream.autograd_modes import assert_later, backward_is_running,
 
 
 class Replaying(Session):
-    """An open `replay`: every forward in its block replays the routes of one batch."""
+    """An open `replay` block: every forward in the block replays the routes of one batch."""
 
     def __init__(
         self, state: ModelState, layers: RoutedLayers, adapters_off: Callable[[], bool]
@@ -44,13 +44,13 @@ class Replaying(Session):
         self._mode: ChosenTopK | None = None
         self._num_topks = 0
         # In the current layer: the ids that the last call of topk returned, the ids that the router
-        # would have chosen, and a mask of the tokens that have routes.
+        # itself would have chosen, and the mask of the tokens that have routes.
         self._replayed_TK: Tensor | None = None
         self._live_TK: Tensor | None = None
         self._given_T1: Tensor | None = None
 
     def set_routes(self, ids_BSLK: Tensor, weights_BSLK: Tensor | None) -> None:
-        """Set the routes to replay; their layers are the routed layers."""
+        """Set the routes to replay; their third dim has the layers of `RoutedLayers.keys`."""
         self._ids_BSLK, self._weights_BSLK = ids_BSLK, weights_BSLK
 
     def refuse(self, error: ValueError) -> None:
@@ -99,7 +99,7 @@ class Replaying(Session):
     def begin(self, forward: Forward) -> None:
         """Slice the routes as the inputs of this forward are sliced."""
         # If the adapters were switched on or off inside the block, this forward computes another
-        # model (the reference), and is not replayed.
+        # model, such as a reference model, and is not replayed.
         self._live = self._adapters_off() != self._were_off
         if self._live:
             return
@@ -115,15 +115,15 @@ class Replaying(Session):
         self._live = False
 
     def enter(self, layer: RoutedLayer, args: tuple[Any, ...]) -> None:
-        """Replace topk until the experts of this layer run."""
+        """Replace topk until the layer's experts run."""
         if not self._must_replay():
             return
-        if self._ids_LTK is None:  # only the decoder was called, with whole sequences
+        if self._ids_LTK is None:  # the decoder was called without the model; it gets no slices
             assert self._ids_BSLK is not None
             batch, sequence = self._ids_BSLK.shape[:2]
             self._slice_routes(Forward(batch, sequence, None, args[0].device))
         assert self._ids_LTK is not None
-        ids_TK = self._ids_LTK[self._position(layer)].long()
+        ids_TK = self._ids_LTK[self._find_position(layer)].long()
         given_T1 = ids_TK[:, :1] != LIVE
         self._given_T1, self._replayed_TK, self._num_topks = given_T1, None, 0
 
@@ -141,10 +141,11 @@ class Replaying(Session):
         if mode is not None:
             mode.__exit__(None, None, None)
 
-    def at_experts(self, layer: RoutedLayer, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def receive_choice(self, layer: RoutedLayer, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Check that the experts receive the replayed ids, and return the routing weights to use.
 
-        These are the weights of the routes, or `weights_TK` if the routes have no weights.
+        A token with routes gets the weights of its routes, if the routes have weights. Otherwise
+        the weights are `weights_TK`, the router's weights.
         """
         self.leave()
         if not self._must_replay():
@@ -153,7 +154,7 @@ class Replaying(Session):
         if error is not None:
             if not self._state.exchanges_rows:
                 raise error
-            self.refusal = error  # the exchange of this layer informs the other ranks
+            self.refusal = error  # this layer's exchange makes the other ranks raise an error, too
             return weights_TK
         assert self._replayed_TK is not None and self._given_T1 is not None
         with hidden_from_modes():
@@ -168,13 +169,13 @@ class Replaying(Session):
                 frame.keep(layer.index, self._replayed_TK, None, self._num_topks)
             if self._weights_LTK is None:
                 return weights_TK
-            given_TK = self._weights_LTK[self._position(layer)].to(weights_TK.dtype)
+            stored_TK = self._weights_LTK[self._find_position(layer)].to(weights_TK.dtype)
             if frame is not None:
-                frame.keep_weights(layer.index, given_TK, self._given_T1)
-        return torch.where(self._given_T1, given_TK, weights_TK)
+                frame.keep_weights(layer.index, stored_TK, self._given_T1)
+        return torch.where(self._given_T1, stored_TK, weights_TK)
 
     def _find_error(self, layer: RoutedLayer, ids_TK: Tensor) -> ValueError | None:
-        """Return an error if routes cannot be replayed in this layer, otherwise None."""
+        """Return an error if the routes cannot be replayed in this layer, otherwise None."""
         if self._replayed_TK is None or self._replayed_TK.shape != ids_TK.shape:
             assert self._ids_LTK is not None
             return ValueError(
@@ -197,10 +198,10 @@ class Replaying(Session):
             return
         assert self._ids_LTK is not None and self._live_TK is not None
         assert self._given_T1 is not None
-        ids_TK = self._ids_LTK[self._position(layer)]
+        ids_TK = self._ids_LTK[self._find_position(layer)]
         self.counts.add(layer.decoder_layer, ids_TK, self._live_TK, self._given_T1)
 
-    def _position(self, layer: RoutedLayer) -> int:
+    def _find_position(self, layer: RoutedLayer) -> int:
         return self._layers.own_keys.index(layer.decoder_layer)
 
     def _must_replay(self) -> bool:
@@ -210,7 +211,7 @@ class Replaying(Session):
         return self._state.frame is None or not self._state.frame.is_recompute
 
     def _slice_routes(self, forward: Forward) -> None:
-        """Copy the routes to the device of the forward, and keep this rank's part of them."""
+        """Copy the routes to the device of the forward, and keep only this rank's tokens."""
         assert self._ids_BSLK is not None
         ids = copy_to_device(self._take_micro_batch(self._ids_BSLK), forward.device)
         self._ids_LTK = _take_own_tokens(
@@ -225,12 +226,12 @@ class Replaying(Session):
         stage, layers = self._state.stage, self._layers
         if stage is None:
             return x_BSLK
-        own = [layers.keys.index(key) for key in layers.own_keys]
-        return x_BSLK[stage.boundary.rows][:, :, own]
+        own_indices = [layers.keys.index(key) for key in layers.own_keys]
+        return x_BSLK[stage.boundary.rows][:, :, own_indices]
 
 
 def _take_own_tokens(x_BSLK: Tensor, forward: Forward, fill: int) -> Tensor:
-    """Return [L, T, K]: this rank's part of each sequence, padded with `fill`, by layer."""
+    """Return [L, T, K]: for each layer, this rank's slice of each sequence, padded with `fill`."""
     if forward.part is not None:
         x_BSLK = forward.part.take(x_BSLK, 1, fill=fill)
     return x_BSLK.flatten(0, 1).movedim(1, 0).contiguous()

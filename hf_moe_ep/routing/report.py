@@ -1,4 +1,4 @@
-"""`ReplayReport` and `Counts`, which keeps a replay's counts on the device until they are read."""
+"""Report how many routes were replayed, and how often the router agreed with them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from hf_moe_ep.ranks.all_ranks import gather
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """The report of one `replay` block on this rank; with pipeline stages, of its stage's layers.
+    """The report of one `replay` block on this rank, with pipeline stages on this rank's layers.
 
     Attributes:
         replayed: the number of (token, layer) pairs that had routes.
         live: the number of (token, layer) pairs without routes, including the padding of a sequence
             that is split over ranks.
-        pairs: {decoder layer: (agreed, replayed)}, two numbers of (token, expert) pairs: the
-            replayed pairs that the router itself would have chosen as well, and all replayed pairs.
+        pairs: {decoder layer: (agreed, replayed)}, where `replayed` is the number of replayed
+            (token, expert) pairs, and `agreed` the number of these pairs that the router itself
+            would have chosen as well.
     """
 
     replayed: int
@@ -32,14 +33,14 @@ class ReplayReport:
     def agreement(self) -> float:
         """The share of replayed (token, expert) pairs that the router itself would have chosen.
 
-        It is NaN if nothing was replayed, as in a pipeline stage of dense layers.
+        The agreement is NaN if nothing was replayed, as in a pipeline stage of dense layers.
         """
-        return _ratio(*(sum(pair[index] for pair in self.pairs.values()) for index in (0, 1)))
+        return _divide(*(sum(pair[index] for pair in self.pairs.values()) for index in (0, 1)))
 
     @property
     def by_layer(self) -> dict[int, float]:
         """The agreement of each decoder layer."""
-        return {layer: _ratio(*pairs) for layer, pairs in self.pairs.items()}
+        return {layer: _divide(*pairs) for layer, pairs in self.pairs.items()}
 
     def over_ranks(self) -> ReplayReport:
         """Add up the reports of all ranks; every rank calls this."""
@@ -54,12 +55,12 @@ class ReplayReport:
         return ReplayReport(sum(r[0] for r in reports), sum(r[1] for r in reports), summed)
 
 
-def _ratio(agreed: int, replayed: int) -> float:
+def _divide(agreed: int, replayed: int) -> float:
     return agreed / replayed if replayed else math.nan
 
 
 class Counts:
-    """The counts of one replay block, by layer. Only `report` is a host sync."""
+    """The counts of one replay block by layer, on the device. Only `report` is a host sync."""
 
     def __init__(self, layers: tuple[int, ...], top_k: int) -> None:
         self._layers, self._top_k = layers, top_k
@@ -69,7 +70,7 @@ class Counts:
     def add(self, layer: int, ids_TK: Tensor, live_TK: Tensor, given_T1: Tensor) -> None:
         """Count a layer's tokens with routes, and the replayed ids that the router chose as well.
 
-        `given_T1` is the mask of the tokens with routes, `live_TK` the router's own choice.
+        `given_T1` is the mask of the tokens with routes, and `live_TK` the router's own choice.
         """
         agrees_TK = (ids_TK.unsqueeze(2) == live_TK.unsqueeze(1)).any(2)
         counts = torch.stack([given_T1.sum(), (agrees_TK & given_T1).sum()])

@@ -1,12 +1,11 @@
-"""`Routes`: the experts of each token of a batch in each layer, a tensor [B, S, L, K].
+"""`Routes` holds the experts of each token of a batch in each layer, as a tensor [B, S, L, K].
 
-A batch has B rows of S tokens; each token has K experts in each of L layers.
-
-Routes are recorded in a forward (`RoutingReplay.record`), or `Routes.from_engine` copies the arrays
-of an inference engine, one per sequence, into a padded batch:
+A batch has B rows of S tokens; each token has K experts in each of L layers. Routes are recorded in
+a forward (`RoutingReplay.record`), or `Routes.from_engine` copies the arrays of an inference
+engine, one array per sequence, into a padded batch:
 
     tokens of a row      pad pad t0 t1 t2 t3         pad_side="left", padded_to=6
-    rows of the array            r0 r1 r2            t3 was sampled last and never forwarded
+    rows of the array            r0 r1 r2            t3 was sampled last, so it had no forward
     routes               -1  -1  r0 r1 r2 -1         -1: the router chooses ("routes live")
 
 Row s of an array has the experts of the sequence's token s.
@@ -59,9 +58,9 @@ class Routes:
         """Create the routes of a padded batch from the arrays that an inference engine returned.
 
         vLLM (`enable_return_routed_experts`) and SGLang (`return_routed_experts`) return logical
-        expert ids, [tokens - 1, layers, K]. The last token was sampled but never forwarded, so it
+        expert ids, [tokens - 1, layers, K]. The last token was sampled but had no forward, so it
         routes live. `CompletionOutput.routed_experts` of vLLM is such an array. Decode the response
-        of a server:
+        of a server like this:
 
             vLLM    np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
             SGLang  np.frombuffer(base64.b64decode(meta_info["routed_experts"]), np.int32)
@@ -78,8 +77,8 @@ class Routes:
             layers: the decoder layers of an array's entries. "all" means all decoder layers or all
                 MoE layers, depending on the number of entries. Entries of dense layers are not
                 read.
-            starts: the index of each array's first token, if the engine left out a prefix that it
-                had cached; the tokens of this prefix route live.
+            starts: the index of each array's first token, if the engine left out a cached prefix;
+                the tokens of this prefix route live.
 
         Raises:
             ValueError: the numbers of rows, layers or tokens do not fit; the message has both
@@ -89,7 +88,7 @@ class Routes:
             raise ValueError(
                 f"there are {len(arrays)} arrays of routes, but {len(input_lengths)} input_lengths"
             )
-        tensors = [_as_tensor(array, row) for row, array in enumerate(arrays)]
+        tensors = [_convert_to_tensor(array, row) for row, array in enumerate(arrays)]
         if not tensors:
             raise ValueError("no arrays of routes; a batch has at least one row")
         shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
@@ -105,7 +104,7 @@ class Routes:
                     f"has {length} tokens; engines return {length - 1 - start} rows (the last "
                     f"token was sampled, not forwarded) or {length - start}"
                 )
-            first = _padding_in_front(pad_side, row, padded_to - length)
+            first = _count_padding_in_front(pad_side, row, padded_to - length)
             if first < 0 or first + length > padded_to:
                 raise ValueError(
                     f"row {row} has {length} tokens after {first} of padding, more than "
@@ -128,7 +127,7 @@ class Routes:
         Raises:
             ValueError: there is not one length per row, or a length exceeds S.
         """
-        lengths = _lengths_of_rows(lengths_or_positions)
+        lengths = _list_lengths(lengths_or_positions)
         batch, sequence = self.ids.shape[:2]
         if len(lengths) != batch or max(lengths) > sequence:
             raise ValueError(
@@ -145,17 +144,17 @@ class Routes:
         return replace(self, ids=pack_rows(self.ids), weights=weights)
 
     def to(self, device: torch.device | str) -> Routes:
-        """Copy the routes to another device: to a GPU without a host sync if memory is pinned."""
+        """Copy the routes to a device; from pinned memory to a GPU without a host sync."""
         weights = None if self.weights is None else copy_to_device(self.weights, device)
         return replace(self, ids=copy_to_device(self.ids, device), weights=weights)
 
     def rows(self, start: int, stop: int) -> Routes:
-        """Return the routes of some consecutive rows of the batch."""
+        """Return the routes of the rows `start` to `stop` - 1 of the batch."""
         weights = None if self.weights is None else self.weights[start:stop]
         return replace(self, ids=self.ids[start:stop], weights=weights)
 
 
-def _as_tensor(array: Any, row: int) -> Tensor:
+def _convert_to_tensor(array: Any, row: int) -> Tensor:
     tensor = array if isinstance(array, Tensor) else torch.from_numpy(array.astype("int64"))
     if tensor.ndim != 3 or tensor.is_floating_point():
         raise ValueError(
@@ -165,7 +164,7 @@ def _as_tensor(array: Any, row: int) -> Tensor:
     return tensor
 
 
-def _padding_in_front(pad_side: str | Sequence[int], row: int, padding: int) -> int:
+def _count_padding_in_front(pad_side: str | Sequence[int], row: int, padding: int) -> int:
     if not isinstance(pad_side, str):
         return int(pad_side[row])
     if pad_side not in ("left", "right"):
@@ -181,7 +180,7 @@ def _check_layers(layers: str | Sequence[int], num_layers: int) -> tuple[int, ..
     return tuple(layers)
 
 
-def _lengths_of_rows(lengths_or_positions: Sequence[int] | Tensor) -> list[int]:
+def _list_lengths(lengths_or_positions: Sequence[int] | Tensor) -> list[int]:
     if not isinstance(lengths_or_positions, Tensor):
         return list(lengths_or_positions)
     if lengths_or_positions.ndim == 1:

@@ -1,14 +1,14 @@
-"""`Session`, the base class of an open `record` or `replay`, and the hooks that call its methods.
+"""Call the methods of an open `record` or `replay` block, a `Session`, from hooks of the model.
 
     hooks on       call
     the model      `begin` before the model's forward, with the shape of the batch; `end` after it
     the owners     `enter` and `leave`, before and after the forward of an owner: a module that
-                   contains a router and its experts. Between the two, topk may be replaced
-    the experts    `at_experts` before the experts' forward, with the ids and weights that the
+                   contains a router and its experts. Between the two calls topk may be replaced
+    the experts    `receive_choice` before the experts' forward, with the ids and weights that the
                    experts receive
 
 A session ignores the recompute of a checkpointed layer in backward, because the layer's `Frame`
-(moe/recompute.py) repeats the choice of its first run.
+(moe/recompute.py) repeats the choice of the layer's first run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 class Forward(NamedTuple):
-    """The input of one call of the model; `part` is this rank's slice of each sequence, or None."""
+    """The input of one call of the model.
+
+    Attributes:
+        batch, sequence: the number of sequences, and the number of tokens of a whole sequence.
+        part: with sp_size or cp_size > 1, this rank's slice of each sequence; otherwise None.
+    """
 
     batch: int
     sequence: int
@@ -49,7 +54,7 @@ class Forward(NamedTuple):
 
 
 class Session(RoutingSession):
-    """The methods that the hooks call during a forward."""
+    """A base class of open blocks, with the methods that the hooks call during a forward."""
 
     def begin(self, forward: Forward) -> None:
         """Begin a forward of the whole model."""
@@ -63,16 +68,16 @@ class Session(RoutingSession):
     def leave(self) -> None:
         """End the forward of a layer's owner, even after an error."""
 
-    def at_experts(self, layer: RoutedLayer, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def receive_choice(self, layer: RoutedLayer, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Record or check the experts of each token, and return the routing weights to use."""
         raise NotImplementedError
 
 
 @contextmanager
-def session_hooks(
+def register_session_hooks(
     root: nn.Module, state: ModelState, layers: RoutedLayers, session: Session
 ) -> Iterator[None]:
-    """Register the hooks that call the session's methods, and remove them after the block.
+    """Register the hooks that call the methods of a session, and remove the hooks after the block.
 
     Raises:
         ValueError: another session is open, or the model was not cut into its pipeline stages.
@@ -97,13 +102,13 @@ def session_hooks(
         handles += [
             layer.owner.register_forward_pre_hook(_Enter(session, layer)),
             layer.owner.register_forward_hook(_Leave(session), always_call=True),
-            layer.experts.register_forward_pre_hook(_AtExperts(session, layer), with_kwargs=True),
+            layer.experts.register_forward_pre_hook(_Receive(session, layer), with_kwargs=True),
         ]
     state.routing = session
     try:
         yield
     finally:
-        # torch does not call forward hooks after a KeyboardInterrupt.
+        # After a KeyboardInterrupt torch has not called the forward hooks.
         session.leave()
         state.routing = None
         for handle in handles:
@@ -117,7 +122,7 @@ class _Hook(Ours):
         self._session: Session | None = session
 
 
-class _HookOfLayer(_Hook):
+class _LayerHook(_Hook):
     def __init__(self, session: Session, layer: RoutedLayer) -> None:
         super().__init__(session)
         self._layer = layer
@@ -148,7 +153,7 @@ class _End(_Hook):
 
 # The modules with the following three hooks run inside of compiled layers. `disable` keeps
 # torch.compile from tracing the hooks.
-class _Enter(_HookOfLayer):
+class _Enter(_LayerHook):
     @torch.compiler.disable
     def __call__(self, owner: nn.Module, args: tuple[Any, ...]) -> None:
         if self._session is not None:
@@ -162,7 +167,7 @@ class _Leave(_Hook):
             self._session.leave()
 
 
-class _AtExperts(_HookOfLayer):
+class _Receive(_LayerHook):
     @torch.compiler.disable
     def __call__(
         self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -171,7 +176,7 @@ class _AtExperts(_HookOfLayer):
             return None
         arguments = dict(zip(_EXPERTS_ARGUMENTS, args, strict=False)) | kwargs
         weights = arguments["top_k_weights"]
-        new_weights = self._session.at_experts(self._layer, arguments["top_k_index"], weights)
+        new_weights = self._session.receive_choice(self._layer, arguments["top_k_index"], weights)
         if new_weights is weights:
             return None
         return (), arguments | {"top_k_weights": new_weights}

@@ -82,7 +82,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_moe_ep.moe.dispatch.choose import make_dispatcher
+from hf_moe_ep.moe.dispatch.make_dispatcher import make_dispatcher
 from hf_moe_ep.moe.forwards import keep_forwards
 from hf_moe_ep.ops.quantised import (
     BLOCK_SCALE,

@@ -1,4 +1,4 @@
-"""Dispatch and combine by all-to-all on 2 and 4 ranks: indices, gradients and errors."""
+"""Dispatch and combine by all-to-all have exact indices, gradients and errors on 2 and 4 ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ Group = dist.ProcessGroup
 
 
 class Arrived(NamedTuple):
-    """A finished exchange of one chunk: its plan, its rows and the counts of local experts."""
+    """The dispatch of one chunk: its plan, its rows and the counts of local experts."""
 
     exchange: AllToAllExchange
     rows: DispatchedRows
@@ -49,7 +49,7 @@ class Arrived(NamedTuple):
 def dispatch(
     x_TH: Tensor, ids_TK: Tensor, w_TK: Tensor, *, num_experts: int, group: Group, header: Header
 ) -> tuple[Tensor, Tensor, Tensor, Arrived]:
-    """Dispatch one chunk; return the received rows, their ids and weights, and the exchange."""
+    """Dispatch one chunk; return the received rows, their ids and weights, and the `Arrived`."""
     dispatcher, tokens = AllToAll(group, num_experts), Tokens(x_TH, w_TK, ids_TK)
     planning = dispatcher.start_plan(ids_TK, header)
     dispatcher.prepare(tokens)
@@ -65,7 +65,10 @@ def combine(rows_RH: Tensor, arrived: Arrived, group: Group) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A random routing: `tokens` by rank, and `only` restricts it to these experts."""
+    """A random routing: `tokens` has the number of tokens of each rank.
+
+    If `only` is given, tokens choose only these experts.
+    """
 
     name: str
     world: int
@@ -90,8 +93,8 @@ class Case:
 
 CASES = [
     Case("different tokens per rank", 2, (7, 3), 6, 3),
-    Case("rank 1 has none", 2, (5, 0), 4, 2),
-    Case("nobody has any", 2, (0, 0), 4, 2),
+    Case("rank 1 has no tokens", 2, (5, 0), 4, 2),
+    Case("no rank has tokens", 2, (0, 0), 4, 2),
     Case("all to rank 0", 2, (4, 6), 6, 3, only=(0, 1, 2)),
     Case("all to rank 1", 2, (4, 6), 6, 2, only=(3, 4, 5)),
     Case("one expert", 2, (3, 5), 4, 1, only=(2,)),
@@ -123,7 +126,7 @@ def _check_example(rank: int, group: Group) -> None:
     if rank == 0:
         assert sent == ([0, 1, 0], [[0, 2], [1, 3]], [0, 2], 1)  # 3 = "no row"
         assert received == ([0, 1], [1, 1])
-        assert rows.tolist() == [[7, 8, 9], [1, 2, 3]]  # rows that stayed come last
+        assert rows.tolist() == [[7, 8, 9], [1, 2, 3]]  # the rows that stayed are the last
         assert ids.tolist() == [[1, 2], [0, 2]]  # 2 = "not on this rank"
         assert weights.tolist() == [[8, 16], [0.5, 0.25]]
     else:
@@ -142,11 +145,11 @@ def test_order_rows_gives_the_table_of_its_docstring() -> None:
     order = order_rows(sends_DT, rank=0, rows_per_token=2, constants=Constants())
     assert order.token_X.tolist()[:3] == [0, 1, 0]
     assert order.row_TJ.tolist() == [[0, 2], [1, 3]]
-    # If rank 1 had these tokens, t1 would have no row for rank 0, and its entry is 3 ("no row").
+    # If rank 1 had these tokens, t1 would have no row for rank 0, and an entry of 3 ("no row").
     order = order_rows(sends_DT, rank=1, rows_per_token=2, constants=Constants())
     assert order.token_X.tolist()[:3] == [0, 0, 1]
     assert order.row_TJ.tolist() == [[0, 1], [3, 2]]
-    # With three ranks and at most two rows per token, an entry without a row comes last.
+    # With three ranks and at most two rows per token, an entry without a row is the last.
     sends_DT = torch.tensor([[True, False], [False, True], [True, False]])
     order = order_rows(sends_DT, rank=1, rows_per_token=2, constants=Constants())
     assert order.token_X.tolist()[:3] == [0, 0, 1]
@@ -154,7 +157,7 @@ def test_order_rows_gives_the_table_of_its_docstring() -> None:
 
 
 @contextmanager
-def _counting_rows() -> Iterator[list[tuple[int, int]]]:
+def _count_rows() -> Iterator[list[tuple[int, int]]]:
     """Yield a list of (rows sent, bytes per row), one entry for each all-to-all of rows."""
     calls: list[tuple[int, int]] = []
     original = dist.all_to_all_single
@@ -171,31 +174,31 @@ def _counting_rows() -> Iterator[list[tuple[int, int]]]:
         dist.all_to_all_single = original
 
 
-def _check_case(case: Case, rank: int, group: Group) -> None:
+def _check_rows(case: Case, rank: int, group: Group) -> None:
     ranks, local = dist.get_world_size(group), case.experts // dist.get_world_size(group)
     ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
-    with _counting_rows() as calls:
+    with _count_rows() as calls:
         rows_RH, ids_RK, w_RK, arrived = dispatch(
             x_TH, ids_TK, w_TK, num_experts=case.experts, group=group, header=HEADER
         )
         out_TH = combine(rows_RH, arrived, group)
         out_TH.sum().backward()
-    # Count the distinct (token, rank) pairs one token at a time.
+    # Count the distinct (token, rank) pairs, one token at a time.
     visits = [{expert // local for expert in experts} for experts in ids_TK.tolist()]
     distinct = [sum(other in ranks_of_token for ranks_of_token in visits) for other in range(ranks)]
     assert arrived.exchange.num_own == distinct[rank], case.name
     distinct[rank] = 0
     assert arrived.exchange.send_counts == distinct, case.name
-    # Forward sends rows with their routing, and results back; backward sends the gradients of both
-    # the other way, in reverse order. A rank sends no rows to itself.
+    # Forward sends rows with their routing, then results. Backward sends the gradients of results,
+    # then the gradients of rows. A rank sends no rows to itself.
     sent, received = sum(distinct), rows_RH.shape[0] - arrived.exchange.num_own
-    moved = [rows for rows, _ in calls]
-    assert moved == [sent, received, sent, received], f"{case.name}: {moved}"
+    numbers = [rows for rows, _ in calls]
+    assert numbers == [sent, received, sent, received], f"{case.name}: {numbers}"
     visits_T = torch.tensor([len(ranks_of_token) for ranks_of_token in visits], dtype=torch.float64)
     assert_close("identity experts", out_TH, x_TH * visits_T.unsqueeze(1), 1e-15)
     assert x_TH.grad is not None
     assert torch.equal(x_TH.grad, visits_T.unsqueeze(1).expand_as(x_TH))
-    # A received id is a local expert or the sentinel, and each row has at least one local expert.
+    # A received id is a local expert or "no expert", and each row has at least one local expert.
     assert ids_RK.shape == (received + arrived.exchange.num_own, case.top_k)
     assert ids_RK.dtype == torch.int64
     assert ((ids_RK >= 0) & (ids_RK <= local)).all() and (ids_RK < local).any(1).all()
@@ -238,7 +241,7 @@ def _check_gradients(case: Case, rank: int, group: Group) -> None:
 
 
 def _check_frozen(case: Case, rank: int, group: Group) -> None:
-    """Only x, only the weights, or neither needs a gradient."""
+    """Check the gradients if only x, only the weights, or neither needs a gradient."""
     for x_needs, w_needs in ((True, False), (False, True), (False, False)):
         x_TH, w_TK = (t.detach() for t in case.inputs(rank))
         x_TH.requires_grad_(x_needs)
@@ -253,21 +256,21 @@ def _check_frozen(case: Case, rank: int, group: Group) -> None:
         assert (x_TH.grad is not None) == x_needs and (w_TK.grad is not None) == w_needs
 
 
-# Columns of a message in bf16, by top-k: a row of 5 takes 6, each of the 2 K fp32 numbers takes 2,
-# and the sum is rounded up to a multiple of 16.
+# {top-k: columns of a message in bf16}. A row of 5 takes 6 columns, each of the 2 K fp32 numbers
+# takes 2, and the sum is rounded up to a multiple of 16.
 MIXED_COLUMNS = {1: 16, 2: 16, 3: 32, 4: 32, 5: 32}
 
 
 def _check_mixed_dtypes(case: Case, rank: int, group: Group) -> None:
-    """bf16 rows are sent in bf16. Weights are sent in fp32 and are not rounded."""
-    for weights_dtype, wide in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
+    """Check that bf16 rows are sent in bf16, and weights in fp32 without rounding."""
+    for weights_dtype in (torch.float32, torch.bfloat16):
         x_TH, w_TK = case.inputs(rank, torch.bfloat16)
         w_TK = w_TK.detach().to(weights_dtype).requires_grad_()
-        with _counting_rows() as calls:
+        with _count_rows() as calls:
             rows_RH, _, w_RK, arrived = dispatch(
                 x_TH, case.ids_TK(rank), w_TK, num_experts=case.experts, group=group, header=HEADER
             )
-        assert rows_RH.dtype == torch.bfloat16 and w_RK.dtype == wide
+        assert rows_RH.dtype == torch.bfloat16 and w_RK.dtype == torch.float32
         if calls[0][0]:
             assert [size for _, size in calls] == [2 * MIXED_COLUMNS[case.top_k]]
         weights_of_ranks: list[Any] = [None] * dist.get_world_size(group)
@@ -282,7 +285,7 @@ def _check_mixed_dtypes(case: Case, rank: int, group: Group) -> None:
 
 
 def _check_headers(rank: int, group: Group) -> None:
-    """If the last rank differs in one field, every rank raises an error naming both positions."""
+    """Check that every rank's error names both positions if the last rank differs in one field."""
     last = dist.get_world_size(group) - 1
     ids_TK, w_TK = torch.tensor([[0, 3]]), torch.ones(1, 2)
     table = {
@@ -308,7 +311,7 @@ def _check_headers(rank: int, group: Group) -> None:
 
 Run = Callable[[Case, int, Group], None]
 CHECKS_OF_EVERY_CASE: dict[str, Run] = {
-    "rows": _check_case,
+    "rows": _check_rows,
     "gradients": _check_gradients,
     "frozen": _check_frozen,
     "mixed dtypes": _check_mixed_dtypes,
@@ -320,18 +323,18 @@ def _run_check(check: Run, case: Case, rank: int, world: int) -> None:
     check(case, rank, dist.group.WORLD)
 
 
-def example_of_the_docstring(rank: int, world: int) -> None:
+def rows_of_the_docstrings_example_are_exact(rank: int, world: int) -> None:
     assert dist.group.WORLD is not None
     _check_example(rank, dist.group.WORLD)
 
 
-def ranks_at_different_positions(rank: int, world: int) -> None:
+def ranks_at_different_positions_raise_an_error(rank: int, world: int) -> None:
     assert dist.group.WORLD is not None
     _check_headers(rank, dist.group.WORLD)
 
 
 class _OperatorsBeforeTransfer(TorchDispatchMode):
-    """List the operators launched between the arrival of counts and the first transfer of rows."""
+    """Lists the operators that are launched between the counts and the first transfer of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,28 +352,28 @@ class _OperatorsBeforeTransfer(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def one_operator_between_counts_and_rows(rank: int, world: int) -> None:
+def only_one_operator_runs_between_counts_and_rows(rank: int, world: int) -> None:
     """Once the counts are known, the device only selects the rows before their transfer starts."""
     assert dist.group.WORLD is not None
     case = CASES[0]
     ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
     w_TK = w_TK.bfloat16()
-    original = AllToAllExchange.of_counts
+    original = AllToAllExchange.from_counts
     with _OperatorsBeforeTransfer() as mode, pytest.MonkeyPatch.context() as patches:
 
         def start_counting(*args: Any, **kwargs: Any) -> AllToAllExchange:
             mode.counting = True
             return original(*args, **kwargs)
 
-        patches.setattr(AllToAllExchange, "of_counts", start_counting)
+        patches.setattr(AllToAllExchange, "from_counts", start_counting)
         dispatch(x_TH, ids_TK, w_TK, num_experts=6, group=dist.group.WORLD, header=HEADER)
     assert mode.operations == ["aten.index_select.default"], mode.operations
 
 
-def memory_of_an_exchange(rank: int, world: int) -> None:
-    """An exchange holds two int32 for each possible row, and no view of a larger tensor.
+def an_exchange_keeps_two_integers_per_possible_row(rank: int, world: int) -> None:
+    """They are int32, and not views of a larger tensor.
 
-    It also counts the pairs of every expert, and those without an expert.
+    An exchange also has one int64 for each expert, and one for "no expert".
     """
     assert dist.group.WORLD is not None
     tokens, top_k, experts = 1000, 2, 12
@@ -384,7 +387,7 @@ def memory_of_an_exchange(rank: int, world: int) -> None:
     assert num_bytes == 2 * 4 * tokens * top_k + 4 + 8 * (experts + 1), num_bytes
 
 
-def _in_groups(grid: list[list[int]], rank: int, world: int) -> None:
+def _check_groups(grid: list[list[int]], rank: int, world: int) -> None:
     """Run the checks in two groups, in which ranks are numbered from 0."""
     groups = [dist.new_group(ranks) for ranks in grid]
     group = next(group for group, ranks in zip(groups, grid, strict=True) if rank in ranks)
@@ -394,7 +397,7 @@ def _in_groups(grid: list[list[int]], rank: int, world: int) -> None:
     _check_headers(group_rank, group)
 
 
-def _checks_of_cases(world: int) -> dict[str, Callable[..., None]]:
+def _make_checks(world: int) -> dict[str, Callable[..., None]]:
     return {
         f"{case.name}: {name}": partial(_run_check, check, case)
         for case in CASES
@@ -404,21 +407,25 @@ def _checks_of_cases(world: int) -> dict[str, Callable[..., None]]:
 
 
 GROUPS = {
-    "groups of consecutive ranks": partial(_in_groups, [[0, 1], [2, 3]]),
-    "groups of every other rank": partial(_in_groups, [[0, 2], [1, 3]]),
+    "groups of consecutive ranks": partial(_check_groups, [[0, 1], [2, 3]]),
+    "groups of every other rank": partial(_check_groups, [[0, 2], [1, 3]]),
 }
 TWO_RANKS = on_ranks(
     2,
-    example_of_the_docstring,
-    ranks_at_different_positions,
-    one_operator_between_counts_and_rows,
-    _checks_of_cases(2),
+    rows_of_the_docstrings_example_are_exact,
+    ranks_at_different_positions_raise_an_error,
+    only_one_operator_runs_between_counts_and_rows,
+    _make_checks(2),
 )
 FOUR_RANKS = on_ranks(
-    4, ranks_at_different_positions, memory_of_an_exchange, GROUPS, _checks_of_cases(4)
+    4,
+    ranks_at_different_positions_raise_an_error,
+    an_exchange_keeps_two_integers_per_possible_row,
+    GROUPS,
+    _make_checks(4),
 )
 
 
 @pytest.mark.parametrize("claim", TWO_RANKS + FOUR_RANKS)
-def test_dispatch_and_combine(found: Found, claim: Check) -> None:
+def test_on_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -1,7 +1,7 @@
-"""Under autocast rows cross the network in the dtype of the experts: half the bytes, the same bits.
+"""Under autocast rows are sent in the experts' dtype: half of the bytes, and the same results.
 
-The comparison sends rows in the dtype of the model's hidden states (fp32). They are then rounded
-when they arrive, and results and gradients are widened before they are sent.
+The reference sends rows in the dtype of the model's hidden states (fp32). It rounds rows after they
+are received, and widens results and gradients before they are sent.
 """
 
 from collections.abc import Iterator
@@ -26,14 +26,14 @@ FP32, BF16 = 4, 2
 
 
 @contextmanager
-def _rows_in_fp32() -> Iterator[None]:
+def _send_rows_in_fp32() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(dispatcher, "compute_dtype", lambda x: x.dtype)
         yield
 
 
 @contextmanager
-def _sent_rows() -> Iterator[list[tuple[int, int]]]:
+def _count_sent_rows() -> Iterator[list[tuple[int, int]]]:
     """Yield a list of (rows, bytes of one row), one entry for each all-to-all of rows."""
     sent: list[tuple[int, int]] = []
     stock = dist.all_to_all_single
@@ -48,10 +48,10 @@ def _sent_rows() -> Iterator[list[tuple[int, int]]]:
         yield sent
 
 
-def _step(model: nn.Module, rank: int) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
+def _run_step(model: nn.Module, rank: int) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
     """Return the loss and all gradients, and the rows that were sent."""
     model.zero_grad()
-    with _sent_rows() as sent:
+    with _count_sent_rows() as sent:
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(**batch(model, 2, 9 + rank, seed=rank)).loss
         loss.backward()
@@ -59,18 +59,18 @@ def _step(model: nn.Module, rank: int) -> tuple[dict[str, Tensor], list[tuple[in
     return {"loss": loss.detach(), **grads}, sent
 
 
-def half_the_bytes_and_the_same_bits(rank: int, world: int) -> None:
+def half_of_the_bytes_give_the_same_bits(rank: int, world: int) -> None:
     for use_reentrant in (None, False):
         model = tiny(num_hidden_layers=LAYERS).float()
         if use_reentrant is not None:
             parity.checkpointing(model, use_reentrant)
         apply_ep_fsdp2(model, ep_size=2, dispatch_chunks=2)
-        got, sent = _step(model, rank)
-        with _rows_in_fp32():
-            want, sent_in_fp32 = _step(model, rank)
+        got, sent = _run_step(model, rank)
+        with _send_rows_in_fp32():
+            want, sent_in_fp32 = _run_step(model, rank)
         for name, tensor in want.items():
             assert torch.equal(got[name], tensor), f"{name}, reentrant {use_reentrant}"
-        # Results and their gradients are rows alone. Routing stays in fp32 behind a row.
+        # Results and their gradients are rows without routing. Routing is in fp32 behind a row.
         sizes = {HIDDEN}
         sizes |= {message_columns(HIDDEN + routing * TOP_K * 2) for routing in (1, 2)}
         assert {size for _, size in sent} == {BF16 * columns for columns in sizes}
@@ -81,7 +81,7 @@ def half_the_bytes_and_the_same_bits(rank: int, world: int) -> None:
 
 
 def sums_are_rounded_once(rank: int, world: int) -> None:
-    """Sums are rounded to the dtype of the inputs, here fp32, and not to that of the rows, bf16."""
+    """Sums of bf16 rows are rounded to the dtype of the layer's inputs, here fp32."""
     assert dist.group.WORLD is not None
     header = Header(1, 0, True, True, False, False, 2, BF16)
     # One token with an expert on each rank.
@@ -103,7 +103,7 @@ def sums_are_rounded_once(rank: int, world: int) -> None:
     assert x_TH.grad.tolist() == [[1 + 2.0**-8] * 3]
 
 
-CHECKS = on_ranks(2, half_the_bytes_and_the_same_bits, sums_are_rounded_once)
+CHECKS = on_ranks(2, half_of_the_bytes_give_the_same_bits, sums_are_rounded_once)
 
 
 @pytest.mark.parametrize("claim", CHECKS)

@@ -1,7 +1,7 @@
-"""The DeepEP dispatcher, compared with all-to-all dispatch on 2 and 4 ranks.
+"""The DeepEP dispatcher gives the results of all-to-all dispatch on 2 and 4 ranks.
 
-support/fakes/deepep.py stands in for the package `deep_ep`. Both dispatchers must deliver the same
-rows, ids and weights to each rank, and give the same output and gradients.
+support/fakes/deepep.py replaces the package `deep_ep`. With both dispatchers each rank must receive
+the same rows, ids and weights, and outputs and gradients must be the same.
 """
 
 import copy
@@ -51,7 +51,10 @@ Exchanges = Sequence[Exchange]
 
 @dataclass(frozen=True)
 class Case:
-    """A random routing: `tokens` by rank, and `only` restricts it to these experts."""
+    """A random routing: `tokens` has the number of tokens of each rank.
+
+    If `only` is given, tokens choose only these experts.
+    """
 
     name: str
     tokens: tuple[int, ...]
@@ -63,7 +66,7 @@ class Case:
         generator = torch.Generator().manual_seed(10 + rank)
         pool = torch.tensor(self.only or range(self.experts))
         order_TE = torch.rand(self.tokens[rank], len(pool), generator=generator).argsort(1)
-        return _column_major(pool[order_TE[:, : self.top_k]])
+        return _make_column_major(pool[order_TE[:, : self.top_k]])
 
     def inputs(self, rank: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(20 + rank)
@@ -75,8 +78,8 @@ class Case:
 
 CASES = [
     Case("different tokens per rank", (7, 3), 6, 3),
-    Case("rank 1 has none", (5, 0), 4, 2),
-    Case("nobody has any", (0, 0), 4, 2),
+    Case("rank 1 has no tokens", (5, 0), 4, 2),
+    Case("no rank has tokens", (0, 0), 4, 2),
     Case("all to rank 0", (4, 6), 6, 3, only=(0, 1, 2)),
     Case("all to rank 1", (4, 6), 6, 2, only=(3, 4, 5)),
     Case("every expert", (3, 5), 4, 4),
@@ -87,7 +90,7 @@ CASES = [
 ]
 
 
-def _column_major(tensor: Tensor) -> Tensor:
+def _make_column_major(tensor: Tensor) -> Tensor:
     """Return the same values in a column-major layout, which DeepEP's kernels refuse."""
     return tensor.t().contiguous().t()
 
@@ -104,10 +107,10 @@ def _plan_exchanges(
 def _run_layer(
     exchanges: Exchanges, x_TH: Tensor, w_TK: Tensor, ids_TK: Tensor, received: list[Any]
 ) -> Tensor:
-    """Run a layer whose experts use rows, ids and weights, and append what they get to received."""
-    x_TH, w_TK = _column_major(x_TH), _column_major(w_TK)
+    """Run a layer whose experts use rows, ids and weights; append what they get to `received`."""
+    x_TH, w_TK = _make_column_major(x_TH), _make_column_major(w_TK)
     with OverlappedChunks() as chunks:
-        for arriving in chunks.overlapped(exchanges, Tokens(x_TH, w_TK, ids_TK)):
+        for arriving in chunks.start_chunks(exchanges, Tokens(x_TH, w_TK, ids_TK)):
             rows_RH, w_RK, ids_RK = arriving.finish()
             local = len(arriving.counts_L)
             received.append((rows_RH.detach(), w_RK.detach(), ids_RK, arriving.counts_L))
@@ -116,12 +119,12 @@ def _run_layer(
                 w_RK = w_RK.masked_fill(ids_RK == local, 0)
             scale_R = (w_RK * (ids_RK + 1)).sum(1, keepdim=True)
             rows_RH = (rows_RH.float() * scale_R + rows_RH.float().square()).bfloat16()
-            chunks.send(arriving, _column_major(rows_RH))
+            chunks.send(arriving, _make_column_major(rows_RH))
     return chunks.finish()
 
 
-def _sorted_rows(received: tuple[Tensor, Tensor, Tensor, list[int]]) -> list[list[float]]:
-    """Sort rows of hidden states, ids and local weights, as each dispatcher has another order."""
+def _sort_rows(received: tuple[Tensor, Tensor, Tensor, list[int]]) -> list[list[float]]:
+    """Sort rows of hidden states, ids and local weights, because dispatchers order rows unlike."""
     rows_RH, w_RK, ids_RK, counts_L = received
     w_RK = w_RK.masked_fill(ids_RK == len(counts_L), 0)
     return sorted(torch.cat([rows_RH.double(), ids_RK.double(), w_RK.double()], 1).tolist())
@@ -145,7 +148,7 @@ def _check_case(rank: int, group: Group, buffer: GroupBuffer, case: Case, chunks
         assert got_chunk[0].dtype == torch.bfloat16, name
         assert got_chunk[1].dtype == torch.float32 and got_chunk[2].dtype == torch.int64, name
         assert got_chunk[3] == want_chunk[3], f"{name}: counts {got_chunk[3]}, want {want_chunk[3]}"
-        assert _sorted_rows(got_chunk) == _sorted_rows(want_chunk), name
+        assert _sort_rows(got_chunk) == _sort_rows(want_chunk), name
     assert_close(f"{name}: out", got[0], want[0], BF16_SUMS)
     assert_close(f"{name}: grad of x", got[1], want[1], BF16_SUMS)
     # Each weight is used on one rank, so no sum over ranks rounds. A row's sum over HIDDEN fp32
@@ -156,7 +159,7 @@ def _check_case(rank: int, group: Group, buffer: GroupBuffer, case: Case, chunks
 
 
 def _check_example(rank: int, group: Group, buffer: GroupBuffer) -> None:
-    """Check the example of the docstring of deepep.py."""
+    """Check the example in the docstring of deepep.py."""
     ids_TK = torch.tensor([[0, 3], [2, 3]] if rank == 0 else []).view(-1, 2).long()
     w_TK = torch.tensor([[0.5, 0.25], [2.0, 4.0]] if rank == 0 else []).view(-1, 2)
     x_TH = torch.tensor([1.0, 2.0] if rank == 0 else []).bfloat16().unsqueeze(1).repeat(1, HIDDEN)
@@ -173,7 +176,7 @@ def _check_example(rank: int, group: Group, buffer: GroupBuffer) -> None:
 
 
 def _check_recompute(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
-    """A recomputed layer starts its exchanges twice: it gets the same rows and gradients."""
+    """Check that a recomputed layer, which starts its exchanges twice, gets the same tensors."""
     exchanges, ids_TK = _plan_exchanges(case, rank, group, buffer, 2), case.ids_TK(rank)
     runs = []
     for recompute in (False, True):
@@ -198,7 +201,7 @@ def _check_recompute(rank: int, group: Group, buffer: GroupBuffer, case: Case) -
 
 
 def _check_frozen(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
-    """Only x, only the weights, or neither needs a gradient; nothing else gets one."""
+    """Check that only the inputs that need gradients get them: x, the weights, or neither."""
     ids_TK = case.ids_TK(rank)
     for needs in ((True, False), (False, True), (False, False)):
         grads = []
@@ -221,7 +224,7 @@ def _check_frozen(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> N
 
 
 def _check_weight_dtypes(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
-    """bf16 weights are sent as fp32, and their gradient is bf16 again."""
+    """Check that bf16 weights, which are sent as fp32, have gradients in bf16."""
     x_TH, w_TK = case.inputs(rank)
     w_TK = w_TK.detach().bfloat16().requires_grad_()
     _run_layer(
@@ -232,7 +235,7 @@ def _check_weight_dtypes(rank: int, group: Group, buffer: GroupBuffer, case: Cas
 
 
 def _check_order(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
-    """The next chunk is sent before the layer waits for the previous one, in backward as well."""
+    """Check that the next chunk is sent before the layer waits for a chunk, also in backward."""
     log = fake_deepep.Buffer.log
     x_TH, w_TK = case.inputs(rank)
     exchanges = _plan_exchanges(case, rank, group, buffer, 2)
@@ -285,7 +288,7 @@ def _check_errors(rank: int, group: Group, buffer: GroupBuffer) -> None:
 
 
 def _check_max_rows(rank: int, group: Group, buffer: GroupBuffer) -> None:
-    """Every rank raises before any row is sent, and names the rank that would get too many rows."""
+    """Check that every rank raises an error before rows are sent, which names the busiest rank."""
     ranks = dist.get_world_size(group)
     busiest = ranks - 1
     ids_TK = torch.full((3, 1), busiest)  # one expert per rank
@@ -305,7 +308,7 @@ def _check_max_rows(rank: int, group: Group, buffer: GroupBuffer) -> None:
 
 
 def _check_lifetime(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
-    """A buffer is made on first use, may be replaced between forward and backward, and is freed."""
+    """Check that a buffer is made on first use, replaced before a backward, and freed."""
     made = fake_deepep.Buffer.made
     buffer = GroupBuffer(group, num_sms=8)
     assert fake_deepep.Buffer.made == made
@@ -315,7 +318,7 @@ def _check_lifetime(rank: int, group: Group, buffer: GroupBuffer, case: Case) ->
     _plan_exchanges(case, rank, group, buffer, 1)
     assert fake_deepep.Buffer.made == made + 1 and buffer.alive is small
     out_TH = _run_layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
-    # Another model sets its number of SMs, which must not affect exchanges already planned here.
+    # Another model sets its number of SMs. This must not affect the exchanges planned above.
     fake_deepep.Buffer.set_num_sms(24)
     buffer.reserve(4 * BYTES)
     assert fake_deepep.Buffer.made == made + 2 and buffer.alive is not small
@@ -341,8 +344,8 @@ def _check_lifetime(rank: int, group: Group, buffer: GroupBuffer, case: Case) ->
 
 
 def _check_group_size(rank: int, group: Group, buffer: GroupBuffer) -> None:
-    """DeepEP has no settings for 3 ranks."""
-    # All 4 ranks have to call new_group, although rank 3 is not in the group.
+    """Check the error for 3 ranks, for which DeepEP has no settings."""
+    # All 4 ranks must call new_group, although rank 3 is not in the group.
     group = dist.new_group([0, 1, 2])
     if rank < 3:
         with pytest.raises(ValueError, match="no settings for ep_size=3; try 2, 4, 8"):
@@ -350,7 +353,7 @@ def _check_group_size(rank: int, group: Group, buffer: GroupBuffer) -> None:
 
 
 def _check_lost_rank(rank: int, group: Group, buffer: GroupBuffer) -> None:
-    """The error of DeepEP's time-out names the position in the model."""
+    """Check that the error of DeepEP's time-out names the position in the model."""
     ids_TK = torch.tensor([[0, 1]])
     (exchange,) = DeepEP(buffer, 4).start_plan(ids_TK, HEADER, hidden_bytes=BYTES).finish()
     x_TH = torch.ones(1, HIDDEN, dtype=torch.bfloat16)
@@ -366,9 +369,10 @@ def _check_lost_rank(rank: int, group: Group, buffer: GroupBuffer) -> None:
     buffer.alive.dispatch = original
 
 
-def _model_grads(replays: bool, **config: Any) -> dict[str, Tensor]:
-    """Train a checkpointed bf16 model for one step, with live or replayed routes; gather its
-    gradients.
+def _compute_model_grads(replays: bool, **config: Any) -> dict[str, Tensor]:
+    """Return the gathered gradients of a checkpointed bf16 model after one step.
+
+    With `replays`, routes are replayed.
     """
     model = tiny(dtype=torch.bfloat16)
     parity.checkpointing(model, False)
@@ -393,18 +397,18 @@ def _check_model(rank: int, group: Group, buffer: GroupBuffer) -> None:
         (True, {"ep_size": 2}),
         (False, {"ep_size": 1, "etp_size": 2}),
     ):
-        want = _model_grads(replays, dispatcher="all_to_all", **sizes)
+        want = _compute_model_grads(replays, dispatcher="all_to_all", **sizes)
         calls = len(fake_deepep.Buffer.log)
         options = {"dispatcher": "deepep", "deepep_num_sms": 6, "dispatch_chunks": 2}
-        got = _model_grads(replays, **options, **sizes)
+        got = _compute_model_grads(replays, **options, **sizes)
         assert fake_deepep.Buffer.num_sms == 6 and len(fake_deepep.Buffer.log) > calls
         for name, grad in got.items():
-            # The dispatchers add rows in another order, and bf16 (eps 2**-8) rounds in two layers.
+            # The dispatchers add rows in different orders, and two layers round to bf16 (2**-8).
             assert_close(f"{name}, {replays}", grad, want[name], 16 * 2**-8)
 
 
-def _with_buffer(check: Callable[..., None], rank: int, world: int) -> None:
-    """Run a check with DeepEP's stand-in installed and a buffer of all ranks."""
+def _run_with_buffer(check: Callable[..., None], rank: int, world: int) -> None:
+    """Run a check with the fake of DeepEP and a buffer of all ranks."""
     assert dist.group.WORLD is not None
     sys.modules["deep_ep"] = fake_deepep
     buffer = GroupBuffer(dist.group.WORLD)
@@ -412,7 +416,7 @@ def _with_buffer(check: Callable[..., None], rank: int, world: int) -> None:
     buffer.free()
 
 
-def _in_groups_of_every_other_rank(rank: int, group: Group, buffer: GroupBuffer) -> None:
+def _check_groups_of_every_other_rank(rank: int, group: Group, buffer: GroupBuffer) -> None:
     """Run checks in groups of ranks 0 2 and 1 3, in which ranks are numbered from 0."""
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     group, group_rank = groups[rank % 2], rank // 2
@@ -423,8 +427,8 @@ def _in_groups_of_every_other_rank(rank: int, group: Group, buffer: GroupBuffer)
     group_buffer.free()
 
 
-def _checks(world: int, **more: Callable[..., None]) -> dict[str, Callable[..., None]]:
-    """Name the checks of every case, the checks that need only one case, and `more`."""
+def _make_checks(world: int, **more: Callable[..., None]) -> dict[str, Callable[..., None]]:
+    """Return by name the checks of every case, the checks that need only one case, and `more`."""
     checks: dict[str, Callable[..., None]] = {}
     cases = [case for case in CASES if len(case.tokens) == world]
     for case in cases:
@@ -441,21 +445,23 @@ def _checks(world: int, **more: Callable[..., None]) -> dict[str, Callable[..., 
         "lifetime of a buffer": partial(_check_lifetime, case=cases[0]),
         **more,
     }
-    return {name: partial(_with_buffer, check) for name, check in checks.items()}
+    return {name: partial(_run_with_buffer, check) for name, check in checks.items()}
 
 
-TWO_RANKS = on_ranks(2, _checks(2, example=_check_example, model=_check_model))
+TWO_RANKS = on_ranks(2, _make_checks(2, example=_check_example, model=_check_model))
 FOUR_RANKS = on_ranks(
-    4, _checks(4, group_size=_check_group_size, groups=_in_groups_of_every_other_rank), slow=True
+    4,
+    _make_checks(4, group_size=_check_group_size, groups=_check_groups_of_every_other_rank),
+    slow=True,
 )
 
 
 @pytest.mark.parametrize("claim", TWO_RANKS + FOUR_RANKS)
-def test_deepep(found: Found, claim: Check) -> None:
+def test_deepep_equals_all_to_all(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", None)
     with pytest.raises(ImportError) as caught:
         GroupBuffer(cast(Any, None))
@@ -463,7 +469,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert part in str(caught.value)
 
 
-def test_patch_asks_for_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patch_refuses_deepep_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", None)
     model = tiny()
     with pytest.raises(ImportError, match=r"dispatcher=.deepep. needs the class deep_ep.Buffer"):
@@ -471,7 +477,7 @@ def test_patch_asks_for_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not hasattr(model, STATE)
 
 
-def test_a_build_without_the_legacy_buffer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_build_without_the_legacy_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", fake_deepep)
     assert load_deep_ep() is fake_deepep.Buffer
     monkeypatch.setattr(fake_deepep, "Buffer", None)

@@ -1,4 +1,4 @@
-"""dispatch_chunks="auto": the model of a layer's time, and the choice on ranks."""
+"""Test dispatch_chunks="auto": the estimate of a layer's time, and the choice on all ranks."""
 
 from typing import Any
 
@@ -10,101 +10,116 @@ from support.tiny_models import batch, tiny
 from torch import nn
 
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2
-from hf_moe_ep.moe.dispatch import chunks
-from hf_moe_ep.moe.dispatch.chunks import LayerTimes, choose_num_chunks, expected_rows
+from hf_moe_ep.moe.dispatch import auto_chunks
+from hf_moe_ep.moe.dispatch.auto_chunks import LayerTimes, choose_num_chunks, estimate_rows
 
 
-def test_the_example_of_the_docstring() -> None:
+def test_two_chunks_take_20_ms_instead_of_30_in_the_example_of_the_docstring() -> None:
     times = LayerTimes(transfer=10, latency=0, experts=10, chunk=0)
-    assert times._pipeline(1, tail=0) == 30
-    assert times._pipeline(2, tail=0) == 20
+    assert times._estimate_pipeline(1, tail=0) == 30
+    assert times._estimate_pipeline(2, tail=0) == 20
 
 
-def test_the_last_transfer_hides_what_is_computed_after_the_experts() -> None:
+def test_the_last_transfer_hides_the_computation_behind_the_experts() -> None:
     times = LayerTimes(transfer=10, latency=1, experts=6, chunk=0, shared=4)
-    # Forward: 11 there, 6 of experts, 11 back with the 4 of shared experts under it.
-    assert times._pipeline(1, tail=4) == 11 + 6 + 11
-    assert times._pipeline(1, tail=12) == 11 + 6 + 12
-    # Backward computes gradients of weights (6) and of shared experts (8) under the last transfer.
-    assert times.with_chunks(1) == 28 + 11 + 6 + 14
+    # Forward: 11 for the rows, 6 for the experts, and 11 for the results. The last transfer hides
+    # the 4 of the shared experts, but not 12.
+    assert times._estimate_pipeline(1, tail=4) == 11 + 6 + 11
+    assert times._estimate_pipeline(1, tail=12) == 11 + 6 + 12
+    # Forward takes 28. Backward takes 11 for the gradients of the results, 6 for the experts, and
+    # 14 for gradients of weights (6) and the shared experts (8), which hide the last transfer.
+    assert times.estimate_seconds(1) == 28 + 11 + 6 + 14
 
 
 @pytest.mark.parametrize(
     ("times", "want"),
     [
-        (LayerTimes(transfer=0, latency=0, experts=10, chunk=0), 1),  # nothing to hide
-        (LayerTimes(transfer=10, latency=10, experts=10, chunk=0), 1),  # a message costs too much
-        (LayerTimes(transfer=10, latency=0, experts=10, chunk=10), 1),  # so do launches
-        (LayerTimes(transfer=10, latency=0, experts=0.01, chunk=0), 1),  # nothing to hide under
+        (LayerTimes(transfer=0, latency=0, experts=10, chunk=0), 1),  # there is no transfer to hide
+        (LayerTimes(transfer=10, latency=10, experts=10, chunk=0), 1),  # messages cost too much
+        (LayerTimes(transfer=10, latency=0, experts=10, chunk=10), 1),  # launches cost too much
+        (LayerTimes(transfer=10, latency=0, experts=0.01, chunk=0), 1),  # nothing hides it
         (LayerTimes(transfer=10, latency=0, experts=10, chunk=0), 2),
         (LayerTimes(transfer=10, latency=0, experts=40, chunk=0.001), 8),
     ],
 )
-def test_a_chunk_must_hide_more_than_it_costs(times: LayerTimes, want: int) -> None:
+def test_more_chunks_are_chosen_only_if_they_hide_more_than_they_cost(
+    times: LayerTimes, want: int
+) -> None:
     assert choose_num_chunks(times) == want
     assert choose_num_chunks(times, max_chunks=1) == 1
 
 
-def test_rows_that_are_sent() -> None:
-    assert expected_rows(100, top_k=1, num_ranks=2) == pytest.approx(50)
-    assert expected_rows(100, top_k=1, num_ranks=4) == pytest.approx(75)
+def test_estimate_rows_counts_a_token_once_per_other_rank() -> None:
+    assert estimate_rows(100, top_k=1, num_ranks=2) == pytest.approx(50)
+    assert estimate_rows(100, top_k=1, num_ranks=4) == pytest.approx(75)
     # Top-2 of two ranks: a quarter of the tokens has both experts on its own rank.
-    assert expected_rows(100, top_k=2, num_ranks=2) == pytest.approx(75)
+    assert estimate_rows(100, top_k=2, num_ranks=2) == pytest.approx(75)
 
 
-def test_other_words_are_refused() -> None:
+def test_unknown_dispatch_chunks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"dispatch_chunks='many' is unknown; use 'auto', 1, 2"):
         ParallelConfig(dispatch_chunks="many")
     with pytest.raises(ValueError, match="dispatch_chunks"):
         ParallelConfig(dispatch_chunks=0)
 
 
-def _step(model: nn.Module, rank: int, length: int) -> dict[str, Any]:
+def _compute_gradients(model: nn.Module, rank: int, length: int) -> dict[str, Any]:
     model.zero_grad()
     model(**batch(model, 2, length + 3 * rank, seed=rank)).loss.backward()
     return {name: full_tensor(p.grad) for name, p in model.named_parameters()}
 
 
-def _auto(use_reentrant: bool | None, rank: int, world: int) -> None:
-    """The second forward uses the number of chunks, whatever this machine's times are."""
-    stock = chunks._measure
+def _check_choice(use_reentrant: bool | None, rank: int, world: int) -> None:
+    """Check that the second forward uses the number of chunks that the first forward has chosen.
+
+    Fixed times replace the measured times.
+    """
+    stock_measure = auto_chunks._measure_layer
 
     def measure(*args: Any) -> LayerTimes:
-        measured = stock(*args)
+        measured = stock_measure(*args)
         assert min(vars(measured).values()) >= 0 and measured.latency > 0 < measured.experts
-        # Ranks measure different times. The longest ones say three chunks.
+        # Each rank returns another latency. The largest latency leads to several chunks.
         return LayerTimes(transfer=10, latency=0.5 + rank, experts=15, chunk=0)
 
-    chunks._measure = measure
+    auto_chunks._measure_layer = measure
     try:
-        auto, one = tiny(), tiny()
+        auto_model, one_chunk_model = tiny(), tiny()
         if use_reentrant is not None:
-            checkpointing(auto, use_reentrant)
-        apply_ep_fsdp2(auto, ep_size=world, dispatch_chunks="auto")
-        apply_ep_fsdp2(one, ep_size=world)
-        state = auto._hf_moe_ep
-        auto.eval()(**batch(auto, 2, 9))
-        assert state.num_chunks is None  # only training decides
-        auto.train()
+            checkpointing(auto_model, use_reentrant)
+        apply_ep_fsdp2(auto_model, ep_size=world, dispatch_chunks="auto")
+        apply_ep_fsdp2(one_chunk_model, ep_size=world)
+        state = auto_model._hf_moe_ep
+        auto_model.eval()(**batch(auto_model, 2, 9))
+        assert state.num_chunks is None  # the number is chosen in training only
+        auto_model.train()
         for length in (9, 12):
-            got, want = _step(auto, rank, length), _step(one, rank, length)
+            got = _compute_gradients(auto_model, rank, length)
+            want = _compute_gradients(one_chunk_model, rank, length)
             for name, grad in want.items():
                 assert_close(name, got[name], grad, FP64_MODEL)
         expected = choose_num_chunks(LayerTimes(transfer=10, latency=1.5, experts=15, chunk=0))
         assert expected > 1
         assert (state.num_chunks, state.dispatcher.num_chunks) == (expected, expected)
     finally:
-        chunks._measure = stock
+        auto_chunks._measure_layer = stock_measure
 
 
-def auto(rank: int, world: int) -> None:
-    _auto(None, rank, world)
+def ranks_choose_the_same_number(rank: int, world: int) -> None:
+    _check_choice(None, rank, world)
 
 
-def auto_under_reentrant_checkpoints(rank: int, world: int) -> None:
-    _auto(True, rank, world)
+def ranks_choose_the_same_number_under_reentrant_checkpoints(rank: int, world: int) -> None:
+    _check_choice(True, rank, world)
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, auto, auto_under_reentrant_checkpoints))
+@pytest.mark.parametrize(
+    "claim",
+    on_ranks(
+        2,
+        ranks_choose_the_same_number,
+        ranks_choose_the_same_number_under_reentrant_checkpoints,
+    ),
+)
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -1,7 +1,7 @@
-"""The hierarchical dispatcher with random routing over grids of nodes and ranks.
+"""The hierarchical dispatcher is exact for random routing over grids of nodes and ranks.
 
 The ranks are threads of one process (support/threaded_ranks.py), which counts the bytes of every
-link. Expert e multiplies a token by its own factor, so the expected results are one formula.
+link. Each expert multiplies tokens by its own factor, so one formula gives the expected results.
 """
 
 import random
@@ -30,11 +30,15 @@ GRIDS = [(2, 2), (2, 4), (4, 2), (3, 2), (2, 3)]
 
 @dataclass(frozen=True)
 class Case:
-    """A random routing: `tokens` by rank. A token's experts lie in `groups_drawn` of `groups`."""
+    """A random routing over `nodes` with `ranks_per_node` ranks each.
+
+    `tokens` has the number of tokens of each rank. A token chooses its experts from `groups_drawn`
+    of the `groups` of consecutive experts.
+    """
 
     seed: int
     nodes: int
-    places: int
+    ranks_per_node: int
     experts: int
     top_k: int
     chunks: int
@@ -44,14 +48,14 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.nodes * self.places
+        return self.nodes * self.ranks_per_node
 
     @property
     def local(self) -> int:
         return self.experts // self.world
 
     def node_of(self, rank: int) -> int:
-        return rank // self.places
+        return rank // self.ranks_per_node
 
     def ids_TK(self, rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(3 * self.seed + rank)
@@ -68,7 +72,7 @@ class Case:
         tokens = self.tokens[rank]
         x_TH = torch.randn(tokens, HIDDEN, dtype=torch.float64, generator=generator)
         w_TK = torch.rand(tokens, self.top_k, dtype=torch.float64, generator=generator) + 0.1
-        # The first two columns hold the rank and number of the token, so that arrivals are known.
+        # The first two columns of a token are its rank and its number, which identify it later.
         x_TH[:, 0], x_TH[:, 1] = rank, torch.arange(tokens)
         return x_TH.requires_grad_(), w_TK.requires_grad_()
 
@@ -80,27 +84,27 @@ class Case:
         return [{expert // self.local for expert in ids} for ids in self.ids_TK(rank).tolist()]
 
 
-def _random_case(seed: int) -> Case:
-    """Every 4th case has k = E, every 3rd a rank without tokens."""
+def _make_case(seed: int) -> Case:
+    """Make a random case. Every 4th case has k = E, and every 3rd has a rank without tokens."""
     rng = random.Random(seed)
-    nodes, places = GRIDS[seed % len(GRIDS)]
-    experts = nodes * places * rng.randint(1, 3)
+    nodes, ranks_per_node = GRIDS[seed % len(GRIDS)]
+    experts = nodes * ranks_per_node * rng.randint(1, 3)
     top_k = experts if seed % 4 == 0 else rng.randint(1, experts)
-    tokens = [rng.randint(0, 40) for _ in range(nodes * places)]
+    tokens = [rng.randint(0, 40) for _ in range(nodes * ranks_per_node)]
     if seed % 3 == 0:
         tokens[rng.randrange(len(tokens))] = 0
-    return Case(seed, nodes, places, experts, top_k, rng.randint(1, 3), tuple(tokens))
+    return Case(seed, nodes, ranks_per_node, experts, top_k, rng.randint(1, 3), tuple(tokens))
 
 
-# The fast tests take every 7th case: 7 is no multiple of 3 or 4, so they have all kinds of cases.
-CASES = [_random_case(seed) for seed in range(40)]
-# Like DeepSeek-V3's router: each token uses 2 of 4 groups of experts, one group per node.
+# The fast tests take every 7th case, and have all kinds of cases: 7 is not a multiple of 3 or 4.
+CASES = [_make_case(seed) for seed in range(40)]
+# A router like DeepSeek-V3's: each token uses 2 of 4 groups of experts, one group per node.
 LIMITED = Case(0, 4, 2, 16, 4, 2, (30,) * 8, groups=4, groups_drawn=2)
 
 
 @dataclass(frozen=True)
 class Result:
-    """The results of one rank. `arrived` holds (sender, token, expert) for each received pair."""
+    """The results of one rank. `arrived` has (sender, token, expert) of each received pair."""
 
     arrived: list[tuple[int, int, int]]
     weights: list[float]
@@ -109,20 +113,26 @@ class Result:
     grads: tuple[Tensor, ...]
 
 
-def _dispatcher(kind: str, case: Case, network: Network, rank: int, **options: Any) -> Dispatcher:
+def _make_dispatcher(
+    kind: str, case: Case, network: Network, rank: int, **options: Any
+) -> Dispatcher:
     group: Any = network.group(range(case.world), rank)
     options = {"num_chunks": case.chunks, **options}
     if kind == "all_to_all":
         return AllToAll(group, case.experts, **options)
-    first_of_node = rank - rank % case.places
-    inside: Any = network.group(range(first_of_node, first_of_node + case.places), rank)
-    between: Any = network.group(range(rank % case.places, case.world, case.places), rank)
+    first_of_node = rank - rank % case.ranks_per_node
+    inside: Any = network.group(range(first_of_node, first_of_node + case.ranks_per_node), rank)
+    between: Any = network.group(
+        range(rank % case.ranks_per_node, case.world, case.ranks_per_node), rank
+    )
     return Hierarchical(group, between, inside, case.experts, **options)
 
 
-def _run(kind: str, case: Case, network: Network, rank: int, *, recompute: bool = False) -> Result:
-    """Run a layer forward and backward on one rank; `recompute` runs its exchanges twice."""
-    dispatcher = _dispatcher(kind, case, network, rank)
+def _run_layer(
+    kind: str, case: Case, network: Network, rank: int, *, recompute: bool = False
+) -> Result:
+    """Run forward and backward of a layer on one rank; `recompute` runs its exchanges twice."""
+    dispatcher = _make_dispatcher(kind, case, network, rank)
     ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
     factors_E = case.factors_E().requires_grad_()
     factors_L = factors_E[rank * case.local : (rank + 1) * case.local]
@@ -132,7 +142,7 @@ def _run(kind: str, case: Case, network: Network, rank: int, *, recompute: bool 
     for _ in range(2 if recompute else 1):
         arrived, weights, counts = [], [], torch.zeros_like(counts)
         with OverlappedChunks() as chunks:
-            for arriving in chunks.overlapped(exchanges, tokens):
+            for arriving in chunks.start_chunks(exchanges, tokens):
                 rows_RH, w_RK, ids_RK = arriving.finish()
                 counts += torch.tensor(arriving.counts_L)
                 local_pairs = (ids_RK < case.local).nonzero().tolist()
@@ -152,11 +162,11 @@ def _run(kind: str, case: Case, network: Network, rank: int, *, recompute: bool 
 
 def _run_all_ranks(kind: str, case: Case, **options: Any) -> tuple[list[Result], Network]:
     network = Network(case.world)
-    return network.run(partial(_run, kind, case, network, **options)), network
+    return network.run(partial(_run_layer, kind, case, network, **options)), network
 
 
 def _check_arrivals(case: Case, results: list[Result]) -> None:
-    """Every (token, expert) pair reaches its expert's rank once, with its weight."""
+    """Check that each (token, expert) pair reaches its expert's rank once, with its weight."""
     for rank, result in enumerate(results):
         first_expert, expected = rank * case.local, {}
         for sender in range(case.world):
@@ -172,7 +182,8 @@ def _check_arrivals(case: Case, results: list[Result]) -> None:
         assert result.counts_L == [counts[expert] for expert in range(case.local)], case
 
 
-def _check_numbers(case: Case, results: list[Result]) -> None:
+def _check_results(case: Case, results: list[Result]) -> None:
+    """Compare outputs and gradients with the formula."""
     factors_E = case.factors_E().requires_grad_()
     for rank, result in enumerate(results):
         x_TH, w_TK = case.inputs(rank)
@@ -189,14 +200,14 @@ def _check_numbers(case: Case, results: list[Result]) -> None:
     assert_close(f"{case}: grad of the experts", total_E, factors_E.grad, 1e-12)
 
 
-def _expected_bytes(case: Case) -> Counter[tuple[int, int, int]]:
-    """Count the bytes by (sender, receiver, bytes of a row), one token at a time."""
+def _count_expected_bytes(case: Case) -> Counter[tuple[int, int, int]]:
+    """Count the bytes of each (sender, receiver, bytes of a row), one token at a time."""
     rows: Counter[tuple[int, int]] = Counter()
     for sender in range(case.world):
-        sender_node, place = case.node_of(sender), sender % case.places
+        sender_node, local_rank = case.node_of(sender), sender % case.ranks_per_node
         for ranks in case.visits(sender):
             for node in {case.node_of(rank) for rank in ranks}:
-                relay = node * case.places + place
+                relay = node * case.ranks_per_node + local_rank
                 if node != sender_node:
                     rows[sender, relay] += 1
                 for rank in ranks:
@@ -205,28 +216,28 @@ def _expected_bytes(case: Case) -> Counter[tuple[int, int, int]]:
     sent: Counter[tuple[int, int, int]] = Counter()
     for (sender, receiver), number in rows.items():
         for a, b in ((sender, receiver), (receiver, sender)):
-            # Results go one way and their gradients the other.
+            # Results are sent back, and their gradients in the direction of the tokens.
             sent[a, b, 8 * HIDDEN] += number * 8 * HIDDEN
         # Weights and ids are sent behind the tokens; only the weights have a gradient.
-        there = 8 * message_columns(HIDDEN + 2 * case.top_k)
-        back = 8 * message_columns(HIDDEN + case.top_k)
-        sent[sender, receiver, there] += number * there
-        sent[receiver, sender, back] += number * back
+        row_bytes = 8 * message_columns(HIDDEN + 2 * case.top_k)
+        grad_bytes = 8 * message_columns(HIDDEN + case.top_k)
+        sent[sender, receiver, row_bytes] += number * row_bytes
+        sent[receiver, sender, grad_bytes] += number * grad_bytes
     return sent
 
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_pairs_arrive_once_and_rows_cross_once(every: int) -> None:
-    """Pairs, weights, counts, results and the bytes of every link are compared."""
+def test_every_pair_is_received_once_and_no_row_is_sent_twice(every: int) -> None:
+    """The test compares pairs, weights, counts, results and the bytes of every link."""
     for case in CASES[::every]:
         results, network = _run_all_ranks("hierarchical", case)
         _check_arrivals(case, results)
-        _check_numbers(case, results)
-        assert +network.sent == +_expected_bytes(case), case
+        _check_results(case, results)
+        assert +network.sent == +_count_expected_bytes(case), case
         assert set(network.counted.values()) == {1}, case
 
 
-def _bytes_between_nodes(case: Case, network: Network) -> int:
+def _sum_bytes_between_nodes(case: Case, network: Network) -> int:
     """Sum the bytes of results and of their gradients that were sent between nodes."""
     return sum(
         number
@@ -236,9 +247,10 @@ def _bytes_between_nodes(case: Case, network: Network) -> int:
 
 
 def test_a_router_limited_to_groups_sends_fewer_bytes_between_nodes() -> None:
-    """A DeepSeek router chooses from few groups of experts, so a token is sent to at most as many
-    nodes. Here each token draws 2 of 4 nodes. Its own node, for which nothing crosses the network,
-    is one of them in half of the draws.
+    """A router like DeepSeek-V3's chooses a token's experts from few groups.
+
+    If each group is on one node, a token is sent to few nodes. Here each token uses 2 of 4 nodes.
+    For about half of the tokens its own node is one of them, to which nothing is sent.
     """
     results, network = _run_all_ranks("hierarchical", LIMITED)
     _check_arrivals(LIMITED, results)
@@ -249,28 +261,28 @@ def test_a_router_limited_to_groups_sends_fewer_bytes_between_nodes() -> None:
     ]
     assert max(map(len, nodes)) <= LIMITED.groups_drawn
     pairs = sum(map(len, nodes))
-    limited_bytes = _bytes_between_nodes(LIMITED, network)
+    limited_bytes = _sum_bytes_between_nodes(LIMITED, network)
     assert limited_bytes == 2 * pairs * 8 * HIDDEN
     unlimited = replace(LIMITED, groups=1, groups_drawn=1)
     _, network = _run_all_ranks("hierarchical", unlimited)
-    assert limited_bytes < 0.75 * _bytes_between_nodes(unlimited, network)
-    # all_to_all sends a token once to each rank with one of its experts, and so more rows.
+    assert limited_bytes < 0.75 * _sum_bytes_between_nodes(unlimited, network)
+    # all_to_all sends a token once to each rank with one of its experts, so it sends more rows.
     _, network = _run_all_ranks("all_to_all", LIMITED)
-    assert limited_bytes < 0.75 * _bytes_between_nodes(LIMITED, network)
+    assert limited_bytes < 0.75 * _sum_bytes_between_nodes(LIMITED, network)
 
 
 def test_a_recompute_sends_the_same_rows_without_new_counts() -> None:
     case = CASES[1]
-    once, network = _run_all_ranks("hierarchical", case)
-    twice, network_of_twice = _run_all_ranks("hierarchical", case, recompute=True)
-    for first, second in zip(once, twice, strict=True):
+    plain, network = _run_all_ranks("hierarchical", case)
+    recomputed, other_network = _run_all_ranks("hierarchical", case, recompute=True)
+    for first, second in zip(plain, recomputed, strict=True):
         assert first.arrived == second.arrived and torch.equal(first.out_TH, second.out_TH)
         assert all(torch.equal(a, b) for a, b in zip(first.grads, second.grads, strict=True))
-    assert network.counted == network_of_twice.counted
+    assert network.counted == other_network.counted
 
 
 class _HostSyncs(TorchDispatchMode):
-    """List the operators for whose result the host has to wait."""
+    """Lists the operators for whose result the host must wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,20 +298,20 @@ class _HostSyncs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_one_host_sync_per_layer() -> None:
-    """The host reads the counts. Neither the exchange within nodes nor backward needs a sync."""
+def test_a_layer_has_only_one_host_sync() -> None:
+    """The host reads the counts. Neither the exchange inside nodes nor backward needs a sync."""
     case = CASES[1]
     lists: list[Any] = []
     tolist = Tensor.tolist
 
     def run_layer(rank: int) -> list[str]:
-        dispatcher = _dispatcher("hierarchical", case, network, rank)
+        dispatcher = _make_dispatcher("hierarchical", case, network, rank)
         ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
         with _HostSyncs() as syncs:
             exchanges = dispatcher.start_plan(ids_TK, HEADER, hidden_bytes=0).finish()
             tokens = Tokens(x_TH, w_TK, ids_TK)
             with OverlappedChunks() as chunks:
-                for arriving in chunks.overlapped(exchanges, tokens):
+                for arriving in chunks.start_chunks(exchanges, tokens):
                     rows_RH, w_RK, _ = arriving.finish()
                     chunks.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))
             chunks.finish().sum().backward()
@@ -313,13 +325,13 @@ def test_one_host_sync_per_layer() -> None:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(Tensor, "tolist", counted)
         assert network.run(run_layer) == [[]] * case.world
-    # The host reads if headers differ, and for each chunk the rows to and from nodes, the rows to
-    # and from the ranks of its node, and the pairs of its experts.
-    numbers = 2 * case.nodes + 2 * case.places + case.local
+    # The host reads whether headers differ. For each chunk it reads the number of rows to and from
+    # nodes, of rows to and from the ranks of its node, and of pairs of its experts.
+    numbers = 2 * case.nodes + 2 * case.ranks_per_node + case.local
     assert lists == [(1 + case.chunks * numbers,)] * case.world
 
 
-def test_sums_repeat_bit_for_bit() -> None:
+def test_two_runs_give_the_same_bits() -> None:
     for case in (CASES[2], LIMITED):
         runs = [_run_all_ranks("hierarchical", case)[0] for _ in range(2)]
         for first, second in zip(*runs, strict=True):
@@ -327,8 +339,8 @@ def test_sums_repeat_bit_for_bit() -> None:
             assert all(torch.equal(a, b) for a, b in zip(first.grads, second.grads, strict=True))
 
 
-def test_the_example_of_the_docstring() -> None:
-    """Two rows leave the node of ranks 0 and 1. all_to_all would send three."""
+def test_two_rows_leave_the_node_in_the_example_of_the_docstring() -> None:
+    """all_to_all would send three rows."""
     case = Case(0, 2, 2, 4, 2, 1, (2, 0, 0, 0))
     ids_TK = torch.tensor([[2, 3], [1, 3]])
     rows: dict[str, Counter[tuple[int, int]]] = {}
@@ -337,7 +349,7 @@ def test_the_example_of_the_docstring() -> None:
 
         def dispatch(rank: int, kind: str = kind, network: Network = network) -> list[int]:
             own_ids_TK = ids_TK if rank == 0 else ids_TK[:0]
-            dispatcher = _dispatcher(kind, case, network, rank)
+            dispatcher = _make_dispatcher(kind, case, network, rank)
             (exchange,) = dispatcher.start_plan(own_ids_TK, HEADER, hidden_bytes=0).finish()
             x_TH = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])[: exchange.num_tokens]
             w_TK = torch.ones(exchange.num_tokens, 2)
@@ -354,12 +366,12 @@ def test_the_example_of_the_docstring() -> None:
 
 
 def test_max_rows_counts_only_rows_for_the_ranks_own_experts() -> None:
-    """Rows that a rank passes on to others of its node do not count. Every rank raises."""
+    """Rows that a rank forwards to other ranks of its node do not count. Every rank raises."""
     case = Case(0, 2, 2, 4, 1, 2, (2, 3, 0, 4))
     ids_of_expert_1 = torch.ones(4, 1, dtype=torch.int64)
 
     def plan(kind: str, limit: int, network: Network, rank: int) -> str:
-        dispatcher = _dispatcher(kind, case, network, rank, max_rows=limit)
+        dispatcher = _make_dispatcher(kind, case, network, rank, max_rows=limit)
         try:
             ids_TK = ids_of_expert_1[: case.tokens[rank]]
             dispatcher.start_plan(ids_TK, HEADER, hidden_bytes=0).finish()
@@ -375,8 +387,8 @@ def test_max_rows_counts_only_rows_for_the_ranks_own_experts() -> None:
             assert "rank 1 would get 9 rows, more than max_tokens_per_rank=8 " in message
 
 
-def test_cases_reach_the_edges() -> None:
-    assert {(case.nodes, case.places) for case in CASES} == set(GRIDS)
+def test_the_cases_contain_all_edge_cases() -> None:
+    assert {(case.nodes, case.ranks_per_node) for case in CASES} == set(GRIDS)
     assert sum(case.top_k == case.experts for case in CASES) >= 8
     assert sum(0 in case.tokens for case in CASES) >= 10
     assert sum(min(case.tokens) < case.chunks for case in CASES) >= 10

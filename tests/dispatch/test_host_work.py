@@ -1,6 +1,6 @@
-"""After a layer's only sync the host has few numbers to work on, however many ranks there are.
+"""At a layer's only sync the host reads few numbers, however many ranks there are.
 
-One rank runs alone, in torch's fake process group. All other ranks are assumed to send the same
+Only one rank runs, in torch's fake process group. All other ranks are assumed to send the same
 counts as this rank.
 """
 
@@ -24,8 +24,8 @@ HEADER = Header(1, 0, True, True, False, False, TOP_K, 4)
 
 
 @contextmanager
-def _ranks_like_this_one(rank: int) -> Iterator[list[float]]:
-    """Yield a list with the time at which each all-to-all of rows starts."""
+def _simulate_equal_ranks(rank: int) -> Iterator[list[float]]:
+    """Receive this rank's counts from every rank; yield the start times of all-to-alls of rows."""
     times: list[float] = []
     stock = dist.all_to_all_single
 
@@ -47,7 +47,7 @@ def _ranks_like_this_one(rank: int) -> Iterator[list[float]]:
 def test_the_host_reads_two_numbers_per_rank_and_one_per_local_expert(
     world: int, num_experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The milliseconds are printed: they end where the first transfer of rows starts."""
+    """The test prints the milliseconds from the counts to the start of the first transfer."""
     read: list[int] = []
     tolist = Tensor.tolist
 
@@ -59,7 +59,7 @@ def test_the_host_reads_two_numbers_per_rank_and_one_per_local_expert(
     ids_TK = torch.rand(TOKENS, num_experts).argsort(1)[:, :TOP_K]
     tokens = Tokens(torch.randn(TOKENS, 8), torch.rand(TOKENS, TOP_K), ids_TK)
     monkeypatch.setattr(Tensor, "tolist", counted)
-    with fake_group(rank, world), _ranks_like_this_one(rank) as transfers:
+    with fake_group(rank, world), _simulate_equal_ranks(rank) as transfers:
         assert dist.group.WORLD is not None
         dispatcher = AllToAll(dist.group.WORLD, num_experts)
         for _ in range(20):

@@ -1,7 +1,7 @@
-"""Dispatch in an ep group of one rank: every step runs, and no row is sent.
+"""In an ep group of one rank every step of dispatch runs, but no row is sent.
 
-With NCCL, this test needs a single GPU only. It covers transfers of size 0, the header in pinned
-memory and the kernel that adds rows.
+With NCCL this test needs only one GPU. It covers transfers of size 0, the header in pinned memory
+and the kernel that adds rows.
 """
 
 from pathlib import Path
@@ -60,5 +60,5 @@ def _compare_with_reference(rank: int, world: int, folder: str, device: str) -> 
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_dispatch_on_one_rank(tmp_path: Path, device: str) -> None:
+def test_dispatch_on_one_rank_equals_the_reference(tmp_path: Path, device: str) -> None:
     run_ranks(_compare_with_reference, 1, str(tmp_path), device)

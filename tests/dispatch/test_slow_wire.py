@@ -1,8 +1,8 @@
-"""Dispatch must not read a received tensor, or modify a sent one, before the transfer has ended.
+"""Dispatch never reads a received tensor, or changes a sent tensor, before the transfer has ended.
 
 In these tests a transfer starts only when a rank waits for it, and until then the receiving memory
-is NaN. A read or write that is too early therefore gives wrong numbers in every run, and not only
-on a busy machine.
+is NaN. A read or write that is too early therefore gives wrong numbers in every run, not only on a
+busy machine.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from hf_moe_ep.ranks.collectives import start_all_to_all
 
 @dataclass
 class _LateTransfer:
-    """A handle like that of `start_all_to_all`, which starts the transfer in wait()."""
+    """Replaces the handle of `start_all_to_all`; its `wait` starts the transfer."""
 
     received_RX: Tensor
     rows_NX: Tensor
@@ -53,14 +53,14 @@ def _run_with_late_rows(case: Case, rank: int, world: int) -> None:
     assert transfers and all(transfer.waited for transfer in transfers)
 
 
-def _failing_with(error: type[BaseException]) -> Any:
+def _make_failing(error: type[BaseException]) -> Any:
     def failing(*_: Any, **__: Any) -> Any:
         raise error("in the middle of a layer")
 
     return failing
 
 
-def _failing_at_call(number: int, function: Any) -> Any:
+def _make_failing_at_call(number: int, function: Any) -> Any:
     calls = iter(range(1, 1000))
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ def _failing_at_call(number: int, function: Any) -> Any:
 
 
 def _fail_on_all_ranks(name: str, rank: int, world: int) -> None:
-    """After an error, the layer waits for all transfers that it started; the model stays usable."""
+    """Check that after an error the layer has waited for its transfers, and the model is usable."""
     model = apply_ep_fsdp2(tiny(), ep_size=2, dispatch_chunks=3)
     inputs = batch(model, 2, 9, seed=rank)
     want = model(**inputs).loss
@@ -92,37 +92,37 @@ def _fail_on_all_ranks(name: str, rank: int, world: int) -> None:
     assert torch.equal(model(**inputs).loss, want)
 
 
-# name: (a module, the name of its function that fails and the replacement, the error, the number of
-# transfers that were started before). Each chunk is one transfer, and the next chunk is started
-# before the experts compute the current one.
+# {name: a function that returns (module, (name of the function that fails, replacement), error,
+# number of transfers that were started before the error)}. Each chunk is one transfer, and the next
+# chunk is started before the experts compute the current chunk.
 FAILURES: dict[str, Any] = {
     "in the gather of weights": lambda _: (
         layer,
-        ("local_weights", _failing_with(torch.OutOfMemoryError)),
+        ("collect_weights", _make_failing(torch.OutOfMemoryError)),
         torch.OutOfMemoryError,
         2,
     ),
     "in the experts": lambda _: (
         layer,
-        ("run_experts", _failing_with(KeyboardInterrupt)),
+        ("run_experts", _make_failing(KeyboardInterrupt)),
         KeyboardInterrupt,
         2,
     ),
     "in the experts of the second chunk": lambda _: (
         layer,
-        ("run_experts", _failing_at_call(2, layer.run_experts)),
+        ("run_experts", _make_failing_at_call(2, layer.run_experts)),
         torch.OutOfMemoryError,
         4,
     ),
     "between two chunks": lambda start_late: (
         all_to_all,
-        ("start_all_to_all", _failing_at_call(2, start_late)),
+        ("start_all_to_all", _make_failing_at_call(2, start_late)),
         torch.OutOfMemoryError,
         1,
     ),
     "in the sum of a chunk": lambda _: (
         all_to_all,
-        ("add_rows", _failing_at_call(1, all_to_all.add_rows)),
+        ("add_rows", _make_failing_at_call(1, all_to_all.add_rows)),
         torch.OutOfMemoryError,
         6,
     ),
@@ -136,21 +136,27 @@ def test_after_an_error_no_transfer_is_running(found: Found, claim: Check) -> No
     found.raise_if_failed(claim)
 
 
-def _checkpoint(use_reentrant: bool) -> Any:
+def _make_checkpointing(use_reentrant: bool) -> Any:
     return partial(parity.checkpointing, use_reentrant=use_reentrant)
 
 
 THREE_CHUNKS = {"dispatch_chunks": 3}
 CASES = [
-    Case("3 chunks, checkpoint", 2, 2, config=THREE_CHUNKS, prepare=_checkpoint(False)),
+    Case("3 chunks, checkpoint", 2, 2, config=THREE_CHUNKS, prepare=_make_checkpointing(False)),
 ]
 MORE_CASES = [
     Case("1 chunk", 2, 2),
     Case("3 chunks", 2, 2, config=THREE_CHUNKS),
-    Case("1 chunk, checkpoint", 2, 2, prepare=_checkpoint(False)),
-    Case("3 chunks, reentrant checkpoint", 2, 2, config=THREE_CHUNKS, prepare=_checkpoint(True)),
+    Case("1 chunk, checkpoint", 2, 2, prepare=_make_checkpointing(False)),
+    Case(
+        "3 chunks, reentrant checkpoint",
+        2,
+        2,
+        config=THREE_CHUNKS,
+        prepare=_make_checkpointing(True),
+    ),
     Case("3 chunks, two forwards, checkpoint", 2, 2, config=THREE_CHUNKS).with_(
-        prepare=_checkpoint(False),
+        prepare=_make_checkpointing(False),
         micro_batches=parity.three_micro_batches,
         backward=parity.two_forwards_backward,
     ),
@@ -163,19 +169,19 @@ CASES_ON_NODES = [
         4,
         4,
         config=NODES | THREE_CHUNKS,
-        prepare=_checkpoint(False),
+        prepare=_make_checkpointing(False),
     ),
 ]
 
 
-def _checks(cases: list[Case], world: int = 2, **options: Any) -> list[Any]:
+def _make_checks(cases: list[Case], world: int = 2, **options: Any) -> list[Any]:
     named = {case.name: partial(_run_with_late_rows, case) for case in cases}
     return on_ranks(world, named, **options)
 
 
-SLOW = _checks(MORE_CASES, slow=True) + _checks(CASES_ON_NODES, 4, slow=True)
+SLOW = _make_checks(MORE_CASES, slow=True) + _make_checks(CASES_ON_NODES, 4, slow=True)
 
 
-@pytest.mark.parametrize("claim", _checks(CASES) + SLOW)
+@pytest.mark.parametrize("claim", _make_checks(CASES) + SLOW)
 def test_late_rows_do_not_change_the_results(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -1,12 +1,13 @@
-"""The router's aux loss on N ranks equals that of one process on the concatenated batch.
+"""The router's aux loss on N ranks equals the aux loss of one process on the concatenated batch.
 
-Stock code on the concatenated batch gives the value to 1e-6, because it sums in fp32. The formula,
-written out here in fp64 over the router logits of all ranks, gives value and gradients to 1e-10.
-The coefficient is so large that the aux loss outweighs the cross-entropy in the router's gradient.
+There are two references. Stock code on the concatenated batch gives the value to 1e-6, because it
+sums in fp32. The formula, computed here in fp64 from the router logits of all ranks, gives value
+and gradients to 1e-10. The coefficient is so large that the aux loss outweighs the cross-entropy in
+the router's gradient.
 
 With `aux_loss_per_layer` both references compute the loss of each layer and average these losses.
-The gradient of that loss ends at the routers: the reference detaches the input of each router and
-computes the logits from it.
+The gradient of this mean ends at the routers: the reference detaches the input of each router and
+computes the logits from the detached input.
 """
 
 import copy
@@ -40,7 +41,7 @@ from hf_moe_ep import (
     unpatch,
 )
 from hf_moe_ep.moe import aux_loss as module
-from hf_moe_ep.moe.aux_loss import sum_over_layers, terms_of_sums
+from hf_moe_ep.moe.aux_loss import compute_terms, sum_over_layers
 from hf_moe_ep.state import find_state
 
 COEFFICIENT = 5.0
@@ -49,23 +50,23 @@ MODEL = {"router_aux_loss_coef": COEFFICIENT, "output_router_logits": True}
 Batch = dict[str, Tensor]
 
 
-def _own_aux_loss(*args: Any, per_layer: bool = False) -> Tensor:
-    """Compute the loss of one process; the arguments are those of stock's function."""
+def _compute_own_aux(*args: Any, per_layer: bool = False) -> Tensor:
+    """Compute the aux loss of one process; stock's function has the same positional arguments."""
     sums = sum_over_layers(*args, per_layer=per_layer)
-    (loss,), _ = terms_of_sums([sums], args[2], world_size=1)
+    (loss,), _ = compute_terms([sums], args[2], world_size=1)
     return loss
 
 
-def _reference_aux(
+def _compute_reference_aux(
     logits: list[tuple[Tensor, ...]], masks: list[Tensor | None], *, per_layer: bool
 ) -> Tensor:
     """Compute E sum_e f_e P_e in fp64 over all unmasked tokens of all layers and ranks.
 
-    `logits[rank][layer]` are router logits. With `per_layer`, average the losses of the layers.
+    `logits[rank][layer]` has router logits. With `per_layer`, average the losses of the layers.
     """
     if per_layer:
         layers = [[(rows,) for rows in layer] for layer in zip(*logits, strict=True)]
-        losses = [_reference_aux(layer, masks, per_layer=False) for layer in layers]
+        losses = [_compute_reference_aux(layer, masks, per_layer=False) for layer in layers]
         return torch.stack(losses).mean()
     top_k, unmasked = 2, []
     for rank_logits, mask in zip(logits, masks, strict=True):
@@ -77,10 +78,10 @@ def _reference_aux(
     return probs_RE.shape[1] * (share_E / len(probs_RE) * probs_RE.mean(0)).sum()
 
 
-def _logits(reference: nn.Module, inputs: Batch, per_layer: bool) -> tuple[Any, Any]:
-    """Return the outputs of a stock model, and the router logits for the reference of its aux loss.
+def _run_stock(reference: nn.Module, inputs: Batch, per_layer: bool) -> tuple[Any, Any]:
+    """Return the outputs of a stock model, and the router logits for `_compute_reference_aux`.
 
-    With `per_layer`, the gradient of these logits reaches the weights of the routers alone.
+    With `per_layer`, the gradient of these logits reaches only the weights of the routers.
     """
     inputs_of_gates: list[tuple[nn.Module, Tensor]] = []
     gates = [layer.mlp.gate for layer in reference.model.layers]
@@ -98,7 +99,7 @@ def _logits(reference: nn.Module, inputs: Batch, per_layer: bool) -> tuple[Any, 
     return out, tuple(x.detach() @ gate.weight.T for gate, x in inputs_of_gates)
 
 
-def _batch(model: nn.Module, rank: int, kind: str) -> Batch:
+def _make_batch(model: nn.Module, rank: int, kind: str) -> Batch:
     if kind == "no mask":
         inputs = batch(model, 2, 9, seed=rank)
         del inputs["attention_mask"]
@@ -110,7 +111,7 @@ def _batch(model: nn.Module, rank: int, kind: str) -> Batch:
     return inputs
 
 
-def _concatenated(batches: list[Batch]) -> Batch:
+def _concatenate(batches: list[Batch]) -> Batch:
     """Concatenate the batches; shorter rows are padded on the right."""
     length = max(b["input_ids"].shape[1] for b in batches)
     fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
@@ -125,7 +126,7 @@ def _concatenated(batches: list[Batch]) -> Batch:
     }
 
 
-def _stock_aux(stock: nn.Module, inputs: Batch, per_layer: bool) -> Tensor:
+def _compute_stock_aux(stock: nn.Module, inputs: Batch, per_layer: bool) -> Tensor:
     """Compute stock's aux loss. With `per_layer`, average the losses of the single layers."""
     with torch.no_grad():
         out = stock(**inputs)
@@ -136,39 +137,39 @@ def _stock_aux(stock: nn.Module, inputs: Batch, per_layer: bool) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def _want(
+def _train_stock(
     kind: str, world: int, summed: bool, per_layer: bool
 ) -> tuple[nn.Module, list[Any], Tensor, Tensor]:
-    """Run the batches of all ranks through a stock model, with backward.
+    """Run forward and backward of a stock model with the batches of all ranks.
 
-    Returns the model with its gradients, the cross-entropy of each rank's batch, the aux loss in
+    Return the model with its gradients, the cross-entropy of each rank's batch, the aux loss in
     fp64, and the number of predicted tokens.
     """
     reference = tiny(**MODEL)
-    batches = [_batch(reference, rank, kind) for rank in range(world)]
+    batches = [_make_batch(reference, rank, kind) for rank in range(world)]
     count = sum(b["labels"][:, 1:].ne(-100).sum() for b in batches)
     assert isinstance(count, Tensor)
     outputs, losses = [], []
     for b in batches:
-        out, logits = _logits(reference, b, per_layer)
+        out, logits = _run_stock(reference, b, per_layer)
         per_token = {"num_items_in_batch": count} if summed else {}
         loss = reference.loss_function(out.logits, b["labels"], 97, **per_token)
         outputs.append(logits)
         losses.append(loss if summed else loss / world)
     masks = [b.get("attention_mask") for b in batches]
-    aux = _reference_aux(outputs, masks, per_layer=per_layer)
+    aux = _compute_reference_aux(outputs, masks, per_layer=per_layer)
     (sum(losses) + COEFFICIENT * aux).backward()
     return reference, [loss.detach() for loss in losses], aux.detach(), count
 
 
 def _check_training(name: str, model: nn.Module, kind: str, summed: bool, positional: bool) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    per_layer = _per_layer(model)
-    reference, losses, aux, count = _want(kind, world, summed, per_layer)
-    inputs = _batch(model, rank, kind)
+    per_layer = _is_per_layer(model)
+    reference, losses, aux, count = _train_stock(kind, world, summed, per_layer)
+    inputs = _make_batch(model, rank, kind)
     if kind != "no mask":
-        batches = [_batch(model, other, kind) for other in range(world)]
-        stock_aux = _stock_aux(tiny(**MODEL), _concatenated(batches), per_layer)
+        batches = [_make_batch(model, other, kind) for other in range(world)]
+        stock_aux = _compute_stock_aux(tiny(**MODEL), _concatenate(batches), per_layer)
         assert_close(f"{name}: stock's value", aux, stock_aux, FP32)
     extra = {"num_items_in_batch": count} if summed else {}
     assert count == global_token_count(model, inputs["labels"])
@@ -184,7 +185,7 @@ def _check_training(name: str, model: nn.Module, kind: str, summed: bool, positi
     _assert_same_grads(name, model, reference)
 
 
-def _per_layer(model: nn.Module) -> bool:
+def _is_per_layer(model: nn.Module) -> bool:
     state = find_state(model)
     assert state is not None
     return state.config.aux_loss_per_layer
@@ -204,10 +205,13 @@ def _assert_same_grads(name: str, model: nn.Module, reference: nn.Module) -> Non
 
 
 def _check_outputs(model: nn.Module) -> None:
-    """Check outputs without labels, in evaluation, without router logits, with a boolean mask."""
+    """Check the aux loss without labels, in evaluation, and with a boolean mask.
+
+    Without router logits the model returns no aux loss.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
-    _, _, aux, _ = _want("padded", world, True, _per_layer(model))
-    inputs = _batch(model, rank, "padded")
+    _, _, aux, _ = _train_stock("padded", world, True, _is_per_layer(model))
+    inputs = _make_batch(model, rank, "padded")
     labels = inputs.pop("labels")
     model.eval()
     with torch.no_grad():
@@ -224,8 +228,8 @@ def _check_outputs(model: nn.Module) -> None:
 
 
 def _check_tuple(model: nn.Module) -> None:
-    """Check that the tuple of return_dict=False holds the same losses as the output object."""
-    inputs = _batch(model, dist.get_rank(), "padded")
+    """Check that the tuple of return_dict=False has the same losses as the output object."""
+    inputs = _make_batch(model, dist.get_rank(), "padded")
     with torch.no_grad():
         want = model(**inputs)
         got = model(**inputs, return_dict=False)
@@ -234,7 +238,7 @@ def _check_tuple(model: nn.Module) -> None:
     assert_close("aux_loss in a tuple", got[1], want.aux_loss, 1e-10)
 
 
-def _sharded(**layout: Any) -> nn.Module:
+def _shard(**layout: Any) -> nn.Module:
     return apply_ep_fsdp2(tiny(**MODEL), **layout)
 
 
@@ -248,9 +252,9 @@ def _check_kinds(layout: dict[str, Any], model: nn.Module) -> None:
             _check_training(name, model, kind, summed, positional=False)
 
 
-def _table(rank: int, world: int, layouts: list[dict[str, Any]]) -> None:
+def _check_layouts(rank: int, world: int, layouts: list[dict[str, Any]]) -> None:
     for layout in layouts:
-        model = _sharded(**layout)
+        model = _shard(**layout)
         _check_kinds(layout, model)
         _check_training(f"{layout}, positional", model, "padded", True, positional=True)
         _check_outputs(model)
@@ -263,22 +267,24 @@ def _table(rank: int, world: int, layouts: list[dict[str, Any]]) -> None:
         pytest.param(4, [{"ep_size": 2, "dp_replicate_size": 2}], marks=pytest.mark.slow),
     ],
 )
-def test_global_aux_loss(world: int, layouts: list[dict[str, Any]]) -> None:
-    run_ranks(_table, world, layouts)
+def test_the_aux_loss_of_all_ranks_equals_one_process(
+    world: int, layouts: list[dict[str, Any]]
+) -> None:
+    run_ranks(_check_layouts, world, layouts)
 
 
-def _in_a_tuple(rank: int, world: int) -> None:
-    _check_tuple(_sharded(ep_size=2))
+def a_tuple_has_the_same_losses(rank: int, world: int) -> None:
+    _check_tuple(_shard(ep_size=2))
 
 
-def _a_rank_with_only_padding_adds_nothing(rank: int, world: int) -> None:
-    """The mean over the zero tokens of that rank would be NaN; the mean over all ranks is not."""
-    model = _sharded(ep_size=2)
+def a_rank_with_only_padding_adds_nothing(rank: int, world: int) -> None:
+    """The mean over the zero tokens of this rank would be NaN; the mean over all ranks is not."""
+    model = _shard(ep_size=2)
     _check_training("all padding", model, "one rank all padding", True, positional=False)
 
 
-def _routers_that_peft_trains(rank: int, world: int) -> None:
-    """The copies of the routers are made after `patch`, and before it."""
+def copies_of_routers_that_peft_trains_get_the_gradients(rank: int, world: int) -> None:
+    """PEFT makes the copies of the routers after `patch`, or before it."""
     options = {"ep_size": 2, "aux_loss_per_layer": True}
     _check_trained_routers(apply_ep_fsdp2(_train_routers(patch(tiny(**MODEL), **options))))
     _check_trained_routers(apply_ep_fsdp2(_train_routers(tiny(**MODEL)), **options))
@@ -301,16 +307,16 @@ def _check_trained_routers(model: nn.Module) -> None:
     rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
     reference = _train_routers(tiny(**MODEL))
     stock = reference.get_base_model()
-    batches = [_batch(stock, other, "padded") for other in range(world)]
+    batches = [_make_batch(stock, other, "padded") for other in range(world)]
     out = model(**batches[rank])
     assert len(out.router_logits) == len(stock.model.layers)
     out.loss.backward()
-    if not _per_layer(model):
+    if not _is_per_layer(model):
         want = reference(**batches[0]).loss
     else:
-        outputs, logits = zip(*(_logits(stock, b, True) for b in batches), strict=True)
+        outputs, logits = zip(*(_run_stock(stock, b, True) for b in batches), strict=True)
         masks: list[Tensor | None] = [b["attention_mask"] for b in batches]
-        aux = _reference_aux(list(logits), masks, per_layer=True)
+        aux = _compute_reference_aux(list(logits), masks, per_layer=True)
         assert_close("aux_loss", out.aux_loss, aux, 1e-10)
         pairs = zip(outputs, batches, strict=True)
         losses = [stock.loss_function(o.logits, b["labels"], 97) for o, b in pairs]
@@ -324,22 +330,29 @@ def _check_trained_routers(model: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     "claim",
-    on_ranks(2, _in_a_tuple, _a_rank_with_only_padding_adds_nothing, _routers_that_peft_trains),
+    on_ranks(
+        2,
+        a_tuple_has_the_same_losses,
+        a_rank_with_only_padding_adds_nothing,
+        copies_of_routers_that_peft_trains_get_the_gradients,
+    ),
 )
-def test_global_aux_loss_of(found: Found, claim: Check) -> None:
+def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
 @pytest.mark.parametrize("per_layer", [False, True])
 @pytest.mark.parametrize("peft_first", [False, True])
-def test_routers_that_peft_trains(peft_first: bool, per_layer: bool) -> None:
-    """PEFT keeps the original router beside the trained copy; only one of them runs and counts."""
+def test_only_the_router_that_peft_trains_runs_and_counts(
+    peft_first: bool, per_layer: bool
+) -> None:
+    """PEFT keeps the original router next to the trained copy."""
     if peft_first:
         model = patch(_train_routers(tiny(**MODEL)), aux_loss_per_layer=per_layer)
     else:
         model = _train_routers(patch(tiny(**MODEL), aux_loss_per_layer=per_layer))
     _check_trained_routers(model)
-    inputs = _batch(model, 1, "padded")
+    inputs = _make_batch(model, 1, "padded")
     expert_load(model)
     out, twin = model(**inputs), copy.deepcopy(model)
     num_tokens = int(inputs["attention_mask"].sum())
@@ -356,46 +369,47 @@ def test_routers_that_peft_trains(peft_first: bool, per_layer: bool) -> None:
     assert replay.last.agreement == 1
 
 
-def test_lora_on_routers_before_patch() -> None:
-    """PEFT's wrapper around the router would call the router, and record its logits, twice."""
+def test_lora_on_routers_gives_the_same_loss_before_and_after_patch() -> None:
+    """A hook on PEFT's wrapper would run the router, and record its logits, twice."""
     options = {"parameters": ("mlp.gate.weight",), "modules": ("q_proj",)}
     first = patch(with_lora(tiny(**MODEL), seed=1, fp32=False, **options), aux_loss_per_layer=True)
     second = with_lora(patch(tiny(**MODEL), aux_loss_per_layer=True), seed=1, fp32=False, **options)
-    inputs = _batch(first, 1, "padded")
+    inputs = _make_batch(first, 1, "padded")
     out = first(**inputs)
     assert len(out.router_logits) == 2
     assert torch.equal(out.loss, second(**inputs).loss)
 
 
-def _every_kind(layout: dict[str, Any], rank: int, world: int) -> None:
-    model = _sharded(**layout, aux_loss_per_layer=True)
+def _check_per_layer(layout: dict[str, Any], rank: int, world: int) -> None:
+    model = _shard(**layout, aux_loss_per_layer=True)
     _check_kinds(layout, model)
     _check_training(f"{layout}, all padding", model, "one rank all padding", True, positional=False)
     _check_outputs(model)
 
 
-def _checkpointed(reentrant: bool) -> nn.Module:
+def _make_checkpointed(reentrant: bool) -> nn.Module:
     model = tiny(**MODEL)
     checkpointing(model, reentrant)
     return model
 
 
-def checkpointed(rank: int, world: int) -> None:
-    """The loss of a layer that backward recomputes counts once."""
-    model = apply_ep_fsdp2(_checkpointed(False), ep_size=2, aux_loss_per_layer=True)
+def the_loss_of_a_recomputed_layer_counts_once(rank: int, world: int) -> None:
+    model = apply_ep_fsdp2(_make_checkpointed(False), ep_size=2, aux_loss_per_layer=True)
     _check_training("checkpointed", model, "padded", True, positional=False)
 
 
-def accumulated(rank: int, world: int) -> None:
-    """Each of three micro-batches of different sizes adds its own aux loss, as in stock code."""
-    model, reference = _sharded(ep_size=2, aux_loss_per_layer=True), tiny(**MODEL)
-    batches = [[_batch(model, micro + other, "padded") for other in range(2)] for micro in range(3)]
+def each_micro_batch_adds_its_own_aux_loss(rank: int, world: int) -> None:
+    """Stock code does the same. The three micro-batches have different sizes."""
+    model, reference = _shard(ep_size=2, aux_loss_per_layer=True), tiny(**MODEL)
+    batches = [
+        [_make_batch(model, micro + other, "padded") for other in range(2)] for micro in range(3)
+    ]
     count = sum(b["labels"][:, 1:].ne(-100).sum() for micro in batches for b in micro)
     for micro in batches:
         (model(**micro[rank], num_items_in_batch=count).loss * world).backward()
-        outputs, logits = zip(*(_logits(reference, b, True) for b in micro), strict=True)
+        outputs, logits = zip(*(_run_stock(reference, b, True) for b in micro), strict=True)
         masks: list[Tensor | None] = [b["attention_mask"] for b in micro]
-        aux = _reference_aux(list(logits), masks, per_layer=True)
+        aux = _compute_reference_aux(list(logits), masks, per_layer=True)
         losses = [
             reference.loss_function(out.logits, b["labels"], 97, num_items_in_batch=count)
             for out, b in zip(outputs, micro, strict=True)
@@ -404,13 +418,13 @@ def accumulated(rank: int, world: int) -> None:
     _assert_same_grads("accumulated", model, reference)
 
 
-def slices(sizes: dict[str, int], per_layer: bool, rank: int, world: int) -> None:
-    """Two ranks have slices of one padded batch and compute the loss of the whole sequences."""
-    model, reference = _sharded(**sizes, aux_loss_per_layer=per_layer), tiny(**MODEL)
-    inputs = _batch(reference, 1, "padded")
-    out, logits = _logits(reference, inputs, per_layer)
+def _check_slices(sizes: dict[str, int], per_layer: bool, rank: int, world: int) -> None:
+    """Check that two ranks with slices of one padded batch get the loss of whole sequences."""
+    model, reference = _shard(**sizes, aux_loss_per_layer=per_layer), tiny(**MODEL)
+    inputs = _make_batch(reference, 1, "padded")
+    out, logits = _run_stock(reference, inputs, per_layer)
     mask: list[Tensor | None] = [inputs["attention_mask"]]
-    aux = _reference_aux([logits], mask, per_layer=per_layer)
+    aux = _compute_reference_aux([logits], mask, per_layer=per_layer)
     (reference.loss_function(out.logits, inputs["labels"], 97) + COEFFICIENT * aux).backward()
     got = model(**inputs)
     assert_close("aux_loss", got.aux_loss, aux, 1e-10)
@@ -419,47 +433,56 @@ def slices(sizes: dict[str, int], per_layer: bool, rank: int, world: int) -> Non
 
 
 SLICES = {
-    f"{name}{', per layer' if per_layer else ''}": partial(slices, sizes, per_layer)
+    f"{name}{', per layer' if per_layer else ''}": partial(_check_slices, sizes, per_layer)
     for name, sizes in {"sp 2": {"sp_size": 2}, "cp 2": {"ep_size": 2, "cp_size": 2}}.items()
     for per_layer in (False, True)
 }
 
 
 PER_LAYER_ON_TWO = {
-    "ep 1": partial(_every_kind, {"ep_size": 1}),
-    "ep 2": partial(_every_kind, {"ep_size": 2}),
+    "ep 1": partial(_check_per_layer, {"ep_size": 1}),
+    "ep 2": partial(_check_per_layer, {"ep_size": 2}),
 }
 PER_LAYER_ON_FOUR = {
-    "ep 4": partial(_every_kind, {"ep_size": 4}),
-    "ep 2, replicas": partial(_every_kind, {"ep_size": 2, "dp_replicate_size": 2}),
+    "ep 4": partial(_check_per_layer, {"ep_size": 4}),
+    "ep 2, replicas": partial(_check_per_layer, {"ep_size": 2, "dp_replicate_size": 2}),
 }
 PER_LAYER = [
-    *on_ranks(2, PER_LAYER_ON_TWO, checkpointed, accumulated, slow=True, timeout=480),
+    *on_ranks(
+        2,
+        PER_LAYER_ON_TWO,
+        the_loss_of_a_recomputed_layer_counts_once,
+        each_micro_batch_adds_its_own_aux_loss,
+        slow=True,
+        timeout=480,
+    ),
     *on_ranks(4, PER_LAYER_ON_FOUR, slow=True, timeout=480),
 ]
 
 
 @pytest.mark.parametrize("claim", PER_LAYER)
-def test_aux_loss_per_layer(found: Found, claim: Check) -> None:
+def test_the_aux_loss_per_layer_of_all_ranks_equals_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
 @pytest.mark.parametrize("claim", on_ranks(2, SLICES, slow=True))
-def test_aux_loss_of_slices(found: Found, claim: Check) -> None:
+def test_ranks_that_share_sequences_get_the_aux_loss_of_whole_sequences(
+    found: Found, claim: Check
+) -> None:
     found.raise_if_failed(claim)
 
 
-def test_aux_loss_per_layer_in_one_process() -> None:
-    """The model is not sharded, and its loss differs from that of stock over all layers."""
-    gc.collect()  # frees the patched models of other tests, for which the function stays replaced
+def test_one_process_computes_the_aux_loss_per_layer() -> None:
+    """The model is not sharded, and its loss differs from stock's loss over all layers."""
+    gc.collect()  # the function stays replaced as long as patched models of other tests exist
     model, reference = patch(tiny(**MODEL), aux_loss_per_layer=True), tiny(**MODEL)
-    inputs = _batch(model, 1, "padded")
+    inputs = _make_batch(model, 1, "padded")
     names = vars(sys.modules[type(model).__module__])
     stock_function = names["load_balancing_loss_func"]
-    out, (want, logits) = model(**inputs), _logits(reference, inputs, True)
-    aux = _reference_aux([logits], [inputs["attention_mask"]], per_layer=True)
+    out, (want, logits) = model(**inputs), _run_stock(reference, inputs, True)
+    aux = _compute_reference_aux([logits], [inputs["attention_mask"]], per_layer=True)
     assert_close("aux_loss", out.aux_loss, aux, 1e-10)
-    assert_close("stock's value", aux, _stock_aux(reference, inputs, True), FP32)
+    assert_close("stock's value", aux, _compute_stock_aux(reference, inputs, True), FP32)
     assert abs(aux - want.aux_loss) > 1e-3, "the loss per layer equals stock's"
     out.loss.backward()
     loss = reference.loss_function(want.logits, inputs["labels"], 97)
@@ -470,16 +493,17 @@ def test_aux_loss_per_layer_in_one_process() -> None:
     assert names["load_balancing_loss_func"] is load_balancing_loss_func, "not restored"
 
 
-def test_two_layers_with_opposite_loads_by_hand() -> None:
-    """All tokens of layer 0 choose expert 0, and all tokens of layer 1 choose expert 1, the only
-    other expert. The sum over layers is even, so its loss has no gradient. Each layer alone is as
-    uneven as possible, so the loss per layer has a gradient.
+def test_only_the_loss_per_layer_sees_two_layers_with_opposite_loads() -> None:
+    """By hand: of two experts all tokens of layer 0 choose expert 0, and of layer 1 expert 1.
+
+    The sum over layers is even, so the loss of the sum has no gradient. Each layer is as uneven as
+    possible, so the loss per layer has a gradient.
     """
     log_3 = torch.log(torch.tensor(3.0, dtype=torch.float64))
     first = torch.stack([log_3, 0 * log_3]).expand(3, 2)  # probabilities 3/4, 1/4
     layers = [rows.clone().requires_grad_() for rows in (first, first.flip(1))]
-    over_layers = _own_aux_loss(tuple(layers), 2, 1)
-    per_layer = _own_aux_loss(tuple(layers), 2, 1, per_layer=True)
+    over_layers = _compute_own_aux(tuple(layers), 2, 1)
+    per_layer = _compute_own_aux(tuple(layers), 2, 1, per_layer=True)
     assert_close("over layers", over_layers, torch.tensor(2 * (0.5 * 0.5 + 0.5 * 0.5)), 1e-12)
     assert_close("per layer", per_layer, torch.tensor(2 * 0.75), 1e-12)
     (grad,) = torch.autograd.grad(over_layers, layers[0], retain_graph=True)
@@ -491,11 +515,11 @@ def test_two_layers_with_opposite_loads_by_hand() -> None:
     assert_close("gradient", grad, torch.tensor([slope, -slope]).expand(3, 2), 1e-12)
 
 
-def test_aux_loss_per_layer_is_refused_in_training_without_an_aux_loss() -> None:
+def test_aux_loss_per_layer_is_refused_if_training_computes_no_aux_loss() -> None:
     with pytest.raises(ValueError, match=r"no forward of Qwen3MoeForSequenceClassification \("):
         patch(tiny("qwen3_moe, rewards"), aux_loss_per_layer=True)
     model = patch(tiny(), aux_loss_per_layer=True)
-    inputs = _batch(model, 1, "padded")
+    inputs = _make_batch(model, 1, "padded")
     with pytest.raises(ValueError, match="this training forward computed no aux loss; set out"):
         model(**inputs)
     assert model(**inputs, output_router_logits=True).aux_loss is not None
@@ -510,17 +534,17 @@ def test_aux_loss_per_layer_is_refused_in_training_without_an_aux_loss() -> None
         frozen(**inputs, output_router_logits=True)
     # With reentrant checkpointing stock's aux loss has no gradient either, but no error says so.
     with pytest.raises(ValueError, match=r"no router's logits require a gradient\. If gra"):
-        patch(_checkpointed(True), aux_loss_per_layer=True)(**inputs)
-    patch(_checkpointed(False), aux_loss_per_layer=True)(**inputs)
+        patch(_make_checkpointed(True), aux_loss_per_layer=True)(**inputs)
+    patch(_make_checkpointed(False), aux_loss_per_layer=True)(**inputs)
 
 
-def test_the_formula_by_hand() -> None:
-    """One layer with two experts, top-1 and three tokens, of which the last is masked."""
+def test_the_loss_of_three_tokens_equals_the_formula_by_hand() -> None:
+    """One layer has two experts and top-1. The last token is masked."""
     log_3 = torch.log(torch.tensor(3.0))
     logits_TE = torch.tensor([[0.0, log_3], [0.0, 0.0], [9.0, -9.0]])
     logits_TE[1, 0] = -log_3  # probabilities (1/4, 3/4) twice, then a token that must not count
     mask = torch.tensor([[1, 1, 0]])
-    got = _own_aux_loss((logits_TE,), 2, 1, mask)
+    got = _compute_own_aux((logits_TE,), 2, 1, mask)
     assert_close("aux", got, torch.tensor(2 * (0 * 0.25 + 1 * 0.75)), 1e-6)  # fp32
 
 
@@ -534,7 +558,7 @@ class _CountOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _logits_of(num_layers: int, tokens: int = 15, seed: int = 0) -> tuple[Tensor, ...]:
+def _make_logits(num_layers: int, tokens: int = 15, seed: int = 0) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     layers = torch.randn(num_layers, tokens, 128, generator=generator, dtype=torch.float64)
     return tuple(layer.clone().requires_grad_() for layer in layers)
@@ -545,9 +569,9 @@ def test_the_number_of_operators_does_not_depend_on_the_number_of_layers(per_lay
     """A loop over 48 layers would run 900 operators."""
     counts = []
     for num_layers in (2, 48):
-        logits, mask = _logits_of(num_layers), torch.ones(3, 5)
+        logits, mask = _make_logits(num_layers), torch.ones(3, 5)
         with _CountOperators() as operators:
-            _own_aux_loss(logits, 128, 8, mask, per_layer=per_layer)
+            _compute_own_aux(logits, 128, 8, mask, per_layer=per_layer)
         counts.append(operators.calls)
     assert counts[0] == counts[1] <= 40
 
@@ -558,11 +582,11 @@ def test_the_number_of_operators_does_not_depend_on_the_number_of_layers(per_lay
 def test_stacked_layers_have_the_loss_of_a_loop_over_layers(
     per_layer: bool, two_dtypes: bool, stacked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most `stacked` layers are computed at once. Layers of different dtypes are not stacked."""
+    """At most `stacked` layers are stacked, and only layers of one dtype."""
     monkeypatch.setattr(module, "_MAX_STACKED_ON_CPU", stacked * 15 * 128)
-    leaves, mask = _logits_of(6), torch.tensor([[1, 1, 0, 1, 0]] * 3)
+    leaves, mask = _make_logits(6), torch.tensor([[1, 1, 0, 1, 0]] * 3)
     logits = tuple(x.float() if two_dtypes and index % 2 else x for index, x in enumerate(leaves))
-    got = _own_aux_loss(logits, 128, 8, mask, per_layer=per_layer)
+    got = _compute_own_aux(logits, 128, 8, mask, per_layer=per_layer)
     got_grads = torch.autograd.grad(got, leaves)
     pairs, probabilities, tokens = [], [], mask.sum()
     for rows in logits:
@@ -582,7 +606,7 @@ def test_stacked_layers_have_the_loss_of_a_loop_over_layers(
 
 
 class _CountTopK(TorchFunctionMode):
-    """Counts calls of topk. Replay uses a mode like this one to replace a router's choice."""
+    """Counts calls of topk. Replay uses a mode like this to replace a router's choice."""
 
     calls = 0
 
@@ -591,10 +615,10 @@ class _CountTopK(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_aux_loss_per_layer_while_routing_is_recorded_and_replayed() -> None:
-    """The loss runs the routers a second time. That run is neither recorded nor replayed."""
+def test_the_second_run_of_routers_is_neither_recorded_nor_replayed() -> None:
+    """With `aux_loss_per_layer` the loss runs the routers a second time."""
     plain, model = patch(tiny(**MODEL)), patch(tiny(**MODEL), aux_loss_per_layer=True)
-    inputs = _batch(model, 1, "padded")
+    inputs = _make_batch(model, 1, "padded")
     routes, want = [], model(**inputs)
     for other in (plain, model):
         with RoutingReplay(other).record() as recorded:

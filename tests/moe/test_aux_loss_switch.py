@@ -1,7 +1,7 @@
 """`AuxLossSwitch` computes the right loss for each model, and the last `unpatch` removes it.
 
 `patch` replaces a function in a file of transformers by the switch. Stock and patched models of one
-class in one process share it, and a forward may be interrupted.
+class in one process share this switch, and a forward may be interrupted.
 """
 
 import copy
@@ -24,11 +24,11 @@ MODEL = {"router_aux_loss_coef": 2.0, "output_router_logits": True}
 FUNCTION = "load_balancing_loss_func"
 
 
-def _inputs(seed: int = 0) -> dict[str, Tensor]:
+def _make_inputs(seed: int = 0) -> dict[str, Tensor]:
     return batch(tiny(), 2, 7, seed=seed, pad=2)
 
 
-def _function() -> Any:
+def _find_function() -> Any:
     return vars(modeling_qwen3_moe)[FUNCTION]
 
 
@@ -40,13 +40,13 @@ def _interrupt(model: nn.Module, **more: Tensor) -> None:
 
     handle = model.lm_head.register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        model(**_inputs(), **more)
+        model(**_make_inputs(), **more)
     handle.remove()
 
 
 def test_models_of_one_class_each_have_their_own_loss() -> None:
-    """A stock model and patched ones, one of them with a loss per layer, run in turns."""
-    stock, inputs = tiny(**MODEL), _inputs()
+    """A stock model, a patched model, and a model with a loss per layer run in turns."""
+    stock, inputs = tiny(**MODEL), _make_inputs()
     plain = patch(tiny(**MODEL))
     per_layer = patch(tiny(**MODEL), aux_loss_per_layer=True)
     want = per_layer(**inputs).aux_loss
@@ -63,26 +63,26 @@ def test_models_of_one_class_each_have_their_own_loss() -> None:
 def test_unpatching_the_last_model_restores_stocks_function() -> None:
     gc.collect()
     unpatch(patch(tiny(**MODEL)))  # removes the switch if a model of another test left it
-    stock, inputs = _function(), _inputs()
+    stock, inputs = _find_function(), _make_inputs()
     assert not isinstance(stock, AuxLossSwitch)
     first, second = (patch(tiny(**MODEL), aux_loss_per_layer=True) for _ in range(2))
     copied = copy.deepcopy(second)
-    switch, want = _function(), first(**inputs).aux_loss
+    switch, want = _find_function(), first(**inputs).aux_loss
     assert isinstance(switch, AuxLossSwitch) and switch.stock is stock
     _interrupt(second)
     unpatch(second)
-    assert _function() is switch
+    assert _find_function() is switch
     assert torch.equal(first(**inputs).aux_loss, want)
     unpatch(first)
-    assert _function() is stock
+    assert _find_function() is stock
     assert torch.equal(copied(**inputs).aux_loss, want), "a copy must install the switch again"
     unpatch(copied)
-    assert _function() is stock
+    assert _find_function() is stock
 
 
 def test_a_model_can_be_copied_after_an_interrupted_forward() -> None:
-    """Router logits of that forward are not copied: torch refuses to copy non-leaf tensors."""
-    model, inputs = patch(tiny(**MODEL), aux_loss_per_layer=True), _inputs()
+    """The copy leaves out the router logits of the forward, because torch cannot copy them."""
+    model, inputs = patch(tiny(**MODEL), aux_loss_per_layer=True), _make_inputs()
     want = model(**inputs).aux_loss
     _interrupt(model)
     copied = copy.deepcopy(model)
@@ -90,10 +90,9 @@ def test_a_model_can_be_copied_after_an_interrupted_forward() -> None:
         assert torch.equal(other(**inputs).aux_loss, want)
 
 
-def _interrupted_on_ranks(rank: int, world: int) -> None:
-    """An interrupted forward changes neither the coefficient nor the next loss."""
+def _interrupt_on_ranks(rank: int, world: int) -> None:
     model, count = apply_ep_fsdp2(tiny(**MODEL), ep_size=2), torch.tensor(20)
-    inputs = _inputs(rank)
+    inputs = _make_inputs(rank)
     before = model(**inputs, num_items_in_batch=count)
     assert type(before.router_logits) is tuple
     coefficients = []
@@ -114,5 +113,5 @@ def _interrupted_on_ranks(rank: int, world: int) -> None:
     assert_close("aux loss in the loss", added, share, 1e-6)  # HF's cross-entropy is in fp32
 
 
-def test_an_interrupted_forward_on_two_ranks() -> None:
-    run_ranks(_interrupted_on_ranks, 2)
+def test_an_interrupted_forward_on_two_ranks_changes_neither_coefficient_nor_loss() -> None:
+    run_ranks(_interrupt_on_ranks, 2)

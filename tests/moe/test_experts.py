@@ -1,6 +1,6 @@
-"""`run_experts` computes the same as each experts module of transformers.
+"""`run_experts` gives the results of each experts module of transformers.
 
-`choose_compute` finds the formula of a module, chooses a backend, and refuses other modules.
+`choose_compute` finds the formula of a module and chooses a backend, or refuses the module.
 """
 
 import importlib
@@ -36,7 +36,7 @@ CLASSES = sorted(
     for name in CLASS.findall(path.read_text(encoding="utf-8"))
 )
 NEW_FOLDERS = {model_type_to_module_name(name) for name in NEW_TYPES}
-# These modules compute a part in fp32, whatever the dtype of their inputs.
+# These modules compute some steps in fp32, whatever the dtype of their inputs is.
 FP32_INSIDE = {
     "BeamExperts",
     "Inkling2Experts",
@@ -81,7 +81,7 @@ def _build(folder: str, module: str, name: str, **config: Any) -> Any:
     return experts
 
 
-def _inputs() -> tuple[Tensor, Tensor, Tensor]:
+def _make_inputs() -> tuple[Tensor, Tensor, Tensor]:
     x_TH = torch.randn(11, HIDDEN, dtype=torch.float64, requires_grad=True)
     ids_TK = torch.rand(11, EXPERTS).argsort(1)[:, :TOP_K]
     weights_TK = torch.rand(11, TOP_K, dtype=torch.float64, requires_grad=True)
@@ -104,19 +104,19 @@ def test_output_and_gradients_equal_the_modules_own(folder: str, module: str, na
         if folder not in NEW_FOLDERS:
             raise
         pytest.skip(f"transformers has added this type, and it is refused: {error}")
-    x_TH, ids_TK, weights_TK = _inputs()
+    x_TH, ids_TK, weights_TK = _make_inputs()
     leaves = {"rows": x_TH, "weights": weights_TK, **dict(experts.named_parameters())}
 
-    def gradients(out: Tensor) -> dict[str, Tensor]:
+    def compute_gradients(out: Tensor) -> dict[str, Tensor]:
         upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
         return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), upstream)))
 
     want = experts(x_TH, ids_TK, weights_TK)
-    want_grads = gradients(want)
+    want_grads = compute_gradients(want)
     got = run_experts(experts, compute, x_TH, ids_TK, weights_TK, counts_L=None, grad_scale=1.0)
     budget = 1e-6 if name in FP32_INSIDE else 1e-12
     assert_close("out", got, want, budget)
-    for key, grad in gradients(got).items():
+    for key, grad in compute_gradients(got).items():
         assert_close(f"grad of {key}", grad, want_grads[key], budget)
 
 
@@ -160,15 +160,15 @@ def test_finding_the_formula_does_not_advance_the_random_generator() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def _aligned() -> Any:
+def _build_aligned() -> Any:
     """Build experts whose sizes are multiples of 16, as the Triton kernels require."""
     sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 4}
     return _build("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts", **sizes).float()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the reasons differ on a machine with a GPU")
-def test_reasons_not_to_use_triton() -> None:
-    aligned = _aligned()
+def test_the_reason_not_to_use_triton_is_known() -> None:
+    aligned = _build_aligned()
     auto = choose_compute(aligned, "auto", recompute=False)
     assert (auto.backend, auto.reason) == ("torch", "no CUDA GPU")
     asked = choose_compute(aligned, "torch", recompute=False)
@@ -219,7 +219,7 @@ def test_without_a_gpu_patch_imports_triton_only_on_request() -> None:
 
 
 def test_requested_triton_refuses_dtypes_without_kernels() -> None:
-    aligned = _aligned().double()
+    aligned = _build_aligned().double()
     compute = choose_compute(aligned, "triton", recompute=False)
     x_TH = torch.randn(3, 32, dtype=torch.float64)
     ids_TK, weights_TK = torch.tensor([[0, 1], [2, 3], [1, 0]]), torch.rand(3, 2)
@@ -229,7 +229,7 @@ def test_requested_triton_refuses_dtypes_without_kernels() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU instead")
 def test_requested_triton_runs_the_kernels() -> None:
-    aligned = _aligned()
+    aligned = _build_aligned()
     x_TH = torch.randn(5, 32)
     ids_TK = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 1], [2, 0]])
     weights_TK = torch.rand(5, 2)
@@ -247,7 +247,7 @@ def test_requested_triton_runs_the_kernels() -> None:
 
 
 def _build_own(*, up: str = "gate_up_proj", order: str = "out, in", **flags: bool) -> nn.Module:
-    """Build experts as a user would write them, with the gate's rows before up's and no act_fn."""
+    """Build experts of a user: the rows of gate are in front of the rows of up; no act_fn."""
 
     class OwnExperts(nn.Module):
         def __init__(self, config: Any) -> None:
@@ -276,14 +276,16 @@ NOT_OF_THE_INTERFACE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "words"), NOT_OF_THE_INTERFACE)
-def test_experts_off_the_interface_are_refused(arguments: dict[str, Any], words: str) -> None:
-    """Weights have other names or are transposed, or the activation is missing."""
+def test_experts_that_do_not_fit_the_interface_are_refused(
+    arguments: dict[str, Any], words: str
+) -> None:
+    """Their weights have other names or are transposed, or the activation is missing."""
     with pytest.raises(ValueError, match=words):
         choose_compute(_build_own(**arguments), "torch", recompute=False)
 
 
 def test_a_matrix_of_another_dtype_is_trained() -> None:
-    """An fp32 down_proj in a bf16 model is cast to bf16, and gets the gradient of the cast."""
+    """An fp32 down_proj in a bf16 model is cast to bf16, and gets the gradient of its bf16 copy."""
     grads = []
     for dtype in (torch.bfloat16, torch.float32):
         model: Any = patch(tiny(dtype=torch.bfloat16), experts_backend="torch")
@@ -298,8 +300,9 @@ def test_a_matrix_of_another_dtype_is_trained() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_forward_mode_differentiation_is_refused(frozen: bool) -> None:
-    """The operator of the experts has no forward formula, and torch would take its result for a
-    constant if no parameter is trained.
+    """The operator of the experts has no formula for forward mode.
+
+    If no parameter is trained, torch would treat its result as a constant.
     """
     model: Any = patch(tiny(attn_implementation="eager"), experts_backend="torch")
     model.requires_grad_(not frozen)

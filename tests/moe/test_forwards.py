@@ -1,7 +1,7 @@
-"""Liger and `patch` on one model, in either order, and forwards that other tools have replaced.
+"""Liger and `patch` work on one model in either order; other replaced forwards are refused.
 
 Liger's kernels need a GPU, so a fake with the same interface runs here (`test_real_liger.py` runs
-Liger itself). The reference is a stock model in one process, with the same Liger and the whole
+Liger itself). The reference is a stock model in one process, with the same fake and the whole
 batch.
 """
 
@@ -37,10 +37,10 @@ from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
 def the_trainer_keeps_our_experts_and_the_global_aux_loss(
     rank: int, world: int, folder: str
 ) -> None:
-    """With `use_liger_kernel=True`, losses and gradient norms equal those of one process.
+    """With `use_liger_kernel=True`, losses and gradient norms equal the values of one process.
 
     Liger computes norms, rotary embedding and cross-entropy. Its fused head replaces the forward of
-    the causal LM, and yet the aux loss in it is ours.
+    the causal LM, but calls our aux loss.
     """
     with installed_liger() as liger, launched():
         stock = tiny(dtype=torch.float32, **ROUTED)
@@ -52,13 +52,13 @@ def the_trainer_keeps_our_experts_and_the_global_aux_loss(
     assert_logged(trainer, wanted)
 
 
-def _applied_to_this_model(liger: Any) -> nn.Module:
+def _apply_to_this_model(liger: Any) -> nn.Module:
     model = tiny(**ROUTED)
     liger._apply_liger_kernel_to_instance(model)
     return model
 
 
-def _applied_to_another_model(liger: Any) -> nn.Module:
+def _apply_to_another_model(liger: Any) -> nn.Module:
     """Apply Liger to another model: all models built later have Liger's experts class as well."""
     liger._apply_liger_kernel_to_instance(tiny())
     model = tiny(**ROUTED)
@@ -66,7 +66,7 @@ def _applied_to_another_model(liger: Any) -> nn.Module:
     return model
 
 
-def _applied_to_classes(liger: Any) -> nn.Module:
+def _apply_to_classes(liger: Any) -> nn.Module:
     """Apply Liger as its README says: the fused head becomes the forward of the model's class."""
     liger.apply_liger_kernel_to_qwen3_moe()
     model = tiny(**ROUTED)
@@ -74,23 +74,23 @@ def _applied_to_classes(liger: Any) -> nn.Module:
     return model
 
 
-def _all_but_its_experts(liger: Any) -> nn.Module:
-    """Apply all of Liger except its experts. Its fused head would compute one aux loss per rank."""
+def _apply_all_but_experts(liger: Any) -> nn.Module:
+    """Apply Liger except its experts. Liger's fused head would compute one aux loss per rank."""
     model = tiny(**ROUTED)
     liger._apply_liger_kernel_to_instance(model, swiglu=False)
     return model
 
 
 FIRST: dict[str, Callable[[Any], nn.Module]] = {
-    "to this model": _applied_to_this_model,
-    "to another model": _applied_to_another_model,
-    "to classes": _applied_to_classes,
+    "to this model": _apply_to_this_model,
+    "to another model": _apply_to_another_model,
+    "to classes": _apply_to_classes,
 }
 
 
 def liger_may_be_applied_before_patch(rank: int, world: int) -> None:
-    """Gradients equal stock's. Our experts replace Liger's, and the rest of Liger stays."""
-    for name, make in {**FIRST, "all but its experts": _all_but_its_experts}.items():
+    """Gradients equal stock's gradients. Our experts replace Liger's experts; the rest stays."""
+    for name, make in {**FIRST, "all but its experts": _apply_all_but_experts}.items():
         with installed_liger() as liger:
             model = make(liger)
             want = gradients_on_ranks(copy.deepcopy(model), 0, 1)
@@ -140,7 +140,7 @@ def test_after_unpatch_liger_computes_the_experts(make: Callable[[Any], nn.Modul
 
 
 def test_the_error_for_liger_on_a_cpu_names_liger() -> None:
-    """Triton does not compile for a CPU, and its own error would speak of drivers."""
+    """Triton does not compile for a CPU, and its own error names only drivers."""
     with installed_liger() as liger, mock.patch.dict(sys.modules):
         model = patch(tiny())
         liger._apply_liger_kernel_to_instance(model)
@@ -152,7 +152,7 @@ def test_the_error_for_liger_on_a_cpu_names_liger() -> None:
             model(**whole_batch(model))
 
 
-def _foreign(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _foreign_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     raise AssertionError("this must never run")
 
 
@@ -165,18 +165,18 @@ def test_the_error_for_a_replaced_forward_names_the_replacement(path: str) -> No
     """After `patch` the next forward raises the error. Wrappers of our forward may stay."""
     model: Any = tiny()
     module: Any = model.get_submodule(path)
-    module.forward = MethodType(_foreign, module)
+    module.forward = MethodType(_foreign_forward, module)
     with pytest.raises(
-        ValueError, match=rf"forward of {path} .*replaced before patch\(\).*_foreign"
+        ValueError, match=rf"forward of {path} .*replaced before patch\(\).*_foreign_forward"
     ):
         patch(model)
     del module.forward
     patch(model)
     wanted = model(**whole_batch(model)).loss
     our_forward = module.forward
-    module.forward = MethodType(_foreign, module)
+    module.forward = MethodType(_foreign_forward, module)
     with pytest.raises(
-        ValueError, match=rf"forward of {path} .*replaced since patch\(\).*_foreign"
+        ValueError, match=rf"forward of {path} .*replaced since patch\(\).*_foreign_forward"
     ):
         model(**whole_batch(model))
     for wrapper in (
@@ -203,14 +203,15 @@ def test_the_error_for_a_replaced_forward_of_a_class_names_the_replacement() -> 
         def forward(self, hidden_states: Tensor) -> Any:
             return super().forward(hidden_states)
 
-    with mock.patch.object(block, "forward", _foreign):
+    with mock.patch.object(block, "forward", _foreign_forward):
         with pytest.raises(
-            ValueError, match=r"forward of .*SparseMoeBlock, the class of .*mlp, was .*_foreign"
+            ValueError,
+            match=r"forward of .*SparseMoeBlock, the class of .*mlp, was .*_foreign_forward",
         ):
             patch(tiny())
     model: Any = patch(tiny())
-    with mock.patch.object(block, "forward", _foreign):
-        with pytest.raises(ValueError, match=r"replaced since patch\(\).*_foreign"):
+    with mock.patch.object(block, "forward", _foreign_forward):
+        with pytest.raises(ValueError, match=r"replaced since patch\(\).*_foreign_forward"):
             model(**whole_batch(model))
     for owner, name, new in (
         (block, "forward", around),

@@ -1,10 +1,10 @@
 """Ctrl-C at any line of a forward, a backward or an optimizer step does not change later steps.
 
-The interrupted line is in hf_moe_ep, in the model's file or in the optimizer's. Then the weights
-and the optimizer's state are loaded again, as in a notebook. An evaluation and ten more steps must
-have the results of a run without the interrupt. A stock model of the same class must also keep its
-loss. Copies of the interrupted model, and the model after `unpatch` or another `patch`, must have
-stock's logits.
+The interrupted line is in hf_moe_ep, in the model's file or in the optimizer's file. Then the
+weights and the optimizer's state are loaded again, as in a notebook. An evaluation and ten more
+steps must have the results of a run without the interrupt. A stock model of the same class must
+also keep its loss. Copies of the interrupted model, and the model after `unpatch` or another
+`patch`, must have stock's logits.
 """
 
 import copy
@@ -44,9 +44,9 @@ REPLACING = [
 
 
 def _leaves_a_with_block(frame: FrameType) -> bool:
-    """Return True if the line that runs next is a `with` statement that calls `__exit__(None, ..)`.
+    """Return True if the next line is a `with` statement that calls `__exit__(None, None, None)`.
 
-    Python traces this line before the call, but handles no signal there: it looks for signals after
+    Python traces this line before the call, but handles no signal here: it looks for signals after
     calls and at jumps (CHECK_EVAL_BREAKER in Python/ceval.c).
     """
     code = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 6 : 2]
@@ -54,7 +54,7 @@ def _leaves_a_with_block(frame: FrameType) -> bool:
 
 
 class _CountTopK(TorchFunctionMode):
-    """Counts the calls of topk that a mode is shown."""
+    """Counts the calls of topk that reach a TorchFunctionMode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,12 +77,12 @@ def _replaces_functions(frame: FrameType) -> bool:
 
 
 @contextmanager
-def _interrupted_at(
+def _interrupt_at(
     line: int | None, is_traced: Callable[[FrameType], bool] = _is_in_files
 ) -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt at this line that runs in traced code; None only counts lines.
+    """Raise KeyboardInterrupt before the traced line with number `line`; None only counts lines.
 
-    Yields a list with one number: how many lines have run.
+    Yield a list with one number: how many traced lines have run.
     """
     count = [0]
 
@@ -105,7 +105,7 @@ def _interrupted_at(
         sys.settrace(before)
 
 
-class _Run:
+class _TrainingRun:
     """A patched model and its optimizer, whose states can be reset, and a stock model."""
 
     def __init__(self) -> None:
@@ -148,16 +148,18 @@ class _Run:
         self.model.train()
         return torch.stack([*logits.flatten(), loss])
 
-    def losses(self) -> Tensor:
-        """Return ten losses from the initial weights on, and one loss of the stock model."""
+    def compute_losses(self) -> Tensor:
+        """Return the losses of ten steps from the initial weights, and one loss of stock."""
         self.model.load_state_dict(self.start[0])
         self.optimizer.load_state_dict(copy.deepcopy(self.start[1]))
         stock_loss = self.stock(**self.inputs[0]).loss.detach()
         return torch.stack([*(self.step(number) for number in range(STEPS)), stock_loss])
 
 
-def _phases(run: _Run, phase: str) -> tuple[list[Callable[[], None]], Callable[[], None]]:
-    """Return the functions that run before the phase, and the function of the phase."""
+def _split_at_phase(
+    run: _TrainingRun, phase: str
+) -> tuple[list[Callable[[], None]], Callable[[], None]]:
+    """Return the functions of the phases before `phase`, and the function of `phase`."""
     phases = {"forward": run.forward, "backward": run.backward, "update": run.update}
     names = list(phases)
     return [phases[name] for name in names[: names.index(phase)]], phases[phase]
@@ -166,43 +168,43 @@ def _phases(run: _Run, phase: str) -> tuple[list[Callable[[], None]], Callable[[
 @pytest.mark.parametrize("phase", ["forward", "backward", "update"])
 @pytest.mark.parametrize("points", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_an_interrupt_changes_no_later_step(phase: str, points: int) -> None:
-    run = _Run()
-    evaluation, want = run.evaluate(), run.losses()
-    assert torch.equal(run.losses(), want)
-    before, interrupted = _phases(run, phase)
+    run = _TrainingRun()
+    evaluation, want = run.evaluate(), run.compute_losses()
+    assert torch.equal(run.compute_losses(), want)
+    before, interrupted = _split_at_phase(run, phase)
     for earlier in before:
         earlier()
-    with _interrupted_at(None) as num_lines:
+    with _interrupt_at(None) as num_lines:
         interrupted()
     for line in sorted(random.Random(0).sample(range(1, num_lines[0] + 1), points)):
         run.optimizer.zero_grad()
         for earlier in before:
             earlier()
-        with pytest.raises(KeyboardInterrupt), _interrupted_at(line):
+        with pytest.raises(KeyboardInterrupt), _interrupt_at(line):
             interrupted()
         where = f"interrupted at line {line} of {num_lines[0]}"
         assert torch.equal(run.evaluate(), evaluation), where
-        assert torch.equal(run.losses(), want), where
-        # Otherwise routing replay, which replaces topk, would not work in the rest of the process.
+        assert torch.equal(run.compute_losses(), want), where
+        # If modes did not see topk any more, routing replay would fail in the rest of the process.
         with _CountTopK() as seen:
             torch.topk(torch.ones(2), 1)
         assert seen.count == 1, where
-    _assert_stock(unpatch(run.model), run)
+    _assert_stock_loss(unpatch(run.model), run)
 
 
 @pytest.mark.parametrize("change", ["copy", "unpatch", "patch"])
 @pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_model_can_be_changed_after_an_interrupt(change: str, step: int) -> None:
-    """The next call after the interrupt is not a forward, which would restore functions itself."""
+    """No forward runs after the interrupt, because a forward would restore the functions itself."""
     model, stock = tiny(), tiny()
     inputs = batch(stock, 1, 3)
     unlabelled = {name: x for name, x in inputs.items() if name != "labels"}
     want = stock(**unlabelled).logits
     patch(model, fused_loss=True)
-    with _interrupted_at(None, _replaces_functions) as num_lines:
+    with _interrupt_at(None, _replaces_functions) as num_lines:
         model(**inputs)
     for line in range(1, num_lines[0] + 1, step):
-        with pytest.raises(KeyboardInterrupt), _interrupted_at(line, _replaces_functions):
+        with pytest.raises(KeyboardInterrupt), _interrupt_at(line, _replaces_functions):
             model(**inputs)
         if change == "copy":
             changed = copy.deepcopy(model)
@@ -220,8 +222,8 @@ def test_a_model_can_be_changed_after_an_interrupt(change: str, step: int) -> No
 POINTS = ("model.layers.0", "model.layers.1.mlp", "model.layers.1.mlp.experts", "lm_head")
 
 
-def steps_after_an_interrupt_on_all_ranks(rank: int, world: int) -> None:
-    """Ctrl-C reaches all ranks of a terminal: each is interrupted in front of the same module."""
+def an_interrupt_of_all_ranks_changes_no_later_step(rank: int, world: int) -> None:
+    """Ctrl-C reaches all ranks of a terminal. All are interrupted in front of the same module."""
     model = tiny(**MODEL)
     checkpointing(model, False)
     apply_ep_fsdp2(model, ep_size=2, fused_loss=True, aux_loss_per_layer=True)
@@ -229,46 +231,48 @@ def steps_after_an_interrupt_on_all_ranks(rank: int, world: int) -> None:
     inputs = [batch(model, 2, 7, seed=world * step + rank, pad=2) for step in range(3)]
     start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
-    def results() -> Tensor:
+    def compute_results() -> Tensor:
         """Return the logits of a forward without labels, and the losses of three steps."""
         model.load_state_dict(start[0])
         optimizer.load_state_dict(copy.deepcopy(start[1]))
         values = [*model(**inputs[0] | {"labels": None}).logits.detach().flatten()]
-        for of_step in inputs:
+        for step_inputs in inputs:
             optimizer.zero_grad()
-            loss = model(**of_step).loss
+            loss = model(**step_inputs).loss
             loss.backward()
             optimizer.step()
             values.append(loss.detach())
         return torch.stack(values)
 
-    want = results()
-    assert torch.equal(results(), want)
+    want = compute_results()
+    assert torch.equal(compute_results(), want)
     for name in POINTS:
         hook = model.get_submodule(name).register_forward_pre_hook(_interrupt)
         with pytest.raises(KeyboardInterrupt):
             model(**inputs[0])
         hook.remove()
-        assert torch.equal(results(), want), f"interrupted in front of {name}"
+        assert torch.equal(compute_results(), want), f"interrupted in front of {name}"
 
 
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, steps_after_an_interrupt_on_all_ranks, slow=True))
+@pytest.mark.parametrize(
+    "claim", on_ranks(2, an_interrupt_of_all_ranks_changes_no_later_step, slow=True)
+)
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
 def _assert_same_functions(model: nn.Module, stock: nn.Module) -> None:
-    """Check that no module of an unpatched model has a function that stock's does not have."""
-    for module, of_stock in zip(model.modules(), stock.modules(), strict=True):
+    """Check that no module of an unpatched model has a function that stock's module lacks."""
+    for module, stock_module in zip(model.modules(), stock.modules(), strict=True):
         functions = {name for name, value in vars(module).items() if callable(value)}
-        assert functions <= vars(of_stock).keys()
+        assert functions <= vars(stock_module).keys()
 
 
-def _assert_stock(model: nn.Module, run: _Run) -> None:
+def _assert_stock_loss(model: nn.Module, run: _TrainingRun) -> None:
     """Check that the unpatched model has the loss of a stock model."""
     run.stock.load_state_dict(model.state_dict())
     losses = [other(**run.inputs[0]).loss for other in (model, run.stock)]

@@ -1,6 +1,6 @@
 """Padding tokens are not dispatched, not computed by experts and not counted; gradients are exact.
 
-The reference of the parity cases is stock, which computes all tokens.
+The reference of the parity cases is a stock model, which computes all tokens.
 """
 
 from collections.abc import Iterator
@@ -31,13 +31,13 @@ HIDDEN, LAYERS, TOP_K = 32, 2, 2
 Batch = dict[str, Tensor]
 
 
-def _padded(model: nn.Module, rank: int, world: int = 2, step: int = 0) -> Batch:
-    """Return 4 rows of 20 tokens, of which 0, 5, 10 and 16 are padding on the right."""
+def _make_padded(model: nn.Module, rank: int, world: int = 2, step: int = 0) -> Batch:
+    """Make 4 rows of 20 tokens, of which 0, 5, 10 and 16 are padding on the right."""
     return batch(model, 4, 20, seed=10 * step + rank, pad=16)
 
 
-def _on_the_left(inputs: Batch, *, first_label: bool) -> Batch:
-    """Move the padding to the left. The first token of each text is predicted or not."""
+def _move_padding_to_the_left(inputs: Batch, *, first_label: bool) -> Batch:
+    """Move the padding to the left. With `first_label`, each text's first token has a label."""
     lengths = inputs["attention_mask"].sum(1).tolist()
     moved = {
         name: torch.stack([row.roll(len(row) - n) for row, n in zip(x, lengths, strict=True)])
@@ -49,7 +49,7 @@ def _on_the_left(inputs: Batch, *, first_label: bool) -> Batch:
     return moved
 
 
-def _batches(
+def _make_batches(
     model: nn.Module,
     rank: int,
     world: int,
@@ -58,11 +58,12 @@ def _batches(
     left: bool = False,
     first_label: bool = False,
 ) -> list[Batch]:
-    inputs = _padded(model, rank, world, step)
-    return [_on_the_left(inputs, first_label=first_label) if left else inputs]
+    inputs = _make_padded(model, rank, world, step)
+    return [_move_padding_to_the_left(inputs, first_label=first_label) if left else inputs]
 
 
-def _own_checkpoint(model: nn.Module, *, use_reentrant: bool) -> None:
+def _set_own_checkpoint(model: nn.Module, *, use_reentrant: bool) -> None:
+    """Checkpoint every MoE block by a function that this package does not wrap."""
     for layer in model.model.layers:
         inner = layer.mlp.forward
         layer.mlp.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=use_reentrant)
@@ -72,12 +73,12 @@ def _checkpointing(use_reentrant: bool) -> Any:
     return partial(parity.checkpointing, use_reentrant=use_reentrant)
 
 
-RIGHT = Case("on the right", 2, 2, micro_batches=_batches)
+RIGHT = Case("on the right", 2, 2, micro_batches=_make_batches)
 FUSED = {"fused_loss": True}
 NODES = {"dispatcher": "hierarchical", "node_size": 2}
 CASES = [
     RIGHT,
-    RIGHT.with_(name="on the left", micro_batches=partial(_batches, left=True)),
+    RIGHT.with_(name="on the left", micro_batches=partial(_make_batches, left=True)),
 ]
 MORE_CASES = [
     RIGHT.with_(name="3 chunks, checkpoint", config={"dispatch_chunks": 3}).with_(
@@ -85,26 +86,26 @@ MORE_CASES = [
     ),
     RIGHT.with_(
         name="on the left, first tokens predicted",
-        micro_batches=partial(_batches, left=True, first_label=True),
+        micro_batches=partial(_make_batches, left=True, first_label=True),
     ),
     RIGHT.with_(name="sp", sp=2),
     RIGHT.with_(name="ep 1, checkpoint", ep=1, config=FUSED, prepare=_checkpointing(False)),
     RIGHT.with_(name="reentrant checkpoint", prepare=_checkpointing(True)),
-    RIGHT.with_(name="own checkpoint", prepare=partial(_own_checkpoint, use_reentrant=False)),
+    RIGHT.with_(name="own checkpoint", prepare=partial(_set_own_checkpoint, use_reentrant=False)),
     RIGHT.with_(
-        name="own reentrant checkpoint", prepare=partial(_own_checkpoint, use_reentrant=True)
+        name="own reentrant checkpoint", prepare=partial(_set_own_checkpoint, use_reentrant=True)
     ),
     RIGHT.with_(name="sp, checkpoint", sp=2, prepare=_checkpointing(False)),
     RIGHT.with_(name="ep 1, sp, reentrant", ep=1, sp=2, prepare=_checkpointing(True)),
     RIGHT.with_(name="ep 1, own checkpoint", ep=1, config=FUSED).with_(
-        prepare=partial(_own_checkpoint, use_reentrant=False)
+        prepare=partial(_set_own_checkpoint, use_reentrant=False)
     ),
 ]
 CASES_ON_NODES = [RIGHT.with_(name="2 nodes", world=4, ep=4, config=NODES)]
 
 
 @contextmanager
-def _all_tokens() -> Iterator[None]:
+def _dispatch_all_tokens() -> Iterator[None]:
     """Dispatch padding tokens like other tokens, as for a forward without labels."""
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(padding, "find_real_tokens", lambda given, **options: None)
@@ -112,7 +113,7 @@ def _all_tokens() -> Iterator[None]:
 
 
 @contextmanager
-def _sent_bytes() -> Iterator[list[int]]:
+def _count_sent_bytes() -> Iterator[list[int]]:
     """Yield a list with the bytes that this rank sends in all-to-alls of rows."""
     sent, stock = [0], dist.all_to_all_single
 
@@ -126,11 +127,11 @@ def _sent_bytes() -> Iterator[list[int]]:
         yield sent
 
 
-def _run(model: nn.Module, inputs: Batch) -> tuple[int, Tensor, dict[str, Tensor]]:
+def _run_step(model: nn.Module, inputs: Batch) -> tuple[int, Tensor, dict[str, Tensor]]:
     """Run a step; return the bytes sent by all ranks, the load [L, E], and all gradients."""
     model.zero_grad()
     expert_load(model)  # resets the counts
-    with _sent_bytes() as sent:
+    with _count_sent_bytes() as sent:
         model(**inputs).loss.backward()
     total = torch.tensor(sent)
     dist.all_reduce(total)
@@ -138,52 +139,53 @@ def _run(model: nn.Module, inputs: Batch) -> tuple[int, Tensor, dict[str, Tensor
     return int(total), expert_load(model).counts, grads
 
 
-def bytes_and_load_without_padding(rank: int, world: int) -> None:
-    """With 40 % of padding (32 of 80 tokens) 40 % fewer rows are sent. Padding is never counted.
+def padding_is_neither_sent_nor_counted(rank: int, world: int) -> None:
+    """With 40 % of padding (40 of 100 tokens) about 40 % fewer rows are sent.
 
-    The rows depend on the router's choice, so their exact number is compared with that of the same
-    tokens without padding, one row per forward.
+    The number of rows depends on the router's choice. The exact number is compared with forwards of
+    the same texts without padding, one text per forward.
     """
     model = apply_ep_fsdp2(tiny(num_hidden_layers=LAYERS), ep_size=2)
     inputs = batch(model, 5, 20, seed=rank, pad=16)  # 0, 4, 8, 12 and 16 of 20
     assert int((inputs["attention_mask"] == 0).sum()) == 40
-    without, load, grads = _run(model, inputs)
-    with _all_tokens():
-        everything, full_load, full_grads = _run(model, inputs)
+    sent_bytes, load, grads = _run_step(model, inputs)
+    with _dispatch_all_tokens():
+        full_bytes, full_load, full_grads = _run_step(model, inputs)
     for name, grad in full_grads.items():
         parity.assert_close(name, grads[name], grad, 1e-12)
     assert load.sum(1).tolist() == [2 * 60 * TOP_K] * LAYERS
     assert torch.equal(load, full_load)
-    alone = 0
+    unpadded_bytes = 0
     for row in range(5):
         length = int(inputs["attention_mask"][row].sum())
-        alone += _run(model, {name: x[row : row + 1, :length] for name, x in inputs.items()})[0]
-    assert without == alone
-    assert 0.5 < without / everything < 0.7, (without, everything)
-    # Without expert parallelism the outputs at padding tokens are those of stock, if they are seen.
+        text = {name: x[row : row + 1, :length] for name, x in inputs.items()}
+        unpadded_bytes += _run_step(model, text)[0]
+    assert sent_bytes == unpadded_bytes
+    assert 0.5 < sent_bytes / full_bytes < 0.7, (sent_bytes, full_bytes)
+    # Without expert parallelism padding is not counted either, also if the experts compute it.
     for fused_loss in (True, False):
         single = apply_ep_fsdp2(tiny(num_hidden_layers=LAYERS), ep_size=1, fused_loss=fused_loss)
-        assert torch.equal(_run(single, inputs)[1], load)
+        assert torch.equal(_run_step(single, inputs)[1], load)
 
 
-def all_tokens_where_a_loss_may_read_them(rank: int, world: int) -> None:
+def all_tokens_are_sent_if_a_loss_may_read_them(rank: int, world: int) -> None:
     model = apply_ep_fsdp2(tiny(num_hidden_layers=LAYERS), ep_size=2)
-    inputs = _padded(model, rank)
+    inputs = _make_padded(model, rank)
     without_labels = {name: x for name, x in inputs.items() if name != "labels"}
-    with _sent_bytes() as sent:
+    with _count_sent_bytes() as sent:
         got = model(**without_labels).logits
-    with _sent_bytes() as want_sent, _all_tokens():
+    with _count_sent_bytes() as want_sent, _dispatch_all_tokens():
         want = model(**without_labels).logits
     assert sent == want_sent and torch.equal(got, want)
     model.eval()
-    with _sent_bytes() as sent:
+    with _count_sent_bytes() as sent:
         got = model(**inputs).logits
     assert sent == want_sent and torch.equal(got, want)
     assert patched_state(model).real_tokens is None
 
 
 def max_tokens_per_rank_bounds_rows_without_padding(rank: int, world: int) -> None:
-    """A batch of one token and 19 of padding on each rank: a rank receives at most 2 rows."""
+    """Each rank has one token and 19 of padding, so a rank receives at most 2 rows."""
     for limit, labels in ((2, True), (2, False)):
         model = apply_ep_fsdp2(tiny(num_hidden_layers=1), ep_size=2, max_tokens_per_rank=limit)
         inputs = {
@@ -199,8 +201,8 @@ def max_tokens_per_rank_bounds_rows_without_padding(rank: int, world: int) -> No
 
 TWO_RANKS = on_ranks(
     2,
-    bytes_and_load_without_padding,
-    all_tokens_where_a_loss_may_read_them,
+    padding_is_neither_sent_nor_counted,
+    all_tokens_are_sent_if_a_loss_may_read_them,
     max_tokens_per_rank_bounds_rows_without_padding,
 )
 
@@ -217,7 +219,7 @@ def test_on_ranks(found: Found, claim: Check) -> None:
 
 
 @contextmanager
-def _rows_of_experts() -> Iterator[list[int]]:
+def _count_expert_rows() -> Iterator[list[int]]:
     """Yield a list with the number of rows of each call of the experts."""
     rows, stock = [], moe_layer.run_experts
 
@@ -235,17 +237,18 @@ OWN = {"own": False, "own reentrant": True}
 
 @pytest.mark.parametrize("checkpoints", [None, "non-reentrant", "reentrant", *OWN])
 def test_one_process_computes_no_padding(checkpoints: str | None) -> None:
-    """A recompute computes the tokens of the first run. A checkpoint that this package does not
-    know computes all tokens twice.
+    """A recompute computes the tokens of the first run.
+
+    Inside a checkpoint that this package does not wrap, both runs compute all tokens.
     """
     model = patch(tiny(num_hidden_layers=LAYERS), **FUSED)
     stock = tiny(num_hidden_layers=LAYERS)
-    inputs = _padded(stock, 0)
+    inputs = _make_padded(stock, 0)
     if checkpoints in OWN:
-        _own_checkpoint(model, use_reentrant=OWN[checkpoints])
+        _set_own_checkpoint(model, use_reentrant=OWN[checkpoints])
     elif checkpoints is not None:
         parity.checkpointing(model, use_reentrant=checkpoints == "reentrant")
-    with _rows_of_experts() as rows:
+    with _count_expert_rows() as rows:
         model(**inputs).loss.backward()
     stock(**inputs).loss.backward()
     parity.assert_same_gradients("padding", model, stock, lambda _: FP64_MODEL)
@@ -254,7 +257,7 @@ def test_one_process_computes_no_padding(checkpoints: str | None) -> None:
     counted = int(inputs["attention_mask"].sum())
     assert expert_load(model).counts.sum(1).tolist() == [counted * TOP_K] * LAYERS
     assert patched_state(model).real_tokens is None
-    with _rows_of_experts() as rows:
+    with _count_expert_rows() as rows:
         model(**{name: x for name, x in inputs.items() if name != "labels"})
         model(**inputs, output_hidden_states=True)
         model.eval()(**inputs)
@@ -263,9 +266,9 @@ def test_one_process_computes_no_padding(checkpoints: str | None) -> None:
 
 
 @pytest.mark.parametrize("output", ["router_logits", "attentions"])
-def test_outputs_at_padding_are_those_of_stock(output: str) -> None:
+def test_returned_outputs_at_padding_equal_stocks_outputs(output: str) -> None:
     model, stock = (tiny(num_hidden_layers=LAYERS, attn_implementation="eager") for _ in range(2))
-    inputs = _padded(stock, 0) | {f"output_{output}": True}
+    inputs = _make_padded(stock, 0) | {f"output_{output}": True}
     got, want = patch(model, **FUSED)(**inputs)[output], stock(**inputs)[output]
     assert len(got) == len(want) == LAYERS
     for layer in range(LAYERS):
@@ -281,13 +284,13 @@ MIXERS = (
 
 @pytest.mark.parametrize("model_type", MIXERS)
 def test_padding_behind_a_text_is_not_computed_in_models_with_mixers(model_type: str) -> None:
-    """Mixers are causal, so padding in front of a text may change the text, and is computed."""
+    """Padding in front of a text is computed, because a mixer's states may depend on it."""
     with FP64():
         for left in (False, True):
             model, stock = patch(build(model_type), **FUSED), build(model_type)
-            inputs = _padded(stock, 0)
-            inputs = _on_the_left(inputs, first_label=False) if left else inputs
-            with _rows_of_experts() as rows:
+            inputs = _make_padded(stock, 0)
+            inputs = _move_padding_to_the_left(inputs, first_label=False) if left else inputs
+            with _count_expert_rows() as rows:
                 model(**inputs).loss.backward()
             stock(**inputs).loss.backward()
             assert_same_grads(model_type, model, stock, FP64_MODEL)
@@ -297,7 +300,7 @@ def test_padding_behind_a_text_is_not_computed_in_models_with_mixers(model_type:
 def test_a_batch_without_padding_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch(tiny(num_hidden_layers=LAYERS), **FUSED)
     monkeypatch.setattr(torch.Tensor, "index_copy", None)
-    with _rows_of_experts() as rows:
+    with _count_expert_rows() as rows:
         model(**batch(model, 4, 20)).loss.backward()
     assert rows == [80] * LAYERS
 
@@ -306,14 +309,14 @@ MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1]])
 LABELS = torch.tensor([[7, 7, 7, -100, -100], [-100, -100, -100, 7, 7]])
 
 
-def _find(**given: Any) -> list[list[int]] | None:
+def _find_tokens(**given: Any) -> list[list[int]] | None:
     real_T = find_real_tokens({"attention_mask": MASK, "labels": LABELS, **given})
     return None if real_T is None else real_T.view(2, 5).int().tolist()
 
 
-def test_the_example_of_the_docstring() -> None:
-    assert _find() == MASK.tolist()
-    assert _find(attention_mask=MASK.bool()) == MASK.tolist()
+def test_padding_is_left_out_in_the_example_of_the_docstring() -> None:
+    assert _find_tokens() == MASK.tolist()
+    assert _find_tokens(attention_mask=MASK.bool()) == MASK.tolist()
 
 
 def test_a_row_with_padding_in_front_of_a_text_is_kept_for_mixers() -> None:
@@ -321,18 +324,20 @@ def test_a_row_with_padding_in_front_of_a_text_is_kept_for_mixers() -> None:
     assert real_T is not None and real_T.view(2, 5).int().tolist() == [MASK[0].tolist(), [1] * 5]
 
 
-def test_a_row_in_which_padding_has_a_label_is_kept() -> None:
+def test_a_row_in_which_padding_predicts_a_label_is_kept() -> None:
     labels = LABELS.clone()
     labels[1, 2] = 7  # predicted by the last padding token of the row
-    assert _find(labels=labels) == [MASK[0].tolist(), [1] * 5]
+    assert _find_tokens(labels=labels) == [MASK[0].tolist(), [1] * 5]
     labels = LABELS.clone()
     labels[0, 4] = 7  # a label of padding itself, predicted by the padding before it
-    assert _find(labels=labels) == [[1] * 5, MASK[1].tolist()]
+    assert _find_tokens(labels=labels) == [[1] * 5, MASK[1].tolist()]
     shifted = torch.full_like(LABELS, -100)
-    assert _find(labels=None, shift_labels=shifted) == MASK.tolist()
+    assert _find_tokens(labels=None, shift_labels=shifted) == MASK.tolist()
     shifted[0, 4] = 7  # the next label of the last token
-    assert _find(labels=None, shift_labels=shifted) == [[1] * 5, MASK[1].tolist()]
-    assert _find(labels=torch.where(LABELS == -100, 0, LABELS), ignore_index=0) == MASK.tolist()
+    assert _find_tokens(labels=None, shift_labels=shifted) == [[1] * 5, MASK[1].tolist()]
+    assert (
+        _find_tokens(labels=torch.where(LABELS == -100, 0, LABELS), ignore_index=0) == MASK.tolist()
+    )
 
 
 @pytest.mark.parametrize(
@@ -345,5 +350,5 @@ def test_a_row_in_which_padding_has_a_label_is_kept() -> None:
         {"past_key_values": object()},
     ],
 )
-def test_arguments_that_do_not_tell_the_padding(given: dict[str, Any]) -> None:
-    assert _find(**given) is None
+def test_arguments_that_do_not_show_the_padding_give_no_mask(given: dict[str, Any]) -> None:
+    assert _find_tokens(**given) is None

@@ -1,8 +1,8 @@
-"""Liger itself with a patched model, if liger-kernel is installed.
+"""The real Liger works with a patched model, if liger-kernel is installed.
 
-On a CPU Triton's interpreter runs Liger's rotary embedding and its fused linear cross-entropy. Its
-experts must never run, because ours replace them. Its norms are left out: the interpreter has no
-libdevice.
+On a CPU Triton's interpreter runs Liger's rotary embedding and its fused linear cross-entropy.
+Liger's experts must never run, because our experts replace them. Liger's norms are left out,
+because the interpreter has no libdevice.
 """
 
 import importlib.util
@@ -43,7 +43,7 @@ _REPLACED = ("apply_rotary_pos_emb", "Qwen3MoeRMSNorm", "Qwen3MoeExperts")
 
 @contextmanager
 def real_liger() -> Iterator[Any]:
-    """Yield `liger_kernel.transformers`, interpreted, and restore later all that Liger replaced."""
+    """Yield `liger_kernel.transformers` under the interpreter; restore what Liger has replaced."""
     before = {name: getattr(modeling, name) for name in _REPLACED}
     forward = modeling.Qwen3MoeForCausalLM.forward
     with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
@@ -57,34 +57,34 @@ def real_liger() -> Iterator[Any]:
             modeling.Qwen3MoeForCausalLM.forward = forward  # type: ignore[method-assign]
 
 
-def _stock() -> Any:
+def _make_stock() -> Any:
     return tiny(dtype=torch.float32, **ROUTED)
 
 
-def _to_the_instance(liger: Any) -> Any:
-    model = _stock()
+def _apply_to_the_instance(liger: Any) -> Any:
+    model = _make_stock()
     liger._apply_liger_kernel_to_instance(model, rms_norm=False)
     return model
 
 
-def _to_its_classes(liger: Any) -> Any:
+def _apply_to_its_classes(liger: Any) -> Any:
     """Apply Liger before the model is built, as its README and AutoLigerKernelForCausalLM do."""
     liger.apply_liger_kernel_to_qwen3_moe(rms_norm=False)
-    model = _stock()
+    model = _make_stock()
     assert type(model.model.layers[0].mlp.experts).__name__ == "LigerExperts"
     assert type(model).forward.__module__.startswith("liger_kernel")
     return model
 
 
 FIRST: dict[str, Callable[[Any], Any]] = {
-    "to the instance": _to_the_instance,
-    "to its classes": _to_its_classes,
+    "to the instance": _apply_to_the_instance,
+    "to its classes": _apply_to_its_classes,
 }
 
 
 def liger_may_be_applied_before_patch(rank: int, world: int) -> None:
-    """Gradients equal stock's. Our experts and the global aux loss replace Liger's."""
-    _, wanted = steps_of_one_process(_stock(), 1)
+    """Gradients equal stock's gradients: our experts and the global aux loss replace Liger's."""
+    _, wanted = steps_of_one_process(_make_stock(), 1)
     for name, make in FIRST.items():
         with real_liger() as liger:
             model = apply_ep_fsdp2(make(liger), ep_size=world)
@@ -93,11 +93,11 @@ def liger_may_be_applied_before_patch(rank: int, world: int) -> None:
             model.eval()(**own_rows(model, rank, world))  # in evaluation the head makes logits
 
 
-def the_trainer_applies_liger(rank: int, world: int, folder: str) -> None:
-    """With `use_liger_kernel=True`, losses and gradient norms equal those of one stock process."""
-    wanted, _ = steps_of_one_process(_stock(), 4)
+def the_trainer_with_liger_equals_stock(rank: int, world: int, folder: str) -> None:
+    """With `use_liger_kernel=True`, losses and gradient norms equal one stock process."""
+    wanted, _ = steps_of_one_process(_make_stock(), 4)
     with real_liger(), launched():
-        model = _stock()
+        model = _make_stock()
         trainer = trained(model, world, folder, liger_kernel_config={"rms_norm": False})
         assert (
             inspect.unwrap(model.forward).__module__ == "liger_kernel.transformers.model.qwen3_moe"
@@ -118,7 +118,7 @@ def fused_loss_of_slices_is_refused(rank: int, world: int) -> None:
 CLAIMS = on_ranks(
     2,
     liger_may_be_applied_before_patch,
-    the_trainer_applies_liger,
+    the_trainer_with_liger_equals_stock,
     fused_loss_of_slices_is_refused,
 )
 

@@ -1,6 +1,7 @@
-"""With activation checkpointing, a recompute uses the counts and experts of the first forward.
+"""With activation checkpointing, a recompute uses the counts and experts of the first run.
 
-Numbers equal those without checkpointing, with both implementations of torch (reentrant and not).
+Gradients equal the gradients without checkpointing, with both implementations of torch (reentrant
+and not).
 """
 
 import copy
@@ -44,8 +45,8 @@ LAYERS = 2
 WATCHED = {**EXCHANGES, "item": (Tensor, "item")}
 
 
-def _noisy_gate(gate: nn.Module, noise: float) -> None:
-    """Give experts 0 and 1 equal logits. In a recompute, noise decides which of them is chosen."""
+def _make_gate_noisy(gate: nn.Module, noise: float) -> None:
+    """Give experts 0 and 1 equal logits. In a recompute, noise chooses one of the two."""
     with torch.no_grad():
         gate.weight[1] = gate.weight[0]
     calls = Counter()
@@ -64,39 +65,39 @@ def _noisy_gate(gate: nn.Module, noise: float) -> None:
     gate.forward = forward
 
 
-def _model(config: dict[str, Any], use_reentrant: bool | None, noise: float = 0) -> nn.Module:
+def _make_model(config: dict[str, Any], use_reentrant: bool | None, noise: float = 0) -> nn.Module:
     model = tiny(num_hidden_layers=LAYERS)
     for layer in model.model.layers if noise else ():
-        _noisy_gate(layer.mlp.gate, noise)
+        _make_gate_noisy(layer.mlp.gate, noise)
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
     return apply_ep_fsdp2(model, **({"ep_size": 2} | config))
 
 
-def _grads(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def _compute_grads(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     model.zero_grad()
     model(**inputs).loss.backward()
     return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
-def _inputs(rank: int, tokens: int = 9) -> dict[str, Tensor]:
+def _make_inputs(rank: int, tokens: int = 9) -> dict[str, Tensor]:
     return batch(tiny(), 2, tokens + 4 * rank, seed=rank)
 
 
 def counts_are_exchanged_once(rank: int, world: int) -> None:
     """Forward and backward exchange rows and results per chunk, and counts only once.
 
-    With one chunk these are five collectives per layer. A recompute repeats the exchanges of rows,
-    but not that of the counts. Ranks that share experts (etp_size) do the same.
+    With one chunk there are five collectives per layer. A recompute repeats the exchanges of rows,
+    but not the exchange of counts. Ranks that share experts (etp_size) do the same.
     """
     cases = [({}, *case) for case in itertools.product((1, 3), (None, False, True))]
     for sizes, chunks, use_reentrant in [*cases, ({"ep_size": 1, "etp_size": 2}, 1, False)]:
         name = f"{sizes}, chunks {chunks}, reentrant {use_reentrant}"
         rows_each_way = 2 * chunks * LAYERS
-        model = _model({"dispatch_chunks": chunks, **sizes}, use_reentrant)
+        model = _make_model({"dispatch_chunks": chunks, **sizes}, use_reentrant)
         for _ in range(2):  # the first forward sets FSDP2 up
             with counting(WATCHED) as forward:
-                loss = model(**_inputs(rank)).loss
+                loss = model(**_make_inputs(rank)).loss
             with counting(WATCHED) as backward:
                 loss.backward()
         assert forward["all_to_all"] == rows_each_way + LAYERS, f"{name}: {forward}"
@@ -108,8 +109,7 @@ def counts_are_exchanged_once(rank: int, world: int) -> None:
         assert backward["all_to_all"] == rows_each_way + recomputed, f"{name}: {backward}"
 
 
-def weight_grads_overlap_rows(rank: int, world: int) -> None:
-    """The experts' weight gradients are computed while their input gradients are exchanged."""
+def weight_gradients_are_computed_while_row_gradients_are_sent(rank: int, world: int) -> None:
     events: list[str] = []
 
     def recording(letter: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,14 +119,14 @@ def weight_grads_overlap_rows(rank: int, world: int) -> None:
 
         return call
 
-    # S: start an all-to-all, W: wait for one, E: compute gradients of experts. Both chunks send
-    # their output gradients. Then each chunk waits for its output gradients, sends the gradients of
-    # rows and of routing weights together, and computes those of the experts. At the end the two
-    # exchanges that the chunks started are waited for.
+    # S: start an all-to-all, W: wait for an all-to-all, E: compute gradients of experts. First both
+    # chunks send their output gradients. Then each chunk waits for its output gradients, sends the
+    # gradients of rows and of routing weights together, and computes the gradients of experts. At
+    # the end both chunks wait for the gradients of their rows.
     layer = "SS" + "WSE" + "WSE" + "WW"
     for use_reentrant in (None, True):
-        model = _model({"dispatch_chunks": 2}, use_reentrant)
-        loss = model(**_inputs(rank)).loss
+        model = _make_model({"dispatch_chunks": 2}, use_reentrant)
+        loss = model(**_make_inputs(rank)).loss
         events.clear()
         with (
             mock.patch.object(dist, "all_to_all_single", recording("S", dist.all_to_all_single)),
@@ -138,38 +138,38 @@ def weight_grads_overlap_rows(rank: int, world: int) -> None:
 
 
 def a_recompute_keeps_the_experts_of_forward(rank: int, world: int) -> None:
-    """In a recompute the router breaks ties differently. Gradients belong to its first choice."""
+    """In a recompute the router breaks ties differently. Gradients belong to the first choice."""
     for chunks in (1, 3):
-        plain = _model({"dispatch_chunks": chunks}, None, noise=1e-5)
-        want = _grads(plain, _inputs(rank))
+        plain = _make_model({"dispatch_chunks": chunks}, None, noise=1e-5)
+        want = _compute_grads(plain, _make_inputs(rank))
         for use_reentrant in (False, True):
-            model = _model({"dispatch_chunks": chunks}, use_reentrant, noise=1e-5)
-            for name, grad in _grads(model, _inputs(rank)).items():
+            model = _make_model({"dispatch_chunks": chunks}, use_reentrant, noise=1e-5)
+            for name, grad in _compute_grads(model, _make_inputs(rank)).items():
                 # The noise changes gradients by about 1e-5; another expert by at least 1e-2.
                 assert_close(f"{name}, reentrant {use_reentrant}", grad, want[name], 1e-3)
 
 
-def _two_forwards(model: nn.Module, rank: int) -> dict[str, Tensor]:
-    """Return the gradients of two forwards of different sizes, with a no_grad forward between."""
+def _run_two_forwards(model: nn.Module, rank: int) -> dict[str, Tensor]:
+    """Return the gradients of two forwards of different sizes; a no_grad forward runs between."""
     model.zero_grad()
-    first = model(**_inputs(rank, 9)).loss
+    first = model(**_make_inputs(rank, 9)).loss
     with torch.no_grad():
-        model(**_inputs(rank, 3))
-    second = model(**_inputs(rank, 5)).loss
+        model(**_make_inputs(rank, 3))
+    second = model(**_make_inputs(rank, 5)).loss
     (first + 2 * second).backward()
     return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
-def two_forwards_one_backward(rank: int, world: int) -> None:
-    want = _two_forwards(_model({}, None), rank)
+def one_backward_of_two_forwards_has_exact_gradients(rank: int, world: int) -> None:
+    want = _run_two_forwards(_make_model({}, None), rank)
     for use_reentrant in (False, True):
-        got = _two_forwards(_model({"dispatch_chunks": 2}, use_reentrant), rank)
+        got = _run_two_forwards(_make_model({"dispatch_chunks": 2}, use_reentrant), rank)
         for name, grad in got.items():
             assert_close(f"{name}, reentrant {use_reentrant}", grad, want[name], 1e-12)
 
 
 def _call_checkpointed(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replacement of `__call__` as before transformers 5.23: hooks run inside the checkpoint."""
+    """Replace `__call__` by its form before transformers 5.23, with hooks in the checkpoint."""
     if not (layer.gradient_checkpointing and layer.training):
         return nn.Module.__call__(layer, *args, **kwargs)
 
@@ -183,18 +183,18 @@ def _call_checkpointed(layer: Any, *args: Any, **kwargs: Any) -> Any:
     return layer._gradient_checkpointing_func(call, *args)
 
 
-def checkpointed_hooks_of_fsdp2(rank: int, world: int) -> None:
-    """FSDP2's hooks run inside the checkpoint, and still every gradient is reduced."""
-    want = _two_forwards(_model({}, None), rank)
+def hooks_of_fsdp2_inside_the_checkpoint_reduce_every_gradient(rank: int, world: int) -> None:
+    """Before transformers 5.23 FSDP2's hooks ran inside the checkpoint."""
+    want = _run_two_forwards(_make_model({}, None), rank)
     with mock.patch.object(GradientCheckpointingLayer, "__call__", _call_checkpointed):
         for use_reentrant in (False, True):
-            for name, grad in _two_forwards(_model({}, use_reentrant), rank).items():
+            for name, grad in _run_two_forwards(_make_model({}, use_reentrant), rank).items():
                 assert_close(f"{name}, reentrant {use_reentrant}", grad, want[name], 1e-12)
 
 
-def a_rank_without_rows(rank: int, world: int) -> None:
-    """All tokens choose rank 0's experts. Rank 1 saves as many tensors as rank 0, with 0 rows."""
-    model = _model({}, None)
+def a_rank_without_rows_saves_as_many_tensors(rank: int, world: int) -> None:
+    """All tokens choose rank 0's experts, so the tensors that rank 1 saves have 0 rows."""
+    model = _make_model({}, None)
     saved: list[int] = []
     with torch.no_grad():
         for layer in model.model.layers:
@@ -211,28 +211,28 @@ def a_rank_without_rows(rank: int, world: int) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(**_inputs(rank)).loss.backward()
+        model(**_make_inputs(rank)).loss.backward()
     counts: list[Any] = [None, None]
     dist.all_gather_object(counts, len(saved))
     assert counts[0] == counts[1], counts
 
 
-def a_checkpoint_that_is_not_wrapped(rank: int, world: int) -> None:
-    """A user's own checkpoint exchanges the counts again in recompute. Its numbers are right."""
-    want = _grads(_model({}, None), _inputs(rank))
-    model = _model({}, None)
+def a_users_own_checkpoint_exchanges_the_counts_again(rank: int, world: int) -> None:
+    """The gradients are right nevertheless."""
+    want = _compute_grads(_make_model({}, None), _make_inputs(rank))
+    model = _make_model({}, None)
     for layer in model.model.layers:
         inner = layer.mlp.forward
         layer.mlp.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
     with counting(WATCHED) as calls:
-        got = _grads(model, _inputs(rank))
+        got = _compute_grads(model, _make_inputs(rank))
     assert calls["counts"] == 2 * LAYERS
     for name, grad in got.items():
         assert_close(name, grad, want[name], 1e-12)
 
 
 def an_indexer_is_not_a_router(rank: int, world: int) -> None:
-    """DeepSeek's indexer chooses 2 of 8 keys, as many as each router chooses of 8 experts."""
+    """DeepSeek's indexer chooses 2 of 8 keys, as each router chooses 2 of 8 experts."""
     sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "index_topk": 2}
     sizes |= {"n_group": 1, "topk_group": 1}
     wanted = {}
@@ -243,16 +243,16 @@ def an_indexer_is_not_a_router(rank: int, world: int) -> None:
         apply_ep_fsdp2(model, ep_size=2)
         model(**batch(model, 2, 8, seed=rank)).loss.backward()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        whole = {name: grad.full_tensor() for name, grad in grads.items()}
-        wanted = wanted or whole
-        assert wanted.keys() == whole.keys()
-        for name, grad in whole.items():
+        full_grads = {name: grad.full_tensor() for name, grad in grads.items()}
+        wanted = wanted or full_grads
+        assert wanted.keys() == full_grads.keys()
+        for name, grad in full_grads.items():
             assert_close(f"{name}, reentrant {use_reentrant}", grad, wanted[name], 1e-12)
 
 
-def selective_checkpointing(rank: int, world: int) -> None:
-    """torch's selective checkpointing must see the same operators in forward and in recompute."""
-    want = _grads(_model({}, None), _inputs(rank))
+def selective_checkpointing_sees_the_same_operators_twice(rank: int, world: int) -> None:
+    """torch raises an error if forward and recompute call different operators."""
+    want = _compute_grads(_make_model({}, None), _make_inputs(rank))
     for saved in ([torch.ops.aten.mm.default], [torch.ops.aten.cat.default]):
         contexts = partial(create_selective_checkpoint_contexts, saved)
         model = tiny(num_hidden_layers=LAYERS)
@@ -260,21 +260,21 @@ def selective_checkpointing(rank: int, world: int) -> None:
         options = {"use_reentrant": False, "context_fn": contexts}
         (enable or model.gradient_checkpointing_enable)(options)
         apply_ep_fsdp2(model, ep_size=2, dispatch_chunks=2)
-        for name, grad in _grads(model, _inputs(rank)).items():
+        for name, grad in _compute_grads(model, _make_inputs(rank)).items():
             assert_close(f"{name}, {saved} saved", grad, want[name], 1e-12)
 
 
-def compiled(rank: int, world: int) -> None:
-    want = _grads(_model({}, None), _inputs(rank))
-    model = _model({"dispatch_chunks": 2}, False)
+def a_compiled_model_has_the_same_gradients(rank: int, world: int) -> None:
+    want = _compute_grads(_make_model({}, None), _make_inputs(rank))
+    model = _make_model({"dispatch_chunks": 2}, False)
     compiled = torch.compile(model, backend="aot_eager")
     model.zero_grad()
-    compiled(**_inputs(rank)).loss.backward()
+    compiled(**_make_inputs(rank)).loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert_close(f"{name}, compiled", parameter.grad.full_tensor(), want[name], 1e-10)
-    # FSDP2's WeakKeyDictionary holds the state of every module. Dynamo must not trace it: it fails
-    # if a module is freed meanwhile.
+    # FSDP2's WeakKeyDictionary holds the state of every module. Dynamo must not trace it, because
+    # tracing fails if a module is freed meanwhile.
     assert WeakKeyDictionary.__getitem__.__code__ not in input_codes
 
 
@@ -283,17 +283,17 @@ ON_TWO_RANKS = [
         2,
         counts_are_exchanged_once,
         a_recompute_keeps_the_experts_of_forward,
-        two_forwards_one_backward,
-        a_rank_without_rows,
+        one_backward_of_two_forwards_has_exact_gradients,
+        a_rank_without_rows_saves_as_many_tensors,
     ),
     *on_ranks(
         2,
-        weight_grads_overlap_rows,
-        checkpointed_hooks_of_fsdp2,
-        a_checkpoint_that_is_not_wrapped,
+        weight_gradients_are_computed_while_row_gradients_are_sent,
+        hooks_of_fsdp2_inside_the_checkpoint_reduce_every_gradient,
+        a_users_own_checkpoint_exchanges_the_counts_again,
         an_indexer_is_not_a_router,
-        selective_checkpointing,
-        compiled,
+        selective_checkpointing_sees_the_same_operators_twice,
+        a_compiled_model_has_the_same_gradients,
         slow=True,
     ),
 ]
@@ -321,7 +321,7 @@ def test_unpatch_restores_the_models_own_checkpoint_function() -> None:
 
 
 def test_checkpointing_switched_on_between_forwards_is_noticed() -> None:
-    """It is switched on by the model's method, with another function, and by torch's wrapper."""
+    """The model's method or torch's wrapper switches it on, or another function replaces it."""
     model = patch(tiny(num_hidden_layers=LAYERS))
     state = getattr(model, STATE)
     watch, layers = CheckpointWatch(state), model.model.layers
@@ -342,17 +342,21 @@ def test_checkpointing_switched_on_between_forwards_is_noticed() -> None:
     assert layers[1].checkpoint_fn.args == (state, own_function)
 
 
-def test_modules_are_searched_only_after_one_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_are_searched_again_only_after_one_was_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = patch(tiny(num_hidden_layers=LAYERS))
     watch = CheckpointWatch(getattr(model, STATE))
     watch.wrap_functions(model)
-    walks = Counter()
-    monkeypatch.setattr(recompute, "_steps_to_experts", lambda root: walks.update(["walk"]) or [])
+    searches = Counter()
+    monkeypatch.setattr(
+        recompute, "_find_edges_to_experts", lambda root: searches.update(["search"]) or []
+    )
     watch.wrap_functions(model)
-    assert not walks
+    assert not searches
     model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
     watch.wrap_functions(model)
-    assert walks["walk"] == 1
+    assert searches["search"] == 1
 
 
 def test_the_watch_of_a_copied_model_wraps_the_functions_of_the_copy() -> None:
@@ -395,7 +399,7 @@ torch.ones(1, device="cuda").tolist()
 
 @pytest.mark.gpu
 def test_other_experts_in_a_recompute_stop_a_gpu_with_a_message() -> None:
-    """The device prints the layer to stderr. The host gets the error later, at its next sync."""
+    """The device prints the layer to stderr. The host gets an error later, at its next sync."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", _OTHER_EXPERTS]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -406,7 +410,7 @@ def test_other_experts_in_a_recompute_stop_a_gpu_with_a_message() -> None:
 
 def test_topk_inside_a_nested_checkpoint_is_not_replayed() -> None:
     state = getattr(patch(tiny()), STATE)
-    state.routing = RoutingSession()  # without one, a model with ep_size 1 stores no expert ids
+    state.routing = RoutingSession()  # with ep_size 1 ids are stored only during a session
     ids = torch.tensor([[0, 1], [2, 3]])
     scores = torch.eye(2, 8)
     chosen = []

@@ -1,4 +1,4 @@
-"""Shared experts run between the start and the end of the transfer of results, and equal stock."""
+"""Shared experts run while results are sent back, and their results equal stock's results."""
 
 import gc
 import pickle
@@ -29,18 +29,19 @@ from hf_moe_ep.moe.shared_experts import Deferred, SharedExperts
 from hf_moe_ep.planner.count import count_tensors
 from hf_moe_ep.state import STATE, MoELayer
 
-# In stock, qwen2_moe calls its shared experts before the routed experts, deepseek_v3 after them.
+# In stock code, qwen2_moe calls its shared experts before the routed experts, and deepseek_v3 calls
+# them after the routed experts.
 TYPES = ("qwen2_moe", "deepseek_v3")
 SHARED = ("shared_expert", "shared_experts")
 
 
-def _shared(model: nn.Module) -> list[SharedExperts]:
+def _list_shared(model: nn.Module) -> list[SharedExperts]:
     layers = [getattr(module, STATE, None) for module in model.modules()]
     return [layer.shared for layer in layers if isinstance(layer, MoELayer)]
 
 
-def _record(stack: ExitStack, events: list[str]) -> None:
-    """Record transfers of results, shared experts, and what backward does instead."""
+def _record_events(stack: ExitStack, events: list[str]) -> None:
+    """Record when results are sent and awaited, and when shared experts run, in both directions."""
 
     def note(kind: type, name: str, event: str) -> None:
         function = getattr(kind, name)
@@ -66,20 +67,22 @@ def _record(stack: ExitStack, events: list[str]) -> None:
     stack.enter_context(mock_patch.object(SharedExperts, "_run", run_noted))
 
 
-def _runs_under_the_transfer(model_type: str, rank: int, world: int) -> None:
+def _check_that_transfers_hide_shared_experts(model_type: str, rank: int, world: int) -> None:
     model = apply_ep_fsdp2(build(model_type), ep_size=world)
-    layers = len(_shared(model))
-    assert layers and all(_shared(model))
+    layers = len(_list_shared(model))
+    assert layers and all(_list_shared(model))
     events: list[str] = []
     with ExitStack() as stack:
-        _record(stack, events)
+        _record_events(stack, events)
         model(**batch(model, 2, 9 + rank)).loss.backward()
     forward = ["send", "shared", "wait"] * layers
     backward = ["send gradients", "gradients of shared", "wait for gradients"] * layers
     assert events == forward + backward, events
 
 
-def _equals_stock(model_type: str, use_reentrant: bool | None, rank: int, world: int) -> None:
+def _check_against_stock(
+    model_type: str, use_reentrant: bool | None, rank: int, world: int
+) -> None:
     model, stock = build(model_type, seed=rank), build(model_type)
     if use_reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
@@ -94,21 +97,19 @@ def _equals_stock(model_type: str, use_reentrant: bool | None, rank: int, world:
         assert_close(f"{model_type}, {guard.__name__}", *losses, budget(model_type))
 
 
-def _keeps_no_activation(
-    model_type: str, use_reentrant: bool | None, rank: int, world: int
-) -> None:
-    """After a backward, less is alive than one layer's hidden states.
+def _check_memory(model_type: str, use_reentrant: bool | None, rank: int, world: int) -> None:
+    """Check that after a backward fewer bytes are alive than one layer's hidden states.
 
-    A kept output of shared experts keeps their layer's whole graph. In the recompute of a
-    checkpointed layer, that is all activations of the layer.
+    If an output of shared experts stayed alive, it would keep the graph of its layer alive, and in
+    the recompute of a checkpointed layer all activations of the layer.
     """
     model = build(model_type)
     if use_reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    _two_steps_keep_nothing(apply_ep_fsdp2(model, ep_size=world))
+    _check_memory_of_two_steps(apply_ep_fsdp2(model, ep_size=world))
 
 
-def _two_steps_keep_nothing(model: Any) -> None:
+def _check_memory_of_two_steps(model: Any) -> None:
     inputs = batch(model, 2, 32)
     num_bytes = 2 * 32 * model.config.hidden_size * model.dtype.itemsize
     with count_tensors([*model.parameters(), *model.buffers()]) as memory:
@@ -129,26 +130,26 @@ def _assert_freed(memory: Any, before: int, num_bytes: int) -> None:
     assert memory.now - before < num_bytes, (memory.now - before, num_bytes)
 
 
-def _as_liger(model: nn.Module) -> nn.Module:
+def _set_forward_as_liger(model: nn.Module) -> nn.Module:
     """Set another forward on shared experts, as Liger's `_patch_swiglu_module` does."""
-    for shared in _shared(model):
+    for shared in _list_shared(model):
         module = shared._module
         module.__dict__["forward"] = MethodType(type(module).forward, module)
     return model
 
 
-def _with_trained_copies(model: nn.Module) -> nn.Module:
+def _train_copies(model: nn.Module) -> nn.Module:
     """Train PEFT's copies of the shared experts."""
     config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["shared_expert"])
     return get_peft_model(model, config)
 
 
-def _another_forward_runs_alone(
+def _check_that_only_another_forward_runs(
     change: Callable[[nn.Module], nn.Module], rank: int, world: int
 ) -> None:
-    """If the block does not call our forward of its shared experts, ours computes nothing."""
+    """Check that our forward computes nothing if the block calls another forward."""
     model: Any = patch(build("qwen2_moe"), ep_size=world)
-    ours = _shared(model)
+    own_shared = _list_shared(model)
     model = change(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     apply_ep_fsdp2(model)
@@ -160,12 +161,12 @@ def _another_forward_runs_alone(
         return run(self, *args)
 
     with mock_patch.object(SharedExperts, "_run", noted):
-        _two_steps_keep_nothing(model)
-    assert not [shared for shared in runs if shared in ours]
+        _check_memory_of_two_steps(model)
+    assert not [shared for shared in runs if shared in own_shared]
 
 
-def _an_error_keeps_no_activation(model_type: str, rank: int, world: int) -> None:
-    """The script catches the error of a MoE layer, for example to skip a batch."""
+def _check_memory_after_an_error(model_type: str, rank: int, world: int) -> None:
+    """Check the memory if a script catches a MoE layer's error, for example to skip a batch."""
     model = apply_ep_fsdp2(build(model_type), ep_size=world, max_tokens_per_rank=1)
     inputs = batch(model, 2, 32)
     num_bytes = 2 * 32 * model.config.hidden_size * model.dtype.itemsize
@@ -180,8 +181,8 @@ def _an_error_keeps_no_activation(model_type: str, rank: int, world: int) -> Non
         _assert_freed(memory, before, num_bytes)
 
 
-def _another_input(rank: int, world: int) -> None:
-    """A block that gives its shared experts another tensor gets their result for this tensor."""
+def shared_experts_compute_another_input_again(rank: int, world: int) -> None:
+    """The block gives its shared experts another tensor than its own input."""
     model = build("deepseek_v3", seed=rank)
     kind = type(model.model.layers[1].mlp)
     stock = kind.forward
@@ -201,24 +202,27 @@ def _another_input(rank: int, world: int) -> None:
             assert_same_step("doubled", (model, reference), (adamw(model), adamw(reference)))
 
 
-def _backward_hooks_see_stocks_gradients(model_type: str, rank: int, world: int) -> None:
-    """Full backward hooks of a MoE block and of its shared experts see and change gradients."""
+def _check_backward_hooks(model_type: str, rank: int, world: int) -> None:
+    """Check that full backward hooks of a block and of its shared experts get stock's gradients.
+
+    The hooks also change the gradients.
+    """
     by_model = {}
     for name in ("ours", "stock"):
         model = build(model_type)
         if name == "ours":
             apply_ep_fsdp2(model, ep_size=world)
         torch.manual_seed(rank)
-        by_model[name] = _gradients_at_hooks(model, batch(model, 2, 9 + rank))
+        by_model[name] = _collect_gradients_at_hooks(model, batch(model, 2, 9 + rank))
     assert len(by_model["ours"]) == len(by_model["stock"]) > 2
     for want, got in zip(by_model["stock"], by_model["ours"], strict=True):
         assert_close("gradient at a hook", got, want, budget(model_type))
 
 
-def _gradients_at_hooks(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
-    """Halve gradients at backward hooks; return what the hooks got, and the embeddings' gradient.
+def _collect_gradients_at_hooks(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Halve gradients in backward hooks; return the hooks' gradients and the embeddings' gradient.
 
-    The embeddings of the tokens are a leaf, whose gradient no other rank adds to.
+    The embeddings of the tokens are a leaf, so other ranks do not add to their gradient.
     """
     seen: list[Tensor] = []
 
@@ -248,7 +252,7 @@ def _gradients_at_hooks(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
 
 
 class Half(torch.autograd.Function):
-    """Returns its input, and halves the gradient."""
+    """Return the input, and halve the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -263,19 +267,19 @@ MORE = {
     f"{name}, {checkpoints}{claim}": partial(check, name, use_reentrant)
     for name in TYPES
     for checkpoints, use_reentrant in {"no checkpoints": None, "reentrant": True}.items()
-    for claim, check in {"": _equals_stock, ", memory": _keeps_no_activation}.items()
+    for claim, check in {"": _check_against_stock, ", memory": _check_memory}.items()
 }
 MORE |= {
-    f"{name} runs alone": partial(_another_forward_runs_alone, change)
-    for name, change in {"Liger": _as_liger, "PEFT's copy": _with_trained_copies}.items()
+    f"{name} runs alone": partial(_check_that_only_another_forward_runs, change)
+    for name, change in {"Liger": _set_forward_as_liger, "PEFT's copy": _train_copies}.items()
 }
-MORE |= {f"{name}, hooks": partial(_backward_hooks_see_stocks_gradients, name) for name in TYPES}
-MORE |= {f"{name}, an error": partial(_an_error_keeps_no_activation, name) for name in TYPES}
+MORE |= {f"{name}, hooks": partial(_check_backward_hooks, name) for name in TYPES}
+MORE |= {f"{name}, an error": partial(_check_memory_after_an_error, name) for name in TYPES}
 EACH = {
     name: {
-        f"{name}, order": partial(_runs_under_the_transfer, name),
-        f"{name}, checkpoints": partial(_equals_stock, name, False),
-        f"{name}, memory": partial(_keeps_no_activation, name, False),
+        f"{name}, order": partial(_check_that_transfers_hide_shared_experts, name),
+        f"{name}, checkpoints": partial(_check_against_stock, name, False),
+        f"{name}, memory": partial(_check_memory, name, False),
     }
     for name in TYPES
 }
@@ -283,7 +287,7 @@ FAST = EACH.pop("deepseek_v3")
 EACH["deepseek_v3"] = {"deepseek_v3, checkpoints": FAST.pop("deepseek_v3, checkpoints")}
 CLAIMS = [
     *on_ranks(2, FAST),
-    *on_ranks(2, *EACH.values(), MORE, _another_input, slow=True),
+    *on_ranks(2, *EACH.values(), MORE, shared_experts_compute_another_input_again, slow=True),
 ]
 
 
@@ -308,7 +312,7 @@ def test_a_deferred_tensor_is_computed_once_when_it_is_read() -> None:
 
 
 def test_an_autograd_function_that_reads_a_deferred_tensor_fails() -> None:
-    """torch gives autograd functions the tensor itself, so no gradient would reach its value."""
+    """torch passes the `Deferred` itself, so the computed value would get no gradient."""
 
     class Double(torch.autograd.Function):
         @staticmethod
@@ -327,19 +331,19 @@ def test_an_autograd_function_that_reads_a_deferred_tensor_fails() -> None:
 def test_shared_experts_are_compiled_and_can_be_pickled() -> None:
     """`compile_layers` changes the class of shared experts after `patch` has replaced a forward."""
     model = patch(build("qwen2_moe"), ep_size=2, compile_layers="aot_eager")
-    shared = _shared(model)[0]
+    shared = _list_shared(model)[0]
     x_TH = torch.randn(3, model.config.hidden_size, dtype=torch.float64)
     with mock_patch.dict(vars(shared._module), {COMPILED: lambda module, x: -x}):
         assert torch.equal(shared._run(x_TH), -x_TH)
     other = pickle.loads(pickle.dumps(patch(build("qwen2_moe"), ep_size=2)))
-    want = _shared(patch(build("qwen2_moe"), ep_size=2))[0]._run(x_TH)
-    assert torch.equal(_shared(other)[0]._run(x_TH), want)
+    want = _list_shared(patch(build("qwen2_moe"), ep_size=2))[0]._run(x_TH)
+    assert torch.equal(_list_shared(other)[0]._run(x_TH), want)
 
 
-def test_only_models_that_send_rows_are_changed_and_unpatch_restores_them() -> None:
+def test_patch_changes_shared_experts_only_if_rows_are_sent_and_unpatch_restores_them() -> None:
     model = build("deepseek_v3")
     patch(model)
-    assert not any(_shared(model))
+    assert not any(_list_shared(model))
     patch(model, ep_size=2)
     block = model.model.layers[1].mlp
     assert "forward" in vars(block.shared_experts) and block._forward_pre_hooks

@@ -1,7 +1,7 @@
-"""`StackedExperts` compute what a stock block outside of the experts interface computes.
+"""`StackedExperts` give the results of a stock block that does not use the experts interface.
 
-The block here has a list of experts with biases. The blocks of model types are tested with all
-other types, in tests/architectures, tests/checkpoints and tests/sequence.
+The block of these tests has a list of experts with biases. The blocks of model types are tested
+with all other types, in tests/architectures, tests/checkpoints and tests/sequence.
 """
 
 import copy
@@ -53,8 +53,8 @@ def test_one_process_equals_stock() -> None:
     _assert_same_training(model, stock, [batch(stock, 2, 9)], 0)
 
 
-def test_unpatched_is_stock_again() -> None:
-    """Also if a copy of the model was patched in between, and if its weights have changed."""
+def test_an_unpatched_model_is_stock_again() -> None:
+    """This holds for a model that was patched twice, and for a copy with changed weights."""
     model, stock = listed(), listed()
     patch(model, plan=PLAN)
     patch(model, plan=PLAN, experts_backend="torch")
@@ -73,7 +73,7 @@ def test_unpatched_is_stock_again() -> None:
 
 
 def test_a_state_dict_has_the_stock_parameters(tmp_path: Path) -> None:
-    """A model that is not sharded loads and saves state dicts of stock, with stock's code."""
+    """Stock's code loads and saves stock's state dicts of a model that is not sharded."""
     model, stock, other = listed(), listed(), listed(seed=1)
     patch(model, plan=PLAN)
     assert_equal(model.state_dict(), stock.state_dict())
@@ -94,10 +94,10 @@ def test_a_frozen_block_stays_frozen() -> None:
     assert not any(p.requires_grad for p in unpatch(model).model.layers[0].mlp.experts.parameters())
 
 
-# WeightSource -> the stock parameters of a block with 2 experts, [out 3, in 2], by name.
+# {WeightSource: {name: stock parameter}} of a block with 2 experts, [out 3, in 2].
 _ONE = torch.arange(6.0).view(3, 2)
 _TWO = 10 + _ONE
-HELD = {
+LAYOUTS = {
     WeightSource(("a.{}",)): {"a.0": _ONE, "a.1": _TWO},
     WeightSource(("a.{}",), transposed=True): {"a.0": _ONE.T, "a.1": _TWO.T},
     WeightSource(("a",), flat=True): {"a": torch.cat([_ONE, _TWO])},
@@ -113,7 +113,7 @@ HELD = {
 }
 
 
-class _Held(nn.Module):
+class _BlockOfTensors(nn.Module):
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__()
         self.num_experts, self.act, self.other = 2, nn.SiLU(), nn.Linear(2, 2)
@@ -125,9 +125,9 @@ class _Held(nn.Module):
             owner[name[-1]] = nn.Parameter(tensor.clone())
 
 
-@pytest.mark.parametrize("source", HELD, ids=str)
-def test_the_layouts_of_stock_parameters(source: WeightSource) -> None:
-    """All of them are the same stacked weight; unstacked, they are what they were."""
+@pytest.mark.parametrize("source", LAYOUTS, ids=str)
+def test_every_layout_of_stock_parameters_is_stacked_and_restored(source: WeightSource) -> None:
+    """All layouts give the same stacked weight, and unstacking restores the parameters."""
     parts = tuple(f"held.{part}" for part in source.parts)
     description = MoEBlock(
         "block",
@@ -135,7 +135,7 @@ def test_the_layouts_of_stock_parameters(source: WeightSource) -> None:
         num_experts="num_experts",
         activation="act",
     )
-    model = nn.ModuleDict({"block": _Held(HELD[source])})
+    model = nn.ModuleDict({"block": _BlockOfTensors(LAYOUTS[source])})
     before = {name: p.clone() for name, p in model.named_parameters()}
     stack_experts(model, description)
     named = dict(model.named_parameters())
@@ -186,7 +186,7 @@ def test_partly_frozen_experts_are_refused() -> None:
 
 
 def test_too_few_rows_are_refused() -> None:
-    model = nn.ModuleDict({"block": _Held({"a": torch.zeros(3, 4)})})
+    model = nn.ModuleDict({"block": _BlockOfTensors({"a": torch.zeros(3, 4)})})
     model.block.num_experts = 4
     for flat in (True, False):
         description = MoEBlock(
@@ -208,8 +208,8 @@ def test_a_refused_model_is_unchanged() -> None:
     assert_equal(model.state_dict(), listed().state_dict())
 
 
-def test_stock_parameters_come_back_as_the_objects_that_an_optimizer_holds() -> None:
-    """Also after the weights have changed, but not as those of a copied model."""
+def test_unpatch_restores_the_parameters_that_an_optimizer_holds() -> None:
+    """The weights may have changed. A copy of the model gets parameters of its own."""
     model = listed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (held,) = (group["params"] for group in optimizer.param_groups)
@@ -242,7 +242,7 @@ def test_without_a_description_the_error_names_the_notebook() -> None:
         patch(listed())
 
 
-def test_adapters_on_such_experts_are_refused() -> None:
+def test_adapters_on_stacked_experts_are_refused() -> None:
     config = LoraConfig(target_parameters=["experts.gate_up_proj"], init_lora_weights=False)
     with pytest.raises(ValueError, match=r"experts of model\.layers\.0\.mlp cannot have adapters"):
         get_peft_model(patch(listed(), plan=PLAN), config)
@@ -251,7 +251,7 @@ def test_adapters_on_such_experts_are_refused() -> None:
         patch(get_peft_model(listed(), on_modules), plan=PLAN)
 
 
-def equals_stock_and_saves_its_file(rank: int, world: int, folder: str) -> None:
+def training_and_saved_files_equal_stock(rank: int, world: int, folder: str) -> None:
     model, stock = listed(seed=rank), listed()
     apply_ep_fsdp2(model, plan=PLAN, ep_size=2)
     _assert_same_training(model, stock, [batch(stock, 1 + r, 9, r) for r in range(world)], rank)
@@ -259,6 +259,6 @@ def equals_stock_and_saves_its_file(rank: int, world: int, folder: str) -> None:
     assert_equal(read_all(Path(folder)), dict(stock.state_dict()))
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, equals_stock_and_saves_its_file))
+@pytest.mark.parametrize("claim", on_ranks(2, training_and_saved_files_equal_stock))
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -1,7 +1,7 @@
 """`bias_update_rate`: the router biases are updated once per optimizer step.
 
 The expected updates follow from the experts that a stock model chooses for the tokens of all ranks.
-Accelerate, the Trainer and a user's own loop are tested; models without such a bias are refused.
+The tests use Accelerate, the Trainer and a user's own loop; models without such a bias are refused.
 """
 
 import copy
@@ -45,19 +45,19 @@ from hf_moe_ep.state import STATE
 
 RATE = 0.0625  # a power of two, so that updates are exact in every dtype
 KIND = "deepseek_v3"
-# Routers with more classes than experts: a token may choose no expert.
-NOT_ONLY_EXPERTS = {"zaya"}
+# Types whose routers have more classes than experts, because a token may choose no expert.
+TYPES_WITH_NO_EXPERT = {"zaya"}
 Batch = dict[str, Tensor]
 
 
-def _biases(model: nn.Module) -> dict[int, Tensor]:
+def _find_biases(model: nn.Module) -> dict[int, Tensor]:
     """Find the bias of each MoE layer by its name, without the code under test."""
     biases = {}
     named = [*model.named_buffers(), *model.named_parameters()]
     for index, experts in enumerate(find_parts(model).experts):
         block = f"{experts.rpartition('.')[0]}."
         for name, tensor in named:
-            has_name = name.startswith(block) and name.endswith(("_bias", "_biases"))
+            has_name = name.startswith(block) and name.endswith(("_bias", "_find_biases"))
             if has_name and not tensor.requires_grad and tensor.is_floating_point():
                 biases[index] = tensor
     return biases
@@ -83,64 +83,65 @@ def _count_choices(model: nn.Module, inputs: list[Batch]) -> list[list[int]]:
     return counts
 
 
-def _updated(bias: Tensor, counts: list[int]) -> Tensor:
-    """Apply the rule: + RATE for an expert below the mean count, - RATE above it."""
+def _apply_update(bias: Tensor, counts: list[int]) -> Tensor:
+    """Add RATE to the bias of experts below the mean count, and subtract RATE above the mean."""
     mean = sum(counts) / len(counts)
     signs = [(mean > count) - (mean < count) for count in counts]
     return bias + RATE * torch.tensor(signs, dtype=bias.dtype).view_as(bias)
 
 
-def _inputs(model: nn.Module, rank: int, seed: int) -> Batch:
+def _make_inputs(model: nn.Module, rank: int, seed: int) -> Batch:
     return batch(model, 1 + rank % 2, 9 + 2 * rank, seed=10 * seed + rank)
 
 
-def _stock_like(model: nn.Module) -> nn.Module:
-    """Return a stock model with the current biases of `model` and the initial weights."""
+def _make_stock_like(model: nn.Module) -> nn.Module:
+    """Make a stock model with the current biases of `model` and the initial weights."""
     stock = tiny(KIND)
-    for index, bias in _biases(stock).items():
-        bias.data = _biases(model)[index].detach().to(bias.dtype).clone()
+    for index, bias in _find_biases(stock).items():
+        bias.data = _find_biases(model)[index].detach().to(bias.dtype).clone()
     return stock
 
 
-def _frozen_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer with lr 0, so that a stock model keeps making the same choices."""
+def _make_frozen_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Make an optimizer with lr 0, so that a stock model keeps making the same choices."""
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
 def test_updates_follow_the_rule() -> None:
     """Each step has two micro-batches. The tokens of an evaluation are not counted."""
     model = patch(tiny(KIND), bias_update_rate=RATE)
-    assert len(_biases(model)) == 3, "one layer is dense"
+    assert len(_find_biases(model)) == 3, "one layer is dense"
     for step in range(3):
-        inputs = [_inputs(model, 0, 2 * step + micro) for micro in range(2)]
-        stock = _stock_like(model)
+        inputs = [_make_inputs(model, 0, 2 * step + micro) for micro in range(2)]
+        stock = _make_stock_like(model)
         want = [
-            _updated(_biases(stock)[i], row) for i, row in enumerate(_count_choices(stock, inputs))
+            _apply_update(_find_biases(stock)[i], row)
+            for i, row in enumerate(_count_choices(stock, inputs))
         ]
         for micro_batch in inputs:
             model(**micro_batch).loss.backward()
         model.eval()
         with torch.no_grad():
-            model(**_inputs(model, 1, 7))
+            model(**_make_inputs(model, 1, 7))
         model.train()
         update_router_bias(model)
-        for index, bias in _biases(model).items():
+        for index, bias in _find_biases(model).items():
             assert torch.equal(bias, want[index]), f"step {step}, layer {index}"
         update_router_bias(model)
-        assert all(torch.equal(b, want[i]) for i, b in _biases(model).items()), (
-            "the second call had no counts"
+        assert all(torch.equal(b, want[i]) for i, b in _find_biases(model).items()), (
+            "the second call must have no counts"
         )
-    assert len(torch.unique(torch.cat(list(_biases(model).values())))) > 2
+    assert len(torch.unique(torch.cat(list(_find_biases(model).values())))) > 2
 
 
 def test_layers_without_tokens_and_experts_at_the_mean_keep_their_bias() -> None:
     model = patch(tiny(KIND), bias_update_rate=RATE)
-    before = {index: bias.clone() for index, bias in _biases(model).items()}
+    before = {index: bias.clone() for index, bias in _find_biases(model).items()}
     counts = torch.zeros(3, 8, dtype=torch.int64)
     counts[1] = torch.tensor([6, 2, 4, 4, 4, 4, 4, 4])
     getattr(model, STATE).choice_counts = counts
     update_router_bias(model)
-    after = _biases(model)
+    after = _find_biases(model)
     assert torch.equal(after[0], before[0]) and torch.equal(after[2], before[2])
     want = torch.tensor([-RATE, RATE, 0, 0, 0, 0, 0, 0]).to(before[1])
     assert torch.equal(after[1] - before[1], want)
@@ -149,35 +150,35 @@ def test_layers_without_tokens_and_experts_at_the_mean_keep_their_bias() -> None
 def test_an_update_copies_no_number_to_the_device() -> None:
     """On a GPU such a copy waits for the optimizer's step."""
     model = patch(tiny(KIND), bias_update_rate=RATE)
-    model(**_inputs(model, 0, 0)).loss.backward()
-    before = {index: bias.clone() for index, bias in _biases(model).items()}
+    model(**_make_inputs(model, 0, 0)).loss.backward()
+    before = {index: bias.clone() for index, bias in _find_biases(model).items()}
     with NoHostNumbers():
         update_router_bias(model)
-    assert not all(torch.equal(bias, before[index]) for index, bias in _biases(model).items())
+    assert not all(torch.equal(bias, before[index]) for index, bias in _find_biases(model).items())
 
 
 def test_a_deep_copy_has_its_own_counts_and_biases() -> None:
     model = patch(tiny(KIND), bias_update_rate=RATE)
-    model(**_inputs(model, 0, 0)).loss.backward()
+    model(**_make_inputs(model, 0, 0)).loss.backward()
     other = copy.deepcopy(model)
     assert expert_load(model).counts.any()
-    before = {index: bias.clone() for index, bias in _biases(other).items()}
+    before = {index: bias.clone() for index, bias in _find_biases(other).items()}
     update_router_bias(model)
-    for index, bias in _biases(model).items():
+    for index, bias in _find_biases(model).items():
         assert not torch.equal(bias, before[index])
-        assert torch.equal(_biases(other)[index], before[index])
+        assert torch.equal(_find_biases(other)[index], before[index])
     update_router_bias(other)
-    assert all(torch.equal(b, _biases(model)[i]) for i, b in _biases(other).items())
+    assert all(torch.equal(b, _find_biases(model)[i]) for i, b in _find_biases(other).items())
 
 
 def test_biases_in_bf16_are_converted_to_fp32() -> None:
     model = tiny(KIND, dtype=torch.bfloat16)
-    for bias in _biases(model).values():
+    for bias in _find_biases(model).values():
         bias.data = torch.full_like(bias, 8.0, dtype=torch.bfloat16)
     patch(model, bias_update_rate=0.001, experts_backend="torch")
-    model(**_inputs(model, 0, 0)).loss.backward()
+    model(**_make_inputs(model, 0, 0)).loss.backward()
     update_router_bias(model)
-    for bias in _biases(model).values():
+    for bias in _find_biases(model).values():
         assert bias.dtype == torch.float32
         moves = (bias.double() - 8).abs().round(decimals=5)
         assert set(moves.tolist()) in ({0.001}, {0.0, 0.001})
@@ -185,21 +186,21 @@ def test_biases_in_bf16_are_converted_to_fp32() -> None:
 
 def test_unpatch_restores_the_dtype_of_the_biases() -> None:
     model = tiny(KIND, dtype=torch.bfloat16)
-    for bias in _biases(model).values():
+    for bias in _find_biases(model).values():
         bias.data = bias.to(torch.bfloat16)  # stock code keeps this buffer in fp32
-    before = {index: (bias, bias.clone()) for index, bias in _biases(model).items()}
+    before = {index: (bias, bias.clone()) for index, bias in _find_biases(model).items()}
     for _ in range(2):
         patch(model, bias_update_rate=0.001, experts_backend="torch")
-        assert all(bias.dtype == torch.float32 for bias in _biases(model).values())
+        assert all(bias.dtype == torch.float32 for bias in _find_biases(model).values())
         unpatch(model)
     assert before
-    for index, bias in _biases(model).items():
+    for index, bias in _find_biases(model).items():
         same, value = before[index]
         assert bias is same and bias.dtype == torch.bfloat16 and torch.equal(bias, value)
 
 
 @pytest.mark.parametrize("rate", [0, -0.001, float("nan"), float("inf"), True, "0.1"])
-def test_a_rate_has_to_be_a_positive_number(rate: Any) -> None:
+def test_a_rate_must_be_a_positive_number(rate: Any) -> None:
     with pytest.raises(ValueError, match=r"bias_update_rate must be None or a number > 0, got"):
         ParallelConfig(bias_update_rate=rate)
 
@@ -231,7 +232,7 @@ def test_models_without_a_bias_to_update_are_refused() -> None:
 
 
 class _SkippingScaler:
-    """A gradient scaler that found an overflow and therefore skips the optimizer step."""
+    """A gradient scaler that has found an overflow, and therefore skips the optimizer step."""
 
     def step(self, optimizer: Any, closure: Any) -> None:
         pass
@@ -243,49 +244,50 @@ class _SkippingScaler:
 def test_a_skipped_step_drops_its_counts() -> None:
     accelerator = Accelerator(cpu=True)
     model = patch(tiny(KIND), bias_update_rate=RATE)
-    model, optimizer = accelerator.prepare(model, _frozen_optimizer(model))
+    model, optimizer = accelerator.prepare(model, _make_frozen_optimizer(model))
     assert isinstance(optimizer, AcceleratedOptimizer)
-    before = {index: bias.clone() for index, bias in _biases(model).items()}
+    before = {index: bias.clone() for index, bias in _find_biases(model).items()}
     scaled = AcceleratedOptimizer(
         optimizer.optimizer, device_placement=False, scaler=_SkippingScaler()
     )
     accelerator._optimizers.append(scaled)
     accelerator.prepare(optimizer)  # prepare also wraps optimizers that were added before
-    model(**_inputs(model, 0, 0)).loss.backward()
+    model(**_make_inputs(model, 0, 0)).loss.backward()
     scaled.step()
     assert scaled.step_was_skipped
     optimizer.step()
-    assert all(torch.equal(bias, before[i]) for i, bias in _biases(model).items())
-    model(**_inputs(model, 0, 0)).loss.backward()
+    assert all(torch.equal(bias, before[i]) for i, bias in _find_biases(model).items())
+    model(**_make_inputs(model, 0, 0)).loss.backward()
     optimizer.step()
-    assert not any(torch.equal(bias, before[i]) for i, bias in _biases(model).items())
+    assert not any(torch.equal(bias, before[i]) for i, bias in _find_biases(model).items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", [name for name in TEXT_TYPES if name not in OUTSIDE])
-def test_a_lower_bias_draws_fewer_tokens_in_every_type(model_type: str) -> None:
-    """This shows that the update has the right sign for the router of the type."""
+def test_an_expert_with_a_lower_bias_gets_fewer_tokens_in_every_type(model_type: str) -> None:
+    """This proves that the update has the right sign for the router of the type."""
     model = tiny(model_type)
-    if not _biases(model):
+    if not _find_biases(model):
         with pytest.raises(ValueError, match=r"has a correction bias"):
             patch(model, bias_update_rate=RATE)
         return
-    if model_type in NOT_ONLY_EXPERTS:
+    if model_type in TYPES_WITH_NO_EXPERT:
         with pytest.raises(ValueError, match=r"entries, but the layer has"):
             patch(model, bias_update_rate=RATE)
         return
     patch(model, bias_update_rate=RATE)
     state = getattr(model, STATE)
     with_bias = [layer.index for layer in state.moe_layers if layer.correction is not None]
-    assert with_bias == list(_biases(model))
+    assert with_bias == list(_find_biases(model))
     inputs = batch(model, 2, 16)
-    before = {index: bias.clone() for index, bias in _biases(model).items()}
+    before = {index: bias.clone() for index, bias in _find_biases(model).items()}
     loss_of_sum(model, inputs, torch.tensor(1)).backward()
     counts = expert_load(model).counts
     update_router_bias(model)
-    for index, bias in _biases(model).items():
-        assert torch.equal(bias, _updated(before[index], counts[index].tolist()))
-        # Far below the others, the busiest expert has to lose tokens, with or without group limits.
+    for index, bias in _find_biases(model).items():
+        assert torch.equal(bias, _apply_update(before[index], counts[index].tolist()))
+        # With a bias far below all others, the busiest expert must lose tokens, even if the router
+        # chooses groups first.
         busiest = int(counts[index].argmax())
         bias.data.view(-1)[busiest] -= 100.0
     torch.manual_seed(0)
@@ -298,93 +300,91 @@ def test_a_lower_bias_draws_fewer_tokens_in_every_type(model_type: str) -> None:
 
 def _assert_equal_on_ranks(model: nn.Module) -> None:
     """Compare the biases of all ranks bit by bit."""
-    for bias in _biases(model).values():
+    for bias in _find_biases(model).values():
         everyone = [torch.empty_like(bias) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, bias.detach().contiguous())
         assert all(torch.equal(everyone[0], other) for other in everyone)
 
 
-def _expected_biases(biases: dict[int, Tensor], micro: list[Batch]) -> dict[int, Tensor]:
+def _compute_expected_biases(biases: dict[int, Tensor], micro: list[Batch]) -> dict[int, Tensor]:
     stock = tiny(KIND)
-    for index, bias in _biases(stock).items():
+    for index, bias in _find_biases(stock).items():
         bias.data = biases[index].clone()
     counts = _count_choices(stock, micro)
-    return {index: _updated(bias, counts[index]) for index, bias in biases.items()}
+    return {index: _apply_update(bias, counts[index]) for index, bias in biases.items()}
 
 
-def own_loop(rank: int, world: int, folder: str, **sizes: Any) -> None:
-    """The counts of all ranks are summed. Checkpoint and hub files hold the biases bit by bit."""
+def an_own_loop_updates_and_saves_biases(rank: int, world: int, folder: str, **sizes: Any) -> None:
+    """The counts of all ranks are summed. Checkpoints and hub files have exactly these biases."""
     model = apply_ep_fsdp2(tiny(KIND, seed=rank), ep_size=2, bias_update_rate=RATE, **sizes)
     data_rank, data_world = data_parallel_rank(model), data_parallel_size(model)
-    want = {index: bias.detach().clone() for index, bias in _biases(tiny(KIND)).items()}
-    optimizer = _frozen_optimizer(model)
+    want = {index: bias.detach().clone() for index, bias in _find_biases(tiny(KIND)).items()}
+    optimizer = _make_frozen_optimizer(model)
     for step in range(2):
         for micro in range(2):
-            model(**_inputs(model, data_rank, 2 * step + micro)).loss.backward()
+            model(**_make_inputs(model, data_rank, 2 * step + micro)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         update_router_bias(model)
         everyone = [
-            _inputs(model, other, 2 * step + micro)
+            _make_inputs(model, other, 2 * step + micro)
             for other in range(data_world)
             for micro in range(2)
         ]
-        want = _expected_biases(want, everyone)
-        for index, bias in _biases(model).items():
+        want = _compute_expected_biases(want, everyone)
+        for index, bias in _find_biases(model).items():
             assert torch.equal(bias, want[index]), f"step {step}, layer {index}"
     _assert_equal_on_ranks(model)
     save_checkpoint(f"{folder}/state", model, optimizer)
     save_pretrained(model, f"{folder}/hub")
     resumed = apply_ep_fsdp2(tiny(KIND, seed=5 + rank), ep_size=1, bias_update_rate=RATE)
-    load_checkpoint(f"{folder}/state", resumed, _frozen_optimizer(resumed))
+    load_checkpoint(f"{folder}/state", resumed, _make_frozen_optimizer(resumed))
     stock = type(tiny(KIND)).from_pretrained(f"{folder}/hub", dtype=torch.float64)
     for trained in (model, resumed):
-        trained(**_inputs(model, data_rank, 9)).loss.backward()
+        trained(**_make_inputs(model, data_rank, 9)).loss.backward()
         update_router_bias(trained)
-    for index, bias in _biases(resumed).items():
-        assert torch.equal(bias, _biases(model)[index]), f"resumed, layer {index}"
-        loaded = _biases(stock)[index]  # since transformers 5.24 in fp32, in spite of `dtype`
+    for index, bias in _find_biases(resumed).items():
+        assert torch.equal(bias, _find_biases(model)[index]), f"resumed, layer {index}"
+        loaded = _find_biases(stock)[index]  # since transformers 5.24 in fp32, in spite of `dtype`
         assert torch.equal(loaded, want[index].to(loaded)), "hub files"
 
 
-def accelerate_loop(rank: int, world: int) -> None:
-    """The prepared optimizer updates biases by itself: once per step, not once per micro-batch."""
+def the_prepared_optimizer_updates_biases_once_per_step(rank: int, world: int) -> None:
+    """It does not update them once per micro-batch, and needs no call of this package."""
     with launched():
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         model = patch(tiny(KIND, seed=rank), ep_size=2, bias_update_rate=RATE)
-        model, optimizer = accelerator.prepare(model, _frozen_optimizer(model))
-        want = {index: bias.detach().clone() for index, bias in _biases(tiny(KIND)).items()}
+        model, optimizer = accelerator.prepare(model, _make_frozen_optimizer(model))
+        want = {index: bias.detach().clone() for index, bias in _find_biases(tiny(KIND)).items()}
         for step in range(2):
             for micro in range(2):
                 with accelerator.accumulate(model):
-                    accelerator.backward(model(**_inputs(model, rank, 2 * step + micro)).loss)
+                    accelerator.backward(model(**_make_inputs(model, rank, 2 * step + micro)).loss)
                     optimizer.step()
                     optimizer.zero_grad()
             everyone = [
-                _inputs(model, r, 2 * step + micro) for r in range(world) for micro in range(2)
+                _make_inputs(model, r, 2 * step + micro) for r in range(world) for micro in range(2)
             ]
-            want = _expected_biases(want, everyone)
-            for index, bias in _biases(model).items():
+            want = _compute_expected_biases(want, everyone)
+            for index, bias in _find_biases(model).items():
                 assert torch.equal(bias, want[index]), f"step {step}, layer {index}"
         _assert_equal_on_ranks(model)
 
 
-def one_rank_skipped(rank: int, world: int) -> None:
-    """If rank 1 skips its step, every rank drops its counts: an overflow on one rank reaches the
-    gradients of all.
-    """
+def all_ranks_drop_their_counts_if_one_rank_skips_its_step(rank: int, world: int) -> None:
+    """An overflow on one rank reaches the gradients of all ranks."""
     from hf_moe_ep.routing.bias import update_biases
 
     model = apply_ep_fsdp2(tiny(KIND), ep_size=2, bias_update_rate=RATE)
-    before = {index: bias.detach().clone() for index, bias in _biases(model).items()}
-    model(**_inputs(model, rank, 0)).loss.backward()
+    before = {index: bias.detach().clone() for index, bias in _find_biases(model).items()}
+    model(**_make_inputs(model, rank, 0)).loss.backward()
     update_biases(getattr(model, STATE), skipped=rank == 1)
     update_biases(getattr(model, STATE))
-    assert all(torch.equal(bias, before[i]) for i, bias in _biases(model).items())
+    assert all(torch.equal(bias, before[i]) for i, bias in _find_biases(model).items())
 
 
 @contextmanager
-def _trainer(folder: str, model: nn.Module, **arguments: Any) -> Iterator[Trainer]:
+def _make_trainer(folder: str, model: nn.Module, **arguments: Any) -> Iterator[Trainer]:
     with launched():
         args = TrainingArguments(
             output_dir=folder,
@@ -407,53 +407,67 @@ def _trainer(folder: str, model: nn.Module, **arguments: Any) -> Iterator[Traine
         yield Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:4])
 
 
-def under_the_trainer(rank: int, world: int, folder: str) -> None:
+def the_trainer_updates_and_resumes_biases(rank: int, world: int, folder: str) -> None:
     """Each step changes a bias by RATE or not at all; a resumed run has the same biases."""
     make = partial(tiny, KIND, dtype=torch.float32)
     model = patch(make(), ep_size=2, bias_update_rate=RATE)
-    for bias in _biases(model).values():
-        bias.data.zero_()  # so that a bias is exactly RATE times an integer
-    with _trainer(folder, model, max_steps=4) as trainer:
+    for bias in _find_biases(model).values():
+        bias.data.zero_()  # a bias is then exactly RATE times an integer
+    with _make_trainer(folder, model, max_steps=4) as trainer:
         trainer.train()
         model = trainer.model
     _assert_equal_on_ranks(model)
-    for index, bias in _biases(model).items():
+    for index, bias in _find_biases(model).items():
         steps = bias / RATE
         assert torch.equal(steps, steps.round()), f"layer {index}: {steps}"
         assert 0 < steps.abs().max() <= 4, f"layer {index}: {steps}"
     resumed = patch(make(seed=3), ep_size=2, bias_update_rate=RATE)
-    with _trainer(folder, resumed, max_steps=4) as trainer:
+    with _make_trainer(folder, resumed, max_steps=4) as trainer:
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
         resumed = trainer.model
-    for index, bias in _biases(resumed).items():
-        assert torch.equal(bias, _biases(model)[index]), f"resumed, layer {index}"
+    for index, bias in _find_biases(resumed).items():
+        assert torch.equal(bias, _find_biases(model)[index]), f"resumed, layer {index}"
 
 
-def _every_type(model_type: str, rank: int, world: int, folder: str) -> None:
-    """A bias, be it a buffer or a parameter of any name, is updated, saved and loaded exactly."""
+def _check_type(model_type: str, rank: int, world: int, folder: str) -> None:
+    """Check that a bias, which may be a buffer or a parameter, is updated, saved and loaded."""
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     model = apply_ep_fsdp2(tiny(model_type, seed=rank), ep_size=2, bias_update_rate=RATE)
-    before = {index: bias.detach().clone() for index, bias in _biases(tiny(model_type)).items()}
+    before = {
+        index: bias.detach().clone() for index, bias in _find_biases(tiny(model_type)).items()
+    }
     optimizer = adamw(model)
     loss_of_sum(model, batch(model, 1 + rank, 12, seed=rank), torch.tensor(1)).backward()
     optimizer.step()
     counts = expert_load(model).counts
     update_router_bias(model)
-    for index, bias in _biases(model).items():
-        assert torch.equal(bias, _updated(before[index], counts[index].tolist())), f"layer {index}"
+    for index, bias in _find_biases(model).items():
+        assert torch.equal(bias, _apply_update(before[index], counts[index].tolist())), (
+            f"layer {index}"
+        )
     save_checkpoint(f"{folder}/state", model, optimizer)
     resumed = apply_ep_fsdp2(tiny(model_type, seed=7 + rank), bias_update_rate=RATE)
     load_checkpoint(f"{folder}/state", resumed, adamw(resumed))
-    assert all(torch.equal(bias, _biases(model)[i]) for i, bias in _biases(resumed).items())
+    assert all(
+        torch.equal(bias, _find_biases(model)[i]) for i, bias in _find_biases(resumed).items()
+    )
 
 
 CORRECTED = ("afmoe", "deepseek_v4", "ernie4_5_moe", "glm4_moe", "hy_v3", "lfm2_moe", "nemotron_h")
 CHECKS = [
-    *on_ranks(2, accelerate_loop),
-    *on_ranks(2, own_loop, one_rank_skipped, under_the_trainer, slow=True),
-    *on_ranks(2, {"own loop, cp 2": partial(own_loop, cp_size=2)}, slow=True),
-    *on_ranks(2, {name: partial(_every_type, name) for name in CORRECTED}, slow=True),
+    *on_ranks(2, the_prepared_optimizer_updates_biases_once_per_step),
+    *on_ranks(
+        2,
+        an_own_loop_updates_and_saves_biases,
+        all_ranks_drop_their_counts_if_one_rank_skips_its_step,
+        the_trainer_updates_and_resumes_biases,
+        slow=True,
+    ),
+    *on_ranks(
+        2, {"own loop, cp 2": partial(an_own_loop_updates_and_saves_biases, cp_size=2)}, slow=True
+    ),
+    *on_ranks(2, {name: partial(_check_type, name) for name in CORRECTED}, slow=True),
 ]
 
 

@@ -1,8 +1,8 @@
-"""Routes from the arrays of inference engines, in the formats that the engines document.
+"""Routes are made from the arrays of inference engines, in the formats that the engines document.
 
-The model has four decoder layers, the second of them without experts, and top-2 of 8 experts. One
-prompt of 3 tokens has two samples, with completions of 3 and of 1 token. The engine has run all
-tokens but the last one of each sample.
+The model has four decoder layers and top-2 of 8 experts; the second layer has no experts. One
+prompt of 3 tokens has two samples, with completions of 3 tokens and 1 token. The engine has run all
+tokens except the last token of each sample.
 """
 
 import base64
@@ -34,28 +34,28 @@ FIRST = [
     [[1, 3], NO_EXPERTS, [7, 2], [0, 5]],
 ]
 LENGTHS = [6, 4]
-# Rows have 7 columns: 4 for the prompt, padded on the left by 1, and 3 for the completion, padded
-# on the right. Padding gets ids of -1, and routes live.
+# Rows have 7 columns: 4 for the prompt, with 1 token of padding on the left, and 3 for the
+# completion, with padding on the right. Padding gets ids of -1, and routes live.
 LEFT_PADDING = [1, 1]
 
 
-def _vllm(dtype: Any) -> list[Any]:
-    """Make `CompletionOutput.routed_experts`, an array for prompt and completion."""
+def _make_vllm_arrays(dtype: Any) -> list[Any]:
+    """Make `CompletionOutput.routed_experts`, one array for prompt and completion."""
     return [np.array(PROMPT + FIRST, dtype=dtype), np.array(PROMPT, dtype=dtype)]
 
 
-def _vllm_server() -> list[Any]:
-    """Make `choices[i].routed_experts`, a file of numpy in base64."""
+def _make_vllm_server_arrays() -> list[Any]:
+    """Make `choices[i].routed_experts`, a numpy file in base64, and decode it."""
     choices = []
-    for array in _vllm(np.uint8):
+    for array in _make_vllm_arrays(np.uint8):
         file = io.BytesIO()
         np.save(file, array)
         choices.append({"routed_experts": base64.b64encode(file.getvalue()).decode()})
     return [np.load(io.BytesIO(base64.b64decode(c["routed_experts"]))) for c in choices]
 
 
-def _sglang() -> list[Any]:
-    """Make `meta_info.routed_experts`, flat int32 numbers in base64."""
+def _make_sglang_arrays() -> list[Any]:
+    """Make `meta_info.routed_experts`, flat int32 numbers in base64, and decode it."""
     arrays = []
     for rows in (PROMPT + FIRST, PROMPT):
         numbers = [number for row in rows for layer in row for number in layer]
@@ -64,9 +64,10 @@ def _sglang() -> list[Any]:
     return arrays
 
 
-def _vllm_in_two_parts() -> list[Any]:
-    """Make the arrays of vLLM 0.21, one for the prompt and one for each completion, and join them
-    by routes_of_engine().
+def _make_vllm_arrays_in_two_parts() -> list[Any]:
+    """Join the arrays of vLLM 0.21 by routes_of_engine().
+
+    vLLM 0.21 returns one array for the prompt, and one for each completion.
     """
     samples = [
         SimpleNamespace(routed_experts=np.array(rows, dtype=np.int16).reshape(-1, 4, 2))
@@ -82,7 +83,13 @@ def _vllm_in_two_parts() -> list[Any]:
 
 @pytest.mark.parametrize(
     "arrays",
-    [_vllm(np.int16), _vllm(np.uint8), _vllm_server(), _sglang(), _vllm_in_two_parts()],
+    [
+        _make_vllm_arrays(np.int16),
+        _make_vllm_arrays(np.uint8),
+        _make_vllm_server_arrays(),
+        _make_sglang_arrays(),
+        _make_vllm_arrays_in_two_parts(),
+    ],
     ids=["vllm", "vllm, uint8", "vllm's server", "sglang", "vllm in two parts"],
 )
 def test_each_layer_replays_the_ids_of_the_engine(arrays: list[Any]) -> None:
@@ -104,9 +111,9 @@ def test_each_layer_replays_the_ids_of_the_engine(arrays: list[Any]) -> None:
     assert (replay.last.replayed, replay.last.live) == (3 * 8, 3 * 6)
 
 
-def test_routes_after_a_cached_prefix() -> None:
-    """SGLang omits the tokens before `routed_experts_start_len`, which then route live."""
-    array, _ = _sglang()
+def test_tokens_of_a_cached_prefix_route_live() -> None:
+    """SGLang omits the tokens before `routed_experts_start_len`."""
+    array, _ = _make_sglang_arrays()
     routes = Routes.from_engine([array[2:]], [6], padded_to=6, pad_side="right", starts=[2])
     assert routes.ids[0, :, 2].tolist() == [[-1, -1]] * 2 + [[6, 4], [3, 5], [7, 2], [-1, -1]]
 

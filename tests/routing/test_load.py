@@ -1,7 +1,7 @@
-"""`expert_load`: its figures, and the forwards whose choices it counts.
+"""`expert_load` counts the choices of training forwards, and computes ratios from the counts.
 
-The counts equal the choices of a stock model, on several ranks, under checkpointing, sequence
-parallelism and torch.compile.
+The counts equal the choices of a stock model, also on several ranks, and with checkpointing,
+sequence parallelism and torch.compile.
 """
 
 import copy
@@ -34,7 +34,7 @@ EXPERTS = 8
 
 
 def _count_choices(model: nn.Module, inputs: list[dict[str, Tensor]]) -> Tensor:
-    """Count the (token, slot) pairs that a stock model's experts receive, [layers, E].
+    """Count the (token, slot) pairs that a stock model's experts receive: [layers, E].
 
     The pairs of padding tokens are not counted.
     """
@@ -60,8 +60,8 @@ def _count_choices(model: nn.Module, inputs: list[dict[str, Tensor]]) -> Tensor:
     return counts
 
 
-def test_figures_of_an_example() -> None:
-    """Layer a is the example of the module's docstring, b has one busy expert, c has no tokens."""
+def test_the_ratios_of_an_example_equal_the_docstring() -> None:
+    """Layer a is the docstring's example, layer b has one busy expert, layer c has no tokens."""
     counts = torch.tensor([[7, 5, 3, 1], [0, 8, 0, 0], [0, 0, 0, 0]])
     load = ExpertLoad(counts, ("a", "b", "c"), ep_size=2)
     assert load.max_over_mean.tolist()[:2] == [1.75, 4.0]
@@ -70,11 +70,11 @@ def test_figures_of_an_example() -> None:
     shares = [7 / 16, 5 / 16, 3 / 16, 1 / 16]
     entropy = -sum(share * math.log(share) for share in shares)
     assert load.entropy.tolist()[:2] == pytest.approx([entropy, 0.0])
-    assert round(entropy, 3) == 1.212, "the docstring's figure"
+    assert round(entropy, 3) == 1.212, "the number in the docstring"
     assert load.relative_entropy.tolist()[:2] == pytest.approx([entropy / math.log(4), 0.0])
     assert load.worst_layer == 1
-    for figure in (load.max_over_mean, load.rank_max_over_mean, load.entropy):
-        assert math.isnan(figure[2])
+    for values in (load.max_over_mean, load.rank_max_over_mean, load.entropy):
+        assert math.isnan(values[2])
     lines = str(load).splitlines()
     assert lines[0].startswith("expert load of 3 layers of 4 experts, ep_size 2: 24 ")
     assert lines[2].split() == ["a", "16", "1.75", "(e0)", "1.50", "0", "0.874"]
@@ -89,7 +89,7 @@ def test_plot_writes_a_png(tmp_path: Path) -> None:
 
 
 def _train_two_batches(model: nn.Module, call: Callable[..., Any] | None = None) -> Tensor:
-    """Train on two batches, and return the counts of a stock model for them."""
+    """Train on two batches, and return the counts of a stock model for these batches."""
     inputs = [batch(model, 2, 9, seed=seed, pad=3 * seed) for seed in range(2)]
     for micro_batch in inputs:
         (model if call is None else call)(**micro_batch).loss.backward()
@@ -120,7 +120,7 @@ def test_only_forwards_of_training_are_counted() -> None:
     assert not expert_load(copied).counts.any()
 
 
-def test_a_call_of_the_decoder_alone_is_counted_if_gradients_are_enabled() -> None:
+def test_a_call_of_the_decoder_is_counted_if_gradients_are_enabled() -> None:
     model = patch(tiny())
     model(**batch(model, 2, 5)).loss.backward()
     expert_load(model)
@@ -133,9 +133,11 @@ def test_a_call_of_the_decoder_alone_is_counted_if_gradients_are_enabled() -> No
     assert torch.equal(expert_load(model).counts, _count_choices(tiny(), [batch(model, 2, 9)]))
 
 
-def test_padding_is_not_counted_if_a_caller_passes_the_mask_to_the_decoder_alone() -> None:
-    """TRL's distillation trainers replace the forward of the model by a call of the decoder. With
-    adapters they bypass the hooks of the causal LM."""
+def test_padding_is_not_counted_if_a_caller_passes_the_mask_to_the_decoder() -> None:
+    """TRL's distillation trainers replace the forward of the model by a call of the decoder.
+
+    With adapters they bypass the hooks of the causal LM.
+    """
     stock, inputs = tiny(), [batch(tiny(), 2, 9, seed=seed, pad=3 * seed) for seed in range(3)]
     model = patch(tiny())
 
@@ -159,7 +161,7 @@ def test_a_recompute_is_not_counted_again(use_reentrant: bool) -> None:
 
 
 def test_a_recompute_of_a_selective_checkpoint_is_not_counted_again() -> None:
-    """Such a checkpoint returns saved results by their order, so counting must run no operators."""
+    """Such a checkpoint returns saved results in order, so it must not see counting operators."""
     model = patch(tiny())
     experts = model.model.layers[0].mlp.experts
     x, ids = torch.randn(6, 32).double().requires_grad_(), torch.arange(12).view(6, 2) % 5
@@ -214,7 +216,7 @@ def test_every_type_counts_the_pairs_that_its_experts_receive(model_type: str) -
     assert want.any() and len(load.layers) == len(want)
 
 
-def test_models_and_arguments_that_cannot_be_counted() -> None:
+def test_models_without_counts_and_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="not patched"):
         expert_load(tiny())
     with pytest.raises(ValueError, match=r"experts_backend='eager'.*experts_backend='torch'"):
@@ -223,8 +225,8 @@ def test_models_and_arguments_that_cannot_be_counted() -> None:
         expert_load(patch(tiny()), reset=1)
 
 
-def _inputs(rank: int, micro: int, padded: bool = True) -> dict[str, Tensor]:
-    """Make a padded batch, or one of odd length without a mask, which sp does not divide."""
+def _make_inputs(rank: int, micro: int, padded: bool = True) -> dict[str, Tensor]:
+    """Make a padded batch, or a batch without a mask whose odd length sp does not divide."""
     length = 8 + 2 * rank + (not padded)
     inputs = batch(tiny(), 1 + rank % 2, length, seed=10 * micro + rank, pad=2 * padded)
     return {name: x for name, x in inputs.items() if padded or name != "attention_mask"}
@@ -248,18 +250,18 @@ def _compare_with_stock(
     for step in range(2):
         for micro in range(ACCUMULATION):
             seed = ACCUMULATION * step + micro
-            model(**_inputs(rank // sp, seed, padded)).loss.backward()
+            model(**_make_inputs(rank // sp, seed, padded)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         everyone = [
-            _inputs(data_rank, ACCUMULATION * step + micro, padded)
+            _make_inputs(data_rank, ACCUMULATION * step + micro, padded)
             for data_rank in range(world // sp)
             for micro in range(ACCUMULATION)
         ]
         want += _count_choices(tiny(), everyone)
         model.eval()
         with torch.no_grad():
-            model(**_inputs(rank // sp, 0))
+            model(**_make_inputs(rank // sp, 0))
         model.train()
     without_reset, load = expert_load(model, reset=False), expert_load(model)
     assert load.ep_size == config.get("ep_size", 1)
@@ -268,16 +270,16 @@ def _compare_with_stock(
     assert not expert_load(model).counts.any()
 
 
-def ranks_that_disagree(rank: int, world: int) -> None:
+def ranks_that_pass_different_resets_raise_an_error(rank: int, world: int) -> None:
     model = apply_ep_fsdp2(tiny(), ep_size=2)
-    model(**_inputs(rank, 0)).loss.backward()
+    model(**_make_inputs(rank, 0)).loss.backward()
     with pytest.raises(ValueError, match=r"1 of 2 ranks called expert_load with reset=True"):
         expert_load(model, reset=rank == 0)
     assert expert_load(model).counts.any()
 
 
 ON_RANKS = [
-    *on_ranks(2, ranks_that_disagree),
+    *on_ranks(2, ranks_that_pass_different_resets_raise_an_error),
     *on_ranks(
         2,
         {
@@ -312,6 +314,6 @@ ON_RANKS = [
 
 
 @pytest.mark.parametrize("claim", ON_RANKS)
-def test_counts_sum_over_all_ranks(found: Found, claim: Check) -> None:
+def test_counts_are_summed_over_all_ranks(found: Found, claim: Check) -> None:
     """Two steps of three micro-batches, each followed by an evaluation, which is not counted."""
     found.raise_if_failed(claim)

@@ -1,4 +1,4 @@
-"""Record and replay the routing of a model in one process.
+"""In one process the routing of a model is recorded and replayed exactly.
 
 A replay of recorded routes gives the same bits as the recorded forward. A replay of random routes
 equals a stock model whose topk is forced to return the same experts (support/forced.py).
@@ -31,17 +31,17 @@ from hf_moe_ep.state import STATE, ModelState
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 
 
-def _pair(**overrides: Any) -> tuple[nn.Module, nn.Module]:
-    """Return a patched model and a stock model with the same weights. Layer 1 is dense."""
+def _make_models(**overrides: Any) -> tuple[nn.Module, nn.Module]:
+    """Make a patched model and a stock model with the same weights. Layer 1 is dense."""
     sizes = {"num_hidden_layers": LAYERS, "mlp_only_layers": [1]} | overrides
     return patch(tiny(**sizes)), tiny(**sizes)
 
 
-def _grads(model: nn.Module) -> dict[str, Tensor]:
+def _clone_grads(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _routes(ids: Tensor) -> Routes:
+def _make_routes(ids: Tensor) -> Routes:
     return Routes(ids, (0, 2))
 
 
@@ -49,7 +49,7 @@ def _assert_same_grads(model: nn.Module, stock: nn.Module) -> None:
     parity.assert_same_gradients("replayed", model, stock, lambda _: FP64_MODEL)
 
 
-def _left_padded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def _pad_left(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.flip(1) for name, x in inputs.items()}
 
 
@@ -57,15 +57,17 @@ def _left_padded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     ("backend", "use_reentrant"),
     [("torch", None), ("torch", False), ("torch", True), ("eager", False)],
 )
-def test_a_record_replayed_is_bit_equal(backend: str, use_reentrant: bool | None) -> None:
-    """With the same weights, logits and all gradients are equal bit by bit."""
+def test_a_replay_of_recorded_routes_gives_the_same_bits(
+    backend: str, use_reentrant: bool | None
+) -> None:
+    """The weights are the same, so logits and all gradients are equal bit by bit."""
     model = patch(tiny(num_hidden_layers=LAYERS), experts_backend=backend)
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
     inputs = batch(model, 2, 9, pad=3)
     live = model(**inputs)
     live.loss.backward()
-    want = _grads(model)
+    want = _clone_grads(model)
     model.zero_grad()
     replay = RoutingReplay(model)
     with replay.record() as routes:
@@ -77,7 +79,7 @@ def test_a_record_replayed_is_bit_equal(backend: str, use_reentrant: bool | None
         repeated = model(**inputs)
     repeated.loss.backward()  # backward may run after the block
     assert torch.equal(repeated.logits, live.logits)
-    assert all(torch.equal(grad, want[name]) for name, grad in _grads(model).items())
+    assert all(torch.equal(grad, want[name]) for name, grad in _clone_grads(model).items())
     report = replay.last
     assert (report.replayed, report.live, report.agreement) == (2 * 9 * LAYERS, 0, 1.0)
     assert report.by_layer == dict.fromkeys(range(LAYERS), 1.0)
@@ -89,12 +91,12 @@ def test_a_record_replayed_is_bit_equal(backend: str, use_reentrant: bool | None
 def test_random_routes_equal_stock_with_the_same_routes(
     side: str, use_reentrant: bool | None
 ) -> None:
-    """Some ids are -1: the router chooses for these tokens. Loss and gradients equal stock's."""
-    model, stock = _pair()
+    """Some ids are -1, so the router chooses for these tokens."""
+    model, stock = _make_models()
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
     inputs = batch(model, 3, 7, pad=3)
-    inputs = inputs if side == "right" else _left_padded(inputs)
+    inputs = inputs if side == "right" else _pad_left(inputs)
     ids = random_ids(3, 7, 2, EXPERTS, TOP_K)
     ids[inputs["attention_mask"] == 0] = -1
     ids[0, 2:4, 1] = -1
@@ -102,13 +104,13 @@ def test_random_routes_equal_stock_with_the_same_routes(
         want = stock(**inputs)
     want.loss.backward()
     replay = RoutingReplay(model)
-    with replay.replay(_routes(ids)):
+    with replay.replay(_make_routes(ids)):
         got = model(**inputs)
     got.loss.backward()
     assert_close("logits", got.logits, want.logits, FP64_MODEL)
     assert_close("loss", got.loss, want.loss, FP64_MODEL)
     _assert_same_grads(model, stock)
-    # The agreement: the share of replayed ids that the router would have chosen as well.
+    # The agreement is the share of replayed ids that the router would have chosen as well.
     replayed = [layer_TK[layer_TK[:, 0] >= 0] for layer_TK in ids.long().flatten(0, 1).unbind(1)]
     live = [x[ids.flatten(0, 1)[:, i, 0] >= 0] for i, x in enumerate(live_ids)]
     num_equal = sum(
@@ -122,29 +124,29 @@ def test_random_routes_equal_stock_with_the_same_routes(
 
 @pytest.mark.parametrize("all_live", [True, False])
 def test_tokens_without_routes_route_live(all_live: bool) -> None:
-    """Either all ids are -1, or the ids of row 0 of the batch."""
-    model, _ = _pair()
+    """Either all ids are -1, or only the ids of row 0 of the batch."""
+    model, _ = _make_models()
     inputs = batch(model, 2, 6)
     ids = random_ids(2, 6, 2, EXPERTS, TOP_K)
     ids[0 if not all_live else slice(None)] = -1
     live = model(**inputs)
     live.loss.backward()
-    want = _grads(model)
+    want = _clone_grads(model)
     model.zero_grad()
     replay = RoutingReplay(model)
-    with replay.replay(_routes(ids)):
+    with replay.replay(_make_routes(ids)):
         got = model(**inputs)
         got.loss.backward()
     assert torch.equal(got.logits[0], live.logits[0])
     assert torch.equal(got.logits[1], live.logits[1]) is all_live
     if all_live:
-        assert all(torch.equal(grad, want[name]) for name, grad in _grads(model).items())
+        assert all(torch.equal(grad, want[name]) for name, grad in _clone_grads(model).items())
         assert replay.last.replayed == 0 and np.isnan(replay.last.agreement)
 
 
 def test_after_a_weight_update_the_recorded_experts_are_replayed() -> None:
     """The router's gradient comes from its new scores of the recorded experts."""
-    model, stock = _pair()
+    model, stock = _make_models()
     inputs = batch(model, 2, 9)
     replay = RoutingReplay(model)
     with torch.no_grad(), replay.record() as routes:
@@ -177,8 +179,8 @@ def test_after_a_weight_update_the_recorded_experts_are_replayed() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [None, False, pytest.param(True, marks=pytest.mark.slow)])
 def test_weights_of_routes_replace_the_routers_weights(use_reentrant: bool | None) -> None:
-    """The router gets a gradient from tokens without routes only (ids of -1)."""
-    model, stock = _pair()
+    """Only tokens without routes (ids of -1) give the router a gradient."""
+    model, stock = _make_models()
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
     inputs = batch(model, 2, 5)
@@ -199,25 +201,25 @@ def test_weights_of_routes_replace_the_routers_weights(use_reentrant: bool | Non
 @pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_replay_per_micro_batch_equals_one_replay_of_the_whole_batch(use_reentrant: bool) -> None:
     """Two replays of different lengths are followed by one backward and an optimizer step."""
-    (model, _), (reference, _) = _pair(), _pair()
+    (model, _), (reference, _) = _make_models(), _make_models()
     for checkpointed in (model, reference):
         parity.checkpointing(checkpointed, use_reentrant)
     inputs = {name: x.flip(0) for name, x in batch(model, 4, 6, pad=3).items()}
     count = inputs["labels"][:, 1:].ne(-100).sum()
-    routes = _routes(random_ids(4, 6, 2, EXPERTS, TOP_K))
+    routes = _make_routes(random_ids(4, 6, 2, EXPERTS, TOP_K))
     with RoutingReplay(reference).replay(routes):
         reference(**inputs, num_items_in_batch=count).loss.backward()
-    want = _grads(reference)
+    want = _clone_grads(reference)
     replay, losses = RoutingReplay(model), []
     for start, length in ((0, 4), (2, 6)):  # the first two rows end in two tokens of padding
         micro = {name: x[start : start + 2, :length] for name, x in inputs.items()}
-        with replay.replay(_routes(routes.ids[start : start + 2, :length])):
+        with replay.replay(_make_routes(routes.ids[start : start + 2, :length])):
             losses.append(model(**micro, num_items_in_batch=count).loss)
         with torch.no_grad():
             model(**micro)  # a forward outside of the block routes live
     sum(losses).backward()
-    assert _grads(model).keys() == want.keys()
-    for name, grad in _grads(model).items():
+    assert _clone_grads(model).keys() == want.keys()
+    for name, grad in _clone_grads(model).items():
         assert_close(name, grad, want[name], FP64_MODEL)
     for trained in (model, reference):
         torch.optim.AdamW(trained.parameters(), lr=1e-3, foreach=False).step()
@@ -227,27 +229,28 @@ def test_a_replay_per_micro_batch_equals_one_replay_of_the_whole_batch(use_reent
 
 def test_packed_routes_give_each_document_its_own_logits() -> None:
     """`Routes.pack` takes the lengths of the documents or their position ids."""
-    model, _ = _pair()
+    model, _ = _make_models()
     lengths = [4, 7, 5]
     inputs = batch(model, 3, 7)
-    routes = _routes(random_ids(3, 7, 2, EXPERTS, TOP_K))
+    routes = _make_routes(random_ids(3, 7, 2, EXPERTS, TOP_K))
     replay = RoutingReplay(model)
-    alone = []
+    document_logits = []
     for row, length in enumerate(lengths):
         routes_of_row = Routes(routes.ids[row : row + 1, :length], (0, 2))
         with torch.no_grad(), replay.replay(routes_of_row):
-            alone.append(model(input_ids=inputs["input_ids"][row : row + 1, :length]).logits)
+            tokens = inputs["input_ids"][row : row + 1, :length]
+            document_logits.append(model(input_ids=tokens).logits)
     tokens = torch.cat([inputs["input_ids"][row, :n] for row, n in enumerate(lengths)])[None]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     for boundaries in (lengths, positions):
         packed = routes.pack(boundaries)
         with torch.no_grad(), replay.replay(packed):
             got = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-        assert_close("logits", got, torch.cat(alone, dim=1), FP64_MODEL)
+        assert_close("logits", got, torch.cat(document_logits, dim=1), FP64_MODEL)
 
 
 def test_a_forward_with_disabled_adapters_routes_live() -> None:
-    """With disabled adapters the model is the reference, and the policy's routes do not apply."""
+    """With disabled adapters the model is the reference, which must not replay routes."""
     model = get_peft_model(
         tiny(num_hidden_layers=2),
         LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
@@ -275,23 +278,23 @@ def test_a_forward_with_disabled_adapters_routes_live() -> None:
 
 
 def test_another_model_routes_live_while_the_policy_replays() -> None:
-    model, _ = _pair()
+    model, _ = _make_models()
     reference = patch(tiny(num_hidden_layers=LAYERS, mlp_only_layers=[1], seed=1))
     inputs = batch(model, 2, 6)
     with torch.no_grad():
         want = reference(**inputs).logits
-        with RoutingReplay(model).replay(_routes(random_ids(2, 6, 2, EXPERTS, TOP_K))):
+        with RoutingReplay(model).replay(_make_routes(random_ids(2, 6, 2, EXPERTS, TOP_K))):
             model(**inputs)
             assert torch.equal(reference(**inputs).logits, want)
 
 
 def test_the_load_balancing_loss_counts_the_routers_own_choice() -> None:
     """Stock's aux loss calls topk outside of the layers, where replay does not replace topk."""
-    model, _ = _pair(output_router_logits=True, num_experts_per_tok=2)
+    model, _ = _make_models(output_router_logits=True, num_experts_per_tok=2)
     inputs = batch(model, 2, 6)
     ids = random_ids(2, 6, 2, EXPERTS, TOP_K)
     ids[:, :, 1] = -1  # the last layer routes live, on hidden states of the replayed first layer
-    with RoutingReplay(model).replay(_routes(ids)):
+    with RoutingReplay(model).replay(_make_routes(ids)):
         got = model(**inputs)
     logits = [logits.softmax(-1) for logits in got.router_logits]
     chosen = torch.cat([p.topk(TOP_K).indices for p in logits])
@@ -300,26 +303,26 @@ def test_the_load_balancing_loss_counts_the_routers_own_choice() -> None:
     assert_close("aux loss", got.aux_loss.double(), want, FP32_INSIDE)
 
 
-def test_hooks_exist_inside_of_the_blocks_only() -> None:
-    """An error inside of a block removes the hooks too. Then unpatch restores a stock model."""
-    model, _ = _pair()
+def test_hooks_exist_only_inside_of_the_blocks() -> None:
+    """An error inside of a block removes the hooks too, and unpatch then restores a stock model."""
+    model, _ = _make_models()
     inputs = batch(model, 1, 4)
 
-    def hooks() -> int:
+    def count_hooks() -> int:
         return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
-    before = hooks()
+    before = count_hooks()
     replay = RoutingReplay(model)
-    assert hooks() == before
+    assert count_hooks() == before
     with replay.record() as routes:
         model(**inputs)
-        assert hooks() > before
+        assert count_hooks() > before
     with replay.replay(routes), pytest.raises(ZeroDivisionError):
         hook = model.model.layers[2].mlp.gate.register_forward_hook(lambda *_: 1 / 0)
         model(**inputs)
     hook.remove()
     assert torch.overrides._len_torch_function_stack() == 0
-    assert hooks() == before
+    assert count_hooks() == before
     with torch.no_grad():
         want = model(**inputs).logits
     unpatch(model)
@@ -327,8 +330,8 @@ def test_hooks_exist_inside_of_the_blocks_only() -> None:
 
 
 def test_after_an_interrupted_forward_the_model_routes_live() -> None:
-    """After KeyboardInterrupt torch calls no forward hook, yet torch.topk has to be restored."""
-    model, _ = _pair()
+    """After KeyboardInterrupt torch calls no forward hook, but torch.topk must be restored."""
+    model, _ = _make_models()
     inputs = batch(model, 2, 6)
 
     def interrupt(*_: Any) -> None:
@@ -337,7 +340,7 @@ def test_after_an_interrupted_forward_the_model_routes_live() -> None:
     with torch.no_grad():
         want = model(**inputs).logits
     hook = model.model.layers[2].mlp.gate.register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt), RoutingReplay(model).replay(_routes(IDS)):
+    with pytest.raises(KeyboardInterrupt), RoutingReplay(model).replay(_make_routes(IDS)):
         model(**inputs)
     hook.remove()
     assert torch.overrides._len_torch_function_stack() == 0
@@ -347,8 +350,8 @@ def test_after_an_interrupted_forward_the_model_routes_live() -> None:
 
 
 def test_a_replay_made_before_unpatch_is_refused() -> None:
-    """unpatch removes the hooks, also inside of a block."""
-    model, _ = _pair()
+    """unpatch removes the hooks, even inside of a block."""
+    model, _ = _make_models()
     inputs = batch(model, 2, 6)
     replay = RoutingReplay(model)
     with pytest.raises(ValueError, match="nothing was recorded"), replay.record():
@@ -360,7 +363,7 @@ def test_a_replay_made_before_unpatch_is_refused() -> None:
     patch(model)
     with (
         pytest.raises(ValueError, match="before the model was unpatched"),
-        replay.replay(_routes(IDS)),
+        replay.replay(_make_routes(IDS)),
     ):
         pass
     unpatch(model)
@@ -371,7 +374,7 @@ def test_a_replay_made_before_unpatch_is_refused() -> None:
 @pytest.mark.slow
 def test_generate_records_its_last_forward_and_cannot_be_replayed() -> None:
     """generate() runs one forward for each new token, and routes belong to one forward."""
-    model, _ = _pair()
+    model, _ = _make_models()
     model.eval()
     tokens = batch(model, 2, 6)["input_ids"]
     options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
@@ -382,7 +385,7 @@ def test_generate_records_its_last_forward_and_cannot_be_replayed() -> None:
     assert routes.ids.shape == (2, 1, 2, TOP_K)
     with (
         pytest.raises(ValueError, match=r"2 rows of 6 tokens .* 2 rows of 1: one replay"),
-        replay.replay(_routes(IDS)),
+        replay.replay(_make_routes(IDS)),
     ):
         model.generate(tokens, **options)
     assert torch.equal(model.generate(tokens, **options), want)
@@ -390,7 +393,7 @@ def test_generate_records_its_last_forward_and_cannot_be_replayed() -> None:
 
 def test_replay_of_none_routes_live() -> None:
     """A rank without samples calls replay(None) while other ranks replay their routes."""
-    model, _ = _pair()
+    model, _ = _make_models()
     inputs = batch(model, 2, 6)
     replay = RoutingReplay(model)
     with torch.no_grad(), replay.replay(None):
@@ -408,21 +411,24 @@ def test_replay_of_none_routes_live() -> None:
 
 @pytest.mark.slow
 def test_adapters_added_after_the_replay_object_can_be_disabled() -> None:
-    model, _ = _pair()
+    model, _ = _make_models()
     replay = RoutingReplay(model)
     policy = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     inputs = batch(model, 2, 6)
     with torch.no_grad(), policy.disable_adapter():
         want = policy(**inputs).logits
-    with torch.no_grad(), replay.replay(_routes(IDS)), policy.disable_adapter():
+    with torch.no_grad(), replay.replay(_make_routes(IDS)), policy.disable_adapter():
         assert torch.equal(policy(**inputs).logits, want)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
-def test_a_router_with_a_single_group_of_experts(use_reentrant: bool | None) -> None:
-    """GLM scores a group by its top two experts. With one group, this topk over all experts looks
-    like the choice of experts, but must not be replayed.
+def test_the_scores_of_a_single_group_of_experts_are_not_replayed(
+    use_reentrant: bool | None,
+) -> None:
+    """GLM scores a group by its top two experts.
+
+    With one group, this topk over all experts looks like the choice of experts.
     """
     options: dict[str, Any] = {
         "vocab_size": 50,
@@ -449,7 +455,7 @@ def test_a_router_with_a_single_group_of_experts(use_reentrant: bool | None) -> 
     tokens = torch.arange(10).view(2, 5)
     ids = random_ids(2, 5, 2, EXPERTS, TOP_K)
     ids[1, 3:] = -1
-    # Make stock skip its groups: the scores stay the same, and it calls topk once.
+    # Stock skips its groups then: the scores stay the same, and it calls topk once.
     for layer in stock.model.layers:
         layer.mlp.gate.num_group = layer.mlp.gate.topk_group = 2
         layer.mlp.gate.num_experts = EXPERTS
@@ -461,8 +467,8 @@ def test_a_router_with_a_single_group_of_experts(use_reentrant: bool | None) -> 
         got = model(input_ids=tokens, labels=tokens).loss
     got.backward()
     assert_close("loss", got, want, FP32_INSIDE)
-    for name, grad in _grads(stock).items():
-        assert_close(name, _grads(model)[name], grad, FP32_INSIDE)
+    for name, grad in _clone_grads(stock).items():
+        assert_close(name, _clone_grads(model)[name], grad, FP32_INSIDE)
     assert replay.last.replayed == 2 * 8
 
 
@@ -490,7 +496,9 @@ def test_routes_are_on_the_host_before_a_model_of_the_host_replays_them(
 
 
 @pytest.mark.slow
-def test_48_layers_of_8192_tokens_copy_3_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_of_48_layers_and_8192_tokens_copies_3_mib(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """8192 tokens x 48 layers x 8 ids of one byte are 3 MiB, copied once for each forward."""
     sizes = {"hidden_size": 8, "head_dim": 2, "moe_intermediate_size": 2, "vocab_size": 9}
     model = patch(
@@ -516,7 +524,7 @@ def test_48_layers_of_8192_tokens_copy_3_mib(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_record_waits_for_the_stream_of_the_models_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model may be on another GPU than the current one, whose stream copies nothing."""
+    """The model may be on another GPU than the current GPU, whose stream does not copy the ids."""
 
     class OnSecondGPU(Tensor):
         is_cuda = True
@@ -579,7 +587,7 @@ WRONG: dict[str, tuple[Routes, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_routes_that_do_not_fit_are_refused_on_entry(case: str) -> None:
-    model, _ = _pair()
+    model, _ = _make_models()
     routes, message = WRONG[case]
     with pytest.raises(ValueError, match=message), RoutingReplay(model).replay(routes):
         raise AssertionError("entered")
@@ -587,7 +595,7 @@ def test_routes_that_do_not_fit_are_refused_on_entry(case: str) -> None:
 
 
 def test_strict_false_checks_only_shapes() -> None:
-    model, _ = _pair()
+    model, _ = _make_models()
     inputs = batch(model, 2, 6)
     repeated_expert = Routes(torch.zeros_like(IDS), (0, 2))  # strict=True refuses it
     replay = RoutingReplay(model)
@@ -598,8 +606,8 @@ def test_strict_false_checks_only_shapes() -> None:
         pass
 
 
-def test_the_last_of_256_experts_is_no_missing_choice() -> None:
-    """`record` stores ids in uint8 for up to 256 experts, and in uint8 the id -1 is 255."""
+def test_the_id_255_in_uint8_is_an_expert_and_not_a_missing_choice() -> None:
+    """`record` stores ids in uint8 for up to 256 experts, and in uint8 the number -1 is 255."""
     layers = RoutedLayers("m", 1, 256, 2, (0,), (0,), ())
     ids = torch.tensor([[[[255, 0]]]], dtype=torch.uint8)
     for strict in (True, False):
@@ -609,7 +617,7 @@ def test_the_last_of_256_experts_is_no_missing_choice() -> None:
 
 
 def test_routes_are_freed_after_their_block() -> None:
-    model, _ = _pair()
+    model, _ = _make_models()
     ids = random_ids(2, 6, 2, EXPERTS, TOP_K).clone()
     routes, freed = Routes(ids, (0, 2)), weakref.ref(ids)
     replay = RoutingReplay(model)
@@ -621,7 +629,7 @@ def test_routes_are_freed_after_their_block() -> None:
 
 
 def test_misuse_is_refused() -> None:
-    model, stock = _pair()
+    model, stock = _make_models()
     inputs = batch(model, 2, 6)
     replay = RoutingReplay(model)
     with pytest.raises(ValueError, match="not patched"):
@@ -634,12 +642,12 @@ def test_misuse_is_refused() -> None:
         _ = replay.last
     with (
         pytest.raises(ValueError, match=r"routes of 2 rows of 6 tokens .* of 2 rows of 5"),
-        replay.replay(_routes(IDS)),
+        replay.replay(_make_routes(IDS)),
     ):
         model(**{name: x[:, :5] for name, x in inputs.items()})
     with (
         pytest.raises(ValueError, match="open already"),
-        replay.replay(_routes(IDS)),
+        replay.replay(_make_routes(IDS)),
         RoutingReplay(model).record(),
     ):
         pass
@@ -650,13 +658,13 @@ def test_misuse_is_refused() -> None:
         model.model(input_ids=inputs["input_ids"])
     with (
         pytest.raises(ValueError, match=r"has no experts .*on_missing='error' .*\(1 of 24 choices"),
-        RoutingReplay(model, on_missing="error").replay(_routes(_set_id(IDS, -1, 0, 0, 0))),
+        RoutingReplay(model, on_missing="error").replay(_make_routes(_set_id(IDS, -1, 0, 0, 0))),
     ):
         pass
 
 
 def test_weights_are_refused_for_checkpointed_layers_with_the_eager_backend() -> None:
-    """A layer that is recomputed by the model's own loop over experts cannot use the weights."""
+    """If the model's own loop over experts recomputes a layer, it cannot use the weights."""
     model = patch(tiny(num_hidden_layers=LAYERS, mlp_only_layers=[1]), experts_backend="eager")
     inputs = batch(model, 2, 6)
     weighted = Routes(IDS, (0, 2), torch.rand(IDS.shape))
@@ -671,14 +679,14 @@ def test_weights_are_refused_for_checkpointed_layers_with_the_eager_backend() ->
         model(**inputs)
     # After an error, torch 2.11 keeps a checkpoint's hooks as long as the frames of the traceback.
     gc.collect()
-    with replay.replay(_routes(IDS)):
+    with replay.replay(_make_routes(IDS)):
         model(**inputs).loss.backward()
 
 
 @pytest.mark.slow
 def test_a_compiled_model_is_refused() -> None:
     """torch.compile is applied to the model, to a function that calls it, or to one layer."""
-    model, _ = _pair()
+    model, _ = _make_models()
     inputs = batch(model, 2, 6)
     replay = RoutingReplay(model)
     with pytest.raises(ValueError, match="of a compiled model"):
@@ -692,15 +700,15 @@ def test_a_compiled_model_is_refused() -> None:
         model(**inputs)
     assert routes.ids.shape == (2, 6, 2, TOP_K)
     model.model.layers[2].compile(backend="eager")
-    with pytest.raises(ValueError, match="of a compiled model"), replay.replay(_routes(IDS)):
+    with pytest.raises(ValueError, match="of a compiled model"), replay.replay(_make_routes(IDS)):
         pass
 
 
-def test_the_decoder_alone_replays_its_routes() -> None:
+def test_a_call_of_the_decoder_replays_its_routes() -> None:
     """Liger's losses call the decoder without the language model's head."""
-    model, stock = _pair()
+    model, stock = _make_models()
     tokens = batch(model, 2, 6)["input_ids"]
-    with torch.no_grad(), RoutingReplay(model).replay(_routes(IDS)):
+    with torch.no_grad(), RoutingReplay(model).replay(_make_routes(IDS)):
         got = model.model(input_ids=tokens).last_hidden_state
     with torch.no_grad(), forced_topk(EXPERTS, IDS):
         want = stock.model(input_ids=tokens).last_hidden_state
@@ -708,24 +716,24 @@ def test_the_decoder_alone_replays_its_routes() -> None:
 
 
 def test_a_deep_copy_routes_live_while_the_model_replays() -> None:
-    model, _ = _pair()
+    model, _ = _make_models()
     inputs = batch(model, 2, 6)
     copied_before = copy.deepcopy(model)
     with torch.no_grad():
         want = model(**inputs).logits
-    with torch.no_grad(), RoutingReplay(model).replay(_routes(IDS)):
+    with torch.no_grad(), RoutingReplay(model).replay(_make_routes(IDS)):
         copied_inside = copy.deepcopy(model)
         replayed = model(**inputs).logits
         assert not torch.equal(replayed, want)
         assert torch.equal(copied_before(**inputs).logits, want)
         assert torch.equal(copied_inside(**inputs).logits, want)
-    with torch.no_grad(), RoutingReplay(copied_inside).replay(_routes(IDS)):
+    with torch.no_grad(), RoutingReplay(copied_inside).replay(_make_routes(IDS)):
         assert torch.equal(copied_inside(**inputs).logits, replayed)
 
 
 def test_a_topk_in_another_thread_is_not_replayed() -> None:
-    """The other thread's topk has the shape of the router's."""
-    model, _ = _pair()
+    """The other thread's topk has the sizes of the router's topk."""
+    model, _ = _make_models()
     scores = torch.rand(12, EXPERTS)
     thread_ids: list[Tensor] = []
 
@@ -736,7 +744,7 @@ def test_a_topk_in_another_thread_is_not_replayed() -> None:
 
     want = scores.topk(TOP_K).indices
     hook = model.model.layers[0].mlp.gate.register_forward_pre_hook(topk_in_thread)
-    with torch.no_grad(), RoutingReplay(model).replay(_routes(IDS)):
+    with torch.no_grad(), RoutingReplay(model).replay(_make_routes(IDS)):
         model(**batch(model, 2, 6))
     hook.remove()
     assert len(thread_ids) == 1 and torch.equal(thread_ids[0], want)

@@ -1,4 +1,4 @@
-"""Replay routes on several ranks (with ep, sp or both), compared with stock in one process.
+"""A replay on several ranks (with ep, sp or both) equals a stock model in one process.
 
 Stock runs the batches of all ranks one after the other, and its topk is forced to return the same
 experts (support/forced.py).
@@ -34,14 +34,14 @@ WATCHED = {
 }
 
 
-def _inputs(data_rank: int, sequence: int = 7, left: bool = False) -> dict[str, Tensor]:
-    """Return a padded batch; each data rank has another number of rows."""
+def _make_inputs(data_rank: int, sequence: int = 7, left: bool = False) -> dict[str, Tensor]:
+    """Make a padded batch. Each data rank has another number of rows."""
     inputs = batch(tiny(), 2 + data_rank, sequence, seed=data_rank, pad=3)
     return {name: x.flip(1) for name, x in inputs.items()} if left else inputs
 
 
-def _routes_of(inputs: dict[str, Tensor], seed: int = 0) -> Routes:
-    """Draw random experts for each token. Padding and two tokens of row 0 get -1 and route live."""
+def _draw_routes(inputs: dict[str, Tensor], seed: int = 0) -> Routes:
+    """Draw random experts for each token. Padding and two tokens of row 0 route live (-1)."""
     mask = inputs["attention_mask"]
     ids = random_ids(*mask.shape, len(LAYERS), EXPERTS, TOP_K, seed)
     ids[mask == 0] = -1
@@ -49,7 +49,7 @@ def _routes_of(inputs: dict[str, Tensor], seed: int = 0) -> Routes:
     return Routes(ids, LAYERS)
 
 
-def _all_live(rows: int) -> Tensor:
+def _make_live_ids(rows: int) -> Tensor:
     return torch.full((rows, 7, len(LAYERS), TOP_K), -1, dtype=torch.int16)
 
 
@@ -91,7 +91,7 @@ def _compare_with_stock(
     assert report.replayed > 0 and report.agreement < 0.9
 
 
-def random_routes(
+def random_routes_equal_stock(
     rank: int,
     world: int,
     ep: int = 0,
@@ -99,7 +99,7 @@ def random_routes(
     lora: bool = False,
     weights: bool = False,
 ) -> None:
-    """Compare a plain, a checkpointed and a reentrantly checkpointed model with stock."""
+    """The model has no checkpoints, checkpoints, or reentrant checkpoints."""
     data = world // sp
     for use_reentrant, left in ((None, False), (False, True), (True, False)):
         model, stock = tiny(seed=rank, **SIZES), tiny(seed=0, **SIZES)
@@ -111,8 +111,8 @@ def random_routes(
         if use_reentrant is not None:
             parity.checkpointing(model, use_reentrant)
         apply_ep_fsdp2(model, ep_size=ep or world, sp_size=sp)
-        batches = [_inputs(data_rank, left=left) for data_rank in range(data)]
-        everyone = [(x, _routes_of(x, seed)) for seed, x in enumerate(batches)]
+        batches = [_make_inputs(data_rank, left=left) for data_rank in range(data)]
+        everyone = [(x, _draw_routes(x, seed)) for seed, x in enumerate(batches)]
         if weights:
             for _, routes in everyone:
                 routes.weights = torch.rand(
@@ -122,35 +122,36 @@ def random_routes(
         _compare_with_stock(where, model, stock, everyone)
 
 
-def adapters_on_experts(rank: int, world: int) -> None:
-    random_routes(rank, world, lora=True)
+def adapters_on_experts_equal_stock(rank: int, world: int) -> None:
+    random_routes_equal_stock(rank, world, lora=True)
 
 
-def sequences_split(rank: int, world: int) -> None:
-    """sp (2) does not divide the 7 tokens, so the last slice is padded; its padding routes live."""
-    random_routes(rank, world, ep=1, sp=2)
+def split_sequences_equal_stock(rank: int, world: int) -> None:
+    """sp (2) does not divide the 7 tokens. The padding of the last slice routes live."""
+    random_routes_equal_stock(rank, world, ep=1, sp=2)
 
 
-def sequences_split_and_experts(rank: int, world: int) -> None:
-    random_routes(rank, world, ep=2, sp=2)
+def split_sequences_and_experts_equal_stock(rank: int, world: int) -> None:
+    random_routes_equal_stock(rank, world, ep=2, sp=2)
 
 
-def weights_of_an_engine(rank: int, world: int) -> None:
+def weights_of_routes_equal_stock(rank: int, world: int) -> None:
     """The weights are dispatched with the rows, and a recomputed layer uses them again."""
-    random_routes(rank, world, weights=True, lora=True)
+    random_routes_equal_stock(rank, world, weights=True, lora=True)
 
 
-def weights_of_an_engine_split(rank: int, world: int) -> None:
-    random_routes(rank, world, ep=2, sp=2, weights=True)
+def weights_of_routes_of_split_sequences_equal_stock(rank: int, world: int) -> None:
+    random_routes_equal_stock(rank, world, ep=2, sp=2, weights=True)
 
 
-def adapters_on_experts_of_split_sequences(rank: int, world: int) -> None:
-    random_routes(rank, world, ep=2, sp=2, lora=True)
+def adapters_on_experts_with_split_sequences_equal_stock(rank: int, world: int) -> None:
+    random_routes_equal_stock(rank, world, ep=2, sp=2, lora=True)
 
 
-def a_rank_without_samples(rank: int, world: int) -> None:
-    """A rank without samples runs a batch without labels and replays None, while the others replay
-    their routes. It cannot run a batch of no rows, because stock attention refuses that.
+def a_rank_without_samples_replays_none(rank: int, world: int) -> None:
+    """A rank without samples runs a batch without labels, while other ranks replay their routes.
+
+    It cannot run a batch of no rows, because stock attention refuses such a batch.
     """
     unlabelled = batch(tiny(), 1, 3) | {"labels": torch.full((1, 3), -100)}
     for use_reentrant in (None, False, True):
@@ -158,22 +159,22 @@ def a_rank_without_samples(rank: int, world: int) -> None:
         if use_reentrant is not None:
             parity.checkpointing(model, use_reentrant)
         apply_ep_fsdp2(model, ep_size=2)
-        inputs = _inputs(0)
+        inputs = _make_inputs(0)
         no_routes = Routes(torch.full((1, 3, len(LAYERS), TOP_K), -1), LAYERS)
-        everyone = [(inputs, _routes_of(inputs)), (unlabelled, no_routes)]
+        everyone = [(inputs, _draw_routes(inputs)), (unlabelled, no_routes)]
         _compare_with_stock(f"reentrant {use_reentrant}", model, stock, everyone)
     with pytest.raises(RuntimeError, match="reshape tensor of 0 elements"):
         stock(**{name: x[:0] for name, x in inputs.items()})
 
 
-def records_hold_whole_sequences(rank: int, world: int) -> None:
-    """With ep, sp or cp, each rank records the routes of its whole batch, as one process would."""
-    alone = ({"ep_size": world}, rank)
+def records_contain_whole_sequences(rank: int, world: int) -> None:
+    """With ep, sp or cp, each rank records the routes of its whole batch, like one process."""
+    only_ep = ({"ep_size": world}, rank)
     shared = [({"ep_size": 2, size: 2}, rank // 2) for size in ("sp_size", "cp_size")]
-    for sizes, data_rank in (alone, *shared):
+    for sizes, data_rank in (only_ep, *shared):
         model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), **sizes)
-        inputs = _inputs(data_rank)
-        stock, live_ids = tiny(seed=0, **SIZES), _all_live(2 + data_rank)
+        inputs = _make_inputs(data_rank)
+        stock, live_ids = tiny(seed=0, **SIZES), _make_live_ids(2 + data_rank)
         with torch.no_grad(), forced_topk(EXPERTS, live_ids) as stock_ids:
             stock(**inputs)
         replay = RoutingReplay(model)
@@ -182,7 +183,7 @@ def records_hold_whole_sequences(rank: int, world: int) -> None:
         live.loss.backward()
         want = {n: full_tensor(p.grad) for n, p in model.named_parameters()}
         model.zero_grad()
-        # Experts add nothing to padding, so the routers of later layers may choose others for it.
+        # Experts add nothing to padding tokens, so later routers may choose other experts for them.
         real_T = inputs["attention_mask"].flatten() != 0
         ids_TLK = routes.ids.flatten(0, 1).long()
         assert torch.equal(ids_TLK[real_T], torch.stack(stock_ids, 1)[real_T]), sizes
@@ -199,8 +200,8 @@ def records_hold_whole_sequences(rank: int, world: int) -> None:
         assert report.replayed == 2 * 7 * sum(2 + other for other in range(data))
 
 
-def packed_rows(rank: int, world: int) -> None:
-    """Three documents lie in one row. If sp splits the row, the routes are split alike."""
+def packed_documents_equal_stock(rank: int, world: int) -> None:
+    """One row has three documents. If sp splits the row, the routes are split in the same way."""
     positions = torch.cat([torch.arange(n) for n in (4, 6, 1)])[None]
     tokens = torch.arange(11)[None] * 7 % 90
     packed = {"input_ids": tokens, "position_ids": positions, "labels": tokens}
@@ -213,46 +214,47 @@ def packed_rows(rank: int, world: int) -> None:
         _compare_with_stock(f"sp {sp}", model, stock, [(inputs, padded.pack(positions))] * ranks)
 
 
-def no_more_collectives(rank: int, world: int) -> None:
-    """Forward and backward run as many collectives and host reads with a replay as without."""
+def a_replay_runs_no_more_collectives(rank: int, world: int) -> None:
+    """The numbers of collectives and host reads are equal with and without a replay."""
     for use_reentrant in (None, False, True):
         model = tiny(seed=rank, **SIZES)
         if use_reentrant is not None:
             parity.checkpointing(model, use_reentrant)
         apply_ep_fsdp2(model, ep_size=2)
-        inputs = _inputs(rank)
+        inputs = _make_inputs(rank)
         model(**inputs).loss.backward()  # FSDP2 initialises itself in the first forward
         with counting(WATCHED) as live:
             model(**inputs).loss.backward()
         replay = RoutingReplay(model)
-        with replay.replay(_routes_of(inputs)), counting(WATCHED) as replayed:
+        with replay.replay(_draw_routes(inputs)), counting(WATCHED) as replayed:
             model(**inputs).loss.backward()
         assert live["all_to_all"] >= 5 * len(LAYERS) and live["counts"] == len(LAYERS)
         assert replayed == live, f"reentrant {use_reentrant}: {replayed}, live {live}"
 
 
-def a_rank_of_padding(rank: int, world: int) -> None:
-    """First all routes go to rank 0's experts and rank 1's batch is all padding, so the experts of
-    rank 1 get no row. Then all ids are -1, and both ranks route live.
+def a_rank_of_padding_equals_stock(rank: int, world: int) -> None:
+    """First all routes are experts of rank 0, and rank 1's batch is all padding.
+
+    The experts of rank 1 get no row then. Later all ids are -1, and both ranks route live.
     """
     model, stock = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2), tiny(seed=0, **SIZES)
     everyone = []
     for data_rank in range(world):
-        inputs = _inputs(data_rank)
-        ids = random_ids(2 + data_rank, 7, 2, EXPERTS // 2, TOP_K)  # rank 0 holds these experts
+        inputs = _make_inputs(data_rank)
+        ids = random_ids(2 + data_rank, 7, 2, EXPERTS // 2, TOP_K)  # rank 0 owns these experts
         if data_rank == 1:
             inputs["labels"] = torch.full_like(inputs["labels"], -100)
             inputs["attention_mask"] = torch.zeros_like(inputs["attention_mask"])
         everyone.append((inputs, Routes(ids, LAYERS)))
     _compare_with_stock("rank 0's experts", model, stock, everyone)
-    inputs = _inputs(rank)
+    inputs = _make_inputs(rank)
     with torch.no_grad():
         want = model(**inputs).logits
-        with RoutingReplay(model).replay(Routes(_all_live(2 + rank), LAYERS)):
+        with RoutingReplay(model).replay(Routes(_make_live_ids(2 + rank), LAYERS)):
             assert torch.equal(model(**inputs).logits, want)
 
 
-def _error_of(run: Callable[[], Any]) -> str:
+def _catch_error(run: Callable[[], Any]) -> str:
     try:
         run()
     except (ValueError, RuntimeError) as error:
@@ -260,11 +262,11 @@ def _error_of(run: Callable[[], Any]) -> str:
     raise AssertionError("nothing was raised")
 
 
-def wrong_routes_of_one_rank(rank: int, world: int) -> str:
-    """Rank 1 names its wrong ids; rank 0 raises in the exchange instead of waiting for rank 1."""
+def one_rank_has_wrong_routes(rank: int, world: int) -> str:
+    """Rank 1 names its wrong ids. Rank 0 raises in the exchange, and does not wait for rank 1."""
     model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
-    inputs = _inputs(rank)
-    routes = _routes_of(inputs)
+    inputs = _make_inputs(rank)
+    routes = _draw_routes(inputs)
     if rank == 1:
         routes.ids[1, 2, 1] = 7
 
@@ -272,47 +274,47 @@ def wrong_routes_of_one_rank(rank: int, world: int) -> str:
         with RoutingReplay(model).replay(routes):
             model(**inputs)
 
-    return _error_of(run)
+    return _catch_error(run)
 
 
-def wrong_routes_of_all_ranks(rank: int, world: int) -> str:
+def all_ranks_have_wrong_routes(rank: int, world: int) -> str:
     model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
-    inputs = _inputs(rank)
+    inputs = _make_inputs(rank)
 
     def run() -> None:
-        with RoutingReplay(model).replay(Routes(_routes_of(inputs).ids[:, 1:], LAYERS)):
+        with RoutingReplay(model).replay(Routes(_draw_routes(inputs).ids[:, 1:], LAYERS)):
             model(**inputs)
 
-    return _error_of(run)
+    return _catch_error(run)
 
 
 def one_rank_replays(rank: int, world: int) -> str:
     model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
-    inputs = _inputs(rank)
+    inputs = _make_inputs(rank)
 
     def run() -> None:
         if rank == 0:
-            with RoutingReplay(model).replay(_routes_of(inputs)):
+            with RoutingReplay(model).replay(_draw_routes(inputs)):
                 model(**inputs)
         model(**inputs)
 
-    return _error_of(run)
+    return _catch_error(run)
 
 
 def routes_differ_in_an_sp_group(rank: int, world: int) -> str:
     model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=1, sp_size=2)
-    inputs = _inputs(0)
+    inputs = _make_inputs(0)
 
     def run() -> None:
-        with RoutingReplay(model).replay(_routes_of(inputs, seed=rank)):
+        with RoutingReplay(model).replay(_draw_routes(inputs, seed=rank)):
             model(**inputs)
 
-    return _error_of(run)
+    return _catch_error(run)
 
 
 def one_rank_of_an_sp_group_records(rank: int, world: int) -> str:
     model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=1, sp_size=2)
-    inputs = _inputs(0)
+    inputs = _make_inputs(0)
 
     def run() -> None:
         if rank == 0:
@@ -320,16 +322,18 @@ def one_rank_of_an_sp_group_records(rank: int, world: int) -> str:
                 model(**inputs)
         model(**inputs)
 
-    return _error_of(run)
+    return _catch_error(run)
 
 
-def a_length_that_one_rank_sees_late(rank: int, world: int) -> str:
-    """The outer forward has no argument called input_ids, so the length of the batch is unknown
-    until the first MoE layer runs. Rank 1 raises there, and the exchange reports it to rank 0.
+def one_rank_finds_a_wrong_length_in_a_layer(rank: int, world: int) -> str:
+    """The length of the batch is unknown until the first MoE layer runs.
+
+    The reason is that the outer forward has no argument with the name input_ids. Rank 1 raises in
+    the layer, and the exchange reports the error to rank 0.
     """
     model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
-    inputs = _inputs(rank)
-    routes = _routes_of(inputs)
+    inputs = _make_inputs(rank)
+    routes = _draw_routes(inputs)
     if rank == 1:
         routes.ids = routes.ids[:, 1:]
 
@@ -337,45 +341,45 @@ def a_length_that_one_rank_sees_late(rank: int, world: int) -> str:
         return model.model(input_ids=tokens)
 
     def run() -> None:
-        # Losses that need hidden states replace forward like this to stay within FSDP's hooks.
+        # Losses that need hidden states replace forward like this, so that FSDP's hooks run.
         model.forward = forward_decoder
         with RoutingReplay(model).replay(routes):
             model(inputs["input_ids"])
 
-    return _error_of(run)
+    return _catch_error(run)
 
 
-def wrong_routes_without_a_forward(rank: int, world: int) -> str:
+def all_ranks_have_wrong_routes_but_no_forward(rank: int, world: int) -> str:
     model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
 
     def run() -> None:
         with RoutingReplay(model).replay(Routes(torch.zeros(1, 2, 2, 3).int(), LAYERS)):
             pass
 
-    return _error_of(run)
+    return _catch_error(run)
 
 
 RIGHT = on_ranks(
     2,
-    adapters_on_experts,
-    sequences_split_and_experts,
-    records_hold_whole_sequences,
-    packed_rows,
-    no_more_collectives,
-    a_rank_of_padding,
+    adapters_on_experts_equal_stock,
+    split_sequences_and_experts_equal_stock,
+    records_contain_whole_sequences,
+    packed_documents_equal_stock,
+    a_replay_runs_no_more_collectives,
+    a_rank_of_padding_equals_stock,
 )
 # The errors of rank 0 and rank 1.
 WRONG: dict[Callable[..., str], list[str]] = {
-    wrong_routes_without_a_forward: ["K=3 experts per token", "K=3 experts per token"],
-    wrong_routes_of_one_rank: [
+    all_ranks_have_wrong_routes_but_no_forward: ["K=3 experts per token", "K=3 experts per token"],
+    one_rank_has_wrong_routes: [
         "RuntimeError: ranks of one ep group are at different places",
         "ValueError: row 1, token 2, decoder layer 2 of the routes, [7, 7], has an expert twice",
     ],
-    wrong_routes_of_all_ranks: [
+    all_ranks_have_wrong_routes: [
         "ValueError: routes of 2 rows of 6 tokens cannot be replayed in a forward of 2 rows of 7",
         "ValueError: routes of 3 rows of 6 tokens cannot be replayed in a forward of 3 rows of 7",
     ],
-    a_length_that_one_rank_sees_late: [
+    one_rank_finds_a_wrong_length_in_a_layer: [
         "RuntimeError: ranks of one ep group are at different places",
         "ValueError: model.layers.0.mlp.gate did not choose by one torch.topk for the 18 tokens",
     ],
@@ -391,87 +395,87 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 
 
 @pytest.mark.parametrize("claim", on_ranks(2, *WRONG))
-def test_all_ranks_raise(found: Found, claim: Check) -> None:
-    """Every rank raises if routes are wrong or differ between ranks; no rank waits for another."""
+def test_all_ranks_raise_for_wrong_or_different_routes(found: Found, claim: Check) -> None:
+    """No rank waits for another rank."""
     for message, part in zip(found.values(claim), WRONG[claim.run], strict=True):
         assert part in message, f"{message}, want {part}"
 
 
-def each_kind_of_wrong_routes(rank: int, world: int) -> list[str]:
-    """Give rank 1 each kind of wrong routes in turn, and return the errors of this rank."""
+def rank_1_gets_each_kind_of_wrong_routes(rank: int, world: int) -> list[str]:
+    """Rank 1 replays one kind of wrong routes after the other. Return the errors of this rank."""
     messages = []
-    for kind in range(len(KINDS)):
+    for kind in range(len(KINDS_OF_WRONG_ROUTES)):
         model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
-        inputs = _inputs(0)
+        inputs = _make_inputs(0)
         routes = Routes(random_ids(*inputs["input_ids"].shape, 2, EXPERTS, TOP_K), LAYERS)
         if rank == 1:
-            KINDS[kind][0](routes)
-        may_be_live = "on_missing" not in KINDS[kind][1]
+            KINDS_OF_WRONG_ROUTES[kind][0](routes)
+        may_be_live = "on_missing" not in KINDS_OF_WRONG_ROUTES[kind][1]
         replay = RoutingReplay(model, on_missing="live" if may_be_live else "error")
 
         def run(model: nn.Module = model, replay: Any = replay, routes: Any = routes) -> None:
             with replay.replay(routes):
-                model(**_inputs(0))
+                model(**_make_inputs(0))
 
-        messages.append(_error_of(run))
+        messages.append(_catch_error(run))
     return messages
 
 
-def _set(routes: Routes, **fields: Any) -> None:
+def _set_fields(routes: Routes, **fields: Any) -> None:
     for name, value in fields.items():
         setattr(routes, name, value)
 
 
-KINDS: list[tuple[Callable[[Routes], Any], str]] = [
-    (lambda r: _set(r, ids=r.ids[0]), "are [B, S, L, K], not [7, 2, 2]"),
-    (lambda r: _set(r, ids=r.ids.double()), "are torch.float64, not integers"),
-    (lambda r: _set(r, ids=r.ids[..., :1]), "K=1 experts per token"),
-    (lambda r: _set(r, num_experts=9), "a model with 9 experts"),
-    (lambda r: _set(r, layers=(0,)), "name 1 layers, but ids have L=2"),
-    (lambda r: _set(r, layers=(0, 3)), "L=2 layers (0, 3), and this qwen3_moe has 3"),
+KINDS_OF_WRONG_ROUTES: list[tuple[Callable[[Routes], Any], str]] = [
+    (lambda r: _set_fields(r, ids=r.ids[0]), "are [B, S, L, K], not [7, 2, 2]"),
+    (lambda r: _set_fields(r, ids=r.ids.double()), "are torch.float64, not integers"),
+    (lambda r: _set_fields(r, ids=r.ids[..., :1]), "K=1 experts per token"),
+    (lambda r: _set_fields(r, num_experts=9), "a model with 9 experts"),
+    (lambda r: _set_fields(r, layers=(0,)), "name 1 layers, but ids have L=2"),
+    (lambda r: _set_fields(r, layers=(0, 3)), "L=2 layers (0, 3), and this qwen3_moe has 3"),
     (lambda r: r.ids[1, 2, 0].copy_(torch.tensor([8, 1])), "outside of the 8 experts"),
     (lambda r: r.ids[1, 2, 0].copy_(torch.tensor([1, -2])), "outside of the 8 experts"),
     (lambda r: r.ids[1, 2, 0].copy_(torch.tensor([-1, 3])), "has -1 for some of its experts"),
     (lambda r: r.ids[1, 2, 0].fill_(3), "has an expert twice"),
     (lambda r: r.ids[1, 2, 0].fill_(-1), "has no experts (-1), but on_missing='error'"),
-    (lambda r: _set(r, weights=torch.ones(2, 7, 2)), "weights of routes are torch.float32"),
-    (lambda r: _set(r, ids=r.ids[:, :6]), "2 rows of 6 tokens cannot be replayed"),
+    (lambda r: _set_fields(r, weights=torch.ones(2, 7, 2)), "weights of routes are torch.float32"),
+    (lambda r: _set_fields(r, ids=r.ids[:, :6]), "2 rows of 6 tokens cannot be replayed"),
 ]
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, each_kind_of_wrong_routes, slow=True))
-def test_all_ranks_raise_for_each_kind(found: Found, claim: Check) -> None:
+@pytest.mark.parametrize("claim", on_ranks(2, rank_1_gets_each_kind_of_wrong_routes, slow=True))
+def test_all_ranks_raise_for_each_kind_of_wrong_routes(found: Found, claim: Check) -> None:
     """Rank 1 raises the error of its routes. Rank 0's error says that rank 1 refuses its routes."""
     errors_0, errors_1 = found.values(claim)
-    assert len(errors_1) == len(KINDS)
-    for error_0, error_1, (_, part) in zip(errors_0, errors_1, KINDS, strict=True):
+    assert len(errors_1) == len(KINDS_OF_WRONG_ROUTES)
+    for error_0, error_1, (_, part) in zip(errors_0, errors_1, KINDS_OF_WRONG_ROUTES, strict=True):
         assert part in error_1 and "ValueError" in error_1, f"{error_1}, want {part}"
         assert "refused routes" in error_0, error_0
 
 
-def every_expert_on_each_rank(rank: int, world: int) -> None:
-    """With ep 1, ranks exchange no tokens."""
-    random_routes(rank, world, ep=1)
+def every_expert_on_each_rank_equals_stock(rank: int, world: int) -> None:
+    """With ep 1 ranks exchange no tokens."""
+    random_routes_equal_stock(rank, world, ep=1)
 
 
-def ep_4(rank: int, world: int) -> None:
-    random_routes(rank, world, ep=4)
+def ep_4_equals_stock(rank: int, world: int) -> None:
+    random_routes_equal_stock(rank, world, ep=4)
 
 
-def ep_2_of_4(rank: int, world: int) -> None:
-    random_routes(rank, world, ep=2)
+def ep_2_of_4_equals_stock(rank: int, world: int) -> None:
+    random_routes_equal_stock(rank, world, ep=2)
 
 
-def sp_2_ep_4(rank: int, world: int) -> None:
-    random_routes(rank, world, ep=4, sp=2)
+def sp_2_ep_4_equals_stock(rank: int, world: int) -> None:
+    random_routes_equal_stock(rank, world, ep=4, sp=2)
 
 
-def sp_2_ep_2_of_4(rank: int, world: int) -> None:
-    random_routes(rank, world, ep=2, sp=2)
+def sp_2_ep_2_of_4_equals_stock(rank: int, world: int) -> None:
+    random_routes_equal_stock(rank, world, ep=2, sp=2)
 
 
-def records_of_4(rank: int, world: int) -> None:
-    records_hold_whole_sequences(rank, world)
+def records_of_4_ranks_contain_whole_sequences(rank: int, world: int) -> None:
+    records_contain_whole_sequences(rank, world)
 
 
 @pytest.mark.parametrize(
@@ -479,17 +483,25 @@ def records_of_4(rank: int, world: int) -> None:
     [
         *on_ranks(
             2,
-            random_routes,
-            every_expert_on_each_rank,
-            sequences_split,
-            weights_of_an_engine,
-            weights_of_an_engine_split,
-            adapters_on_experts_of_split_sequences,
-            a_rank_without_samples,
+            random_routes_equal_stock,
+            every_expert_on_each_rank_equals_stock,
+            split_sequences_equal_stock,
+            weights_of_routes_equal_stock,
+            weights_of_routes_of_split_sequences_equal_stock,
+            adapters_on_experts_with_split_sequences_equal_stock,
+            a_rank_without_samples_replays_none,
             slow=True,
         ),
-        *on_ranks(4, ep_4, ep_2_of_4, sp_2_ep_4, sp_2_ep_2_of_4, records_of_4, slow=True),
+        *on_ranks(
+            4,
+            ep_4_equals_stock,
+            ep_2_of_4_equals_stock,
+            sp_2_ep_4_equals_stock,
+            sp_2_ep_2_of_4_equals_stock,
+            records_of_4_ranks_contain_whole_sequences,
+            slow=True,
+        ),
     ],
 )
-def test_more_layouts(found: Found, claim: Check) -> None:
+def test_on_more_layouts(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

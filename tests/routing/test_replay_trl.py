@@ -1,4 +1,4 @@
-"""GRPO of TRL with replayed routing: R2 replays recorded routes, R3 those of an engine."""
+"""TRL's GRPO replays routing: R2 replays recorded routes, and R3 replays an engine's routes."""
 
 import copy
 from functools import partial
@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_moe_ep import patch
 from hf_moe_ep.trl import ROUTES, replay_routing
 
-# TRL still uses the option gradient_checkpointing, of which transformers warns.
+# TRL uses the option gradient_checkpointing, for which transformers warns.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
 
@@ -56,10 +56,10 @@ def _build_trainer(folder: Any, lora: bool = False, **arguments: Any) -> Any:
 
 
 class _UpdateRecorder:
-    """Record the expert ids of the forward passes in TRL's policy update.
+    """Records the expert ids in the forwards of TRL's policy updates.
 
     Attributes:
-        updates: (ids stored with the samples, ids that the experts received), one for each update.
+        updates: for each update, the ids stored with the samples and the ids that experts received.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -83,7 +83,7 @@ class _UpdateRecorder:
 
 
 def test_r2_replays_the_routes_of_the_old_log_probabilities(tmp_path: Any) -> None:
-    """TRL shuffles and splits the samples. Weights change by large steps, but experts do not."""
+    """TRL shuffles and splits the samples. Weights change by large steps, experts do not change."""
     trainer = _build_trainer(tmp_path)
     replay = replay_routing(trainer, "R2")
     recorder = _UpdateRecorder(trainer)
@@ -97,7 +97,7 @@ def test_r2_replays_the_routes_of_the_old_log_probabilities(tmp_path: Any) -> No
 
 @pytest.mark.parametrize("mode", ["R2", pytest.param("R3", marks=pytest.mark.slow)])
 def test_the_reference_is_not_replayed(tmp_path: Any, mode: str) -> None:
-    """With LoRA the reference is the model with disabled adapters, and routes live."""
+    """With LoRA the reference is the model with disabled adapters. It routes live."""
     trainer = _build_trainer(tmp_path, lora=True)
     _attach_engine(trainer, _Engine())
     replay_routing(trainer, mode)
@@ -124,8 +124,9 @@ def test_the_reference_is_not_replayed(tmp_path: Any, mode: str) -> None:
 
 
 class _Engine:
-    """A stand-in for vllm.LLM: it returns expert ids of all tokens but the last one of a sample,
-    [tokens - 1, layers, K]. Sample `wrong` has an expert twice.
+    """A fake of vllm.LLM. It returns expert ids [tokens - 1, layers, K] of each sample.
+
+    The ids of the last token are missing. Sample `wrong` has an expert twice.
     """
 
     def __init__(self, arrays: bool = True, wrong: int | None = None) -> None:
@@ -179,7 +180,7 @@ def test_r3_replays_the_routes_of_the_engine(tmp_path: Any, truncated: bool) -> 
 
 @pytest.mark.slow
 def test_r3_checks_the_routes_of_every_sample(tmp_path: Any) -> None:
-    """Sample 6 has wrong routes. It is not in the part of the batch that TRL computes first."""
+    """Sample 6 has wrong routes, and is not in the part of the batch that TRL computes first."""
     trainer = _build_trainer(tmp_path)
     _attach_engine(trainer, _Engine(wrong=6))
     replay_routing(trainer, "R3")
@@ -209,17 +210,17 @@ def test_unsupported_trainers_and_modes_are_refused(tmp_path: Any) -> None:
 
 
 def test_r3_needs_the_routes_of_all_samples_from_one_call(tmp_path: Any) -> None:
-    """The second call of the engine has half of the samples, as for samples that called a tool."""
+    """The engine's last call has only some samples, as for samples that have called a tool."""
     trainer, engine = _build_trainer(tmp_path), _Engine()
     _attach_engine(trainer, engine)
     replay_routing(trainer, "R3")
     generate = trainer._generate
 
-    def twice(prompts: Any) -> Any:
+    def generate_twice(prompts: Any) -> Any:
         result = generate(prompts)
         trainer.vllm_generation.llm.generate([[1, 2, 3]])
         return result
 
-    trainer._generate = twice
+    trainer._generate = generate_twice
     with pytest.raises(ValueError, match=r"routes of 1 samples in its last call, but the batch"):
         trainer.train()

@@ -1,8 +1,8 @@
-"""Every type with experts: its routing is recorded and replayed, or refused by name.
+"""The routing of every type with experts is recorded and replayed, or refused by name.
 
-Recorded ids must equal stock's choices by decoder layer, and a replay of random ids must equal a
-stock model that is forced to choose them. Replay replaces exactly the topk by which a layer
-chooses, although some routers call topk several times. The rows of experts must be the tokens in
+Recorded ids must equal stock's choices in each decoder layer, and a replay of random ids must equal
+a stock model that is forced to choose the same ids. Some routers call topk several times; replay
+must replace exactly the call by which the layer chooses. The rows of experts must be the tokens in
 their order.
 """
 
@@ -32,8 +32,8 @@ REFUSED = {
     "phimoe": "PhimoeTopKRouter do not choose by one torch.topk over the 8 experts",
     "zaya": "ZayaRouter do not choose by one torch.topk over the 8 experts",
 }
-# How often a layer calls topk, if more than once. The router of Llama-4 does not return its choice,
-# and our block calls topk again. JetMoE also chooses experts of its attention.
+# The number of topk calls of a layer, if it is not 1. The router of Llama-4 does not return its
+# choice, so our block calls topk again. JetMoE also chooses experts of its attention.
 REPLACED_CALLS = {"llama4": 2, "llama4_text": 2}
 STOCK_CALLS = {"jetmoe": 2}
 # Some layers of these types run several times in a forward, and choose several times.
@@ -62,7 +62,7 @@ def test_a_choice_of_groups_is_not_replayed(
 
 
 @pytest.mark.parametrize("model_type", LOOPED[-1:])
-def test_layers_of_a_loop_are_refused(model_type: str) -> None:
+def test_layers_that_run_several_times_are_refused(model_type: str) -> None:
     model = patch(build(model_type))
     with (
         pytest.raises(ValueError, match="experts ran twice in one forward; recording needs one ch"),
@@ -74,7 +74,7 @@ def test_layers_of_a_loop_are_refused(model_type: str) -> None:
 def _compare_with_stock(model_type: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     model, stock = patch(build(model_type, **options)), build(model_type, **options)
     inputs = batch(model, 2, SEQUENCE)
-    layers = _layers_with_experts(stock)
+    layers = _list_layers_with_experts(stock)
     if model_type == "deepseek_v4":  # its first layer chooses by a table of token ids
         layers = layers[1:]
     replay = RoutingReplay(model)
@@ -98,7 +98,7 @@ def _compare_with_stock(model_type: str, monkeypatch: pytest.MonkeyPatch, **opti
     want_replaced = [REPLACED_CALLS.get(model_type, 1)] * len(layers)
     assert num_replaced == want_replaced, f"topks replaced in each layer: {num_replaced}"
     assert replay.last.replayed == len(layers) * (2 * SEQUENCE - 2)
-    assert replay.last.agreement == _agreement(ids, live_ids) < 0.9
+    assert replay.last.agreement == _compute_agreement(ids, live_ids) < 0.9
     assert_close(f"{model_type}: loss", got, want, budget(model_type))
     grads = whole(model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     for name, parameter in stock.named_parameters():
@@ -111,7 +111,7 @@ def _compare_with_stock(model_type: str, monkeypatch: pytest.MonkeyPatch, **opti
     _check_rows_are_tokens(model, inputs)
 
 
-def _layers_with_experts(stock: nn.Module) -> list[int]:
+def _list_layers_with_experts(stock: nn.Module) -> list[int]:
     """List the decoder layers in which stock has stacked weights of experts."""
     names = (name for name, p in stock.named_parameters() if p.ndim == 3 and "experts" in name)
     numbers = {int(match[1]) for n in names if (match := re.search(r"\blayers\.(\d+)\.", n))}
@@ -119,7 +119,7 @@ def _layers_with_experts(stock: nn.Module) -> list[int]:
 
 
 def _count_replaced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that counts the calls of topk that replay replaces, by layer."""
+    """Return a list that will have the number of topk calls that replay replaces in each layer."""
     counts: list[int] = []
     original = replaying.ChosenTopK
 
@@ -137,7 +137,7 @@ def _count_replaced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def _agreement(ids: Tensor, live_ids: list[Tensor]) -> float:
+def _compute_agreement(ids: Tensor, live_ids: list[Tensor]) -> float:
     """Compute the share of replayed (token, expert) pairs that stock's router would choose."""
     pairs = [
         (expert, live)
@@ -152,7 +152,7 @@ def _agreement(ids: Tensor, live_ids: list[Tensor]) -> float:
 
 
 def _check_rows_are_tokens(model: nn.Module, inputs: dict[str, Any]) -> None:
-    """Change the last token: the last row of the experts changes, and no row of other sequences."""
+    """Check that a change of the last token changes the last row, and no other sequence's rows."""
     experts = next(m for m in model.modules() if getattr(m, "_hf_moe_ep", 0) and m is not model)
     rows: list[Tensor] = []
     hook = experts.register_forward_pre_hook(lambda module, args: rows.append(args[0].detach()))

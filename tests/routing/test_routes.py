@@ -1,4 +1,4 @@
-"""`Routes.from_engine` assigns the rows of engines' arrays to tokens; `pack` packs routes."""
+"""`Routes.from_engine` assigns rows of engines' arrays to tokens, and `pack` removes padding."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ LONG = np.array([[[1], [11]], [[2], [12]], [[3], [13]]], dtype=np.int16)
 SHORT = np.array([[[4], [14]]], dtype=np.int16)
 
 
-def _first_layer(routes: Routes) -> list[list[int]]:
+def _list_ids_of_first_layer(routes: Routes) -> list[list[int]]:
     return routes.ids[:, :, 0, 0].tolist()
 
 
@@ -32,13 +32,14 @@ def _first_layer(routes: Routes) -> list[list[int]]:
 def test_rows_of_arrays_belong_to_the_tokens_that_the_engine_ran(
     pad_side: Any, want: list[list[int]], dtype: Any
 ) -> None:
-    """An array has n - 1 rows for n tokens, because an engine does not run the last token that it
-    samples. This token and padding route live.
+    """An array has n - 1 rows for n tokens, because an engine does not run the last sampled token.
+
+    This token and padding route live.
     """
     arrays = [LONG.astype(dtype), SHORT.astype(dtype)]
     routes = Routes.from_engine(arrays, [4, 2], padded_to=5, pad_side=pad_side)
     assert routes.ids.dtype == torch.int16 and routes.ids.shape == (2, 5, 2, 1)
-    assert _first_layer(routes) == want
+    assert _list_ids_of_first_layer(routes) == want
     live = routes.ids == -1
     assert torch.equal(
         routes.ids[~live].view(-1, 2)[:, 1], routes.ids[~live].view(-1, 2)[:, 0] + 10
@@ -46,11 +47,11 @@ def test_rows_of_arrays_belong_to_the_tokens_that_the_engine_ran(
     assert routes.layers == (0, 1)
 
 
-def test_arrays_of_all_tokens_or_of_those_after_a_cached_prefix() -> None:
+def test_arrays_may_have_all_tokens_or_the_tokens_after_a_cached_prefix() -> None:
     all_tokens = Routes.from_engine([LONG], [3], padded_to=3, pad_side="right", layers=(0, 5))
-    assert _first_layer(all_tokens) == [[1, 2, 3]] and all_tokens.layers == (0, 5)
+    assert _list_ids_of_first_layer(all_tokens) == [[1, 2, 3]] and all_tokens.layers == (0, 5)
     after_prefix = Routes.from_engine([LONG], [6], padded_to=6, pad_side="right", starts=[2])
-    assert _first_layer(after_prefix) == [[-1, -1, 1, 2, 3, -1]]
+    assert _list_ids_of_first_layer(after_prefix) == [[-1, -1, 1, 2, 3, -1]]
 
 
 @pytest.mark.parametrize(
@@ -84,11 +85,11 @@ def test_pack_removes_padding() -> None:
     left = Routes.from_engine([LONG, SHORT], [4, 2], padded_to=5, pad_side="left")
     want = [[1, 2, 3, -1, 4, -1]]
     positions = torch.tensor([[0, 1, 2, 3, 0, 1]])
-    assert _first_layer(right.pack([4, 2])) == want
-    assert _first_layer(right.pack(torch.tensor([4, 2]))) == want
-    assert _first_layer(right.pack(positions)) == want
-    assert _first_layer(left.pack([4, 2], pad_side="left")) == want
-    assert _first_layer(right.rows(1, 2)) == [[4, -1, -1, -1, -1]]
+    assert _list_ids_of_first_layer(right.pack([4, 2])) == want
+    assert _list_ids_of_first_layer(right.pack(torch.tensor([4, 2]))) == want
+    assert _list_ids_of_first_layer(right.pack(positions)) == want
+    assert _list_ids_of_first_layer(left.pack([4, 2], pad_side="left")) == want
+    assert _list_ids_of_first_layer(right.rows(1, 2)) == [[4, -1, -1, -1, -1]]
     with pytest.raises(ValueError, match=r"2 rows of 5 tokens .* \[4, 6\]"):
         right.pack([4, 6])
     with pytest.raises(ValueError, match=r"position_ids .* not \(2, 2\)"):
@@ -96,7 +97,7 @@ def test_pack_removes_padding() -> None:
 
 
 def test_weights_stay_with_their_ids() -> None:
-    """Rows are packed, selected, and copied to another device."""
+    """Routes are packed, rows are selected, and routes are copied to another device."""
     ids = torch.arange(2 * 3 * 2).view(2, 3, 1, 2)
     routes = Routes(ids, (4,), weights=ids.float() / 16, num_experts=12)
     for result in (routes.pack([3, 1]), routes.pack([2, 3], pad_side="left"), routes.rows(1, 2)):

@@ -8,30 +8,24 @@ sent. For example, two ranks own the experts {0 1} and {2 3}, and rank 0 has two
     expert_ids_TK = [[0, 3], [2, 3]]     rows to rank 1: t0, t1      (experts 3; 2 and 3)
                                          rows that stay: t0          (expert 0)
 
-Sent rows are ordered by destination, then by token; the rows that stay come last:
-`token_of_row_N = [0, 1, 0]`. Received rows are ordered by sender; the rows that stayed come last.
+Sent rows are ordered by destination, then by token; the rows that stay are behind them:
+`token_of_row_N = [0, 1, 0]`. Received rows are ordered by sender, with the rows that stayed behind
+them.
 
 A row and its routing are one message (`dispatcher.Tokens`, `ops/columns.py`): the routing weights
 and the expert ids are stored behind the hidden states. Likewise the gradients of the routing
 weights are sent behind the gradient of their row. Each chunk of tokens therefore has four
-transfers: rows, results, and the gradients of both. The counts of all chunks are one more.
+transfers: rows, results, and the gradients of both. One more transfer has the counts of all chunks.
 
 `AllToAll.start_plan` computes the destination of every row. Before any row is sent, each rank sends
-a small vector to every other rank (`counts.py`): the number of rows that it will send there, and
-the number of pairs for each expert there. The device adds up the pairs of all ranks, and the host
-reads the results. This is the layer's only host sync. After it the device is idle until the host
-launches the next kernel. All kernels that do not need the counts are therefore launched before the
-sync; only the selection of rows is left between the sync and the first transfer.
+a small vector to every other rank (`counts.py`): the number of rows that the receiver will get from
+it, and the number of its pairs for each of the receiver's experts. The device adds up the pairs of
+all ranks, and the host reads the sums. This is the layer's only host sync. After the sync the
+device is idle until the host launches the next kernel. All kernels that do not need the counts are
+therefore launched before the sync; only the selection of rows is left between the sync and the
+first transfer.
 
-`start` and `start_combine` return at once, `finish` waits. Each call is an autograd node
-(`async_exchange.py`), so backward starts a transfer where forward waited for it, and waits where
-forward started it. Transfers that overlap with computation in forward do so in backward:
-
-    forward     start  >  finish  >  experts  >  start_combine  >  finish
-    backward    wait   <  start   <  experts  <      wait       <  start
-
-Backward computes the gradients of the experts' weights (`ops/expert_mlp.py`, `postpone_grads`)
-after the last `start` and before the last `wait`, while the rows' gradients are transferred.
+`async_exchange.py` shows which calls start a transfer and which wait, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -60,7 +54,7 @@ class AllToAll:
     Args:
         num_experts: the number of experts on all ranks together; rank r owns experts r * L to
             (r + 1) * L - 1.
-        num_chunks: the number of chunks in which the tokens of a layer are sent.
+        num_chunks: the number of chunks into which the tokens of a layer are split.
         max_rows: the largest number of rows that a rank may receive in one layer; None for no
             limit.
     """
@@ -122,7 +116,7 @@ class AllToAllPlanning:
 
     Attributes:
         rows_of_chunks, pairs_of_chunks: for each chunk, the number of rows that this rank sends to
-            each rank, and the number of its pairs for each expert.
+            each rank, and the number of this rank's pairs for each expert.
         orders: the order of the rows of each chunk.
     """
 
@@ -141,7 +135,7 @@ class AllToAllPlanning:
     def finish(self) -> list[AllToAllExchange]:
         values = self.counts.read(self._summarise)
         return [
-            AllToAllExchange.of_counts(
+            AllToAllExchange.from_counts(
                 order,
                 self.group,
                 self.rank,
@@ -159,8 +153,9 @@ class AllToAllPlanning:
     def _summarise(self, counts_DX: Tensor) -> list[Tensor]:
         """Return three vectors for each chunk.
 
-        They have the number of rows to each rank, the number of rows from each rank, and the number
-        of pairs of each local expert on all ranks. Line r of `counts_DX` is what rank r has sent.
+        The vectors have the number of rows to each rank, the number of rows from each rank, and the
+        number of pairs of each local expert on all ranks. Line r of `counts_DX` has the counts that
+        rank r has sent.
         """
         summed_X = counts_DX.sum(0)
         size = len(summed_X) // len(self.orders)
@@ -178,9 +173,9 @@ class AllToAllExchange:
     Attributes:
         token_of_row_N: the token of each row that is sent or stays, in the order of the module
             docstring; int32.
-        row_TJ: the rows of each token, see `ops/permute.py`; int32.
+        row_TJ: the rows of each token (`ops/permute.py`); int32.
         local_id_E: the number of each expert on this rank; L for experts of other ranks, and for
-            one more id, E, which means "no expert".
+            the additional id E, which means "no expert".
         send_counts, recv_counts: the numbers of rows to and from each rank of the ep group; 0 for
             this rank.
         num_own: the number of rows that stay on this rank.
@@ -199,7 +194,7 @@ class AllToAllExchange:
     where: object
 
     @classmethod
-    def of_counts(
+    def from_counts(
         cls,
         order: Order,
         group: dist.ProcessGroup,
@@ -211,9 +206,9 @@ class AllToAllExchange:
         counts_L: list[int],
         where: object,
     ) -> AllToAllExchange:
-        """Make an exchange from an order of rows and from the counts per rank.
+        """Make an exchange from the order of its rows and from the number of rows per rank.
 
-        `sends` and `receives` include the rows that stay on this rank.
+        `sends` and `receives` count the rows that stay on this rank as well.
         """
         return cls(
             group=group,
@@ -228,7 +223,7 @@ class AllToAllExchange:
         )
 
     def start(self, tokens: Tokens) -> DispatchedRows:
-        """Send every token to the ranks of its experts, with its weights in fp32 or wider."""
+        """Start to send every token to the ranks of its experts."""
         return DispatchedRows(_RowWire(self), tokens)
 
     @property
@@ -251,7 +246,7 @@ class _RowWire(Wire):
         super().__init__()
         self.exchange, self.counts_L = exchange, exchange.counts_L
 
-    def for_combine(self) -> _RowWire:
+    def make_combine_wire(self) -> _RowWire:
         return _RowWire(self.exchange)
 
     def send_tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
@@ -260,7 +255,7 @@ class _RowWire(Wire):
         rows_RH, routing_RX = split_columns(received_RI, hidden, 2 * top_k, tokens.routing_dtype)
         return rows_RH, routing_RX[:, :top_k], routing_RX[:, top_k:]
 
-    def local_ids(self, ids_RK: Tensor) -> Tensor:
+    def convert_ids(self, ids_RK: Tensor) -> Tensor:
         return self.exchange.local_id_E.take(ids_RK.long())
 
     def send_row_grads(self, grad_RH: Tensor | None, grad_RK: Tensor | None) -> list[Tensor | None]:
@@ -313,7 +308,7 @@ class _RowWire(Wire):
 def find_destinations(rank_of_pair_TK: Tensor, num_ranks: int) -> Tensor:
     """Compute sends_DT, which is True where the rank owns at least one expert of the token.
 
-    The rank `num_ranks` means "no rank": a pair of such a rank is not sent.
+    In `rank_of_pair_TK`, `num_ranks` means "no rank": such a pair is not sent.
     """
     shape = rank_of_pair_TK.shape[0], num_ranks + 1
     sends_TX = rank_of_pair_TK.new_zeros(shape, dtype=torch.bool)
@@ -324,8 +319,8 @@ class Order(NamedTuple):
     """The numbers of the rows that this rank sends or keeps.
 
     A table has one line per rank and one column per token. A cell with an x is a row: the token is
-    sent to that rank (or stays). Rows are numbered line by line; the line of this rank is the last.
-    On rank 0 of the module's example:
+    sent to the rank of this line (or stays). Rows are numbered line by line; the line of this rank
+    is the last. On rank 0 of the module's example:
 
         table    t0 t1     numbers    t0 t1     row_TJ = [[0, 2],    token_X = [0, 1, 0, ...]
         rank 1    x  x                 0  1                 [1, 3]]
@@ -351,7 +346,7 @@ def order_rows(sends_DT: Tensor, rank: int, rows_per_token: int, constants: Cons
     end_Y = sends_DT.flatten().cumsum(0)
     num_rows = end_Y[-1:] if len(end_Y) else end_Y.new_zeros(1)
     row_DT = torch.where(sends_DT, end_Y.view(num_ranks, num_tokens) - 1, num_rows)
-    token_Y = constants.tokens_of_cells(num_ranks, num_tokens, row_DT.device)
+    token_Y = constants.list_cell_tokens(num_ranks, num_tokens, row_DT.device)
     token_X = token_Y.new_zeros(num_tokens * rows_per_token + 1)
     token_X.scatter_(0, row_DT.flatten(), token_Y)
     row_TJ = row_DT.t().to(torch.int32, memory_format=torch.contiguous_format)

@@ -9,24 +9,21 @@ The calls for one layer in one forward, if all tokens are in one chunk:
     out_TH = returning.finish()              waits for the results, and returns one row per token
 
 Functions named "start" return at once, functions named "finish" wait. Each of the last four calls
-is an autograd node. Forward starts a transfer in the first node of a pair and waits in the second;
-backward starts the transfer of the gradients in the second node and waits in the first:
+is an autograd node, and each has a method of the `Wire` for forward and one for backward. Forward
+runs from left to right, and backward from right to left:
 
-    dispatch        _StartDispatch             _FinishDispatch
-      forward         send_tokens          >     wait
-      backward        wait, add_results    <     send_row_grads
+    node        _StartDispatch       _FinishDispatch           _StartCombine    _FinishCombine
+    forward     send_tokens        > wait             experts  send_results   > wait, add_results
+    backward    wait, add_results  < send_row_grads   experts  wait           < send_result_grads
 
-    combine         _StartCombine              _FinishCombine
-      forward         send_results         >     wait, add_results
-      backward        wait                 <     send_result_grads
+Backward starts a transfer where forward waited for it, and waits where forward started it.
+Transfers that overlap with computation in forward therefore do so in backward. The gradients of the
+experts' weights are computed after `send_row_grads` and before the last `wait`, while the gradients
+of the rows are sent (`ops/expert_mlp.py`, `postpone_grads`).
 
 Dispatch sends one copy of a token (a row) to each rank that owns one of its experts. In backward,
 each of these ranks sends the gradient of its row back. The rank that owns the token adds up these
-gradients, with `add_results`, just as it adds up the results in forward.
-
-Rows are sent in the dtype in which the experts compute (`Tokens.row_dtype`), and so are their
-results and both gradients. The sums of a token's rows are rounded to the dtype of the layer's
-inputs only.
+gradients with `add_results`, as it adds up the results in forward.
 
 Autograd requires that the gradient of a forward output has the shape of this output. Received
 gradients have other shapes. They are therefore stored in the `Wire` that both nodes share, and
@@ -58,9 +55,10 @@ class Exchange(Protocol):
     def num_tokens(self) -> int: ...
 
     def start(self, tokens: Tokens) -> ArrivingRows:
-        """Send every token to the ranks of its experts; differentiable in tokens and weights.
+        """Start to send every token to the ranks of its experts.
 
-        The exchange was planned from the ids of these tokens.
+        The exchange was planned from the ids of these tokens. Hidden states and weights get
+        gradients.
         """
 
 
@@ -89,14 +87,14 @@ class ArrivingRows(Protocol):
 
 
 class RunningTransfer(Protocol):
-    """A transfer that has started; keeps the tensors alive that it reads and writes."""
+    """A transfer that has started. It keeps the tensors alive that it reads and writes."""
 
     def wait(self) -> None:
         """Make later kernels on this device wait for the transfer."""
 
 
 class Wire:
-    """The transfers of one pair of nodes (dispatch or combine), in forward and in backward.
+    """The transfers of one pair of nodes (of dispatch, or of combine) in forward and backward.
 
     Every dispatcher has a subclass, which overrides the methods that raise NotImplementedError.
 
@@ -114,7 +112,7 @@ class Wire:
         self.counts_L: list[int] = []
 
     def wait(self) -> Sequence[Tensor | None]:
-        """Wait for every transfer; return the gradients that backward has received, if any."""
+        """Wait for every transfer; return the gradients that were received, none in forward."""
         while self.transfers:
             self.transfers.pop(0).wait()
         grads, self.received_grads = self.received_grads, ()
@@ -129,15 +127,15 @@ class Wire:
             with suppress(RuntimeError):
                 self.transfers.pop(0).wait()
 
-    def for_combine(self) -> Wire:
-        """Make the wire of the combine that belongs to the dispatch of this wire."""
+    def make_combine_wire(self) -> Wire:
+        """Make the wire of the combine that belongs to this dispatch."""
         raise NotImplementedError
 
     def send_tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         """Start to send tokens; return rows_RH, weights_RK and ids_RK, valid after `wait`."""
         raise NotImplementedError
 
-    def local_ids(self, ids_RK: Tensor) -> Tensor:
+    def convert_ids(self, ids_RK: Tensor) -> Tensor:
         """Convert received ids: this rank's experts get 0 to L - 1, all other experts get L."""
         raise NotImplementedError
 
@@ -154,12 +152,12 @@ class Wire:
     def add_results(self, received: Tensor, dtype: torch.dtype) -> Tensor:
         """Add up the rows of each token, after `wait`, and round the sums to `dtype`.
 
-        `received` is the result of `send_results`, or one of the results of `send_row_grads`.
+        `received` is the result of `send_results`, or one of the two results of `send_row_grads`.
         """
         raise NotImplementedError
 
     def send_result_grads(self, grad_TH: Tensor) -> Tensor:
-        """Start to send the gradient of out_TH, each token's row to the ranks that computed it.
+        """Start to send each token's row of the gradient of out_TH to the ranks of its experts.
 
         Return grad_RH, the gradients that this rank receives; they are valid after `wait`.
         """
@@ -167,7 +165,7 @@ class Wire:
 
 
 class DispatchedRows:
-    """Implements `ArrivingRows` with one `Wire`."""
+    """Implement `ArrivingRows` with one `Wire`."""
 
     def __init__(self, wire: Wire, tokens: Tokens) -> None:
         try:
@@ -184,15 +182,15 @@ class DispatchedRows:
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         rows_RH, weights_RK = _FinishDispatch.apply(self._wire, *self._rows)
-        # From here on only the caller keeps the rows alive.
+        # From now on only the caller keeps the rows alive.
         self._rows.clear()
-        return rows_RH, weights_RK, self._wire.local_ids(self._ids_RK)
+        return rows_RH, weights_RK, self._wire.convert_ids(self._ids_RK)
 
     def abandon(self) -> None:
         self._wire.abandon()
 
     def start_combine(self, rows_RH: Tensor) -> ReturningRows:
-        return ReturningRows(self._wire.for_combine(), rows_RH, self._out_dtype)
+        return ReturningRows(self._wire.make_combine_wire(), rows_RH, self._out_dtype)
 
 
 class ReturningRows:
@@ -206,7 +204,7 @@ class ReturningRows:
         self._wire.abandon()
 
     def finish(self) -> Tensor:
-        """Wait for the results, and return out_TH. The rows of a token are added in fixed order."""
+        """Wait for the results, and return out_TH: the sum of each token's rows, in fixed order."""
         return _FinishCombine.apply(self._wire, self._received, self._out_dtype)
 
 

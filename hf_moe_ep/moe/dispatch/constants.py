@@ -1,4 +1,4 @@
-"""Small tensors that are the same in every layer and step, made once per dispatcher and device."""
+"""Make the small tensors that are the same in every layer and step once, and keep them."""
 
 from __future__ import annotations
 
@@ -9,42 +9,41 @@ from torch import Tensor
 
 
 class Constants:
-    """The constant tensors of one dispatcher."""
+    """The constant tensors of one dispatcher, by device and sizes."""
 
     def __init__(self) -> None:
         self._tensors: dict[Hashable, Tensor] = {}
-        self._cells_of: Hashable = None
+        self._key_of_cells: Hashable = None
 
-    def numbers(self, count: int, device: torch.device) -> Tensor:
+    def take_numbers(self, count: int, device: torch.device) -> Tensor:
         """Return the int32 numbers from 0 to `count` - 1.
 
-        They are a view of the longest vector so far, so that batches of many lengths share one
-        vector.
+        The result is a view of the longest vector so far, so batches of all lengths share a vector.
         """
         numbers = self._tensors.get(device)
         if numbers is None or len(numbers) < count:
             numbers = self._tensors[device] = torch.arange(count, dtype=torch.int32, device=device)
         return numbers[:count]
 
-    def tokens_of_cells(self, num_ranks: int, num_tokens: int, device: torch.device) -> Tensor:
+    def list_cell_tokens(self, num_ranks: int, num_tokens: int, device: torch.device) -> Tensor:
         """Return the token of each cell of a [D, T] table, flattened, as int32.
 
-        Only the table of the last batch is kept, because all layers of a step have the same sizes.
+        Only the last result is kept, because all layers of a step have the same sizes.
         """
         key, name = (num_ranks, num_tokens, device), "cells"
-        if self._cells_of != key:
-            numbers = self.numbers(num_tokens, device)
+        if self._key_of_cells != key:
+            numbers = self.take_numbers(num_tokens, device)
             self._tensors[name] = numbers.expand(num_ranks, -1).flatten()
-            self._cells_of = key
+            self._key_of_cells = key
         return self._tensors[name]
 
     def number_experts(
         self, num_experts: int, num_local: int, rank: int, device: torch.device
     ) -> Tensor:
-        """Number the experts of `rank` from 0, and give all other experts the number L.
+        """Number the experts of `rank` from 0 to L - 1, and give all other experts the number L.
 
-        The result has one more element, for the id `num_experts`, which means "no expert": a token
-        may choose experts and "no expert" (`moe/stacked.py`).
+        The last element of the result is the number of the id `num_experts`, which means "no
+        expert" (`moe/stacked.py`, `moe/padding.py`).
         """
         key = (num_experts, num_local, rank, device)
         if key not in self._tensors:

@@ -1,4 +1,4 @@
-"""The exchange of counts that precedes the exchange of rows.
+"""Exchange the counts of rows before the rows are exchanged.
 
 Once per MoE layer, the ranks of an ep group send each other one small vector by all-to-all: a
 header (forward number, layer, mode), followed by the counts that the receiving rank needs. If ranks
@@ -6,8 +6,7 @@ are at different positions (another layer, mode or step), every rank raises an e
 check a rank would receive tokens of another layer, or wait forever.
 
 The device compares the headers and adds up the counts of all ranks. The host reads only the sums,
-in one sync. The number of values that it reads does not depend on the number of experts on all
-ranks together.
+in one sync. It reads the counts of its own experts only, not of the experts of other ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ class CountsExchange:
     Attributes:
         fields: the fields of this rank's header, on the device.
         max_rows: the largest number of rows that a rank may receive; None for no limit. With a
-            limit, every rank has sent the number of its rows to each rank, behind its counts.
+            limit, every rank sends all ranks a second vector behind its counts: the number of rows
+            that it will send to each rank.
     """
 
     transfer: CountsTransfer
@@ -42,10 +42,10 @@ class CountsExchange:
     max_rows: int | None
 
     def read(self, summarise: Callable[[Tensor], Sequence[Tensor]]) -> list[list[int]]:
-        """Wait for the counts of every rank, and return the integers that `summarise` computes.
+        """Wait for the counts of all ranks, and return the integers that `summarise` computes.
 
-        `summarise` gets the counts that each rank has sent to this rank, [D, X], and returns
-        vectors on the same device.
+        `summarise` gets [D, X], whose line r has the counts that rank r has sent to this rank. It
+        returns vectors on the same device.
 
         Raises:
             RuntimeError: on every rank, if the headers of the ranks differ, or if a rank would
@@ -62,12 +62,12 @@ class CountsExchange:
         numbers = iter(self.transfer.read(torch.cat(vectors)))
         (differ,), *values = [list(islice(numbers, len(vector))) for vector in vectors]
         if differ:
-            raise self._describe_headers(self.transfer.read(headers))
+            raise self._make_header_error(self.transfer.read(headers))
         if self.max_rows is not None:
             check_max_rows(values.pop(0), self.max_rows, self.group, self.header)
         return values
 
-    def _describe_headers(self, headers: list[list[Any]]) -> RuntimeError:
+    def _make_header_error(self, headers: list[list[Any]]) -> RuntimeError:
         ranks = dist.get_process_group_ranks(self.group)
         lines = [
             f"  rank {rank}: {Header(*fields)}" for rank, fields in zip(ranks, headers, strict=True)
@@ -89,11 +89,11 @@ def exchange_counts(
 ) -> CountsExchange:
     """Start to send counts to every rank of `group`, behind this rank's header.
 
-    `counts` are tables of int64, in which line r is sent to rank r. `rows_D` are the numbers of
-    rows that this rank will send to each rank, one vector for each chunk of tokens.
+    `counts` are int64 tables, whose line r is sent to rank r. `rows_D` has one vector for each
+    chunk of tokens: the number of rows that this rank will send to each rank.
     """
     device, num_ranks = counts[0].device, len(counts[0])
-    # The memory is pinned, because a copy from pageable memory is a host sync.
+    # Pin the memory, because a copy from pageable memory is a host sync.
     numbers = torch.tensor(header.as_list(), pin_memory=device.type == "cuda")
     fields = numbers.to(device, non_blocking=True)
     columns = [fields.expand(num_ranks, -1), *counts]
@@ -106,8 +106,8 @@ def exchange_counts(
 def check_max_rows(rows: list[int], max_rows: int, group: dist.ProcessGroup, where: object) -> None:
     """Raise RuntimeError if a rank of the group would receive more than `max_rows` rows.
 
-    `rows` has the number of rows that each rank receives in one layer. Every rank knows all of
-    these numbers, so all ranks raise the error, before they allocate memory for the rows.
+    `rows` has the number of rows that each rank receives in one layer. Every rank knows all these
+    numbers, so all ranks raise the error before they allocate memory for the rows.
     """
     if max(rows) > max_rows:
         ranks = dist.get_process_group_ranks(group)

@@ -1,31 +1,31 @@
 """Dispatch and combine by DeepEP's kernels, behind the interface of `hf_moe_ep/dispatcher.py`.
 
 With `dispatcher="deepep"` rows are sent from GPU to GPU over NVLink (and RDMA between nodes)
-through a buffer that DeepEP owns, instead of through NCCL. Three things differ from all_to_all.py.
-Received rows are ordered by sender, including the rows of this rank. The weights of experts of
-other ranks are received as 0. And the host waits for the number of rows in `start`, once per chunk.
-For example, two ranks own the experts {0 1} and {2 3}. Rank 0 has t0 with the experts [0, 3] and
-the weights [.5, .25], and t1 with [2, 3] and [2, 4]; rank 1 has no tokens. The id L = 2 stands for
-an expert of another rank:
+through a buffer that DeepEP owns, instead of through NCCL. Three things differ from all_to_all.py:
+received rows are ordered by sender, including the rows of this rank; the weight of an expert of
+another rank is received as 0; and the host waits for the number of rows in `start`, once per chunk.
+For example, two ranks own the experts {0 1} and {2 3}. Rank 0 has token t0 with the experts [0, 3]
+and the weights [.5, .25], and token t1 with the experts [2, 3] and the weights [2, 4]; rank 1 has
+no tokens. The id L = 2 stands for an expert of another rank:
 
     rank 0 receives t0       ids [[0, L]]            weights [[.5, 0]]
     rank 1 receives t0, t1   ids [[L, 1], [0, 1]]    weights [[0, .25], [2, 4]]
 
-DeepEP's two operations are each other's adjoint: dispatch copies a token to ranks, and combine adds
-up the rows of a token. The gradient of dispatch is therefore a combine, and the gradient of combine
-is a dispatch that reuses the routing of the first dispatch (`handle`). Our experts apply the
-routing weights, so combine only adds rows.
+Each of DeepEP's two operations is the adjoint of the other: dispatch copies a token to ranks, and
+combine adds up the rows of a token. The gradient of dispatch is therefore a combine, and the
+gradient of combine is a dispatch that reuses the routing of the first dispatch (`handle`). Our
+experts apply the routing weights, so combine only adds rows.
 
-A handle consists of tensors and fits every buffer with the same number of SMs, so the buffer may be
-replaced by a larger one before backward.
+A handle consists of tensors and fits every buffer with the same number of SMs, so a larger buffer
+may replace the buffer before backward.
 
-This dispatcher does not detect ranks that are at different positions of the model. Such ranks
+This dispatcher does not detect that ranks are at different positions of the model. Such ranks
 receive tokens of another layer, or run into DeepEP's time-out; `dispatcher="all_to_all"` raises an
 error instead.
 
 Interface: `Buffer` of https://github.com/deepseek-ai/DeepEP, deep_ep/buffer.py in V1.2 and
-deep_ep/buffers/legacy.py in V2. The limits that are checked here come from
-csrc/deep_ep.cpp and csrc/kernels/intranode.cu of that repository.
+deep_ep/buffers/legacy.py in V2. The limits that are checked here come from csrc/deep_ep.cpp and
+csrc/kernels/intranode.cu of the same repository.
 """
 
 from __future__ import annotations
@@ -81,14 +81,15 @@ def _explain_missing(why: str) -> str:
 
 
 class GroupBuffer:
-    """Sizes, makes and frees DeepEP's buffer of one ep group.
+    """Makes, enlarges and frees DeepEP's buffer of one ep group.
 
-    The dispatcher in the state of a model owns this object; no buffer is global. DeepEP, not torch,
-    allocates the GPU memory: by its formula 126 MB for 8 ranks, 20 SMs and a hidden size of 2048.
+    The dispatcher in the state of a model owns this object; no buffer is global. DeepEP allocates
+    the GPU memory itself, not through torch: by its formula 126 MB for 8 ranks, 20 SMs and a hidden
+    size of 2048.
 
     Args:
         group: 2, 4 or 8 ranks of one node, or several nodes of 8 consecutive ranks each.
-        num_sms: the number of streaming multiprocessors that move rows, which is even; None for
+        num_sms: the number of streaming multiprocessors that send rows, an even number; None for
             DeepEP's default (20).
 
     Raises:
@@ -123,7 +124,7 @@ class GroupBuffer:
     def reserve(self, hidden_bytes: int) -> None:
         """Make a larger buffer if rows of `hidden_bytes` bytes do not fit into the current buffer.
 
-        Every rank of the group calls this method with the same number.
+        Every rank of the group calls this with the same number.
         """
         if self._buffer is not None and hidden_bytes <= self.hidden_bytes:
             return
@@ -135,14 +136,14 @@ class GroupBuffer:
         if ranks > _RANKS_PER_NODE:  # a build without NVSHMEM raises even if the result is 0
             hints = [config.get_rdma_buffer_size_hint(hidden_bytes, ranks) for config in configs]
             rdma_bytes = max(hints)
-        # Only our `free` destroys the buffer. Its destructor would wait for other ranks, which may
-        # have ended.
+        # With `explicitly_destroy` only `free` destroys the buffer. The buffer's destructor would
+        # wait for other ranks, which may have ended.
         options = {"num_qps_per_rank": self._queue_pairs, "explicitly_destroy": True}
         self._buffer = self._class(self.group, nvl_bytes, rdma_bytes, **options)
         self.hidden_bytes = hidden_bytes
 
     def free(self) -> None:
-        """Free the memory. Every rank calls this method before the group is destroyed."""
+        """Free the memory; every rank calls this before the process group is destroyed."""
         buffer, self._buffer, self.hidden_bytes = self._buffer, None, 0
         if buffer is not None:
             buffer.destroy()
@@ -193,7 +194,7 @@ class DeepEP:
     Args:
         num_experts: the number of experts on all ranks together; rank r owns experts r * L to
             (r + 1) * L - 1.
-        num_chunks: the number of chunks in which the tokens of a layer are sent.
+        num_chunks: the number of chunks into which the tokens of a layer are split.
         max_rows: the largest number of rows that a rank may receive in one layer; None for no
             limit. A limit costs a host sync, in which ranks all-gather the numbers of rows that
             they will send.
@@ -207,7 +208,7 @@ class DeepEP:
     def start_plan(
         self, expert_ids_TK: Tensor, header: Header, *, hidden_bytes: int
     ) -> DeepEPPlanning:
-        """Plan an exchange per chunk, and enlarge the buffer if necessary; ids are int64.
+        """Plan an exchange per chunk, and enlarge the buffer if necessary. The ids are int64.
 
         Raises:
             ValueError: a token has more experts than DeepEP can send.
@@ -225,7 +226,8 @@ class DeepEP:
         find_layout = self.buffer.alive.get_dispatch_layout
         layouts = [dict(zip(_LAYOUT, find_layout(ids, self.num_experts))) for ids in chunks]
         if self.max_rows is not None:
-            # DeepEP's layout has only the rows that this rank sends, so ranks exchange the numbers.
+            # DeepEP's layout counts only the rows that this rank sends, so the ranks exchange their
+            # counts.
             sent_D = torch.stack([layout["num_tokens_per_rank"] for layout in layouts]).sum(0)
             sent_DD = gather_counts(sent_D, self.buffer.group, where=header)
             rows_D = [sum(column) for column in zip(*sent_DD, strict=True)]
@@ -244,7 +246,7 @@ class DeepEP:
         return False
 
     def prepare(self, tokens: Tokens) -> None:
-        """Do nothing: DeepEP sends rows, weights and ids itself."""
+        """Do nothing, because DeepEP sends rows, weights and ids as separate tensors."""
 
 
 @dataclass(frozen=True)
@@ -278,13 +280,13 @@ class DeepEPExchange:
     where: object
 
     def start(self, tokens: Tokens) -> DispatchedRows:
-        """Send every token to the ranks of its experts, with its weights in fp32."""
+        """Start to send every token to the ranks of its experts, with its weights in fp32."""
         return DispatchedRows(_BufferWire(self), tokens)
 
 
 @dataclass
 class _Event:
-    """A transfer of DeepEP; keeps the tensors alive that the transfer reads and writes."""
+    """A transfer of DeepEP. It keeps the tensors alive that the transfer reads and writes."""
 
     event: Any
     tensors: Any
@@ -307,7 +309,7 @@ class _BufferWire(Wire):
         self.absent_RK: Tensor | None = None
         self._hidden = 0
 
-    def for_combine(self) -> _BufferWire:
+    def make_combine_wire(self) -> _BufferWire:
         return _BufferWire(self.exchange, self.handle)
 
     def send_tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
@@ -328,7 +330,7 @@ class _BufferWire(Wire):
         rows_RH, ids_RK, weights_RK, self.counts_L, self.handle = sent
         return rows_RH, weights_RK, ids_RK
 
-    def local_ids(self, ids_RK: Tensor) -> Tensor:
+    def convert_ids(self, ids_RK: Tensor) -> Tensor:
         self.absent_RK = ids_RK < 0
         return ids_RK.masked_fill(self.absent_RK, self.exchange.num_local)
 
@@ -337,11 +339,11 @@ class _BufferWire(Wire):
     ) -> tuple[Tensor | None, Tensor | None]:
         assert self.absent_RK is not None
         if grad_RK is not None:
-            # Only the rank of the expert has received the weight; other ranks have received 0.
+            # Only the rank of an expert has received its weight; other ranks have received 0.
             grad_RK = grad_RK.masked_fill(self.absent_RK, 0)
         if grad_RH is not None:
             return self._combine(grad_RH, grad_RK)
-        # DeepEP cannot send weights without rows.
+        # DeepEP cannot send gradients of weights without rows, so empty rows are sent.
         shape = len(self.absent_RK), self._hidden
         rows_RH = self.absent_RK.new_zeros(shape, dtype=torch.bfloat16)
         return None, self._combine(rows_RH, grad_RK)[1]

@@ -1,30 +1,31 @@
 """Dispatch in two legs: a token is sent to a node at most once, then to a rank there at most once.
 
 Links between nodes are many times slower than links inside a node. A token is therefore sent to
-another node at most once, even if several ranks of that node own experts of the token. It is sent
-to the rank that has the sender's local rank on that node, and this rank forwards it inside the
-node. Results are added up inside their node first, so one row per token and node is sent back. For
-example, the nodes have the ranks {0 1} and {2 3}, rank r owns expert r, and rank 0 has two tokens:
+another node at most once, even if several ranks of that node own experts of the token. The receiver
+is the rank with the sender's local rank, and it forwards the token inside the node. Results are
+added up inside their node first, so one row per token and node is sent back. For example, the nodes
+have the ranks {0 1} and {2 3}, rank r owns expert r, and rank 0 has two tokens:
 
             experts    sent to the other node    forwarded there         sent inside its node
     t0      2 3        to rank 2 (expert 2)      to rank 3 (expert 3)    -
     t1      1 3        to rank 2                 to rank 3 (expert 3)    to rank 1 (expert 1)
 
-Two rows leave the node; `all_to_all.py` would send three. Dispatch and combine, forward and
-backward together send four rows between nodes for each distinct (token, other node) pair, which is
-the minimum. A router that chooses a token's experts from few groups, as DeepSeek-V3 does from 4 of
-8, makes such pairs rarer if the experts of each group are on one node. No option is needed.
+Two rows leave the node; `all_to_all.py` would send three. For each distinct (token, other node)
+pair, four rows are sent between nodes, which is the minimum: dispatch and combine each send one row
+in forward and one in backward. Such pairs are rarer if a router chooses a token's experts from few
+groups (DeepSeek-V3 from 4 of 8), and the experts of each group are on one node. This needs no
+option.
 
 Each leg is an exchange of `all_to_all.py`, with its autograd nodes. The first leg runs between the
 ranks with the same local rank; its destinations are nodes. The second leg runs between the ranks of
-a node. Its tokens are the rows of the first leg: first the rows from other nodes, then the rows of
-this rank. Backward runs the legs in reverse order, so gradients too are added up inside a node
-before they are sent to another node.
+a node. Its tokens are the rows that the first leg has received: first the rows from other nodes,
+then the rows of this rank. Backward runs the legs in reverse order, so gradients too are added up
+inside a node before they are sent to another node.
 
 One exchange of counts plans both legs. Every rank sends to each other rank the number of its rows
-for the node of that rank, and for each rank of that node. From these numbers each rank computes how
-many rows it will forward. After the first leg the device finds these rows by the expert ids that
-were received with the rows, without a host sync.
+for the receiver's node, and for each rank of this node. From these numbers each rank computes how
+many rows it will forward. After the first leg the device finds the rows to forward by the expert
+ids that were received with the rows, without a host sync.
 
 Rows are sent between nodes while experts run, as in `all_to_all.py`. The second leg does not
 overlap with experts.
@@ -76,13 +77,13 @@ class Hierarchical:
 
     Args:
         group: the ep group, node by node, with equally many ranks on each node.
-        between: the ranks of all nodes that have the local rank of this rank.
+        between: the ranks of all nodes that have the same local rank as this rank.
         inside: the ranks of this node.
         num_experts: the number of experts on all ranks together; rank r owns experts r * L to
             (r + 1) * L - 1.
-        num_chunks: the number of chunks in which the tokens of a layer are sent.
+        num_chunks: the number of chunks into which the tokens of a layer are split.
         max_rows: the largest number of rows that a rank may receive in one layer for its own
-            experts; None for no limit.
+            experts; None for no limit. Rows that a rank only forwards do not count.
     """
 
     group: dist.ProcessGroup
@@ -103,7 +104,7 @@ class Hierarchical:
             find_destinations_of_legs(ids, position, self.num_experts)
             for ids in expert_ids_TK.tensor_split(self.num_chunks)
         ]
-        tables = [table for chunk in chunks for table in chunk.tables(position)]
+        tables = [table for chunk in chunks for table in chunk.make_tables(position)]
         rows_of_chunks = [chunk.rows_D for chunk in chunks]
         counts = exchange_counts(tables, rows_of_chunks, self.group, header, self.max_rows)
         # Meanwhile the device computes everything that needs no counts, as in `all_to_all.py`.
@@ -150,9 +151,9 @@ class HierarchicalPlanning:
 
     Attributes:
         chunks, orders: the destinations of each chunk, and the order of its rows in the first leg.
-        on_node_E: the number of each expert on this node, from 0; all experts of other nodes share
-            the number after the last.
-        on_rank_X: the number of each expert on this rank, indexed by the number on this node; L for
+        on_node_E: the number of each expert on this node, from 0. All experts of other nodes have
+            the same number, the number of experts on this node.
+        on_rank_X: for each number in `on_node_E`, the number of the expert on this rank; L for
             experts of other ranks.
     """
 
@@ -173,14 +174,14 @@ class HierarchicalPlanning:
         values = self.counts.read(self._summarise)
         size = len(values) // len(self.chunks)
         return [
-            self._exchange(order, LegCounts(*values[index * size : (index + 1) * size]))
+            self._make_exchange(order, LegCounts(*values[index * size : (index + 1) * size]))
             for index, order in enumerate(self.orders)
         ]
 
     def _summarise(self, counts_DX: Tensor) -> list[Tensor]:
         """Return the vectors of `LegCounts` for each chunk.
 
-        Line r of `counts_DX` is what rank r has sent.
+        Line r of `counts_DX` has the counts that rank r has sent.
         """
         vectors: list[Tensor] = []
         parts = counts_DX.tensor_split(len(self.chunks), dim=1)
@@ -188,10 +189,10 @@ class HierarchicalPlanning:
             vectors += compute_leg_counts(chunk.rows_V, part_DX, self.position)
         return vectors
 
-    def _exchange(self, order: Order, counts: LegCounts) -> HierarchicalExchange:
+    def _make_exchange(self, order: Order, counts: LegCounts) -> HierarchicalExchange:
         """Make the exchange of one chunk, without a host sync."""
         dispatcher, position, where = self.dispatcher, self.position, self.counts.header
-        first_leg = AllToAllExchange.of_counts(
+        first_leg = AllToAllExchange.from_counts(
             order,
             dispatcher.between,
             position.node,
@@ -217,8 +218,9 @@ class LegDestinations:
     """The destinations of the tokens of a chunk.
 
     Attributes:
-        sends_VT: True where a node (other nodes and this node) receives a token.
-        rows_V, rows_D, pairs_E: rows per node, rows per rank, and pairs per expert.
+        sends_VT: True where a node receives a token; this node is one of the nodes.
+        rows_V, rows_D, pairs_E: the number of this rank's rows per node and per rank, and the
+            number of its pairs per expert.
     """
 
     sends_VT: Tensor
@@ -226,11 +228,11 @@ class LegDestinations:
     rows_D: Tensor
     pairs_E: Tensor
 
-    def tables(self, position: NodePosition) -> list[Tensor]:
+    def make_tables(self, position: NodePosition) -> list[Tensor]:
         """Return tables whose line r has the counts that rank r needs.
 
-        These are the rows for the node of rank r, the rows for each rank of this node, and the
-        pairs for each expert of rank r.
+        Rank r needs the number of rows for its node, the number of rows for each rank of its node,
+        and the number of pairs for each of its experts.
         """
         rows_VU = self.rows_D.view(position.num_nodes, position.ranks_per_node)
         per_node = torch.cat([self.rows_V.unsqueeze(1), rows_VU], dim=1)
@@ -241,7 +243,7 @@ class LegDestinations:
 def find_destinations_of_legs(
     expert_ids_TK: Tensor, position: NodePosition, num_experts: int
 ) -> LegDestinations:
-    """Find the nodes and ranks of each token."""
+    """Find the nodes and the ranks that own experts of each token."""
     num_local = num_experts // position.num_ranks
     sends_DT = find_destinations(expert_ids_TK // num_local, position.num_ranks)
     sends_VT = sends_DT.unflatten(0, (position.num_nodes, position.ranks_per_node)).any(1)
@@ -270,15 +272,15 @@ def compute_leg_counts(
 ) -> tuple[Tensor, ...]:
     """Compute the fields of `LegCounts` on the device.
 
-    `rows_V` are the rows that this rank sends to each node. Line r of `counts_DX` has the counts
-    that rank r has sent to this rank: its rows for this node, its rows for each rank of this node,
-    and its pairs for each expert of this rank.
+    `rows_V` has the number of rows that this rank sends to each node. Line r of `counts_DX` has the
+    counts that rank r has sent to this rank (see `LegDestinations.make_tables`): its rows for this
+    node, its rows for each rank of this node, and its pairs for each expert of this rank.
     """
     num_local_ranks = position.ranks_per_node
     counts_VUX = counts_DX.unflatten(0, (position.num_nodes, num_local_ranks))
     from_nodes = counts_VUX[:, position.local_rank, 0]
-    # rows_UU[a][b]: the rows of all ranks with local rank a, which rank a of this node forwards to
-    # rank b of this node.
+    # rows_UU[a][b]: the rows that local rank a of this node receives from all ranks with local rank
+    # a, and forwards to local rank b of this node.
     rows_UU = counts_VUX[..., 1 : 1 + num_local_ranks].sum(0)
     return (
         rows_V,
@@ -291,7 +293,7 @@ def compute_leg_counts(
 
 @dataclass(frozen=True)
 class SecondLeg:
-    """The second leg, as far as it is known before the first leg has ended.
+    """The part of the second leg that is known before the first leg has ended.
 
     Attributes:
         group, local_rank: the ranks of this node, and the local rank of this rank.
@@ -308,14 +310,14 @@ class SecondLeg:
     constants: Constants
 
     def plan(self, ids_ZK: Tensor) -> AllToAllExchange:
-        """Plan the second leg, without a host sync; `ids_ZK` number the experts of the node."""
+        """Plan the second leg without a host sync; `ids_ZK` are numbers of `on_node_E`."""
         num_ranks, num_local = len(self.counts.to_local_ranks), len(self.counts.counts_L)
-        # Experts of other nodes are numbered as if one more rank of this node owned them.
+        # Experts of other nodes get the rank `num_ranks`, which means "no rank".
         sends_UZ = find_destinations(ids_ZK // num_local, num_ranks)
         order = order_rows(
             sends_UZ, self.local_rank, min(num_ranks, ids_ZK.shape[1]), self.constants
         )
-        return AllToAllExchange.of_counts(
+        return AllToAllExchange.from_counts(
             order,
             self.group,
             self.local_rank,
@@ -339,13 +341,13 @@ class HierarchicalExchange:
         return self.first_leg.num_tokens
 
     def start(self, tokens: Tokens) -> ForwardedRows:
-        """Send every token to the nodes of its experts, with its weights in fp32 or wider."""
+        """Start to send every token to the nodes of its experts."""
         rows_to_nodes = self.first_leg.start(tokens)
         return ForwardedRows(rows_to_nodes, self.second_leg)
 
 
 class ForwardedRows:
-    """Rows that are being sent to a node, and that `finish` forwards to the ranks there."""
+    """Rows that are being sent to a node; `finish` forwards them to the ranks of this node."""
 
     def __init__(self, rows_to_nodes: DispatchedRows, second_leg: SecondLeg) -> None:
         self._rows_to_nodes, self._second_leg = rows_to_nodes, second_leg
@@ -368,7 +370,7 @@ class ForwardedRows:
             self._rows_to_ranks.abandon()
 
     def start_combine(self, rows_RH: Tensor) -> ReturningRows:
-        """Add up results inside the node, and start to send the sums to the tokens' nodes."""
+        """Add up results inside the node, and start to send the sums to the nodes of the tokens."""
         assert self._rows_to_ranks is not None
         sums_ZH = self._rows_to_ranks.start_combine(rows_RH).finish()
         return self._rows_to_nodes.start_combine(sums_ZH)

@@ -1,18 +1,16 @@
 """Overlap the chunks of a layer: one chunk is sent while the experts compute the previous chunk.
 
     with OverlappedChunks() as chunks:
-        for arriving in chunks.overlapped(exchanges, tokens):
+        for arriving in chunks.start_chunks(exchanges, tokens):
             chunks.send(arriving, experts(*arriving.finish()))
     out_TH = chunks.finish()
 
-With two chunks a and b the calls run from left to right, and in backward from right to left:
+With two chunks a and b the calls run from left to right:
 
     start a  start b  finish a  experts a  combine a  finish b  experts b  combine b  finish a, b
 
-Autograd's nodes are made in the order of these calls. Among the nodes that are ready, backward runs
-the last one that was made. Transfers that overlap with experts in forward therefore do so in
-backward. Likewise, a node that is made in the loop before `arriving.finish()` runs in backward
-while the gradients of the rows are transferred.
+Each call creates an autograd node (`async_exchange.py`). Among the nodes that are ready, backward
+runs the node that was created last, so it runs these nodes from right to left.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ from hf_moe_ep.moe.dispatch.async_exchange import ArrivingRows, Exchange, Return
 class OverlappedChunks:
     """The running transfers of all chunks of one layer.
 
-    An exception can leave the block while transfers are running: a recompute stops early because
-    backward needs no more of it, a kernel runs out of memory, or the user presses Ctrl-C. Memory
-    must not be freed while NCCL still writes into it, so the end of the block waits for all
-    transfers.
+    An exception can end the block while transfers are running: a recompute stops early because
+    backward needs no further tensors, a kernel runs out of memory, or the user presses Ctrl-C.
+    Memory must not be freed while NCCL still writes into it, so after an exception the end of the
+    block waits for all transfers.
     """
 
     def __init__(self) -> None:
@@ -46,8 +44,8 @@ class OverlappedChunks:
         if error is not None:
             self._abandon()
 
-    def overlapped(self, exchanges: Sequence[Exchange], tokens: Tokens) -> Iterator[ArrivingRows]:
-        """Yield the chunks in order; before a chunk is yielded, the next chunk is started."""
+    def start_chunks(self, exchanges: Sequence[Exchange], tokens: Tokens) -> Iterator[ArrivingRows]:
+        """Yield the chunks in order. Before a chunk is yielded, the next chunk is started."""
         chunks = tokens.split([exchange.num_tokens for exchange in exchanges])
         latest: ArrivingRows | None = None
         for exchange, chunk in zip(exchanges, chunks, strict=True):

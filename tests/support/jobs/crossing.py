@@ -143,7 +143,7 @@ def dispatch_and_combine(dispatcher: Dispatcher, router: str) -> None:
         ids, Header(1, 0, True, True, False, False, TOP_K, BYTES)
     ).finish()
     with OverlappedChunks() as chunks:
-        for arriving in chunks.overlapped(exchanges, Tokens(x_TH, w_TK, ids)):
+        for arriving in chunks.start_chunks(exchanges, Tokens(x_TH, w_TK, ids)):
             rows_RH, w_RK, _ = arriving.finish()
             chunks.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))
     chunks.finish().square().sum().backward()

@@ -1,4 +1,4 @@
-"""Choose the dispatcher of a model. Only this file imports all dispatchers."""
+"""Make the dispatcher of a model. Only this file imports all dispatchers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def make_dispatcher(
 ) -> Dispatcher | None:
     """Make the dispatcher that the config requests, or return None if no tokens are dispatched.
 
-    With etp_size > 1 a dispatcher sees etp_size parts of each expert, each on its own rank, as if
-    they were experts (`hf_moe_ep.etp.ids_of_parts`).
+    With etp_size > 1 each expert is cut into etp_size parts on different ranks. The dispatcher
+    treats these parts as experts (`hf_moe_ep.etp.ids_of_parts`).
 
     Raises:
         ImportError: DeepEP is requested but not installed.
@@ -25,7 +25,7 @@ def make_dispatcher(
     if meshes.dispatch.size() == 1:
         return None
     group, num_experts = meshes.dispatch.get_group(), num_experts * meshes.etp_size
-    # The first forward chooses the number of chunks if the config does not.
+    # With "auto" the first forward in training chooses the number of chunks.
     chunks = 1 if isinstance(config.dispatch_chunks, str) else config.dispatch_chunks
     limit = config.max_tokens_per_rank
     if config.dispatcher == "deepep":

@@ -4,19 +4,20 @@ With n chunks, the experts compute one chunk while others are sent. More chunks 
 transfers, but each one costs launches, the latency of more messages, and another pass over the
 experts' weights. In the first forward of a training run, the ranks of an ep group measure
 
-    transfer   sending the rows of all tokens to their experts, or their results back
-    latency    sending a few rows
-    experts    computing the rows that a rank receives
-    chunk      what another chunk adds: launches, and reading the weights of all experts
+    transfer   the time to send the rows of all tokens to their experts, or the results back
+    latency    the time to send one row to each rank
+    experts    the time to compute the rows that a rank receives
+    chunk      the extra time of one more chunk: launches, and reading all experts' weights again
 
 and `choose_num_chunks` computes the duration of forward and backward for each number of chunks. For
-example, rows take 10 ms, experts 10 ms, and nothing else costs anything:
+example, rows and results take 10 ms each, experts take 10 ms, and all other times are 0:
 
     1 chunk     rows 0-10, experts 10-20, results 20-30                                     30 ms
     2 chunks    rows 0-5 and 5-10, experts 5-10 and 10-15, results 10-15 and 15-20          20 ms
 
-All ranks of the group use the longest of their times, so they choose the same number. It is used
-from the next forward on and does not change, even if later batches have another size.
+All ranks of the group use the largest times of the group, so they choose the same number. This
+number is used from the next forward on and does not change, even if later batches have another
+size.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ from hf_moe_ep.state import ModelState, MoELayer
 
 AUTO = "auto"
 CANDIDATES = (1, 2, 3, 4, 6, 8)
-# Another number of chunks must be faster than one chunk by this fraction, because times vary.
+# Several chunks must be faster than one chunk by this fraction, because measured times vary.
 _GAIN = 0.03
-# Larger transfers, products and copies are measured in part.
+# Of larger transfers, products and copies only this many bytes are measured.
 _MAX_BYTES = 16 * 2**20
 _REPETITIONS = 3
-# The kernels that another chunk launches in forward and backward (tests/ops/test_launches.py).
+# The number of kernels that one more chunk launches in forward and backward
+# (tests/ops/test_launches.py).
 _LAUNCHES = 60
 
 _logger = logging.getLogger("hf_moe_ep")
@@ -52,7 +54,7 @@ _logger = logging.getLogger("hf_moe_ep")
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one MoE layer in forward; the module docstring explains them.
+    """The seconds of one MoE layer in forward; the module docstring explains the fields.
 
     Attributes:
         shared: the time of the shared experts, which run while the last results are sent back.
@@ -64,18 +66,18 @@ class LayerTimes:
     chunk: float
     shared: float = 0.0
 
-    def with_chunks(self, num_chunks: int) -> float:
+    def estimate_seconds(self, num_chunks: int) -> float:
         """Return the seconds of forward and backward.
 
-        In backward, computing the gradients of the rows takes as long as forward, and so does
-        computing the gradients of the weights, which runs while the last rows are sent.
+        In backward, the gradients of the rows take as long as forward. The gradients of the weights
+        take as long again, and are computed while the last rows are sent.
         """
-        forward = self._pipeline(num_chunks, self.shared)
-        backward = self._pipeline(num_chunks, self.experts + 2 * self.shared)
+        forward = self._estimate_pipeline(num_chunks, self.shared)
+        backward = self._estimate_pipeline(num_chunks, self.experts + 2 * self.shared)
         return forward + backward
 
-    def _pipeline(self, num_chunks: int, tail: float) -> float:
-        """Return the time of all chunks; `tail` is computed while the last rows are sent."""
+    def _estimate_pipeline(self, num_chunks: int, tail: float) -> float:
+        """Return the seconds of all chunks; a computation of `tail` seconds hides the last rows."""
         transfer = self.latency + self.transfer / num_chunks
         arrivals = [transfer]
         link = transfer  # when the link has sent all rows that were started so far
@@ -91,8 +93,8 @@ class LayerTimes:
 
 
 def choose_num_chunks(times: LayerTimes, max_chunks: int = CANDIDATES[-1]) -> int:
-    """Return the number of chunks with which a layer takes least time; 1 if the gain is small."""
-    seconds = {n: times.with_chunks(n) for n in CANDIDATES if n <= max(max_chunks, 1)}
+    """Return the number of chunks with the shortest time, or 1 if several chunks gain little."""
+    seconds = {n: times.estimate_seconds(n) for n in CANDIDATES if n <= max(max_chunks, 1)}
     best = min(seconds, key=seconds.__getitem__)
     return best if seconds[best] < (1 - _GAIN) * seconds[1] else 1
 
@@ -100,10 +102,10 @@ def choose_num_chunks(times: LayerTimes, max_chunks: int = CANDIDATES[-1]) -> in
 def choose_at_first_forward(
     layer: MoELayer, group: dist.ProcessGroup, tokens: Tokens, weights: ExpertWeights, where: object
 ) -> None:
-    """Measure a layer and choose the number of chunks, once, on all ranks of the ep group.
+    """Measure a layer, and choose the number of chunks of all layers.
 
-    Every rank of the group calls this function in the same layer of the same forward; the exchange
-    of counts has checked this.
+    Every rank of the ep group calls this function once, in the same layer of the same forward (the
+    exchange of counts has checked this).
     """
     state = layer.model
     num_tokens, hidden = tokens.x_TH.shape
@@ -112,9 +114,9 @@ def choose_at_first_forward(
         sizes = torch.tensor([num_tokens], dtype=torch.float64, device=like.device)
         most_tokens = int(max_over_ranks(sizes, group).item())
         top_k = tokens.ids_TK.shape[1]
-        times = _measure(layer, group, like, most_tokens, top_k, weights, where)
-        ours = torch.tensor(astuple(times), dtype=torch.float64, device=like.device)
-        times = LayerTimes(*max_over_ranks(ours, group).tolist())
+        times = _measure_layer(layer, group, like, most_tokens, top_k, weights, where)
+        own_times = torch.tensor(astuple(times), dtype=torch.float64, device=like.device)
+        times = LayerTimes(*max_over_ranks(own_times, group).tolist())
     state.num_chunks = choose_num_chunks(times, most_tokens)
     milliseconds = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in vars(times).items())
     _logger.info(
@@ -133,8 +135,8 @@ def apply_choice(state: ModelState) -> None:
         state.dispatcher = replace(dispatcher, num_chunks=state.num_chunks)
 
 
-def expected_rows(num_tokens: int, top_k: int, num_ranks: int) -> float:
-    """Return how many rows a rank sends to other ranks if its experts are chosen evenly.
+def estimate_rows(num_tokens: int, top_k: int, num_ranks: int) -> float:
+    """Return how many rows a rank sends to other ranks if all experts are chosen equally often.
 
     A token is sent once to each other rank that owns one of its experts. With top-1 and two ranks,
     half of the tokens are sent.
@@ -143,7 +145,7 @@ def expected_rows(num_tokens: int, top_k: int, num_ranks: int) -> float:
     return num_tokens * (num_ranks - 1) * reached
 
 
-def _measure(
+def _measure_layer(
     layer: MoELayer,
     group: dist.ProcessGroup,
     like: Tensor,
@@ -154,13 +156,13 @@ def _measure(
 ) -> LayerTimes:
     """Measure the times of a layer with `num_tokens` tokens on this rank; `like` is one row."""
     num_ranks, hidden = dist.get_world_size(group), like.shape[1]
-    to_each = max(1, round(expected_rows(num_tokens, top_k, num_ranks) / (num_ranks - 1)))
-    measured = min(to_each, max(1, _MAX_BYTES // (hidden * like.element_size() * num_ranks)))
+    rows_per_rank = max(1, round(estimate_rows(num_tokens, top_k, num_ranks) / (num_ranks - 1)))
+    measured = min(rows_per_rank, max(1, _MAX_BYTES // (hidden * like.element_size() * num_ranks)))
     latency = _time_transfer(group, like, 1, where)
     transfer = max(0.0, _time_transfer(group, like, measured, where) - latency)
-    transfer *= to_each / measured
+    transfer *= rows_per_rank / measured
     values = sum(math.prod(weights.matrix_shape(name)) for name in ("up", "down"))
-    per_value = _seconds_per_value(like, weights, num_tokens * top_k // len(weights.up))
+    per_value = _measure_seconds_per_value(like, weights, num_tokens * top_k // len(weights.up))
     launch = _time(lambda: like.add_(0.0), like.device)
     matrices = sum(t.nbytes for t in weights.named_tensors().values())
     shared = 0 if layer.shared is None else layer.shared.num_values
@@ -169,7 +171,7 @@ def _measure(
         latency=latency,
         experts=num_tokens * top_k * values * per_value,
         # Forward reads the weights once, backward reads them and adds to their gradients.
-        chunk=_LAUNCHES / 2 * launch + 2 * matrices * _seconds_per_byte(like),
+        chunk=_LAUNCHES / 2 * launch + 2 * matrices * _measure_seconds_per_byte(like),
         shared=num_tokens * shared * per_value,
     )
 
@@ -191,8 +193,8 @@ def _time_transfer(
     return _time(send, like.device)
 
 
-def _seconds_per_value(like: Tensor, weights: ExpertWeights, pairs: int) -> float:
-    """Return the seconds in which a row is multiplied with one value of a matrix."""
+def _measure_seconds_per_value(like: Tensor, weights: ExpertWeights, pairs: int) -> float:
+    """Return the seconds of a matrix product per row and value of the matrix."""
     width, inner = weights.matrix_shape("up")
     itemsize = like.element_size()
     rows = max(1, min(pairs, _MAX_BYTES // (itemsize * max(width, inner))))
@@ -201,15 +203,15 @@ def _seconds_per_value(like: Tensor, weights: ExpertWeights, pairs: int) -> floa
     return _time(lambda: x @ matrix, like.device) / (rows * inner * width)
 
 
-def _seconds_per_byte(like: Tensor) -> float:
-    """Return the seconds in which the device copies one byte, which is a read and a write."""
+def _measure_seconds_per_byte(like: Tensor) -> float:
+    """Return the seconds in which the device reads or writes one byte."""
     source = like.new_zeros(_MAX_BYTES // like.element_size())
     target = torch.empty_like(source)
     return _time(lambda: target.copy_(source), like.device) / (2 * source.nbytes)
 
 
 def _time(run: Callable[[], Any], device: torch.device) -> float:
-    """Return the shortest of several times of `run`; the first call warms up and does not count."""
+    """Return the shortest time of several calls of `run`, after one call that is not measured."""
 
     def synchronise() -> None:
         if device.type == "cuda":
