@@ -1,12 +1,12 @@
-"""How the forward of a causal language model uses its head and its loss function.
+"""Read in the code of a causal language model's forward how it uses the head and the loss function.
 
 Most forwards in transformers/models/*/modeling_*.py compute
 
     logits = self.lm_head(hidden_states)
     loss = self.loss_function(logits=logits, labels=labels, vocab_size=..., **kwargs)
 
-and return `logits=logits`. A few scale or cap the logits in between. `other_use_of_logits` tells
-them apart by reading the code of the forward. The loss function is `ForCausalLMLoss` of
+and return `logits=logits`. A few forwards scale or cap the logits in between; for these,
+`other_use_of_logits` returns the statement that does so. The loss function is `ForCausalLMLoss` of
 transformers/loss/loss_utils.py.
 """
 
@@ -28,7 +28,7 @@ _LOSS = "loss_function"
 
 
 def is_causal_loss(function: Any) -> bool:
-    """Return True for transformers' loss of causal language models."""
+    """Return True if `function` is transformers' loss of causal language models."""
     return function is ForCausalLMLoss
 
 
@@ -46,8 +46,8 @@ def other_use_of_logits(model: nn.Module, head_name: str) -> str:
 def passes_arguments_to_loss(model: nn.Module) -> bool:
     """Return False if the forward of a model does not pass its other arguments on to its loss.
 
-    Before transformers 5.23, the forwards of some vision-language models do not pass them on. The
-    result is True for a forward that cannot be read, or that computes its loss in another way.
+    Before transformers 5.23, the forwards of some vision-language models do not. The result is True
+    for a forward whose code cannot be read, or that computes its loss in another way.
     """
     *_, innermost = forward_functions(model)
     return _passes_arguments(innermost)
