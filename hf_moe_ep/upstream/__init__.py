@@ -18,7 +18,7 @@ folder never decides how a model is trained.
     replaced                attributes of modules and classes, replaced inside a block
     replaced_forwards       the function that runs as a module's forward, such as Liger's
     recurrences             the convolutions and recurrences that mixers call
-    sharded_models          private state of FSDP2, FSDP, DDP and transformers on a sharded model
+    sharded_models          private state of FSDP2, DDP and transformers on a sharded model
     process_groups          the default store, timeouts, flattened meshes, fake groups
     gloo                    process groups of gloo with one worker thread
     dispatch_modes          modes that see every operator, and tensors without memory

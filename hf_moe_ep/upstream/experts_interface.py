@@ -130,7 +130,7 @@ def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
 
 
 def experts_gate_caps(module: nn.Module) -> set[float]:
-    """Return candidates for the soft caps of a gate: each `softcap` of the module or a submodule."""
+    """Return candidates for the soft caps of a gate: each `softcap` of a module or submodule."""
     caps = (vars(inner).get("softcap") for inner in module.modules())
     return {float(cap) for cap in caps if cap is not None}
 

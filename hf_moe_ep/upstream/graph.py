@@ -83,7 +83,7 @@ def _collect_tensors(value: Any, tensors: list[Tensor]) -> None:
 
 
 def with_tensors(values: Any, new_tensors: dict[int, Tensor]) -> Any:
-    """Replace each tensor x in nested `values` by `new_tensors[id(x)]`, if there is such an entry."""
+    """Replace each tensor x in nested `values` by `new_tensors[id(x)]`, if this entry exists."""
     if isinstance(values, Tensor):
         return new_tensors.get(id(values), values)
     if type(values) is dict:

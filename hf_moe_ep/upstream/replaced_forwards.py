@@ -1,8 +1,8 @@
 """Find the function that runs as the forward of a module: stock code or a replacement.
 
 Liger (liger_kernel/transformers/monkey_patch.py, called by transformers/integrations/liger.py)
-binds forwards to the modules of a model. Liger also replaces classes of transformers by its own
-classes, such as LigerExperts of liger_kernel/transformers/swiglu.py, before a model is built. Hub
+binds forwards to the modules of a model. Before a model is built, Liger also replaces classes of
+transformers by its own classes, such as LigerExperts in liger_kernel/transformers/swiglu.py. Hub
 kernels (transformers/integrations/hub_kernels.py) bind forwards too.
 """
 
