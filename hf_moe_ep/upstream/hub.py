@@ -307,7 +307,7 @@ def empty_model(
 
 
 def _find_auto_class(config: Any, name: str) -> str | None:
-    """Return the Auto class that `auto_map` maps to the class `name` of the model's code, or None."""
+    """Return the Auto class that `auto_map` maps to the model's own class `name`, or None."""
     auto_map: dict[str, Any] = getattr(config, "auto_map", None) or {}
     return next((auto for auto, code in auto_map.items() if str(code).endswith(f".{name}")), None)
 

@@ -113,7 +113,7 @@ def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 
 
 def _key_index(operator: Any) -> int:
-    """Return the index of the keys among an attention operator's arguments. Queries precede keys."""
+    """Return the index of the keys among the arguments of attention. Queries precede the keys."""
     return 2 if "backward" in operator_name(operator) else 1
 
 
