@@ -17,7 +17,7 @@ from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.kernels import blocks, product
-from hf_moe_ep.ops.kernels.blocks import dot_precision, generation
+from hf_moe_ep.ops.kernels.blocks import generation, get_dot_precision
 
 # Compute capability: (shared memory per block from CUDA's programming guide, expected row).
 KINDS = {
@@ -134,12 +134,12 @@ def test_tensors_that_tma_cannot_address_are_loaded_through_pointers(
     block = replace(blocks.TABLE["interpreter", 4, "many"].down, tma=True)
     whole = torch.zeros(3, 65, 68)
     part = whole[:, :64, :64] if moved == "stride" else whole.flatten()[1:12289].view(3, 64, 64)
-    assert product.matrix_blocks(part, block, block.n) == (None, "")
+    assert product.describe_matrix_blocks(part, block, block.n) == (None, "")
     rows = whole[0, :, 1:65]
-    assert product.row_blocks(rows, block, 16, block.k) is None
-    assert product.row_blocks(whole[0, :, 4:], block, 16, block.k) is not None
-    assert product.matrix_blocks(whole[:, :64].contiguous(), block, block.n)[1] == "kn"
-    assert product.matrix_blocks(whole[:, :63].contiguous(), block, block.n) == (None, "")
+    assert product.describe_row_blocks(rows, block, 16, block.k) is None
+    assert product.describe_row_blocks(whole[0, :, 4:], block, 16, block.k) is not None
+    assert product.describe_matrix_blocks(whole[:, :64].contiguous(), block, block.n)[1] == "kn"
+    assert product.describe_matrix_blocks(whole[:, :63].contiguous(), block, block.n) == (None, "")
 
 
 def test_tma_is_refused_where_no_kernel_uses_it() -> None:
@@ -183,24 +183,24 @@ def test_fp32_experts_run_where_transformers_has_switched_tf32_on(fresh_switches
 
 def test_products_follow_each_switch_for_fp32_precision(fresh_switches: None) -> None:
     rows = torch.empty(1)
-    assert dot_precision(rows) == "ieee"  # no switch is set
+    assert get_dot_precision(rows) == "ieee"  # no switch is set
     enable_tf32(True)
-    assert dot_precision(rows) == "tf32"
+    assert get_dot_precision(rows) == "tf32"
     enable_tf32(False)
-    assert dot_precision(rows) == "ieee"
+    assert get_dot_precision(rows) == "ieee"
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    assert dot_precision(rows) == "tf32"
+    assert get_dot_precision(rows) == "tf32"
     torch.backends.cuda.matmul.fp32_precision = "none"
     torch.backends.fp32_precision = "none"
     for word, want in (("high", "tf32"), ("highest", "ieee"), ("medium", "tf32")):
         torch.set_float32_matmul_precision(word)
-        assert dot_precision(rows) == want, word
+        assert get_dot_precision(rows) == want, word
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = True
-    assert dot_precision(rows) == "tf32"
+    assert get_dot_precision(rows) == "tf32"
 
 
 def test_sixteen_bit_products_read_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "matmul", None)
     rows: Tensor = torch.empty(1, dtype=torch.bfloat16)
-    assert dot_precision(rows) == "tf32"
+    assert get_dot_precision(rows) == "tf32"

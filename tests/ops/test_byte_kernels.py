@@ -28,12 +28,12 @@ from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.kernels.blocks import TABLE, generation
-from hf_moe_ep.ops.kernels.dequantise import dequantised_tile, e4m3
+from hf_moe_ep.ops.kernels.dequantise import dequantise_tile, e4m3
 from hf_moe_ep.ops.quantised import (
     NF4_CODES,
     Quantised,
     dequantise,
-    plain_scales,
+    dequantise_scales,
     quantise_stack,
 )
 from hf_moe_ep.ops.self_check import draw_quantised
@@ -191,7 +191,7 @@ def _tile_kernel(
     KIND: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     o_o = first_o + tl.arange(0, ROWS)
-    tile = dequantised_tile(
+    tile = dequantise_tile(
         values, scale, expert, o_o, first_i, num_o, num_i, KIND, NATIVE, TILE, False,
         out.dtype.element_ty,
     )  # fmt: skip
@@ -206,7 +206,7 @@ def _tile(
     _, num_o, in_bytes = stack.values.shape
     out = torch.empty(shape, dtype=dtype, device=stack.values.device)
     num_i = in_bytes * (2 if kind == "nf4" else 1)
-    args = (stack.values, plain_scales(stack), out, *start, num_o, num_i)
+    args = (stack.values, dequantise_scales(stack), out, *start, num_o, num_i)
     _tile_kernel[(1,)](*args, KIND=kind, NATIVE=False, ROWS=shape[0], TILE=shape[1])
     return out
 
@@ -287,7 +287,7 @@ def test_scales_and_values_need_no_bitsandbytes(name: str, monkeypatch: pytest.M
         )
         for dtype in dtypes
     }
-    monkeypatch.setattr("hf_moe_ep.ops.quantised._bitsandbytes", None)
+    monkeypatch.setattr("hf_moe_ep.ops.quantised._import_bitsandbytes", None)
     for dtype in dtypes:
         assert torch.equal(reference.matrices(stack, quantisation.kind, dtype), want[dtype])
         columns = shape[2]
@@ -336,7 +336,7 @@ def test_no_tensor_of_the_size_of_a_dequantised_matrix(
     def dequantise_all(experts: ExpertWeights, name: str) -> Tensor:
         return reference.matrices(experts.stack(name), experts.quantised, torch.float32)
 
-    monkeypatch.setattr(triton_mlp, "_matrices", dequantise_all)
+    monkeypatch.setattr(triton_mlp, "_select_matrices", dequantise_all)
     assert largest() >= 8 * matrix_size
 
 

@@ -1,4 +1,4 @@
-"""`add_rows` sums the rows of each token, `invert` lists them, and `count_pairs` counts choices."""
+"""`add_rows` sums the rows of each token, `invert_index` lists them, and `count_pairs` counts choices."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from support.close import assert_close, max_error
 from torch import Tensor
 
 from hf_moe_ep.ops import reference
-from hf_moe_ep.ops.permute import add_rows, count_pairs, invert
+from hf_moe_ep.ops.permute import add_rows, count_pairs, invert_index
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -23,7 +23,7 @@ CASES = {
 
 
 def _layout(name: str, device: str = "cpu") -> tuple[Tensor, Tensor, int]:
-    """Return token_of_row_N, row_TJ and H of a case. row_TJ is computed without `invert`."""
+    """Return token_of_row_N, row_TJ and H of a case. row_TJ is computed without `invert_index`."""
     tokens, slots, hidden, token_of_row = CASES[name]
     table = [[len(token_of_row)] * slots for _ in range(tokens)]
     for row, token in enumerate(token_of_row):
@@ -34,7 +34,7 @@ def _layout(name: str, device: str = "cpu") -> tuple[Tensor, Tensor, int]:
 
 def test_the_example_of_the_docstring() -> None:
     token_of_row_N = torch.tensor([1, 0, 1])
-    row_TJ = invert(token_of_row_N, torch.tensor([0, 0, 1]), (2, 2))
+    row_TJ = invert_index(token_of_row_N, torch.tensor([0, 0, 1]), (2, 2))
     assert row_TJ.tolist() == [[1, 3], [0, 2]]
     r_NH = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [70.0, 80.0, 90.0]])
     assert add_rows(r_NH, token_of_row_N, row_TJ).tolist() == [[4, 5, 6], [71, 82, 93]]
@@ -46,7 +46,7 @@ def test_invert_places_every_row_once_and_pads_with_n(name: str) -> None:
     tokens = token_of_row_N.tolist()
     slot_of_row = [tokens[:row].count(token) for row, token in enumerate(tokens)]
     column_of_row_N = torch.tensor(slot_of_row, dtype=torch.int64)
-    got_TJ = invert(token_of_row_N, column_of_row_N, tuple(want_TJ.shape))
+    got_TJ = invert_index(token_of_row_N, column_of_row_N, tuple(want_TJ.shape))
     assert torch.equal(got_TJ, want_TJ)
 
 

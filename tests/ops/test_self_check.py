@@ -89,16 +89,16 @@ def test_wrong_scales_of_quantised_matrices_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(self_check, "_shorten", lambda size: size)
     monkeypatch.setattr(self_check, "FEW_ROWS", 8)
     monkeypatch.setattr(self_check, "MANY_ROWS", 15)
-    monkeypatch.setattr("hf_moe_ep.ops.quantised._bitsandbytes", None)
+    monkeypatch.setattr("hf_moe_ep.ops.quantised._import_bitsandbytes", None)
     assert check_once(BYTES) == ""
     check_once.cache_clear()
-    original = triton_mlp._matrices
+    original = triton_mlp._select_matrices
 
     def wrong(experts: ExpertWeights, name: str) -> Any:
         matrices = original(experts, name)
         return replace(matrices, scale=matrices.scale.flip(1)) if name == "down" else matrices
 
-    monkeypatch.setattr(triton_mlp, "_matrices", wrong)
+    monkeypatch.setattr(triton_mlp, "_select_matrices", wrong)
     with pytest.raises(RuntimeError, match="compute wrong numbers"):
         check_once(BYTES)
 
@@ -255,7 +255,7 @@ def test_the_self_check_runs_once_per_kind_of_call(monkeypatch: pytest.MonkeyPat
         call(trained=("rows",)),
         call(keep_pre=False),
     ]
-    monkeypatch.setattr(self_check, "dot_precision", lambda rows: "tf32")
+    monkeypatch.setattr(self_check, "get_dot_precision", lambda rows: "tf32")
     others.append(call())
     assert len(set(others)) == len(others)
 
@@ -408,7 +408,7 @@ def test_the_self_check_runs_every_kernel_variant_of_a_call(
     kind = LAUNCHED[name]
     monkeypatch.setattr(blocks, "generation", lambda device: "sm_90")
     for module in (blocks, dgated, gate_up, grouped_mm, outer):
-        monkeypatch.setattr(module, "dot_precision", lambda rows: kind.precision)
+        monkeypatch.setattr(module, "get_dot_precision", lambda rows: kind.precision)
     # Only the launches are compared, so the torch path need not compute either.
     monkeypatch.setattr(self_check, "torch_mlp", _NoTruth())
     with Launches() as checked:
