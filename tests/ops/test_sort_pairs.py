@@ -7,7 +7,7 @@ from expert_cases import TRITON
 from hf_moe_ep.ops.kernels.sort_pairs import sort_pairs
 
 
-# The sizes need several blocks of pairs, the last block is not full, and there are more experts than
+# There are several blocks of pairs. The last block is not full, and one case has more experts than
 # one program scans.
 @pytest.mark.parametrize(("backend", "device"), TRITON)
 @pytest.mark.parametrize(
