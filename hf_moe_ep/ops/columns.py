@@ -34,7 +34,8 @@ def join_columns(
 
     The left columns get `dtype`, by default the dtype of `left_XH`. The right columns get
     `right_dtype`, by default the dtype of the first right matrix. Matrices of other dtypes are cast
-    while they are copied. The size of a right element must be a multiple of the size of a left one.
+    while they are copied. The size of right elements must be a multiple of the size of left
+    elements.
     """
     right_dtype = right_dtype or right[0].dtype
     if left_XH.dtype != (dtype or left_XH.dtype) or any(x.dtype != right_dtype for x in right):
@@ -44,7 +45,7 @@ def join_columns(
     num_right = sum(matrix.shape[1] for matrix in right)
     start, width = _find_columns(hidden, num_right, ratio)
     gap, end = start - hidden, width - start - num_right * ratio
-    # `view(dtype)` refuses the strides of 0 that an empty matrix may have, so it gets a vector.
+    # `view(dtype)` refuses the strides of 0 that an empty matrix may have, but accepts a vector.
     vectors = (matrix.contiguous().view(-1).view(left_XH.dtype) for matrix in right)
     parts = [
         left_XH,

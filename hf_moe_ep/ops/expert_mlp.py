@@ -18,7 +18,7 @@ arXiv 2512.14080, section 4).
 The operators of `operators.py` call one of the two implementations, `torch_mlp` or `triton_mlp`.
 
 A `TorchFunctionMode` does not see the calls inside an operator. The postponed backward hides its
-calls from modes as well, so forward and backward compute the same way under every mode.
+calls from modes as well, so a mode changes neither forward nor backward.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def expert_mlp(
             and routing weights are not multiplied.
         recompute: compute the pre-activations again in backward instead of keeping them.
         backend: "torch", "triton" or "auto". The last two need rows that `triton_mlp.covers`
-            accepts. "auto" uses the kernels; if they cannot be built for the GPU, or do not fit
-            into it, "auto" warns and uses torch.
+            accepts. "auto" uses the kernels. If the kernels cannot be built for the GPU, or do not
+            fit into it, "auto" warns and uses torch.
     """
     if experts.masters is not None and experts.postponed is None and _need_grad(experts):
         # No `_Postpone` computes the gradients of these experts, so autograd casts the masters.

@@ -4,7 +4,7 @@
     LowRank          the two factors of an adapter
     LowRows          the two factors of an adapter's second product, which a Triton kernel adds
     Routing          the (row, expert) pairs, sorted by expert
-    ExpertGrads      gradients of the experts' tensors; several backward passes may add to them
+    ExpertGrads      gradients of the experts' tensors, to which several backward passes may add
     PostponedGrads   a function that computes these gradients after the backward of `expert_mlp`
 
 An example of `Routing` with two experts and top-2. Row 1 goes to expert 0 only (id 2 means "no
@@ -68,9 +68,10 @@ class LowRank:
 
 @dataclass(frozen=True)
 class LowRows:
-    """The second product of an adapter, `low_AP @ b_LPO[expert]`; `low_AP` is the first product.
+    """The factors of an adapter's second product, `low_AP @ b_LPO[expert]`.
 
-    The kernel that multiplies rows by the expert's matrix adds this product to its own product.
+    `low_AP` is the result of the first product. The kernel that multiplies rows by the expert's
+    matrix adds the second product to its sums.
     Both tensors are None if the matrix has no adapter.
     """
 
@@ -176,7 +177,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class Routing:
-    """The pairs sorted by expert, as int32 tensors; the module docstring has an example.
+    """The pairs sorted by expert, as int32 tensors. The module docstring has an example.
 
     `tiles` is the work list of the Triton kernels (`sort_pairs`). `row_A` is `pair_A // K`, so that
     the kernels' loops need no division. The torch path leaves both empty.
@@ -217,7 +218,8 @@ class ExpertGrads:
     def buffer(self, name: str, like: Tensor) -> GradBuffer:
         """Return the memory for the gradient of the tensor `like`.
 
-        The first call for a name allocates the memory; all later calls return it with `add=True`.
+        The first call for a name allocates the memory. All later calls return this memory with
+        `add=True`.
         """
         if name in self._sums:
             return GradBuffer(self._sums[name], add=True)

@@ -49,7 +49,7 @@ class Settings(NamedTuple):
         gated, interleaved, activation, alpha, limit, up_offset, gate_cap, up_cap: the fields of
             ExpertFormula.
         up_scale, down_scale: scales of the adapters.
-        quantised: format of the matrices (`quantised.py`); empty if they are not quantised.
+        quantised: format of the matrices (`quantised.py`), or "" if they are not quantised.
         grad_scale: multiplies the gradients of the experts' own tensors.
         keep_pre: True if the pre-activations are kept for backward.
         trained: names (of INPUT_NAMES) of the inputs that require a gradient.
@@ -178,7 +178,7 @@ def _split_inputs(
 
 
 def _forward(*inputs: Any) -> tuple[Tensor, ...]:
-    """Return out_RH and the tensors that backward needs; the module docstring lists both."""
+    """Return out_RH and the tensors that backward needs, which the module docstring lists."""
     rows, weights, experts, expert_ids, counts_L, settings = _split_inputs(inputs)
     num_pairs = expert_ids.numel() if counts_L is None else sum(counts_L)
     implementation = _choose_implementation(settings, rows, weights, num_pairs, experts)

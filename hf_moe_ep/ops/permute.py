@@ -43,7 +43,7 @@ def add_rows(
     wide_dtype = torch.promote_types(torch.promote_types(rows_NH.dtype, dtype), torch.float32)
     out_TH = rows_NH.new_zeros(num_tokens, hidden, dtype=wide_dtype)
     if not rows_NH.is_cuda:
-        # On a CPU index_add_ adds rows in their order; on a GPU the order changes with every run.
+        # On a CPU index_add_ adds rows in their order, but on a GPU the order changes at each call.
         out_TH.index_add_(0, token_of_row_N, rows_NH.to(wide_dtype))
         return out_TH.to(dtype)
     padded_NH = torch.cat([rows_NH.to(wide_dtype), out_TH.new_zeros(1, hidden)])

@@ -9,7 +9,7 @@ values along I share a scale:
     nf4, nested   values        [O, I / 2]
                   block_scale   [O, I / 64]       bytes: bitsandbytes' 8-bit codes
                   nested_scale  [blocks, 2]       fp32 scale and offset for each block of 256 bytes
-                                                  of block_scale, counted row by row; the last block
+                                                  of block_scale, counted row by row. The last block
                                                   may be shorter
     fp8           values        [O, I]            the bytes of float8_e4m3fn
                   block_scale   [O / 128, I / 128]  fp32, one scale per 128 x 128 values, where
@@ -98,7 +98,7 @@ class Quantisation:
 
 @dataclass(frozen=True)
 class Quantised:
-    """The bytes and scales of a matrix or of a stack; see the module docstring."""
+    """The bytes and scales of a matrix or of a stack (see the module docstring)."""
 
     values: Tensor
     block_scale: Tensor

@@ -1,4 +1,4 @@
-"""Compute the ops of this folder in a slow and simple way, which autograd differentiates.
+"""Compute the ops of this folder slowly, with simple code that autograd differentiates.
 
 The tests compare the fast implementations with these versions. `matrices` dequantises a stack of
 matrices, `sum_rows` sums the copies of each token, and `expert_mlp` computes the experts.

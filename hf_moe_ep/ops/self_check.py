@@ -118,7 +118,7 @@ def self_check(
         weights_dtype=weights_RK.dtype,
         precision=get_dot_precision(rows_RH),
         formula=formula,
-        # Nested scales are dequantised before any kernel runs.
+        # Nested scales are dequantised before the first kernel runs.
         tensors=tuple(n for n in experts.named_tensors() if not n.endswith(NESTED_SCALE)),
         trained=trained,
         keep_pre=keep_pre,

@@ -60,7 +60,7 @@ def learns_prompts(model: Any) -> bool:
 def adapter_names(
     model: Any, state_dict: dict[str, Tensor], save_embedding_layers: str | bool = "auto"
 ) -> list[str] | None:
-    """Return the names in `state_dict` that PEFT would save; None for a model without adapters.
+    """Return the names in `state_dict` that PEFT would save, or None for a model without adapters.
 
     With "auto", PEFT reads files to decide if embeddings are saved too. Ranks may see different
     files, so call this function on one rank, or pass True or False.
@@ -77,8 +77,8 @@ def adapter_names(
 def counts_from_end_of_row(config: Any) -> bool:
     """Return True for the config of activated LoRA, which adapts the last tokens of each row.
 
-    Before PEFT calls the model, it counts these tokens in each whole row. Each layer then adapts
-    the same number of tokens at the end of its own input (peft/tuners/lora/variants.py).
+    Before PEFT calls the model, PEFT counts these tokens in each whole row. A layer then adapts the
+    same number of tokens at the end of its input (peft/tuners/lora/variants.py).
     """
     return bool(getattr(config, "alora_invocation_tokens", None))
 
@@ -88,8 +88,8 @@ def keys_of_adapters(
 ) -> dict[str, dict[str, str]]:
     """Return, for each adapter, a dict that maps the keys of PEFT's file to names in `state_dict`.
 
-    The dict has the order of `state_dict`. It lacks tensors that PEFT computes for the file. The
-    model must not be one that learns prompts.
+    The dict has the order of `state_dict`, and lacks tensors that PEFT computes for the file. The
+    model must not learn prompts.
     """
     from peft import get_peft_model_state_dict
 
@@ -196,7 +196,7 @@ class LowRank:
         a, b: the factors (r, in) and (out, r). The factors of stacked experts are in PEFT's
             layout, or have the experts as their first dim.
         scale: PEFT's `scaling` of the adapter.
-        num_experts: the number of stacked experts; 0 if the parameter is not stacked.
+        num_experts: the number of stacked experts, or 0 if the parameter is not stacked.
         transposed: True if the parameter is stored transposed, as (in, out).
         casts_product: True if PEFT casts the product to the parameter's dtype before the addition.
     """
@@ -304,7 +304,7 @@ def left_out_by_merging(model: nn.Module) -> set[str]:
     """Return the names in a model's state dict that do not exist after adapters are merged.
 
     These are the names of the adapters' tensors. PEFT also stores several copies of each module in
-    modules_to_save; the result includes the names of all copies except the active copy.
+    modules_to_save. The result includes the names of all copies except the active copy.
     """
     left_out: set[str] = set()
     for prefix, layer in adapter_layers(model):
@@ -420,9 +420,9 @@ def factors_on_host() -> Iterator[None]:
 
     PEFT initialises new factors on the host and then moves them to the device of the base, here to
     meta. With low_cpu_mem_usage=True it moves them again when it loads the factors of a file.
-    Inside the block, the values before each move are stored; at its end, the factors on meta get
-    the last stored values (peft/tuners/tuners_utils.py, peft/tuners/lora/layer.py and model.py,
-    peft/utils/save_and_load.py).
+    Inside the block, the values are stored before each move. At the end of the block, the factors
+    on meta get the last stored values (peft/tuners/tuners_utils.py, peft/tuners/lora/layer.py and
+    model.py, peft/utils/save_and_load.py).
     """
     from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer

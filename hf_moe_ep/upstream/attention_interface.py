@@ -1,4 +1,4 @@
-"""Transformers' attention and mask interfaces: call our function around a stock attention function.
+"""Call our function around a stock attention function, through transformers' interfaces.
 
 The private names come from transformers' modeling_utils.py and masking_utils.py.
 """

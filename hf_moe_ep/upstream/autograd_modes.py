@@ -23,7 +23,7 @@ def backward_is_running() -> bool:
 def saved_tensors_are_hooked() -> bool:
     """Return True if hooks replace the tensors that autograd saves.
 
-    Non-reentrant activation checkpointing sets such hooks, and so does offloading to the host.
+    Non-reentrant activation checkpointing sets such hooks, and so does offloading of activations.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 

@@ -5,9 +5,9 @@ Most forwards in transformers/models/*/modeling_*.py compute
     logits = self.lm_head(hidden_states)
     loss = self.loss_function(logits=logits, labels=labels, vocab_size=..., **kwargs)
 
-and return `logits=logits`. A few forwards scale or cap the logits in between; for these,
-`other_use_of_logits` returns the statement that does so. The loss function is `ForCausalLMLoss` of
-transformers/loss/loss_utils.py.
+and return `logits=logits`. A few forwards scale or cap the logits in between. For these forwards,
+`other_use_of_logits` returns the statement that uses the logits. The loss function is
+`ForCausalLMLoss` of transformers/loss/loss_utils.py.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def has_reached_limit(function: Any, limit: int | None) -> bool:
 
     Args:
         function: the function that torch.compile was called with.
-        limit: the argument `recompile_limit` of torch.compile; None stands for torch's default.
+        limit: the argument `recompile_limit` of torch.compile, or None for torch's default.
     """
     if limit is None:
         limit = config.recompile_limit

@@ -1,6 +1,7 @@
-"""Transformers' experts interface (integrations/moe.py): one forward for all experts of a layer.
+"""Use transformers' experts interface, in which one forward computes all experts of a layer.
 
 The functions register our forward, select it in a config, and read the layout of an experts module.
+The interface is defined in transformers/integrations/moe.py.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class ExpertsFlags:
 
 
 def experts_flags(module: nn.Module) -> ExpertsFlags:
-    """Return the flags of an experts module; a missing flag is False."""
+    """Return the flags of an experts module. A missing flag is False."""
     if is_experts_class_of_liger(module):
         return ExpertsFlags(is_concatenated=True, has_gate=True)
     names = [field.name for field in fields(ExpertsFlags)]
@@ -90,7 +91,8 @@ def hides_transposition(module: nn.Module) -> bool:
 
     PEFT reads `is_transposed` to decide which factor of an adapter is which
     (peft/tuners/lora/layer.py, ParamWrapper.update_layer). Stock experts outside of the interface
-    have no such attribute, so the modules that replace them (`moe/stacked.py`) have another one.
+    have no such attribute, so the modules that replace them (`moe/stacked.py`) have another
+    attribute.
     """
     return bool(getattr(module, "stores_transposed", False))
 

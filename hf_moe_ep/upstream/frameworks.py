@@ -26,10 +26,12 @@ class _Framework:
         module: the module that is imported if the framework runs.
         to_shard: a sentence that tells users how to ask for FSDP2.
         sizes: the framework's option for each size of Accelerate's ParallelismConfig.
-        all_logits: tells users how to ask for the logits of all tokens; "" if they always get them.
-        experts: names the options that choose an implementation of experts; "" if there are none.
+        all_logits: tells users how to ask for the logits of all tokens, or "" if they always get
+            these logits.
+        experts: names the options that choose an implementation of experts, or "" without options.
         package: the name of the installed package.
-        tested: the oldest version that `make test-trainers` has run; "" if setup.cfg has a range.
+        tested: the oldest version that `make test-trainers` has run, or "" if setup.cfg has a
+            range.
     """
 
     name: str
@@ -201,7 +203,7 @@ def split_over_data_ranks(loader: Any, ranks_per_batch: int) -> None:
     function replaces the size.
 
     Raises:
-        ValueError: the loader reads a stream and sends each rank a batch of its own
+        ValueError: the loader reads a stream and sends each rank another batch
             (swift/dataloader/dispatcher.py).
     """
     sampler: Any = getattr(loader, "batch_sampler", None)

@@ -68,7 +68,7 @@ def _make_one_worker_class(stock: Any) -> Any:
 
 
 def _list_devices(stock: Any) -> list[Any]:
-    """List the network devices in GLOO_SOCKET_IFNAME; torch's default device if it is not set."""
+    """List the network devices in GLOO_SOCKET_IFNAME or, if it is empty, torch's default device."""
     interfaces = gloo_interfaces()
     if not interfaces:
         return [stock.create_default_device()]

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-# The first method generates and scores a batch, the second one computes the log-probabilities of
-# tokens, and the third one computes the loss of a micro-batch.
+# The methods that generate and score a batch, compute the log-probabilities of tokens, and compute
+# the loss of a micro-batch, in this order.
 GRPO = (
     "_generate_and_score_completions",
     "_get_per_token_logps_and_entropies",
@@ -30,7 +30,7 @@ def engine_of(trainer: Any) -> Any:
 
 
 def routes_of_engine(trainer: Any, outputs: Sequence[Any]) -> list[Any] | None:
-    """Return the routes of each sample of this rank; None if the engine does not return routes.
+    """Return the routes of each sample of this rank, or None if the engine returns no routes.
 
     vLLM returns one array for a prompt and its completion. vLLM 0.21 returns two arrays: one for
     the prompt, which all samples of the prompt share, and one for the completion. If several ranks

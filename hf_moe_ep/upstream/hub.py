@@ -237,7 +237,7 @@ def empty_model(
 
     Args:
         folder: the folder of `config.json`.
-        model_class: a model class or Auto class; None takes the class that the config names.
+        model_class: a model class or Auto class, or None for the class that the config names.
         find_dtype: returns the dtype of the model if neither `options` nor the config has a dtype.
         options: options of the config and of `PreTrainedModel._from_config` (modeling_utils.py).
 

@@ -29,8 +29,8 @@ class WeightFiles:
     """The weights that from_pretrained is about to load.
 
     Attributes:
-        files: the files, in the order in which they are read; empty for a state dict.
-        problem: the reason why only stock code can load these weights; empty if ours can, too.
+        files: the files in the order in which they are read, or an empty list for a state dict.
+        problem: the reason why only stock code can load these weights, or "" if our code can, too.
     """
 
     files: Sequence[Path]

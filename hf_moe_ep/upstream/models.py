@@ -77,7 +77,7 @@ def token_classifier(model: nn.Module) -> nn.Module | None:
 
 
 def base_model_prefix(model: Any) -> str:
-    """Return the name of the attribute that holds the base model; "" if there is none."""
+    """Return the name of the attribute that holds the base model, or "" without a base model."""
     prefix = str(getattr(model, "base_model_prefix", ""))
     return prefix if prefix and hasattr(model, prefix) else ""
 
@@ -217,7 +217,7 @@ def key_value_width(module: Any, sp_size: int) -> int | None:
 
 
 def latent_width(module: nn.Module) -> int | None:
-    """Return the width of the latents of latent attention; None for other attention.
+    """Return the width of the latents of latent attention, or None for other attention.
 
     Attention in models/deepseek_v3/modeling_deepseek_v3.py and its descendants has this attribute.
     """
@@ -226,7 +226,7 @@ def latent_width(module: nn.Module) -> int | None:
 
 
 def compress_rate(module: nn.Module) -> int:
-    """Return how many tokens the compressors in a module merge into one; 1 without compressors.
+    """Return how many tokens the compressors in a module merge into one, or 1 without compressors.
 
     DeepSeek-V4's compressors have this attribute (models/deepseek_v4/modeling_deepseek_v4.py).
     """
@@ -319,7 +319,7 @@ def is_correction_bias(name: str) -> bool:
 
 
 def source_of(model: Any) -> str:
-    """Return the name or folder from which a model was loaded; "" if it was not loaded."""
+    """Return the name or folder from which a model was loaded, or "" if it was not loaded."""
     return str(getattr(model.config, "_name_or_path", "") or "")
 
 

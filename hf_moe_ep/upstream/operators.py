@@ -129,7 +129,7 @@ def _with_all_heads(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Count the bytes that an operator reads and writes; 0 for an allocation or a view."""
+    """Count the bytes that an operator reads and writes. Allocations and views count as 0."""
     name = operator_name(operator)
     argument_ids = {id(x) for x in tensors_in((args, kwargs))}
     results = [x for x in tensors_in(out) if id(x) not in argument_ids]
@@ -162,7 +162,7 @@ def is_of_fsdp(operator: Any) -> bool:
 
 
 def collective_of(operator: Any) -> str | None:
-    """Return the kind of a collective, such as "all_gather"; None for other operators.
+    """Return the kind of a collective, such as "all_gather", or None for other operators.
 
     Raises:
         NotImplementedError: neither this package nor FSDP2 calls this collective.

@@ -44,7 +44,7 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
 
 
 def default_timeout(device: torch.device) -> timedelta | None:
-    """Return the timeout of the default group; None if its backend has no timeout.
+    """Return the timeout of the default group, or None if its backend has no timeout.
 
     torch ignores this timeout when it creates other groups: they get torch's own default, 30
     minutes with gloo and 10 minutes with NCCL (distributed_c10d.py).

@@ -52,7 +52,7 @@ class AllowedPackage:
         return "too new" if minimum.contains(version, prereleases=True) else "too old"
 
     def sentence(self, version: str | None) -> str:
-        """Return the problem, the allowed range, the reason and the fix; "" without a problem."""
+        """Return a problem, the allowed range, the reason and the fix, or "" without a problem."""
         problem = self.problem(version)
         subject = "" if version is None else f"{version} is "
         reason = _WHY.get(problem, "")
@@ -115,7 +115,7 @@ def _problems_of_versions() -> tuple[str, ...]:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version in a package's metadata; None if the package is not installed."""
+    """Return the version in a package's metadata, or None if the package is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -242,7 +242,7 @@ def forward_has_begun(unit: FSDPModule) -> bool:
 
 
 def forward_of_root_has_begun(root: FSDPModule) -> bool:
-    """Return True if a forward of the root runs; False if a unit inside the root was called."""
+    """Return True if a forward of the root runs, and False if a unit inside it was called."""
     state = root._get_fsdp_state()
     return state._state_ctx.iter_forward_root is state
 

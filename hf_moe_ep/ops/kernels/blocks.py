@@ -184,7 +184,7 @@ TABLE["sm_90", 2, "some"] = replace(TABLE["sm_90", 2, "many"], outer=_few.outer)
 
 
 def generation(device: torch.device) -> str:
-    """Return the generation whose rows of the table a device uses; "interpreter" for a CPU.
+    """Return the generation whose rows of the table a device uses, or "interpreter" for a CPU.
 
     The shared memory decides, and not the age. An RTX 50xx is newer than an H100, but has only as
     much shared memory as a 4090.
@@ -222,7 +222,7 @@ def choose_rank_block(rank: int, most: int) -> int:
 def get_dot_precision(rows: Tensor) -> str:
     """Return the precision that is set in torch for fp32 matrix products, "ieee" or "tf32"."""
     # torch.get_float32_matmul_precision() raises if `fp32_precision` was set. `fp32_precision` also
-    # shows what torch.set_float32_matmul_precision() has set.
+    # shows the precision that torch.set_float32_matmul_precision() has set.
     if rows.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32":
         return "ieee"
     return "tf32"

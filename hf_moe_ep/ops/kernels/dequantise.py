@@ -1,7 +1,7 @@
 """Multiply rows by quantised matrices (`ops/quantised.py`), like the main loop of `product.py`.
 
 A tile [O, I] of a matrix is loaded as bytes and dequantised in registers. Forward transposes the
-tile and sums along I; backward sums along O over the same bytes. The product of a value and its
+tile and sums along I, and backward sums along O over the same bytes. The product of a value and its
 scale is computed in fp32 and rounded once, to the dtype of the rows.
 
     nf4    A byte has two codes, the first code in the upper half. For each scale the kernel

@@ -3,7 +3,7 @@
     pre_AG[a] = up_weight[expert of a] @ rows[row of a] (+ bias)         stored if `keep_pre`
     act_AF[a] = gate formula of pre_AG[a], computed from the fp32 sums
 
-The second product of an adapter adds a few steps to the same sum; `LowRows` holds the result of the
+The second product of an adapter adds a few steps to the same sum. `LowRows` holds the result of the
 first product. Gate and up are one product, twice as wide as act. If gate and up are concatenated in
 the weight, a block has the same columns of the gate half and of the up half. If gate and up are
 interleaved, a block has pairs of neighbouring columns, which are split after the sum.
@@ -53,7 +53,7 @@ def up_kernel(
     if expert < 0:
         return
     o_m = tl.arange(0, BLOCK_M)
-    # Rows after the expert's last pair repeat that pair; their results are not stored.
+    # Rows after the expert's last pair repeat that pair, and their results are not stored.
     position = start + tl.minimum(o_m, num_left - 1)  # [M]
     WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     HALF: tl.constexpr = WIDTH // 2

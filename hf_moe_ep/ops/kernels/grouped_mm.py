@@ -54,7 +54,7 @@ def grouped_mm_kernel(
     if expert < 0:
         return
     o_m = tl.arange(0, BLOCK_M)
-    # Rows after the expert's last pair repeat that pair; their results are not stored.
+    # Rows after the expert's last pair repeat that pair, and their results are not stored.
     position = start + tl.minimum(o_m, num_left - 1)  # [M]
     o_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     if KIND != "":

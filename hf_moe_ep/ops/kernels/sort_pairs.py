@@ -150,7 +150,8 @@ def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
 def sort_pairs(ids_RK: Tensor, num_experts: int, num_sorted: int, block_m: int) -> Routing:
     """Sort the pairs of `ids_RK` by expert.
 
-    `num_sorted` pairs, at least one, have an expert here; all other pairs get no position.
+    `num_sorted` pairs, at least one, have an expert here. All other pairs get the position
+    `num_sorted`, which means "no position".
     """
     num_pairs = ids_RK.numel()
     device = ids_RK.device
