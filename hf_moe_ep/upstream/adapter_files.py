@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS, unattachable_error
+from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS, make_unattachable_error
 
 _PREFIX = "base_model.model."
 # Fields of a LoraConfig. If one of them is set, the adapted weight is not simply W + scale * B A,
@@ -51,11 +51,11 @@ def check_attachable(config: Any) -> None:
     names the embeddings, otherwise by `attach_adapters`.
     """
     if kind := why_values_are_needed(config):
-        raise unattachable_error(kind)
+        raise make_unattachable_error(kind)
     targets = config.target_modules
     names = [targets] if isinstance(targets, str) else targets or ()
     if any(name.endswith(_EMBEDDINGS) for name in names):
-        raise unattachable_error(f"LoRA on embeddings ({_EMBEDDINGS})")
+        raise make_unattachable_error(f"LoRA on embeddings ({_EMBEDDINGS})")
 
 
 def why_values_are_needed(config: Any) -> str:

@@ -286,7 +286,7 @@ def check_mergeable(model: nn.Module) -> None:
             kind = type(next(iter(variants.values()))).__name__
         elif any(getattr(module, "lora_bias", {}).values()):
             kind = "lora_bias"
-        elif not _adapted_parameter(module).is_floating_point():
+        elif not _get_adapted_parameter(module).is_floating_point():
             kind = "a quantized weight"
         if kind:
             raise ValueError(
@@ -296,7 +296,7 @@ def check_mergeable(model: nn.Module) -> None:
             )
 
 
-def _adapted_parameter(layer: Any) -> Tensor:
+def _get_adapted_parameter(layer: Any) -> Tensor:
     return getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
 
 
@@ -358,7 +358,7 @@ def updates_of(model: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[Lo
 
 
 def _make_update(layer: Any, a: Tensor, b: Tensor, scale: float) -> LowRank:
-    parameter, num_experts, transposed = _adapted_parameter(layer), 0, False
+    parameter, num_experts, transposed = _get_adapted_parameter(layer), 0, False
     if parameter.ndim >= 3:
         num_experts, transposed = layer.num_experts, not layer._did_swap_in_out_features
     elif getattr(layer, "fan_in_fan_out", False):
@@ -367,7 +367,7 @@ def _make_update(layer: Any, a: Tensor, b: Tensor, scale: float) -> LowRank:
     return LowRank(parameter, a, b, scale, num_experts, transposed, casts)
 
 
-def unattachable_error(kind: str) -> ValueError:
+def make_unattachable_error(kind: str) -> ValueError:
     """Return the error for adapters that cannot be attached before the weights are read."""
     return ValueError(
         f"peft_config is {kind}; from_pretrained attaches adapters before it reads any weight, "
@@ -405,7 +405,7 @@ def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
         if reset is None:
             continue
         if len(module.lora_embedding_A):
-            raise unattachable_error(f"LoRA on embeddings ({canonical_name(name)})")
+            raise make_unattachable_error(f"LoRA on embeddings ({canonical_name(name)})")
         for adapter in module.lora_A:
             for factor in (module.lora_A[adapter], module.lora_B[adapter]):
                 factor.to_empty(device="cpu")
@@ -481,7 +481,7 @@ def _store_and_move(
 
     `move` is PEFT's `_move_adapter_to_device_of_base_layer`.
     """
-    base = _adapted_parameter(layer)
+    base = _get_adapted_parameter(layer)
     for container in (getattr(layer, name, None) for name in layer.adapter_layer_names):
         if base.is_meta and isinstance(container, nn.ModuleDict) and adapter_name in container:
             module = container[adapter_name]

@@ -112,11 +112,11 @@ def check_attention(module: Any, model: Any = None, sizes: str = "sp_size") -> N
     The implementation must be registered in transformers' interface. "eager" is accepted only for a
     model that does not support sdpa, such as a model with attention sinks.
     """
-    stock = _stock_implementation(module)
+    stock = _get_stock_implementation(module)
     needs_eager = (
         stock == _EAGER
         and not getattr(model, "_supports_sdpa", True)
-        and _EAGER_FUNCTION in _globals_of_forward(module)
+        and _EAGER_FUNCTION in _get_forward_globals(module)
     )
     if not needs_eager and (stock not in ALL_ATTENTION_FUNCTIONS.valid_keys() or stock == _EAGER):
         raise ValueError(
@@ -151,10 +151,10 @@ def is_eager(module: Any) -> bool:
     This is also true if `own_attention_config` made the module's config: our function then calls
     the eager function.
     """
-    return bool(_stock_implementation(module) == _EAGER)
+    return bool(_get_stock_implementation(module) == _EAGER)
 
 
-def _stock_implementation(module: Any) -> Any:
+def _get_stock_implementation(module: Any) -> Any:
     return getattr(module.config, _STOCK_CONFIG, module.config)._attn_implementation
 
 
@@ -192,9 +192,9 @@ def stock_attention(module: nn.Module) -> Any:
 
 def _call_eager_of_file(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the eager attention function in the file that defines the module."""
-    return _globals_of_forward(module)[_EAGER_FUNCTION](module, *args, **kwargs)
+    return _get_forward_globals(module)[_EAGER_FUNCTION](module, *args, **kwargs)
 
 
-def _globals_of_forward(module: Any) -> dict[str, Any]:
+def _get_forward_globals(module: Any) -> dict[str, Any]:
     """Return the globals of the file that defines the module's forward."""
     return inspect.unwrap(type(module).forward).__globals__

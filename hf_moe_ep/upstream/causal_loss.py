@@ -40,7 +40,7 @@ def other_use_of_logits(model: nn.Module, head_name: str) -> str:
     result describes that.
     """
     *_, innermost = forward_functions(model)
-    return _other_use(innermost, head_name)
+    return _find_other_use(innermost, head_name)
 
 
 def passes_arguments_to_loss(model: nn.Module) -> bool:
@@ -68,7 +68,7 @@ def _passes_arguments(forward: Callable[..., Any]) -> bool:
 
 
 @cache
-def _other_use(forward: Callable[..., Any], head_name: str) -> str:
+def _find_other_use(forward: Callable[..., Any], head_name: str) -> str:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
@@ -84,20 +84,22 @@ def _other_use(forward: Callable[..., Any], head_name: str) -> str:
     for node in ast.walk(tree):
         is_other = _is_attribute_of_self(node, head_name) and node is not calls[0].func
         if is_other and not _reads_dtype_of_weight(node, parents):
-            return _text(node, parents)
+            return _unparse_statement(node, parents)
     if len(calls[0].args) != 1 or calls[0].keywords:
-        return _text(calls[0], parents)
+        return _unparse_statement(calls[0], parents)
     value: ast.AST = calls[0]
     if _is_method_call(parents[value], "float"):
         value = parents[parents[value]]
     statement = parents[value]
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     if len(targets) != 1 or not isinstance(targets[0], ast.Name):
-        return _text(value, parents)
-    return _other_use_of_name(targets[0], tree, parents)
+        return _unparse_statement(value, parents)
+    return _find_other_use_of_name(targets[0], tree, parents)
 
 
-def _other_use_of_name(target: ast.Name, tree: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
+def _find_other_use_of_name(
+    target: ast.Name, tree: ast.AST, parents: dict[ast.AST, ast.AST]
+) -> str:
     """Return the statement that uses a variable for more than the loss and the output, or ""."""
     reaches_loss = False
     for node in ast.walk(tree):
@@ -107,11 +109,11 @@ def _other_use_of_name(target: ast.Name, tree: ast.AST, parents: dict[ast.AST, a
         in_output = isinstance(holder, ast.keyword) and holder.arg == target.id
         call = parents[holder] if isinstance(holder, ast.keyword) else holder
         if not isinstance(call, ast.Call) or node is call.func:
-            return _text(node, parents)
+            return _unparse_statement(node, parents)
         if _is_attribute_of_self(call.func, _LOSS):
             reaches_loss = True
         elif not (in_output and isinstance(parents[call], ast.Return)):
-            return _text(node, parents)
+            return _unparse_statement(node, parents)
     return "" if reaches_loss else f"it does not pass {target.id} to self.{_LOSS}"
 
 
@@ -130,7 +132,7 @@ def _reads_dtype_of_weight(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bo
     return _is_method_call(weight, "weight") and _is_method_call(parents[weight], "dtype")
 
 
-def _text(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
+def _unparse_statement(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
     """Return the statement that contains a node as one line."""
     while not isinstance(node, ast.stmt):
         node = parents[node]

@@ -56,7 +56,7 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
     return revert_weight_conversion(stand_in, dict(tensors))
 
 
-def names_in_model(model: Any, keys: Iterable[str]) -> dict[str, str]:
+def map_to_model_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
     """Map keys of a checkpoint to the names that the renamings in from_pretrained give them.
 
     The renamings for older checkpoints are included.
@@ -73,7 +73,7 @@ def names_in_model(model: Any, keys: Iterable[str]) -> dict[str, str]:
 def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
     """Map each of a checkpoint's `keys` to the key in `wanted` that names the same tensor.
 
-    Two keys name the same tensor if `names_in_model` maps both to the same name. The result has
+    Two keys name the same tensor if `map_to_model_names` maps both to the same name. The result has
     only the keys for which exactly one key in `wanted` names the same tensor.
     """
     if not isinstance(model, PreTrainedModel):
@@ -81,11 +81,11 @@ def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[
     prefix = f"{model.base_model_prefix}."
 
     wanted_by_final: dict[str, list[str]] = {}
-    for name, final_name in names_in_model(model, wanted).items():
+    for name, final_name in map_to_model_names(model, wanted).items():
         wanted_by_final.setdefault(final_name.removeprefix(prefix), []).append(name)
     matches = {
         key: wanted_by_final.get(final_name.removeprefix(prefix), [])
-        for key, final_name in names_in_model(model, keys).items()
+        for key, final_name in map_to_model_names(model, keys).items()
     }
     return {key: names[0] for key, names in matches.items() if len(names) == 1}
 

@@ -109,11 +109,11 @@ def experts_gate(module: Any) -> Callable[[Tensor], Tensor]:
     Liger's experts always compute SwiGLU.
     """
     if is_experts_class_of_liger(module):
-        return _swiglu
+        return _apply_swiglu
     return module._apply_gate if module.has_gate else module.act_fn
 
 
-def _swiglu(pre_AG: Tensor) -> Tensor:
+def _apply_swiglu(pre_AG: Tensor) -> Tensor:
     gate, up = pre_AG.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 

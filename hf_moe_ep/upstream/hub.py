@@ -37,7 +37,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from hf_moe_ep.config import ParallelConfig, suggestion
 from hf_moe_ep.plan import MTP_HEAD
 from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.conversion import names_in_model
+from hf_moe_ep.upstream.conversion import map_to_model_names
 from hf_moe_ep.upstream.module_names import stock_name, without_copies
 from hf_moe_ep.upstream.named_weights import FIELD, named_weights
 
@@ -487,7 +487,7 @@ def unexpected_keys(model: Any, keys: Iterable[str], ignored: Iterable[str] = ()
     """
     patterns = [re.compile(pattern) for pattern in (*ignored_patterns(model), *ignored)]
     left = [key for key in keys if not any(pattern.search(key) for pattern in patterns)]
-    old, names = old_buffers(model, left), names_in_model(without_adapters(model), left)
+    old, names = old_buffers(model, left), map_to_model_names(without_adapters(model), left)
     return [
         key
         for key in left

@@ -185,7 +185,7 @@ def given_cache(given: dict[str, Any]) -> Any:
     return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
 
 
-def cached_tensors(layer: nn.Module, given: dict[str, Any]) -> list[Tensor]:
+def find_cached_tensors(layer: nn.Module, given: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that a decoder layer has stored in the cache among its arguments."""
     cache = given_cache(given)
     if cache is None:

@@ -104,22 +104,22 @@ def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     if formula is None:
         return 0
     if "scaled_dot_product" in operator_name(operator):
-        args = _with_all_heads(operator, args)
+        args = _repeat_heads(operator, args)
     flops = int(formula(*args, **kwargs, out_val=out))
     if "attention" in operator_name(operator) and _is_causal(operator, args, kwargs):
-        queries, keys = (x.shape[-2] for x in args[_key_index(operator) - 1 :][:2])
+        queries, keys = (x.shape[-2] for x in args[_find_key_index(operator) - 1 :][:2])
         return flops - flops * queries // (2 * keys)
     return flops
 
 
-def _key_index(operator: Any) -> int:
+def _find_key_index(operator: Any) -> int:
     """Return the index of the keys among the arguments of attention. Queries precede the keys."""
     return 2 if "backward" in operator_name(operator) else 1
 
 
-def _with_all_heads(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _repeat_heads(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Give keys and values as many heads as queries have, as the formulas of torch 2.11 expect."""
-    key_index = _key_index(operator)
+    key_index = _find_key_index(operator)
     heads = args[key_index - 1].shape[1]
     repeated = [
         x.new_empty((x.shape[0], heads, *x.shape[2:]), device="meta")
@@ -133,7 +133,7 @@ def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     name = operator_name(operator)
     argument_ids = {id(x) for x in tensors_in((args, kwargs))}
     results = [x for x in tensors_in(out) if id(x) not in argument_ids]
-    changed = _changed_arguments(operator, args, kwargs)
+    changed = _list_changed_arguments(operator, args, kwargs)
     if (
         operator.namespace == "prim"
         or name in _MOVE_NOTHING
@@ -207,7 +207,7 @@ def _is_causal(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return False
 
 
-def _changed_arguments(
+def _list_changed_arguments(
     operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
     """List the arguments that an operator changes in place."""

@@ -132,7 +132,7 @@ def has_convolution(module: nn.Module) -> bool:
     forward of its own, such as a kernel for the whole module. The weights of the convolution must
     be in a child, a Conv1d, which also says how wide the kernel is.
     """
-    is_stock = "forward" not in vars(module) and not _stock_forward(module).__kwdefaults__
+    is_stock = "forward" not in vars(module) and not _get_stock_forward(module).__kwdefaults__
     has_weights = any(isinstance(child, nn.Conv1d) for child in module.children())
     return is_stock and has_weights and CONVOLUTION in _find_globals(module)
 
@@ -151,7 +151,7 @@ def forward_with(
     `replacements` maps the name of a stock function to the function that is called instead. This
     function gets the stock function as its first argument.
     """
-    stock = _stock_forward(module)
+    stock = _get_stock_forward(module)
     functions = {
         name: partial(replacement, stock.__globals__[name])
         for name, replacement in replacements.items()
@@ -168,10 +168,10 @@ def forward_with(
 
 def _find_globals(module: nn.Module) -> set[str]:
     """Return the names of the globals of its file that the forward of a module uses."""
-    function = _stock_forward(module)
+    function = _get_stock_forward(module)
     return set(function.__code__.co_names) & function.__globals__.keys()
 
 
-def _stock_forward(module: nn.Module) -> Any:
+def _get_stock_forward(module: nn.Module) -> Any:
     """Return the forward of the module's class without decorators."""
     return inspect.unwrap(type(module).forward)

@@ -26,10 +26,10 @@ def forward_functions(module: Any) -> Iterator[Callable[..., Any]]:
     forward = module.forward
     while forward is not None:
         yield getattr(forward, "__func__", forward)
-        forward = getattr(forward, "__wrapped__", None) or _wrapped_method(forward, module)
+        forward = getattr(forward, "__wrapped__", None) or _find_wrapped_method(forward, module)
 
 
-def _wrapped_method(wrapper: Any, module: Any) -> Any:
+def _find_wrapped_method(wrapper: Any, module: Any) -> Any:
     """Return the method of `module` that a wrapper of its forward refers to, or None."""
     if getattr(wrapper, "__self__", None) is module:
         return None  # The wrapper is itself a method of the module.

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import modeling_utils
 
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
-from hf_moe_ep.upstream.models import cached_tensors
+from hf_moe_ep.upstream.models import find_cached_tensors
 from hf_moe_ep.upstream.modules import forward_hooks, remove_hooks
 from hf_moe_ep.upstream.replaced import replaced
 
@@ -114,12 +114,12 @@ class _MostShardedFirst:
 
     def __call__(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         gradients, *rest = args
-        first = max(gradients, key=_num_shards)
+        first = max(gradients, key=_count_shards)
         others = [gradient for gradient in gradients if gradient is not first]
         self.stock(operator, ([first, *others], *rest), kwargs)
 
 
-def _num_shards(tensor: Tensor) -> int:
+def _count_shards(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 0
     axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
@@ -221,7 +221,7 @@ def gather_for_cache(
     an output arrives.
     """
     assert isinstance(unit, FSDPModule)
-    for tensor in cached_tensors(unit, kwargs):
+    for tensor in find_cached_tensors(unit, kwargs):
         if tensor.requires_grad:
             tensor.register_hook(unit._get_fsdp_state()._pre_backward)
 
