@@ -23,7 +23,7 @@ from hf_moe_ep.ops.kernels.reduce import combine
 
 # The largest allowed error relative to the largest element, in multiples of the dtype's epsilon.
 ROUNDINGS = 8
-# (name, our tensor, torch's tensor in fp64)
+# (name, our tensor, torch's tensor in fp64 or of integers)
 Comparison = tuple[str, Tensor, Tensor]
 
 

@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -106,17 +105,14 @@ def is_refused_by_dtensor(error: Exception) -> bool:
     return any(message in str(error) for message in messages)
 
 
-@dataclass(frozen=True)
-class _MostShardedFirst:
+def _begin_with_most_shards(
+    stock: Callable[..., None], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Call DTensor's handler `stock` with the gradient that has the most shards in front."""
-
-    stock: Callable[..., None]
-
-    def __call__(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        gradients, *rest = args
-        first = max(gradients, key=_count_shards)
-        others = [gradient for gradient in gradients if gradient is not first]
-        self.stock(operator, ([first, *others], *rest), kwargs)
+    gradients, *rest = args
+    first = max(gradients, key=_count_shards)
+    others = [gradient for gradient in gradients if gradient is not first]
+    stock(operator, ([first, *others], *rest), kwargs)
 
 
 def _count_shards(tensor: Tensor) -> int:
@@ -138,8 +134,8 @@ def share_infinities() -> None:
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     stock = handlers[operator]
-    if not isinstance(stock, _MostShardedFirst):
-        handlers[operator] = _MostShardedFirst(stock)
+    if getattr(stock, "func", None) is not _begin_with_most_shards:
+        handlers[operator] = functools.partial(_begin_with_most_shards, stock)
 
 
 def times_written(tensor: Tensor) -> tuple[int, ...]:

@@ -135,14 +135,14 @@ def test_tensors_that_tma_cannot_address_are_loaded_through_pointers(
 ) -> None:
     """Addresses and strides must be multiples of 16 bytes."""
     block = replace(blocks.TABLE["interpreter", 4, "many"].down, tma=True)
-    whole = torch.zeros(3, 65, 68)
-    part = whole[:, :64, :64] if moved == "stride" else whole.flatten()[1:12289].view(3, 64, 64)
+    zeros = torch.zeros(3, 65, 68)
+    part = zeros[:, :64, :64] if moved == "stride" else zeros.flatten()[1:12289].view(3, 64, 64)
     assert product.describe_matrix_blocks(part, block, block.n) == (None, "")
-    rows = whole[0, :, 1:65]
+    rows = zeros[0, :, 1:65]
     assert product.describe_row_blocks(rows, block, 16, block.k) is None
-    assert product.describe_row_blocks(whole[0, :, 4:], block, 16, block.k) is not None
-    assert product.describe_matrix_blocks(whole[:, :64].contiguous(), block, block.n)[1] == "kn"
-    assert product.describe_matrix_blocks(whole[:, :63].contiguous(), block, block.n) == (None, "")
+    assert product.describe_row_blocks(zeros[0, :, 4:], block, 16, block.k) is not None
+    assert product.describe_matrix_blocks(zeros[:, :64].contiguous(), block, block.n)[1] == "kn"
+    assert product.describe_matrix_blocks(zeros[:, :63].contiguous(), block, block.n) == (None, "")
 
 
 def test_tma_is_refused_where_no_kernel_uses_it() -> None:

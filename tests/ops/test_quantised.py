@@ -173,10 +173,10 @@ def test_quantising_parts_of_the_rows_equals_quantising_all(name: str) -> None:
     quantisation = FORMATS[name]
     weight_OI = draw_matrices(torch.float32, (1, 384, 256))[0]
     assert rows_may_be_cut((384, 256), quantisation, 3)
-    whole = quantise(weight_OI, quantisation)
+    all_rows = quantise(weight_OI, quantisation)
     parts = [quantise(part, quantisation) for part in weight_OI.chunk(3)]
-    assert torch.equal(torch.cat([part.values for part in parts]), whole.values)
-    assert torch.equal(torch.cat([part.block_scale for part in parts]), whole.block_scale)
+    assert torch.equal(torch.cat([part.values for part in parts]), all_rows.values)
+    assert torch.equal(torch.cat([part.block_scale for part in parts]), all_rows.block_scale)
 
 
 @pytest.mark.parametrize(
