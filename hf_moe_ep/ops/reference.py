@@ -50,13 +50,11 @@ def expert_mlp(
         out_H = torch.zeros_like(row_H)
         for expert, weight in zip(experts_K.tolist(), weights_K, strict=True):
             if expert < experts.up.shape[0]:
-                pre_G = _apply_linear(
-                    row_H, _merge_adapter(experts, "up", expert), experts.up_bias, expert
-                )
+                up_GH = _merge_adapter(experts, "up", expert)
+                down_HF = _merge_adapter(experts, "down", expert)
+                pre_G = _apply_linear(row_H, up_GH, experts.up_bias, expert)
                 act_F = _apply_gate(pre_G, formula)
-                y_H = _apply_linear(
-                    act_F, _merge_adapter(experts, "down", expert), experts.down_bias, expert
-                )
+                y_H = _apply_linear(act_F, down_HF, experts.down_bias, expert)
                 out_H = out_H + weight * y_H
         out_RH.append(out_H)
     return torch.stack(out_RH) if out_RH else torch.zeros_like(rows_RH)
@@ -86,11 +84,8 @@ def _apply_gate(pre_G: Tensor, formula: ExpertFormula) -> Tensor:
     else:
         gate_F, up_F = pre_G[: len(pre_G) // 2], pre_G[len(pre_G) // 2 :]
     if formula.capped:
-        return (
-            _apply_cap(gate_F, formula.gate_cap)
-            * torch.sigmoid(gate_F)
-            * _apply_cap(up_F, formula.up_cap)
-        )
+        up_F = _apply_cap(up_F, formula.up_cap)
+        return _apply_cap(gate_F, formula.gate_cap) * torch.sigmoid(gate_F) * up_F
     if formula.clamps_output:
         up_F = up_F.clamp(min=-formula.limit, max=formula.limit)
         return functional.silu(gate_F).clamp(max=formula.limit) * up_F

@@ -177,8 +177,7 @@ def warn_once(device: torch.device, reason: str) -> None:
 def _shorten(size: int) -> int:
     """Return a size from 256 to 511 that is divisible by the same powers of two, up to 256.
 
-    All block sizes are powers of two up to 256, so kernels need the same masks for the result as
-    for `size`.
+    All block sizes are powers of two up to 256, so the new size needs the same masks in kernels.
     """
     return 256 + size % 256
 
@@ -314,9 +313,6 @@ def _compare_sums(kind: Kind) -> Iterator[Comparison]:
     weights_RK = torch.rand(position_RK.shape, generator=generator, device=kind.device)
     weights_RK = weights_RK.to(kind.weights_dtype)
     weighted_RH = (y_RKH * weights_RK.double().unsqueeze(2)).sum(1)
-    yield (
-        "weighted sums",
-        make_device_current(combine)(rows_AH, position_RK, weights_RK),
-        weighted_RH,
-    )
+    actual_RH = make_device_current(combine)(rows_AH, position_RK, weights_RK)
+    yield "weighted sums", actual_RH, weighted_RH
     yield from compare_token_sums(sum_kind)

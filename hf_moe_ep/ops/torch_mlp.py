@@ -34,10 +34,7 @@ _BLOCK = 2048
 def route(
     expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeights, rows_RH: Tensor
 ) -> Routing:
-    """Sort the pairs by expert, without the pairs that have no expert here.
-
-    This implementation does not use `rows_RH`.
-    """
+    """Sort the pairs that have an expert here by expert. This path does not use `rows_RH`."""
     if counts_L is None:
         counts_L = count_pairs(expert_ids_RK, experts.up.shape[0]).tolist()
     num_rows, top_k = expert_ids_RK.shape
@@ -108,8 +105,10 @@ def backward(
     add = partial(_add_expert_grads, rows_RH=rows_RH, experts=experts, scale=grad_scale)
     postponed: list[_BlockGrads] = []
     for block in _split_into_blocks(routing, weights_RK):
-        saved_MG = None if pre_AG is None else pre_AG[block.pairs]
-        pre_MG = _compute_pre_activations(rows_RH, experts, block) if saved_MG is None else saved_MG
+        if pre_AG is None:
+            pre_MG = _compute_pre_activations(rows_RH, experts, block)
+        else:
+            pre_MG = pre_AG[block.pairs]
         grad_MH = grad_RH.index_select(0, block.row_M)
         grad_act_MF = _multiply(grad_MH, experts, "down", block, back=True)
         scaled_MF = _apply_weights(grad_act_MF, block.weight_M)

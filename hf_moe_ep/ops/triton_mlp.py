@@ -289,7 +289,7 @@ def _add_expert_grads(
     order_L = routing.offsets.diff().argsort(descending=True)
 
     def add(name: str, left: Tensor, right: Tensor | None, **options: bool) -> None:
-        """Add left^T right to the gradient `name`, or its transpose if `name` is a factor a."""
+        """Add left^T right to the gradient `name`, or (left^T right)^T if `name` is a factor a."""
         out_LOI, is_sum = grads.buffer(name, getattr(experts, name))
         out_LOI = out_LOI.transpose(1, 2) if name.endswith("_a") else out_LOI
         assert right is not None
@@ -302,16 +302,14 @@ def _add_expert_grads(
     if "down_a" in need:
         add("down_a", grad_inputs.weighted_act_AF, grad_inputs.down_low.low_AP, thin=True)
     if "down_b" in need:
-        low = _compute_low_rows(
-            grad_inputs.weighted_act_AF, experts.adapter("down"), routing, blocks
-        )
+        adapter, act_AF = experts.adapter("down"), grad_inputs.weighted_act_AF
+        low = _compute_low_rows(act_AF, adapter, routing, blocks)
         add("down_b", grad_RH, low.low_AP, gather_left=True, thin=True)
     if "up_a" in need:
         add("up_a", grad_inputs.rows_RH, grad_inputs.up_low.low_AP, gather_left=True, thin=True)
     if "up_b" in need:
-        low = _compute_low_rows(
-            grad_inputs.rows_RH, experts.adapter("up"), routing, blocks, gather=True
-        )
+        adapter, rows_RH = experts.adapter("up"), grad_inputs.rows_RH
+        low = _compute_low_rows(rows_RH, adapter, routing, blocks, gather=True)
         add("up_b", grad_inputs.grad_pre_AG, low.low_AP, thin=True)
     biases = {
         "down_bias": (grad_RH, grad_inputs.weights_RK, True),

@@ -96,8 +96,9 @@ def is_made_of_others(operator: Any) -> bool:
 def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Count the multiplications and additions of a matrix product or of attention.
 
-    The result is 0 for other operators. Scores that a causal mask hides are not counted. The
-    queries are the last tokens, so with q queries and k keys the mask hides q / 2k of the scores.
+    The result is 0 for other operators. Scores that a causal mask hides are not counted. This
+    assumes that the queries are the last tokens: with q queries and k keys the mask hides q / 2k
+    of the scores.
     """
     packet = _SAME_FORMULA.get(operator_name(operator), operator.overloadpacket)
     formula = flop_registry.get(packet)

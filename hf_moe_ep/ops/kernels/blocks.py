@@ -214,7 +214,7 @@ def choose_blocks(rows: Tensor, num_experts: int, num_pairs: int, quantised: str
     return FOR_BYTES[key] if quantised and key in FOR_BYTES else TABLE[key]
 
 
-def choose_rank_block(rank: int, most: int) -> int:
+def fit_rank(rank: int, most: int) -> int:
     """Return the block size along an adapter's rank: a power of two from 16 to `most`."""
     return max(_LEAST_RANK, min(most, 1 << (rank - 1).bit_length()))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
-from hf_moe_ep.ops.kernels.blocks import Blocks, choose_rank_block, get_dot_precision, options
+from hf_moe_ep.ops.kernels.blocks import Blocks, fit_rank, get_dot_precision, options
 from hf_moe_ep.ops.kernels.dequantise import (
     Matrices,
     list_matrix_arguments,
@@ -227,7 +227,7 @@ def dgated(
         GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.kernel_constants(),
         NEED_ACT=need_act, NEED_PARTIAL=need_weights, MATRIX_BLOCKS=block_name,
         **list_matrix_constants(down_LHF),
-        RANK=low.rank, BLOCK_P=choose_rank_block(low.rank, blocks.rank),
+        RANK=low.rank, BLOCK_P=fit_rank(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,
         PRECISION=get_dot_precision(grad_RH), **options(block),

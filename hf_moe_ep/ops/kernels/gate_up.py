@@ -17,13 +17,7 @@ from torch import Tensor
 
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
-from hf_moe_ep.ops.kernels.blocks import (
-    Block,
-    Blocks,
-    choose_rank_block,
-    get_dot_precision,
-    options,
-)
+from hf_moe_ep.ops.kernels.blocks import Block, Blocks, fit_rank, get_dot_precision, options
 from hf_moe_ep.ops.kernels.dequantise import (
     Matrices,
     list_matrix_arguments,
@@ -156,7 +150,7 @@ def up(
         GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.kernel_constants(),
         HAS_BIAS=bias_LG is not None, KEEP_PRE=keep_pre, MATRIX_BLOCKS=block_name,
         **list_matrix_constants(weight_LGH),
-        RANK=low.rank, BLOCK_P=choose_rank_block(low.rank, blocks.rank),
+        RANK=low.rank, BLOCK_P=fit_rank(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,
         PRECISION=get_dot_precision(rows_RH), **options(block),

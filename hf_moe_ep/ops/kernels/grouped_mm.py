@@ -19,13 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
-from hf_moe_ep.ops.kernels.blocks import (
-    Block,
-    Blocks,
-    choose_rank_block,
-    get_dot_precision,
-    options,
-)
+from hf_moe_ep.ops.kernels.blocks import Block, Blocks, fit_rank, get_dot_precision, options
 from hf_moe_ep.ops.kernels.dequantise import (
     ByteMatrices,
     Matrices,
@@ -122,7 +116,7 @@ def thin_mm(
     Each row must be contiguous. With `gather`, the stride between rows may have any value.
     """
     out_AP = rows.new_empty(routing.pair_A.numel(), matrix_LIP.shape[2])
-    block = replace(blocks.thin, n=choose_rank_block(matrix_LIP.shape[2], blocks.thin.n))
+    block = replace(blocks.thin, n=fit_rank(matrix_LIP.shape[2], blocks.thin.n))
     row_A = routing.row_A if gather else None
     _launch(rows, row_A, matrix_LIP, None, out_AP, routing, blocks, block, scale=scale)
     return out_AP
@@ -155,8 +149,7 @@ def _launch(
         bias_LO, out_AO, inner, width, rows.stride(0), *strides,
         0 if bias_LO is None else bias_LO.stride(0), *low.kernel_arguments(),
         1.0 if scale is None else scale,
-        HAS_BIAS=bias_LO is not None,
-        RANK=low.rank, BLOCK_P=choose_rank_block(low.rank, blocks.rank),
+        HAS_BIAS=bias_LO is not None, RANK=low.rank, BLOCK_P=fit_rank(low.rank, blocks.rank),
         SCALED=scale is not None, ROWS_IN_BLOCKS=rows_in_blocks is not None,
         MATRIX_BLOCKS=block_name,
         **list_matrix_constants(matrix_LIO),

@@ -28,13 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
-from hf_moe_ep.ops.kernels.blocks import (
-    Blocks,
-    OuterBlock,
-    choose_rank_block,
-    get_dot_precision,
-    options,
-)
+from hf_moe_ep.ops.kernels.blocks import Blocks, OuterBlock, fit_rank, get_dot_precision, options
 from hf_moe_ep.ops.kernels.product import describe_row_blocks
 
 
@@ -151,7 +145,7 @@ def outer(
     if gather_right:
         block = replace(block, m=block.n, n=block.m)
     if thin:
-        block = replace(blocks.thin_outer, n=choose_rank_block(width, blocks.thin_outer.n))
+        block = replace(blocks.thin_outer, n=fit_rank(width, blocks.thin_outer.n))
     grid = (num_experts * triton.cdiv(height, block.m) * triton.cdiv(width, block.n),)
     left_blocks = None if gather_left else describe_row_blocks(left, block, block.k, block.m)
     right_blocks = None if gather_right else describe_row_blocks(right, block, block.k, block.n)
