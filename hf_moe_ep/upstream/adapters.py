@@ -113,8 +113,8 @@ def keys_of_adapters(
 def saving_as(tensors_of_adapters: Mapping[str, Mapping[str, Tensor]]) -> Iterator[None]:
     """Inside the block, make PEFT write `tensors_of_adapters[adapter]` to the adapter's file.
 
-    PEFT finds the tensors of an adapter through its modules, but with several pipeline stages
-    rank 0 has only the modules of one stage (peft/utils/save_and_load.py).
+    PEFT finds the tensors of an adapter through the adapter's modules, but with several pipeline
+    stages rank 0 has only the modules of one stage (peft/utils/save_and_load.py).
     """
     import peft
     from peft import peft_model
@@ -132,8 +132,8 @@ def canonical_modules(model: nn.Module) -> Iterator[None]:
     """Inside the block, make `model.named_modules()` return the names of the state dict.
 
     Activation checkpointing adds a component to module names, but not to the names of the state
-    dict. To find the other tensors that PEFT saves with adapters, it looks up module names in the
-    state dict (peft/utils/save_and_load.py).
+    dict. PEFT looks up module names in the state dict, to find the other tensors that are saved
+    with adapters (peft/utils/save_and_load.py).
     """
     original, is_replaced = model.named_modules, "named_modules" in vars(model)
 

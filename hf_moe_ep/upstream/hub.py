@@ -81,7 +81,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 # httpx or httpx2, depending on the version of huggingface_hub.
 _HTTPError: Any = HfHubHTTPError.__bases__[0]
 _ANSWER_SECONDS = 8.0
-# Fields of a config with the number of layers for multi-token prediction, behind the last layer.
+# Fields of a config with the number of layers for multi-token prediction. These layers follow the
+# last decoder layer.
 _MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 # Buffers that models compute, but that old checkpoints contain: the end of a buffer's name, and
 # stock's pattern for the keys of such buffers in checkpoints.
@@ -480,7 +481,7 @@ def ignored_patterns(model: Any) -> list[str]:
 
 
 def unexpected_keys(model: Any, keys: Iterable[str], ignored: Iterable[str] = ()) -> list[str]:
-    """Return the keys that neither stock nor one of the patterns `ignored` ignores.
+    """Return the keys that stock does not ignore, and that match none of the patterns `ignored`.
 
     As in stock (modeling_utils.py, _adjust_missing_and_unexpected_keys), patterns are also searched
     in the renamed keys, and buffers of older versions are ignored in models that compute them.

@@ -63,8 +63,8 @@ def before_weights(choose: Callable[[nn.Module, WeightFiles], OnMeta | None]) ->
     """Inside the block, call `choose` once, after from_pretrained has built its model on meta.
 
     If `choose` returns None, from_pretrained loads all weights. transformers checks, converts and
-    casts tensors on meta like tensors with values. This does not affect the weights of an adapter
-    that from_pretrained loads afterwards.
+    casts tensors on meta like tensors with values. The weights of an adapter that from_pretrained
+    loads afterwards are not affected.
     """
     stock = vars(PreTrainedModel)[_LOAD]
 
