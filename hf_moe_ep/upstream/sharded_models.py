@@ -125,7 +125,7 @@ def _count_shards(tensor: Tensor) -> int:
 def share_infinities() -> None:
     """Make all ranks agree on the steps that a gradient scaler skips.
 
-    The scaler skips a step if a flag says that a gradient is infinite. DTensor reduces this flag
+    The scaler skips a step if a flag says that a gradient is not finite. DTensor reduces this flag
     only over the mesh axes on which the first gradient is sharded
     (torch/distributed/tensor/_dispatch.py, found_inf_reduce_handler). If the first gradient is
     replicated, ranks could decide differently. The order of the gradients does not matter to the
@@ -169,9 +169,9 @@ def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
 
     Reentrant checkpointing needs this for two forwards before one backward. The hook acts only if a
     forward runs during a backward, which means that the forward is a recompute. FSDP2 leaves the
-    state of a nested unit at PRE_BACKWARD until the whole backward ends. When the second of the two
-    forwards is recomputed, FSDP2 concludes from this state that the unit is prepared for backward,
-    registers no hooks and never reduces the gradients of the unit
+    state of a nested unit at PRE_BACKWARD until the whole backward ends. After one of the forwards,
+    the other forward is recomputed. FSDP2 then concludes from this state that the unit is prepared
+    for backward, registers no hooks and never reduces the gradients of the unit
     (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). In torch 2.13 this happens to stock
     experts too, and to whole layers where transformers checkpoints their `__call__` (before 5.23).
     """
