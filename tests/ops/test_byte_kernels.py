@@ -327,8 +327,8 @@ def test_no_tensor_is_as_large_as_a_dequantised_matrix(
 
     def measure_largest() -> int:
         watch = LargestTensor(x for x in named.values() if x is not None)
-        # `watch` does not see that the interpreter computes with NumPy, but it sees the arguments
-        # of launches.
+        # `watch` does not see the interpreter's computations in NumPy, but it sees the arguments of
+        # launches.
         with watch:
             routing = triton_mlp.route(case.ids_RK(), case.counts_L(), experts, rows)
             call = (rows, weights, experts, routing)

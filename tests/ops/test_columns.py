@@ -52,7 +52,7 @@ def test_rows_of_a_model_begin_at_aligned_addresses() -> None:
 
 
 def test_a_matrix_expanded_from_one_number_can_be_joined() -> None:
-    """Autograd passes expanded gradients. An empty one of them keeps its strides of 0."""
+    """Autograd passes expanded gradients. An empty expanded gradient keeps its strides of 0."""
     for rows in (0, 2):
         joined = join_columns(torch.zeros(rows, 16).bfloat16(), torch.ones(()).expand(rows, 3))
         _, right = split_columns(joined, 16, 3, torch.float32)

@@ -1,4 +1,4 @@
-"""Triton builds few variants of each kernel, and launches them on the device of their tensors.
+"""Triton builds a kernel once for all routings, and launches it on the device of its tensors.
 
 These tests need no GPU: `launches.py` records the launches.
 """
@@ -132,7 +132,7 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(
 def test_every_thread_makes_the_context_of_the_device_current(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Autograd's threads start without a context, in which CUDA cannot make TMA descriptors."""
+    """Without a current context, as in autograd's threads, CUDA cannot make TMA descriptors."""
     real_zeros, threads = torch.zeros, []
 
     def zeros(*size: object, **kwargs: object) -> Tensor:

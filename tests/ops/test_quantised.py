@@ -1,4 +1,7 @@
-"""Values are equal to bitsandbytes, and products to products with dequantised matrices."""
+"""Quantised values equal the values of bitsandbytes.
+
+Products with quantised matrices equal products with dequantised matrices.
+"""
 
 import importlib.util
 import itertools
