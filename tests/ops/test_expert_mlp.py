@@ -132,8 +132,8 @@ def test_gradients_pass_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(fn, leaves, fast_mode=True)
 
 
-# The interpreter needs seconds per case. It runs all formulas in fp32 and one formula in fp16. Cases
-# with other formulas than these two are marked slow.
+# The interpreter needs seconds per case. It runs all formulas in fp32 and one formula in fp16. The
+# cases with other formulas than these two are marked slow.
 FAST_INTERPRETED = {"silu", "gpt-oss"}
 LOW_PRECISION = [
     *((name, backend, device, dtype) for name in FORMULAS for backend, device, dtype in [
