@@ -46,11 +46,11 @@ def placeholder_grad(like: Tensor, shape: torch.Size) -> Tensor:
     launch. This is safe, because autograd never writes to a tensor whose elements overlap.
     """
     if shape.numel() > 1 and type(like) is Tensor:
-        return _make_zero(like.dtype, like.device).expand(shape)
+        return _zero(like.dtype, like.device).expand(shape)
     return like.new_zeros(()).expand(shape)
 
 
 @functools.cache
-def _make_zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
     with hidden_from_modes():
         return torch.zeros((), dtype=dtype, device=device)

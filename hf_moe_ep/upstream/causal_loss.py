@@ -40,7 +40,7 @@ def other_use_of_logits(model: nn.Module, head_name: str) -> str:
     result describes that.
     """
     *_, innermost = forward_functions(model)
-    return _find_other_use(innermost, head_name)
+    return _other_use(innermost, head_name)
 
 
 def passes_arguments_to_loss(model: nn.Module) -> bool:
@@ -68,7 +68,7 @@ def _passes_arguments(forward: Callable[..., Any]) -> bool:
 
 
 @cache
-def _find_other_use(forward: Callable[..., Any], head_name: str) -> str:
+def _other_use(forward: Callable[..., Any], head_name: str) -> str:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
@@ -94,12 +94,10 @@ def _find_other_use(forward: Callable[..., Any], head_name: str) -> str:
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     if len(targets) != 1 or not isinstance(targets[0], ast.Name):
         return _unparse_statement(value, parents)
-    return _find_other_use_of_name(targets[0], tree, parents)
+    return _other_use_of_name(targets[0], tree, parents)
 
 
-def _find_other_use_of_name(
-    target: ast.Name, tree: ast.AST, parents: dict[ast.AST, ast.AST]
-) -> str:
+def _other_use_of_name(target: ast.Name, tree: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
     """Return the statement that uses a variable for more than the loss and the output, or ""."""
     reaches_loss = False
     for node in ast.walk(tree):
