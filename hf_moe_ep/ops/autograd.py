@@ -22,11 +22,11 @@ def mark_without_grad(ctx: Any, outputs: tuple[Tensor, ...], needs: tuple[bool, 
 def refuse_tangents(tensors: Iterable[Tensor | None], instead: str) -> None:
     """Raise ValueError if forward-mode differentiation (`torch.autograd.forward_ad`) runs.
 
-    Operators without a forward formula return results without a tangent, so torch would take these
-    results for constants.
+    Operators without a formula for this mode return results without a tangent, so torch would treat
+    the results as constants.
 
     Args:
-        tensors: the inputs of a computation without a forward formula.
+        tensors: the inputs of a computation without such a formula.
         instead: names the computation, and says how stock code computes it.
     """
     if torch.compiler.is_compiling():
@@ -41,9 +41,9 @@ def refuse_tangents(tensors: Iterable[Tensor | None], instead: str) -> None:
 def placeholder_grad(like: Tensor, shape: torch.Size) -> Tensor:
     """Return a placeholder gradient of the given shape, in the memory of one element.
 
-    A node returns the placeholder to autograd if it passes the real gradient to the next node
+    A node returns the placeholder to autograd if the node passes the real gradient to the next node
     outside of the autograd graph. All placeholders share one cached element, so they need no kernel
-    launch. This is safe: autograd writes to no tensor whose elements overlap.
+    launch. This is safe, because autograd never writes to a tensor whose elements overlap.
     """
     if shape.numel() > 1 and type(like) is Tensor:
         return _zero(like.dtype, like.device).expand(shape)

@@ -16,13 +16,13 @@ _R = TypeVar("_R")
 _thread = threading.local()
 
 
-def on_its_device(
+def make_device_current(
     function: Callable[Concatenate[Tensor, _P], _R],
 ) -> Callable[Concatenate[Tensor, _P], _R]:
-    """Make the first argument's device current during a call of `function`.
+    """Wrap `function` so that the device of its first argument is current during each call.
 
-    Triton launches kernels on the current device. For loads by TMA it calls CUDA's driver, which
-    needs a context that is current in the calling thread.
+    Triton launches kernels on the current device. For loads by TMA, Triton calls CUDA's driver,
+    which needs a context that is current in the calling thread.
     """
 
     @wraps(function)
@@ -36,7 +36,7 @@ def on_its_device(
 
 
 def copy_to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to a device, to a GPU without a host sync if the tensor's memory is pinned."""
+    """Copy a tensor to a device. A copy from pinned memory to a GPU causes no host sync."""
     # A copy from a GPU to the host with `non_blocking=True` returns before the host has the values.
     return x.to(device, non_blocking=torch.device(device).type != "cpu")
 
@@ -44,7 +44,7 @@ def copy_to_device(x: Tensor, device: torch.device | str) -> Tensor:
 def _make_context_current(device: torch.device) -> None:
     """Make the device's CUDA context current in this thread, once per thread and device.
 
-    Autograd computes gradients in threads of its own. No context is current in such a thread before
+    Autograd computes gradients in its own threads. No context is current in such a thread before
     the first launch by CUDA's runtime, so this function launches a kernel of torch.
     """
     known: set[torch.device] = _thread.__dict__.setdefault("devices", set())

@@ -1,4 +1,4 @@
-"""The dtype in which the experts compute."""
+"""Choose the dtype in which the experts compute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which F.linear would compute; autocast does not cast for `expert_mlp`."""
+    """Return the dtype in which F.linear would compute with the input `x`.
+
+    Autocast does not cast the inputs of `expert_mlp`, so its callers cast them to this dtype.
+    """
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x.dtype

@@ -4,20 +4,21 @@
 rows are being sent to other ranks.
 
 The pairs are sorted by expert once, so each expert needs one matrix product over consecutive pairs.
-With two experts, top-2 and row 1 going to expert 0 only (L = 2 means "no expert here"):
+In this example there are two experts and top-2 routing. Row 1 goes to expert 0 only (the id L = 2
+means "no expert here"):
 
     expert_ids_RK = [[1, 0], [0, 2]]   ->   sorted pairs: rows 0, 1 for expert 0, row 0 for expert 1
 
-The forward saves the rows, the pre-activations of each pair and the routing for backward; with
-`recompute` it saves only the rows and the routing. Backward computes the activation again. The
-gradient of the routing weights needs no expert output: with `out += w (down @ a)` this gradient is
-`<grad, down @ a> = <down^T grad, a>`, and backward computes `down^T grad` anyway (SonicMoE, arXiv
-2512.14080, section 4).
+The forward saves the rows, the pre-activations of each pair and the routing for backward. With
+`recompute` the forward saves only the rows and the routing. Backward computes the activation again.
+The gradient of the routing weights needs no expert output: with `out += w (down @ a)` this gradient
+is `<grad, down @ a> = <down^T grad, a>`, and backward computes `down^T grad` anyway (SonicMoE,
+arXiv 2512.14080, section 4).
 
 The operators of `operators.py` call one of the two implementations, `torch_mlp` or `triton_mlp`.
 
-A `TorchFunctionMode` sees no call inside of an operator. The postponed backward hides its calls
-from modes as well, so forward and backward compute with the same values, whatever modes are active.
+A `TorchFunctionMode` does not see the calls inside an operator. The postponed backward hides its
+calls from modes as well, so a mode changes neither forward nor backward.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from hf_moe_ep.ops.interface import (
     Masters,
     PostponedGrads,
 )
-from hf_moe_ep.ops.operators import INPUT_NAMES, Settings, run_backward, save
+from hf_moe_ep.ops.operators import INPUT_NAMES, Settings, run_backward, save_for_backward
 from hf_moe_ep.upstream.autograd_modes import hidden_from_function_modes
 
 
@@ -63,14 +64,14 @@ def expert_mlp(
         expert_ids_RK: int64, 0..L-1, or L for "no expert here". A row names an expert at most
             once.
         weights_RK: the routing weights, in fp32 or in the dtype of the rows.
-        counts_L: number of pairs of each expert, if the host knows it. None is allowed only if
-            every id names an expert, so that there are R * K pairs.
+        counts_L: the number of pairs of each expert, if the host knows these numbers. None is
+            allowed only if every id names an expert, so that there are R * K pairs.
         grad_scale: a factor for the gradients of the experts' own tensors. The gradients of rows
             and routing weights are not multiplied.
         recompute: compute the pre-activations again in backward instead of keeping them.
         backend: "torch", "triton" or "auto". The last two need rows that `triton_mlp.covers`
-            accepts. "auto" uses the kernels; if they cannot be built for the GPU, or do not fit
-            into it, "auto" warns and uses torch.
+            accepts. "auto" uses the kernels. If the kernels cannot be built for the GPU, or do not
+            fit into it, "auto" warns and uses torch.
     """
     if experts.masters is not None and experts.postponed is None and _need_grad(experts):
         # No `_Postpone` computes the gradients of these experts, so autograd casts the masters.
@@ -105,7 +106,7 @@ def expert_mlp(
     arguments = (rows_RH, weights_RK, *tensors, expert_ids_RK, counts_L, *settings.arguments())
     postponed = experts.postponed
     if postponed is None and experts.masters is not None and has_backward:
-        # Frozen experts: backward shall save the masters, and not their copies.
+        # The experts are frozen. This operator saves the masters for backward, not their copies.
         postponed = PostponedGrads()
     if postponed is None:
         arguments = _cast_masters(arguments, experts.masters)
@@ -116,7 +117,7 @@ def expert_mlp(
 
 
 def _cast_masters(tensors: Sequence[Any], masters: Masters | None) -> tuple[Any, ...]:
-    """Return the arguments of the operator with cast copies instead of master weights."""
+    """Replace the master weights among the arguments of the operator by cast copies."""
     if masters is None:
         return tuple(tensors)
     named = zip(INPUT_NAMES, tensors, strict=False)
@@ -184,7 +185,7 @@ class _Postpone(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         postponed = ctx.postponed
-        # The attribute is cleared, so that the tensors that `finish` refers to are freed.
+        # The attribute is cleared, so that the tensors to which `finish` refers are freed.
         finish, postponed.finish = postponed.finish, None
         # A single chunk has nothing to add up, so its gradients are computed in their own dtypes.
         grads = postponed.sums if postponed.sums or not ctx.is_first else ExpertGrads()
@@ -198,10 +199,10 @@ class _Postpone(torch.autograd.Function):
 
 
 class _PostponingExpertMLP(torch.autograd.Function):
-    """The operator with another backward, which sets `postponed.finish`.
+    """The operator with a backward that sets `postponed.finish`.
 
-    Backward computes the gradients of rows and routing weights. `finish` computes the gradients of
-    the experts' tensors.
+    Backward computes only the gradients of rows and routing weights. `finish` computes the
+    gradients of the experts' tensors.
     """
 
     @staticmethod
@@ -209,7 +210,7 @@ class _PostponingExpertMLP(torch.autograd.Function):
         ctx: Any, postponed: PostponedGrads, masters: Masters | None, *inputs: Any
     ) -> tuple[Tensor, ...]:
         output = torch.ops.hf_moe_ep.expert_mlp(*_cast_masters(inputs, masters))
-        save(ctx, inputs, output)
+        save_for_backward(ctx, inputs, output)
         ctx.postponed, ctx.masters = postponed, masters
         return output
 

@@ -1,11 +1,11 @@
-"""The formula of an expert between its two matrices, and the order of the first matrix's rows.
+"""Compute the formula of an expert between its two matrices, in plain torch.
 
     pre  = up_weight x (+ up_bias)                 [2F], or [F] without a gate
     gate, up = the two halves of pre               concatenated: g0 g1 .. u0 u1 ..
                                                    interleaved:  g0 u0 g1 u1 ..
     act  = f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)      [F]
            f(min(pre, limit))                                                without a gate
-           min(f(gate), limit) * clamp(up, -limit, limit)                    if f is swish_clamped
+           min(f(gate), limit) * (clamp(up, -limit, limit) + up_offset)      if f is swish_clamped
     out  = down_weight act (+ down_bias)           [H]
 
 f is one of ACTIVATIONS; `swish` with alpha 1 is silu. gpt-oss uses swish with alpha 1.702, limit 7
@@ -16,11 +16,11 @@ Inkling2SoftcappedSwiGLU):
 
     act  = cap(gate, gate_cap) * sigmoid(gate) * cap(up, up_cap)       cap(x, c) = c * tanh(x / c)
 
-`ExpertFormula` has the parameters. `activate` and `activate_backward` compute the formula in plain
-torch, and `kernels/epilogue.py` computes it in the Triton kernels, except soft caps.
+`ExpertFormula` has the parameters, `activate` and `activate_backward` compute the formula. For the
+Triton kernels `kernels/epilogue.py` computes it, but neither soft caps nor `swish_clamped`.
 
 Pre-activations have the order of the weight's rows, so no matrix product of the backward needs a
-reordered copy of the weight. Weights that a model stores transposed are passed in as views.
+reordered copy of the weight. If a model stores weights transposed, callers pass views.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ExpertFormula:
 
 
 def split(pre_AG: Tensor, formula: ExpertFormula) -> tuple[Tensor, Tensor]:
-    """Return gate_AF and up_AF as views. Without a gate, gate_AF and up_AF are `pre_AG` itself."""
+    """Return gate_AF and up_AF as views. Without a gate, both of them are `pre_AG` itself."""
     if not formula.gated:
         return pre_AG, pre_AG
     if formula.interleaved:
@@ -138,7 +138,7 @@ def activate_backward(
         gate_AF = gate_AF if formula.clamps_output else gate_AF.clamp(max=formula.limit)
         up_AF = up_AF.clamp(-formula.limit, formula.limit)
     f_AF = _apply_activation(gate_AF, formula)
-    # The limit clamps the gate or the output of the activation. This is that tensor, unclamped.
+    # The tensor that the limit clamps: the gate, or the output of the activation.
     unclamped_AF = raw_gate_AF
     if formula.clamps_output:
         unclamped_AF, f_AF = f_AF, f_AF.clamp(max=formula.limit)
@@ -164,15 +164,15 @@ def _activate_capped(
     wide_dtype = torch.promote_types(gate_AF.dtype, torch.float32)
     gate_AF, up_AF = gate_AF.to(wide_dtype), up_AF.to(wide_dtype)
     sigmoid_AF = torch.sigmoid(gate_AF)
-    linear_AF, linear_slope_AF = _cap(gate_AF, formula.gate_cap)
-    factor_AF, factor_slope_AF = _cap(up_AF, formula.up_cap)
+    linear_AF, linear_slope_AF = _apply_cap(gate_AF, formula.gate_cap)
+    factor_AF, factor_slope_AF = _apply_cap(up_AF, formula.up_cap)
     f_AF = linear_AF * sigmoid_AF
     f_slope_AF = linear_slope_AF * sigmoid_AF + f_AF * (1 - sigmoid_AF)
     return f_AF * factor_AF, f_slope_AF * factor_AF, f_AF * factor_slope_AF
 
 
-def _cap(x_AF: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """Return `cap * tanh(x / cap)` and its derivative; a cap of inf changes nothing."""
+def _apply_cap(x_AF: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """Return `cap * tanh(x / cap)` and its derivative. A cap of inf changes nothing."""
     if cap == math.inf:
         return x_AF, torch.ones_like(x_AF)
     tanh_AF = torch.tanh(x_AF / cap)

@@ -1,10 +1,10 @@
-"""Data structures that the implementations of the expert MLP share.
+"""Define the data structures that the implementations of the expert MLP share.
 
     ExpertWeights    the stacked matrices, biases and adapters of the experts on this rank
     LowRank          the two factors of an adapter
     LowRows          the two factors of an adapter's second product, which a Triton kernel adds
     Routing          the (row, expert) pairs, sorted by expert
-    ExpertGrads      gradients of the experts' tensors; several backward passes may add to them
+    ExpertGrads      gradients of the experts' tensors, to which several backward passes may add
     PostponedGrads   a function that computes these gradients after the backward of `expert_mlp`
 
 An example of `Routing` with two experts and top-2. Row 1 goes to expert 0 only (id 2 means "no
@@ -14,7 +14,7 @@ expert here"):
     pair_A   = [1, 2, 0]               pairs sorted by expert: expert 0 has pairs 1, 2
     offsets  = [0, 2, 3]               expert e has positions offsets[e] .. offsets[e + 1] - 1
     position_RK = [[2, 0], [1, 3]]     the position of each pair in pair_A. A = 3 pairs have an
-                                       expert; 3 means that the pair has no position
+                                       expert. The entry 3 means that the pair has no position
 
 `moe/layer.py` has the legend of the shape letters, which are suffixes of names.
 """
@@ -68,9 +68,10 @@ class LowRank:
 
 @dataclass(frozen=True)
 class LowRows:
-    """The second product of an adapter, `low_AP @ b_LPO[expert]`; `low_AP` is the first product.
+    """The factors of an adapter's second product, `low_AP @ b_LPO[expert]`.
 
-    The kernel that multiplies rows by the expert's matrix adds this product to its own product.
+    `low_AP` is the result of the first product. The kernel that multiplies rows by the expert's
+    matrix adds the second product to its sums.
     Both tensors are None if the matrix has no adapter.
     """
 
@@ -93,7 +94,7 @@ NO_ADAPTER = LowRows()
 class Masters:
     """Casts the master weights `up` and `down` to the compute dtype, once for all chunks of rows.
 
-    The copies are not saved for backward, which casts the masters again.
+    The copies are not saved for backward. Backward casts the masters again.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -119,10 +120,10 @@ class ExpertWeights:
     down [L, H]. The factors of the adapters are up_a [L, P, H], up_b [L, G, P], down_a [L, P, F]
     and down_b [L, H, P], in the dtype of the matrices. Missing biases and factors are None.
 
-    If `quantised` names a format of `quantised.py`, up and down are the bytes of that format and
-    the scale tensors are set. Bytes and scales then have no gradient, and biases and factors have
-    the dtype of the rows. `postponed` is set by `postpone_grads`. If `masters` is set, up and down
-    are master weights, which are cast before they are multiplied.
+    If `quantised` names a format of `quantised.py`, up and down are the bytes of this format, and
+    the scale tensors are set. Bytes and scales have no gradient, and biases and factors have the
+    dtype of the rows. `postpone_grads` sets `postponed`. If `masters` is set, up and down are
+    master weights, which are cast before they are multiplied.
     """
 
     up: Tensor
@@ -176,7 +177,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class Routing:
-    """The pairs sorted by expert, as int32 tensors; the module docstring has an example.
+    """The pairs sorted by expert, as int32 tensors. The module docstring has an example.
 
     `tiles` is the work list of the Triton kernels (`sort_pairs`). `row_A` is `pair_A // K`, so that
     the kernels' loops need no division. The torch path leaves both empty.
@@ -189,14 +190,14 @@ class Routing:
     row_A: Tensor
 
 
-def empty_grad(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate the gradient of `like`, with its strides if `like` is a stack of matrices."""
+def allocate_grad(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Allocate the gradient of `like`. The gradient of a stack of matrices has their strides."""
     layout = torch.preserve_format if like.dim() == 3 else torch.contiguous_format
     return torch.empty_like(like, dtype=dtype, memory_format=layout)
 
 
 class GradBuffer(NamedTuple):
-    """The memory of a gradient. The caller adds to `grad` if `add`, and overwrites it otherwise."""
+    """The memory of a gradient. If `add` is True, the caller adds to `grad`, else overwrites it."""
 
     grad: Tensor
     add: bool
@@ -217,12 +218,13 @@ class ExpertGrads:
     def buffer(self, name: str, like: Tensor) -> GradBuffer:
         """Return the memory for the gradient of the tensor `like`.
 
-        The first call for a name allocates the memory; all later calls return it with `add=True`.
+        The first call for a name allocates the memory. All later calls return this memory with
+        `add=True`.
         """
         if name in self._sums:
             return GradBuffer(self._sums[name], add=True)
         dtype = torch.promote_types(like.dtype, torch.float32) if self._wide else like.dtype
-        self._sums[name] = empty_grad(like, dtype)
+        self._sums[name] = allocate_grad(like, dtype)
         self._dtypes[name] = like.dtype
         return GradBuffer(self._sums[name], add=False)
 
@@ -237,9 +239,9 @@ class ExpertGrads:
 
 @dataclass
 class PostponedGrads:
-    """The gradients of the experts that are computed after the backward of an `expert_mlp` call.
+    """The experts' gradients of one `expert_mlp` call, which are computed after its backward.
 
-    The backward sets `finish`; `finish(grads)` computes the gradients and adds them to `grads`.
+    The backward sets `finish`. `finish(grads)` computes the gradients and adds them to `grads`.
     Calls for other chunks of rows with the same weights share `sums`.
     """
 

@@ -1,8 +1,9 @@
-"""The expert MLP as two operators of torch.library, and the autograd formula that connects them.
+"""Register the expert MLP as two operators of torch.library, and connect them for autograd.
 
-torch.compile and activation checkpointing see only `hf_moe_ep::expert_mlp` and its backward; they
-do not trace into these operators. `Settings` holds the arguments that are not tensors. `save` and
-`run_backward` are the two halves of the autograd formula, which `expert_mlp.py` uses as well.
+torch.compile and activation checkpointing see only `hf_moe_ep::expert_mlp` and its backward. They
+do not trace into these operators. `Settings` holds the arguments that are not tensors.
+`save_for_backward` and `run_backward` are the two halves of the autograd formula, and
+`expert_mlp.py` uses them as well.
 
     expert_mlp(rows, weights, *experts, expert_ids, counts, *settings) -> out, *kept
     expert_mlp_backward(grad, saved[], needs[], *settings) -> grads[]
@@ -31,7 +32,7 @@ from hf_moe_ep.ops.interface import (
     ExpertGrads,
     ExpertWeights,
     Routing,
-    empty_grad,
+    allocate_grad,
 )
 
 # Inputs that can have a gradient, in the order of the forward operator's arguments.
@@ -48,7 +49,7 @@ class Settings(NamedTuple):
         gated, interleaved, activation, alpha, limit, up_offset, gate_cap, up_cap: the fields of
             ExpertFormula.
         up_scale, down_scale: scales of the adapters.
-        quantised: format of the matrices (`quantised.py`); empty if they are not quantised.
+        quantised: format of the matrices (`quantised.py`), or "" if they are not quantised.
         grad_scale: multiplies the gradients of the experts' own tensors.
         keep_pre: True if the pre-activations are kept for backward.
         trained: names (of INPUT_NAMES) of the inputs that require a gradient.
@@ -152,14 +153,14 @@ def _choose_implementation(
     return _import_triton_mlp()
 
 
-def _routing_like_triton(routing: Routing, num_experts: int, rows_RH: Tensor) -> Routing:
-    """Copy a routing of the torch path into the shapes and to the device of a kernels' routing.
+def _match_triton_routing(routing: Routing, num_experts: int, rows_RH: Tensor) -> Routing:
+    """Give a routing of the torch path the shapes and the device of a routing of the kernels.
 
     With the backend "auto", torch.compile expects the kernels' shapes. The operator's fake
-    implementation always returns them, because it cannot know if the kernels can run.
+    implementation always returns these shapes, because it cannot know if the kernels can run.
     """
     num_pairs = routing.pair_A.numel()
-    _, _, tiles, rows = _import_triton_mlp().routing_shapes(num_pairs, num_experts, rows_RH)
+    _, _, tiles, rows = _import_triton_mlp().compute_routing_shapes(num_pairs, num_experts, rows_RH)
     offsets = routing.offsets.to(rows_RH.device)
     unused = offsets.new_full(tiles, -1), offsets.new_zeros(rows)
     return replace(routing, offsets=offsets, tiles=unused[0], row_A=unused[1])
@@ -177,7 +178,7 @@ def _split_inputs(
 
 
 def _forward(*inputs: Any) -> tuple[Tensor, ...]:
-    """Return out_RH and the tensors that backward needs; the module docstring lists both."""
+    """Return out_RH and the tensors that backward needs, which the module docstring lists."""
     rows, weights, experts, expert_ids, counts_L, settings = _split_inputs(inputs)
     num_pairs = expert_ids.numel() if counts_L is None else sum(counts_L)
     implementation = _choose_implementation(settings, rows, weights, num_pairs, experts)
@@ -188,7 +189,7 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     if not settings.keep_pre:
         pre_AG = rows.new_empty(0)
     if settings.backend == "auto" and implementation is torch_mlp:
-        routing = _routing_like_triton(routing, experts.up.shape[0], rows)
+        routing = _match_triton_routing(routing, experts.up.shape[0], rows)
     routing_tensors = (
         routing.pair_A,
         routing.position_RK,
@@ -212,7 +213,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     pre_shape = (num_pairs, up.shape[1]) if settings.keep_pre else (0,)
     position = expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
     implementation = torch_mlp if settings.backend == "torch" else _import_triton_mlp()
-    shapes = implementation.routing_shapes(num_pairs, up.shape[0], rows)
+    shapes = implementation.compute_routing_shapes(num_pairs, up.shape[0], rows)
     device = "cpu" if settings.backend == "torch" else rows.device
     devices = (rows.device, device, device, device)
     pair, offsets, tiles, row = (
@@ -241,7 +242,7 @@ def _(
     grad: Tensor, saved: Sequence[Tensor | None], needs: Sequence[bool], *settings: Any
 ) -> list[Tensor]:
     needed = [tensor for tensor, need in zip(saved, needs, strict=False) if need]
-    return [empty_grad(tensor) for tensor in needed if tensor is not None]
+    return [allocate_grad(tensor) for tensor in needed if tensor is not None]
 
 
 def run_backward(
@@ -252,7 +253,7 @@ def run_backward(
     *,
     postpone: bool = False,
 ) -> tuple[dict[str, Tensor], Callable[[ExpertGrads], None] | None]:
-    """Run the implementation's backward on the saved tensors, and return its result."""
+    """Choose the implementation, call its `backward` with the saved tensors, return its result."""
     rows_RH, weights_RK, *tensors = saved[: len(INPUT_NAMES)]
     pre_AG, *routing_tensors = saved[len(INPUT_NAMES) :]
     assert rows_RH is not None and weights_RK is not None
@@ -276,8 +277,8 @@ def run_backward(
     return grads, finish
 
 
-def save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    """Save in `ctx` the forward's inputs and outputs that backward needs."""
+def save_for_backward(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    """Save the forward's inputs and outputs that backward needs in `ctx`."""
     _, *kept = output
     _, _, *settings = inputs[len(INPUT_NAMES) :]
     ctx.save_for_backward(*inputs[: len(INPUT_NAMES)], *kept)
@@ -297,7 +298,7 @@ def _autograd_backward(ctx: Any, grad_RH: Tensor | None, *_: None) -> tuple[Tens
     return *(next(grads) if need else None for need in needs), *no_grads[len(needs) :]
 
 
-_forward_op.register_autograd(_autograd_backward, setup_context=save)
+_forward_op.register_autograd(_autograd_backward, setup_context=save_for_backward)
 
 # The Python function that each operator runs. The planner calls it to count the operator's steps.
 STEPS_INSIDE: dict[Any, Callable[..., Any]] = {

@@ -1,6 +1,6 @@
-"""`add_rows` sums, for each token, the rows that are copies of the token.
+"""Sum, for each token, the rows that are copies of the token.
 
-Row n is a copy of the token `token_of_row_N[n]`. `invert` computes the inverse, `row_TJ`: the
+Row n is a copy of the token `token_of_row_N[n]`. `invert_index` computes the inverse, `row_TJ`: the
 numbers of each token's rows, padded with N ("no row"). In this example there is one copy of token 0
 and there are two copies of token 1:
 
@@ -19,15 +19,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_moe_ep.ops.devices import on_its_device
+from hf_moe_ep.ops.devices import make_device_current
 
 
 def add_rows(
     rows_NH: Tensor, token_of_row_N: Tensor, row_TJ: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return out_TH, where `out_TH[t]` is the sum of the copies of token t. Not differentiable.
+    """Return out_TH, where `out_TH[t]` is the sum of the copies of token t.
 
-    Sums are rounded to `dtype`, or to the dtype of the rows.
+    Sums are rounded to `dtype`, or to the dtype of the rows. The function is not differentiable.
     """
     dtype = dtype or rows_NH.dtype
     num_tokens, hidden = row_TJ.shape[0], rows_NH.shape[1]
@@ -39,11 +39,11 @@ def add_rows(
         self_check_sums(rows_NH, row_TJ.shape[1], dtype)
         if rows_NH.stride(1) != 1:
             rows_NH = rows_NH.contiguous()
-        return on_its_device(combine)(rows_NH, row_TJ.contiguous(), None, dtype)
+        return make_device_current(combine)(rows_NH, row_TJ.contiguous(), None, dtype)
     wide_dtype = torch.promote_types(torch.promote_types(rows_NH.dtype, dtype), torch.float32)
     out_TH = rows_NH.new_zeros(num_tokens, hidden, dtype=wide_dtype)
     if not rows_NH.is_cuda:
-        # On a CPU index_add_ adds rows in their order; on a GPU the order changes with every run.
+        # On a CPU index_add_ adds rows in their order, but on a GPU the order changes at each call.
         out_TH.index_add_(0, token_of_row_N, rows_NH.to(wide_dtype))
         return out_TH.to(dtype)
     padded_NH = torch.cat([rows_NH.to(wide_dtype), out_TH.new_zeros(1, hidden)])
@@ -52,7 +52,7 @@ def add_rows(
     return out_TH.to(dtype)
 
 
-def invert(token_of_row_N: Tensor, column_of_row_N: Tensor, shape: tuple[int, int]) -> Tensor:
+def invert_index(token_of_row_N: Tensor, column_of_row_N: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return row_TJ, with n at `[token_of_row_N[n], column_of_row_N[n]]` and N everywhere else."""
     num_rows = token_of_row_N.numel()
     row_TJ = token_of_row_N.new_full(shape, num_rows)

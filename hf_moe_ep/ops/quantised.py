@@ -1,31 +1,32 @@
-"""The formats of quantised expert matrices, and the conversions from and to them.
+"""Quantise and dequantise expert matrices in the formats nf4 and fp8.
 
 A matrix is [O, I] (output and input size), even if its module stores the transpose. Neighbouring
 values along I share a scale:
 
     format        tensor        shape             contents
     nf4           values        [O, I / 2]        two 4-bit codes per byte, as in bitsandbytes
-                  block_scale   [O, I / 64]       fp32, one for 64 neighbours
+                  block_scale   [O, I / 64]       fp32, one scale per 64 neighbours
     nf4, nested   values        [O, I / 2]
                   block_scale   [O, I / 64]       bytes: bitsandbytes' 8-bit codes
                   nested_scale  [blocks, 2]       fp32 scale and offset for each block of 256 bytes
-                                                  of block_scale, counted row by row; the last block
+                                                  of block_scale, counted row by row. The last block
                                                   may be shorter
     fp8           values        [O, I]            the bytes of float8_e4m3fn
-                  block_scale   [O / 128, I / 128]  fp32, one for 128 x 128: value = fp8 * scale;
-                                                  published checkpoints call it weight_scale_inv
+                  block_scale   [O / 128, I / 128]  fp32, one scale per 128 x 128 values, where
+                                                  value = fp8 * scale. Published checkpoints call
+                                                  this tensor weight_scale_inv
 
 A [6, 128] matrix in nf4 has 6 x 64 bytes and 6 x 2 scales. A value takes 0.5625 bytes in nf4, 0.516
 in nested nf4 and 1.0002 in fp8. A stack holds the matrices of all experts, which are quantised
 separately: [E, O, I / 2] and so on. `values` has the dtype uint8 in all formats, so neither gloo
 nor FSDP2 has to support an 8-bit float dtype.
 
-bitsandbytes quantises and dequantises nf4; it is imported at its first use. The scales of nested
-nf4 are dequantised here. All codes and values are equal to those that bitsandbytes computes. The
+bitsandbytes quantises and dequantises nf4, and is imported at its first use. This module itself
+dequantises the scales of nested nf4. All codes and values equal the results of bitsandbytes. The
 product of a stored value and its scale is computed in fp32 and rounded once. Quantised matrices are
 frozen, so no function of this module has a gradient. The torch path dequantises a matrix for each
-product, in forward and in backward (`ExpertWeights.matrix`); the Triton kernels do so while they
-multiply (`kernels/dequantise.py`).
+product, in forward and in backward (`ExpertWeights.matrix`). The Triton kernels dequantise tiles of
+a matrix while they multiply (`kernels/dequantise.py`).
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Quantisation:
 
 @dataclass(frozen=True)
 class Quantised:
-    """The bytes and scales of a matrix or of a stack; see the module docstring."""
+    """The bytes and scales of a matrix or of a stack (see the module docstring)."""
 
     values: Tensor
     block_scale: Tensor
@@ -181,7 +182,7 @@ def quantise(weight_OI: Tensor, quantisation: Quantisation) -> Quantised:
     """Quantise the matrix of one expert, or some rows of the matrix if the scales are not nested.
 
     A few rows are quantised at a time, independently of the other rows. The scales of nested nf4
-    are quantised at the end, because all rows of the matrix contribute to them.
+    are quantised at the end, because they depend on all rows of the matrix.
     """
     kind, (rows, columns) = quantisation.kind, weight_OI.shape
     plain = Quantisation(kind)
@@ -204,8 +205,8 @@ def dequantise(matrix: Quantised, kind: str, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def plain_scales(stack: Quantised) -> Tensor:
-    """Return the block scales of a stack in fp32, contiguous. bitsandbytes is not needed."""
+def dequantise_scales(stack: Quantised) -> Tensor:
+    """Return the block scales of a stack as a contiguous fp32 tensor, without bitsandbytes."""
     if stack.nested_scale is None:
         return stack.block_scale.contiguous()
     experts, *shape = stack.block_scale.shape
@@ -242,14 +243,14 @@ def _quantise_nf4(weight_OI: Tensor) -> Quantised:
     rows, columns = weight_OI.shape
     if weight_OI.dtype not in _BITSANDBYTES_DTYPES:
         weight_OI = weight_OI.float()
-    packed, state = _bitsandbytes().quantize_4bit(weight_OI, blocksize=64, quant_type="nf4")
+    packed, state = _import_bitsandbytes().quantize_4bit(weight_OI, blocksize=64, quant_type="nf4")
     return Quantised(packed.view(rows, columns // 2), state.absmax.view(rows, columns // 64))
 
 
 def _quantise_scales(matrix: Quantised) -> Quantised:
     """Quantise the scales of a matrix, as `quantize_4bit` does with compress_statistics=True."""
     offset = matrix.block_scale.flatten().mean()
-    codes, state = _bitsandbytes().quantize_blockwise(
+    codes, state = _import_bitsandbytes().quantize_blockwise(
         matrix.block_scale.flatten() - offset, blocksize=_NESTED_BLOCK
     )
     nested_scale = torch.stack([state.absmax, offset.expand_as(state.absmax)], 1)
@@ -259,9 +260,11 @@ def _quantise_scales(matrix: Quantised) -> Quantised:
 def _dequantise_nf4(matrix: Quantised, dtype: torch.dtype) -> Tensor:
     rows, columns = matrix.values.shape[0], 2 * matrix.values.shape[1]
     nested = matrix.nested_scale if matrix.nested_scale is None else matrix.nested_scale[None]
-    block_scale = plain_scales(Quantised(matrix.values[None], matrix.block_scale[None], nested))
+    block_scale = dequantise_scales(
+        Quantised(matrix.values[None], matrix.block_scale[None], nested)
+    )
     supported = dtype if dtype in _BITSANDBYTES_DTYPES else torch.float32
-    _bitsandbytes()  # The import registers the operator.
+    _import_bitsandbytes()  # The import registers the operator.
     weight_OI: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
         matrix.values.view(-1, 1), block_scale.flatten(), 64, "nf4", [rows, columns], supported
     )
@@ -274,12 +277,12 @@ def _quantise_fp8(weight_OI: Tensor) -> Quantised:
 
 
 def encode_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode a weight [.., O, I] in fp8: return E4M3 values of its shape, and a scale per block.
+    """Encode a weight [.., O, I] in fp8. Returns E4M3 values of this shape, and a scale per block.
 
-    Blocks at an edge may be smaller. A scale is the largest magnitude of its block divided by 448,
-    the largest value of E4M3; 1 for a block of zeros. The formula is that of transformers'
-    Fp8Quantize (integrations/finegrained_fp8.py), which multiplies by the inverse scale. A few rows
-    of blocks are encoded at a time.
+    Blocks at an edge may be smaller. A scale is the largest magnitude in a block divided by 448,
+    the largest value of E4M3. The scale of a block of zeros is 1. Values are multiplied by the
+    inverse scale, as in transformers' Fp8Quantize (integrations/finegrained_fp8.py). A few rows of
+    blocks are encoded at a time.
     """
     *outer, rows, columns = weight.shape
     height, width = _BLOCKS["fp8"]
@@ -290,17 +293,17 @@ def encode_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
         return values, scales
     step = max(1, _VALUES_AT_A_TIME // max(1, columns * height))  # rows of blocks
     matrices = (values.view(-1, rows, columns), scales.view(-1, *shape_of_scales))
-    for matrix, its_values, its_scales in zip(
+    for matrix_OI, values_OI, block_scales in zip(
         weight.reshape(-1, rows, columns), *matrices, strict=True
     ):
         for start in range(0, shape_of_scales[0], step):
             part = slice(start * height, (start + step) * height)
-            its_values[part], its_scales[start : start + step] = _encode_rows(matrix[part])
+            values_OI[part], block_scales[start : start + step] = _encode_rows(matrix_OI[part])
     return values, scales
 
 
 def _encode_rows(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode rows of a matrix, which begin at a block: return E4M3 values and scales."""
+    """Encode rows of a matrix, from the first row of a block on. Returns E4M3 values and scales."""
     rows, columns = weight_OI.shape
     height, width = _BLOCKS["fp8"]
     limit, missing = torch.finfo(_FP8).max, (-rows % height, -columns % width)
@@ -316,12 +319,12 @@ def _encode_rows(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 def _dequantise_fp8(matrix: Quantised, dtype: torch.dtype) -> Tensor:
     rows, columns = matrix.values.shape
-    squares = matrix.values.view(_FP8).float().view(rows // 128, 128, columns // 128, 128)
-    squares *= matrix.block_scale[:, None, :, None]
-    return squares.view(rows, columns).to(dtype)
+    blocks = matrix.values.view(_FP8).float().view(rows // 128, 128, columns // 128, 128)
+    blocks *= matrix.block_scale[:, None, :, None]
+    return blocks.view(rows, columns).to(dtype)
 
 
-def _bitsandbytes() -> Any:
+def _import_bitsandbytes() -> Any:
     # bitsandbytes is imported on demand, because it is optional and its import looks for GPUs.
     import bitsandbytes.functional
 
@@ -332,8 +335,8 @@ def _bitsandbytes() -> Any:
 def _nested_codes(device: torch.device) -> Tensor:
     """Return the values of the 256 codes of nested scales, in ascending order.
 
-    Two values are 0 and 1. The others are numbers with both signs (arXiv 1511.04561, "dynamic
-    tree"): for n = 0 .. 6 the interval from 0.1 to 1 is divided into 2^n equal parts, and the
+    Two values are 0 and 1. All other values occur with both signs (arXiv 1511.04561, "dynamic
+    tree"). For n = 0 .. 6 the interval from 0.1 to 1 is divided into 2^n equal parts, and the
     centre of each part is multiplied by 10^(n - 6):
 
         n = 0: 0.55 * 1e-6        n = 1: 0.325 * 1e-5, 0.775 * 1e-5        n = 2: four values * 1e-4
@@ -341,7 +344,7 @@ def _nested_codes(device: torch.device) -> Tensor:
     These values are not read from bitsandbytes, because up to version 0.49 its CPU code overwrites
     the first value of its own table with -1.
     """
-    # The codes are computed once, perhaps under another default dtype.
+    # The cached result must not depend on the current default dtype and device.
     on_host: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     codes = [torch.tensor([0.0, 1.0], **on_host)]
     for bits in range(7):

@@ -1,4 +1,4 @@
-"""Slow and simple versions of the ops in this folder, differentiated by autograd.
+"""Compute the ops of this folder slowly, with simple code that autograd differentiates.
 
 The tests compare the fast implementations with these versions. `matrices` dequantises a stack of
 matrices, `sum_rows` sums the copies of each token, and `expert_mlp` computes the experts.
@@ -14,12 +14,12 @@ from torch.nn import functional
 
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
-from hf_moe_ep.ops.quantised import NF4_CODES, Quantised, plain_scales
+from hf_moe_ep.ops.quantised import NF4_CODES, Quantised, dequantise_scales
 
 
 def matrices(stack: Quantised, kind: str, dtype: torch.dtype) -> Tensor:
     """Dequantise a stack to [E, O, I]. Each value times its scale is rounded to `dtype` once."""
-    scale = plain_scales(stack)
+    scale = dequantise_scales(stack)
     if kind == "nf4":
         codes = torch.tensor(NF4_CODES, device=scale.device)
         first, second = codes[(stack.values >> 4).int()], codes[(stack.values & 15).int()]
@@ -50,15 +50,17 @@ def expert_mlp(
         out_H = torch.zeros_like(row_H)
         for expert, weight in zip(experts_K.tolist(), weights_K, strict=True):
             if expert < experts.up.shape[0]:
-                pre_G = _linear(row_H, _merge(experts, "up", expert), experts.up_bias, expert)
-                act_F = _gate(pre_G, formula)
-                y_H = _linear(act_F, _merge(experts, "down", expert), experts.down_bias, expert)
+                up_GH = _merge_adapter(experts, "up", expert)
+                down_HF = _merge_adapter(experts, "down", expert)
+                pre_G = _apply_linear(row_H, up_GH, experts.up_bias, expert)
+                act_F = _apply_gate(pre_G, formula)
+                y_H = _apply_linear(act_F, down_HF, experts.down_bias, expert)
                 out_H = out_H + weight * y_H
         out_RH.append(out_H)
     return torch.stack(out_RH) if out_RH else torch.zeros_like(rows_RH)
 
 
-def _merge(experts: ExpertWeights, name: str, expert: int) -> Tensor:
+def _merge_adapter(experts: ExpertWeights, name: str, expert: int) -> Tensor:
     """Return the matrix `name` of one expert with its adapter merged into it."""
     weight_LOI: Tensor = getattr(experts, name)
     adapter = experts.adapter(name)
@@ -68,35 +70,36 @@ def _merge(experts: ExpertWeights, name: str, expert: int) -> Tensor:
     return weight_LOI[expert] + adapter.scale * delta_OI
 
 
-def _linear(x_I: Tensor, weight_OI: Tensor, bias_LO: Tensor | None, expert: int) -> Tensor:
+def _apply_linear(x_I: Tensor, weight_OI: Tensor, bias_LO: Tensor | None, expert: int) -> Tensor:
     out_O = weight_OI @ x_I
     return out_O if bias_LO is None else out_O + bias_LO[expert]
 
 
-def _gate(pre_G: Tensor, formula: ExpertFormula) -> Tensor:
+def _apply_gate(pre_G: Tensor, formula: ExpertFormula) -> Tensor:
     if not formula.gated:
         # Without a gate, too, the limit clamps the input of the activation from above.
-        return _activation(pre_G.clamp(max=formula.limit), formula)
+        return _apply_activation(pre_G.clamp(max=formula.limit), formula)
     if formula.interleaved:
         gate_F, up_F = pre_G[0::2], pre_G[1::2]
     else:
         gate_F, up_F = pre_G[: len(pre_G) // 2], pre_G[len(pre_G) // 2 :]
     if formula.capped:
-        return _cap(gate_F, formula.gate_cap) * torch.sigmoid(gate_F) * _cap(up_F, formula.up_cap)
+        up_F = _apply_cap(up_F, formula.up_cap)
+        return _apply_cap(gate_F, formula.gate_cap) * torch.sigmoid(gate_F) * up_F
     if formula.clamps_output:
         up_F = up_F.clamp(min=-formula.limit, max=formula.limit)
         return functional.silu(gate_F).clamp(max=formula.limit) * up_F
     if formula.limit != math.inf:
         gate_F = gate_F.clamp(max=formula.limit)
         up_F = up_F.clamp(min=-formula.limit, max=formula.limit)
-    return _activation(gate_F, formula) * (up_F + formula.up_offset)
+    return _apply_activation(gate_F, formula) * (up_F + formula.up_offset)
 
 
-def _cap(x_F: Tensor, cap: float) -> Tensor:
+def _apply_cap(x_F: Tensor, cap: float) -> Tensor:
     return x_F if cap == math.inf else cap * torch.tanh(x_F / cap)
 
 
-def _activation(x_F: Tensor, formula: ExpertFormula) -> Tensor:
+def _apply_activation(x_F: Tensor, formula: ExpertFormula) -> Tensor:
     if formula.activation == "swish":
         return x_F * torch.sigmoid(formula.alpha * x_F)
     if formula.activation == "relu2":

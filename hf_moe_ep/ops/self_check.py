@@ -6,8 +6,8 @@ such an error. The first call of a kind therefore runs small problems with the k
 torch, and raises if the results differ:
 
     products    the forward of a few experts and, if an input is trained, the backward, with the
-                dtypes, formula, block sizes, alignment and adapter ranks of the call. For quantised
-                matrices, torch computes with the dequantised matrices
+                dtypes, formula, block sizes, alignment and adapter ranks of the call. If the
+                matrices are quantised, torch computes with the dequantised matrices
     routing     the sort of pairs by expert, with the call's number of experts and top-k
     sums        the weighted sum of a row's experts, with rows of the call's width
 
@@ -32,10 +32,10 @@ import triton
 from torch import Tensor
 
 from hf_moe_ep.ops import torch_mlp, triton_mlp
-from hf_moe_ep.ops.devices import on_its_device
+from hf_moe_ep.ops.devices import make_device_current
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertWeights
-from hf_moe_ep.ops.kernels.blocks import FEW_ROWS, MANY_ROWS, choose_blocks, dot_precision
+from hf_moe_ep.ops.kernels.blocks import FEW_ROWS, MANY_ROWS, choose_blocks, get_dot_precision
 from hf_moe_ep.ops.kernels.product import tma_can_load
 from hf_moe_ep.ops.kernels.reduce import combine
 from hf_moe_ep.ops.kernels.sort_pairs import sort_pairs
@@ -47,14 +47,14 @@ from hf_moe_ep.ops.sum_check import (
     TokenSumKind,
     check_close,
     compare_token_sums,
-    device_name,
+    describe_device,
     draw_rows_and_positions,
 )
 
 # Errors of Triton, its compilers and ptxas for a kernel that cannot be built or does not fit.
 _BUILD_ERRORS = (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError)
 # The largest allowed error of exact fp32 products, in multiples of epsilon. These products round at
-# every addition; ROUNDINGS is the limit for all other products. Products in TF32, which has the
+# every addition. ROUNDINGS is the limit for all other products. Products in TF32, which has the
 # mantissa of fp16, have far larger errors than this limit.
 _ROUNDINGS_OF_FP32 = 64
 
@@ -116,9 +116,9 @@ def self_check(
         device=rows_RH.device,
         dtype=rows_RH.dtype,
         weights_dtype=weights_RK.dtype,
-        precision=dot_precision(rows_RH),
+        precision=get_dot_precision(rows_RH),
         formula=formula,
-        # Nested scales are dequantised before any kernel runs.
+        # Nested scales are dequantised before the first kernel runs.
         tensors=tuple(n for n in experts.named_tensors() if not n.endswith(NESTED_SCALE)),
         trained=trained,
         keep_pre=keep_pre,
@@ -137,10 +137,10 @@ def self_check(
 
 @functools.cache
 def check_both_sizes(kind: Kind) -> str:
-    """Check the kernels of a kind with few and with many rows per expert; see `self_check`.
+    """Check the kernels of a kind with few and with many rows per expert (see `self_check`).
 
     The number of rows changes during a run, and Triton builds different kernels for few and for
-    many rows. If only one set of kernels were checked now, a rank could have to build the second
+    many rows. If only one set of kernels were checked now, one rank might have to build the second
     set later, while all other ranks wait for this rank in a collective.
     """
     return check_once(kind) or check_once(replace(kind, few=not kind.few))
@@ -148,7 +148,7 @@ def check_both_sizes(kind: Kind) -> str:
 
 @functools.cache
 def check_once(kind: Kind) -> str:
-    """Compare the kernels of a kind with torch; see `self_check`."""
+    """Compare the kernels of a kind with torch (see `self_check`)."""
     checks = (_compare_products, _compare_routing, _compare_sums)
     try:
         comparisons = [comparison for check in checks for comparison in check(kind)]
@@ -168,16 +168,16 @@ def check_once(kind: Kind) -> str:
 def warn_once(device: torch.device, reason: str) -> None:
     """Warn that the torch path computes the experts instead of the kernels."""
     warnings.warn(
-        f"the Triton kernels of hf_moe_ep cannot run on {device_name(device)} with Triton "
+        f"the Triton kernels of hf_moe_ep cannot run on {describe_device(device)} with Triton "
         f"{triton.__version__}, so experts run on the torch path, which is slower: {reason}",
         stacklevel=2,
     )
 
 
 def _shorten(size: int) -> int:
-    """Return a size from 256 to 511, divisible by the same powers of two (up to 256) as `size`.
+    """Return a size from 256 to 511 that is divisible by the same powers of two, up to 256.
 
-    All block sizes are powers of two up to 256, so kernels need the same masks for both sizes.
+    All block sizes are powers of two up to 256, so the new size needs the same masks in kernels.
     """
     return 256 + size % 256
 
@@ -228,13 +228,15 @@ def _compare_products(kind: Kind) -> Iterator[Comparison]:
     grad_RH = draw(num_rows, hidden).to(kind.dtype)
     inputs = {"rows": rows_RH, "weights": weights_RK, "grad": grad_RH}
     in_fp64 = {name: x.double() for name, x in (inputs | dequantised).items()}
-    actual = _run(triton_mlp, kind, inputs | tensors, ids_RK)
-    expected = _run(torch_mlp, replace(kind, quantised=""), in_fp64, ids_RK, actual.get("pre"))
+    actual = _run_implementation(triton_mlp, kind, inputs | tensors, ids_RK)
+    expected = _run_implementation(
+        torch_mlp, replace(kind, quantised=""), in_fp64, ids_RK, actual.get("pre")
+    )
     return ((name, actual[name], expected[name]) for name in expected)
 
 
 def draw_quantised(weight_LOI: Tensor, kind: str, generator: torch.Generator) -> Quantised:
-    """Return quantised matrices whose values are about as large as those of `weight_LOI`.
+    """Return quantised matrices with values about as large as the values of `weight_LOI`.
 
     For fp8, `weight_LOI` itself is quantised. For nf4 the codes and scales are random, because
     quantising to nf4 would need bitsandbytes.
@@ -249,18 +251,18 @@ def draw_quantised(weight_LOI: Tensor, kind: str, generator: torch.Generator) ->
     return Quantised(values, scale / columns**0.5)
 
 
-def _run(
+def _run_implementation(
     implementation: Any,
     kind: Kind,
     inputs: dict[str, Tensor],
     ids_RK: Tensor,
     pre_AG: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return the output and, if anything is trained, "pre" and the needed gradients, by name.
+    """Return "out", the output, and if an input is trained, "pre" and the gradients by name.
 
-    "pre" are the pre-activations. The gate is differentiated at `pre_AG` if they are given. Where a
-    gate is clamped, its slope has a step, and rounding moves some pre-activations across this step.
-    The gradients of two paths are therefore comparable only at the same pre-activations.
+    "pre" are the pre-activations. If `pre_AG` is given, the gate is differentiated at `pre_AG`. At
+    the limit of a clamped gate the slope has a step, and rounding moves some pre-activations across
+    this step. The gradients of two paths are therefore comparable only at equal pre-activations.
     """
     named: dict[str, Any] = {name: inputs.get(name) for name in WEIGHT_NAMES}
     experts = ExpertWeights(**named, up_scale=0.5, down_scale=2.0, quantised=kind.quantised)
@@ -277,7 +279,7 @@ def _run(
 
 
 def _compare_routing(kind: Kind) -> Iterator[Comparison]:
-    """Yield the tensors of one routing on both paths. Some pairs have no expert on this rank."""
+    """Yield the tensors of one routing on both paths. Some of its pairs have no expert here."""
     generator = torch.Generator(kind.device).manual_seed(0)
     num_rows = 1 + 1024 // kind.top_k
     scores = torch.rand(num_rows, kind.num_experts, generator=generator, device=kind.device)
@@ -288,7 +290,7 @@ def _compare_routing(kind: Kind) -> Iterator[Comparison]:
     like = scores.new_empty(kind.num_experts, 1, 1, dtype=kind.dtype)
     num_pairs = FEW_ROWS * kind.num_experts - 1 if kind.few else FEW_ROWS * kind.num_experts
     block_m = choose_blocks(like, kind.num_experts, num_pairs).m
-    actual = on_its_device(sort_pairs)(ids_RK, kind.num_experts, sum(counts_L), block_m)
+    actual = make_device_current(sort_pairs)(ids_RK, kind.num_experts, sum(counts_L), block_m)
     expected = torch_mlp.route(ids_RK, counts_L, ExpertWeights(like, None, like, None), like)
     starts = expected.offsets.tolist()
     tiles = [
@@ -304,12 +306,13 @@ def _compare_routing(kind: Kind) -> Iterator[Comparison]:
 
 
 def _compare_sums(kind: Kind) -> Iterator[Comparison]:
-    """Yield the sums of expert outputs of a few rows on both paths, weighted and unweighted."""
+    """Yield weighted and unweighted sums of the expert outputs of a few rows, on both paths."""
     sum_kind = TokenSumKind(kind.device, kind.dtype, kind.top_k, kind.hidden)
     rows_AH, position_RK, y_RKH = draw_rows_and_positions(sum_kind)
     generator = torch.Generator(kind.device).manual_seed(1)
     weights_RK = torch.rand(position_RK.shape, generator=generator, device=kind.device)
     weights_RK = weights_RK.to(kind.weights_dtype)
     weighted_RH = (y_RKH * weights_RK.double().unsqueeze(2)).sum(1)
-    yield "weighted sums", on_its_device(combine)(rows_AH, position_RK, weights_RK), weighted_RH
+    actual_RH = make_device_current(combine)(rows_AH, position_RK, weights_RK)
+    yield "weighted sums", actual_RH, weighted_RH
     yield from compare_token_sums(sum_kind)

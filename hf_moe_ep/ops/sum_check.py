@@ -1,9 +1,9 @@
-"""Check the Triton kernel that adds up the rows of a token, by comparing its sums with torch's.
+"""Compare the sums of the Triton kernel that adds up the rows of a token with torch's sums.
 
-Dispatch copies a token once for each rank that it goes to, and `permute.add_rows` sums the rows
-that these ranks send back. `self_check_sums` checks the kernel of `add_rows`. It runs once per
-process for each `TokenSumKind`, because Triton compiles another kernel for each kind. The other
-functions of this module are also used by `self_check.py`.
+Dispatch copies a token once for each rank to which the token goes, and `permute.add_rows` sums the
+rows that these ranks send back. `self_check_sums` checks the kernel of `add_rows`, once per process
+for each `TokenSumKind`, because Triton compiles another kernel for each kind. `self_check.py` uses
+the other functions of this module as well.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import triton
 from torch import Tensor
 
 from hf_moe_ep.ops import triton_mlp
-from hf_moe_ep.ops.devices import on_its_device
+from hf_moe_ep.ops.devices import make_device_current
 from hf_moe_ep.ops.kernels.reduce import combine
 
 # The largest allowed error relative to the largest element, in multiples of the dtype's epsilon.
 ROUNDINGS = 8
-# (name, our tensor, torch's tensor in fp64)
+# (name, our tensor, torch's tensor in fp64 or of integers)
 Comparison = tuple[str, Tensor, Tensor]
 
 
@@ -32,7 +32,7 @@ class TokenSumKind:
     """The properties that decide which kernel Triton builds for sums of up to `rows_per_sum` rows.
 
     `row_stride` is the distance between two rows in elements (None: the rows are contiguous), and
-    `out_dtype` is the dtype of the sums (None: that of the rows).
+    `out_dtype` is the dtype of the sums (None: the dtype of the rows).
     """
 
     device: torch.device
@@ -46,8 +46,8 @@ class TokenSumKind:
 def self_check_sums(rows_NH: Tensor, rows_per_sum: int, out_dtype: torch.dtype) -> None:
     """Check the kernel for rows of the dtype, width, strides and device of `rows_NH`.
 
-    Each sum has up to `rows_per_sum` rows and is rounded to `out_dtype`. Triton's interpreter is
-    not checked.
+    Each sum has up to `rows_per_sum` rows and is rounded to `out_dtype`. If Triton interprets its
+    kernels, nothing is checked.
 
     Raises:
         RuntimeError: the sums are wrong.
@@ -61,7 +61,7 @@ def self_check_sums(rows_NH: Tensor, rows_per_sum: int, out_dtype: torch.dtype) 
 
 @functools.cache
 def check_sums_once(kind: TokenSumKind) -> None:
-    """Check the kernel of this kind; the cache skips kinds that have passed the check before."""
+    """Check the kernel of this kind. The cache skips kinds that have passed the check before."""
     limit = ROUNDINGS * torch.finfo(kind.out_dtype or kind.dtype).eps
     check_close(compare_token_sums(kind), limit, kind, "Install another version of Triton")
 
@@ -69,15 +69,17 @@ def check_sums_once(kind: TokenSumKind) -> None:
 def compare_token_sums(kind: TokenSumKind) -> Iterator[Comparison]:
     """Yield one comparison: the sums for three tokens, by the kernel and by torch."""
     rows_AH, position_RK, y_RKH = draw_rows_and_positions(kind)
-    yield "sums", on_its_device(combine)(rows_AH, position_RK, None, kind.out_dtype), y_RKH.sum(1)
+    actual_RH = make_device_current(combine)(rows_AH, position_RK, None, kind.out_dtype)
+    yield "sums", actual_RH, y_RKH.sum(1)
 
 
 def draw_rows_and_positions(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
     """Return inputs for three sums of K = `rows_per_sum` rows: rows_AH, position_RK and y_RKH.
 
     rows_AH has A = 2 K random rows. position_RK has the numbers of the rows that are summed: 0 to
-    K - 1 for the first sum, K to 2 K - 1 for the second. The third sum is empty: all its positions
-    are A, which means "no row". y_RKH has the rows at these positions in fp64, and zeros for A.
+    K - 1 for the first sum, K to 2 K - 1 for the second sum. The third sum is empty: all its
+    positions are A, which means "no row". y_RKH has the rows at these positions in fp64, and zeros
+    at the positions A.
     """
     num_sums, num_pairs = 3, 2 * kind.rows_per_sum
     generator = torch.Generator(kind.device).manual_seed(0)
@@ -93,10 +95,10 @@ def draw_rows_and_positions(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]
 def check_close(comparisons: Iterable[Comparison], limit: float, kind: Any, fix: str) -> None:
     """Check that integer tensors are equal, and that float tensors are close.
 
-    An element may differ by at most `limit` times the largest element of torch's tensor.
+    A float may differ by at most `limit` times the largest magnitude in torch's tensor.
 
     Raises:
-        RuntimeError: the difference is larger. The message has the tensor's name and `fix`.
+        RuntimeError: a difference is larger. The message has the tensor's name and `fix`.
     """
     for name, actual, expected in comparisons:
         scale = expected.double().abs().max().item() or 1.0
@@ -104,12 +106,12 @@ def check_close(comparisons: Iterable[Comparison], limit: float, kind: Any, fix:
         if not error <= (limit if actual.is_floating_point() else 0):
             raise RuntimeError(
                 f"the Triton kernels of hf_moe_ep compute wrong numbers on "
-                f"{device_name(kind.device)} with Triton {triton.__version__}: error "
+                f"{describe_device(kind.device)} with Triton {triton.__version__}: error "
                 f"{error:.1e} in {name} ({kind}), but rounding explains at most {limit:.1e}. "
                 f"{fix}, and report this message"
             )
 
 
-def device_name(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
     """Return the name of a GPU, or torch's name of another device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

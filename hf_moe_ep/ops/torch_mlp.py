@@ -1,14 +1,14 @@
-"""The expert MLP in plain torch: one matrix product per expert over consecutive pairs.
+"""Compute the expert MLP in plain torch, with one matrix product per expert over consecutive pairs.
 
 This path serves CPUs, fp64 and everything else that the Triton kernels do not cover. The routing
 weights multiply the input of the down projection (F columns instead of H), and the product is
 rounded once. The host has to know the number of pairs of each expert. If the dispatch does not pass
-these numbers in, the host reads them from the device, which is the only host sync of this path.
+these numbers, the host reads them from the device, which is the only host sync of this path.
 
 On a CPU the experts are processed in blocks of about `_BLOCK` pairs, so that the tensors between
-the matrix products stay in the cache and their memory is reused. A quantised matrix is dequantised
-for one product and then freed, in forward and in backward.
-Dimension names: M = pairs of a block, A = all pairs.
+the matrix products stay in the cache and their memory is reused. In forward and in backward, a
+quantised matrix is dequantised for one product and then freed. In the names of dimensions, M are
+the pairs of a block, and A are all pairs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_moe_ep.ops.formula import ExpertFormula, activate, activate_backward
 from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, GradBuffer, Routing
-from hf_moe_ep.ops.permute import count_pairs, invert
+from hf_moe_ep.ops.permute import count_pairs, invert_index
 
 # The smallest number of pairs in a block on a CPU, except for the last block.
 # Measured on one core: a single block of all pairs takes 1.2 to 1.3 times as long (4096 tokens),
@@ -34,19 +34,19 @@ _BLOCK = 2048
 def route(
     expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeights, rows_RH: Tensor
 ) -> Routing:
-    """Sort the pairs that have an expert here by expert. `rows_RH` is not used."""
+    """Sort the pairs that have an expert here by expert. This path does not use `rows_RH`."""
     if counts_L is None:
         counts_L = count_pairs(expert_ids_RK, experts.up.shape[0]).tolist()
     num_rows, top_k = expert_ids_RK.shape
     order = expert_ids_RK.flatten().argsort(stable=True)[: sum(counts_L)]
     pair_A = order.to(torch.int32)
-    position_RK = invert(order // top_k, order % top_k, (num_rows, top_k)).to(torch.int32)
+    position_RK = invert_index(order // top_k, order % top_k, (num_rows, top_k)).to(torch.int32)
     offsets = torch.tensor([0, *counts_L], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     unused = offsets.new_empty(0), offsets.new_empty(0)
     return Routing(pair_A, position_RK, offsets, *unused)
 
 
-def routing_shapes(
+def compute_routing_shapes(
     num_pairs: int, num_experts: int, rows_RH: Tensor
 ) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of pair_A, offsets, tiles and row_A, for torch.compile."""
@@ -63,9 +63,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out_RH and the pre-activations pre_AG (with 0 rows unless `keep_pre`)."""
     pre_AG = rows_RH.new_empty(len(routing.pair_A) if keep_pre else 0, experts.up.shape[1])
-    out_RH = _zeros_for_sums(rows_RH)
+    out_RH = _allocate_sums(rows_RH)
     for block in _split_into_blocks(routing, weights_RK):
-        pre_MG = _pre_activations(
+        pre_MG = _compute_pre_activations(
             rows_RH, experts, block, pre_AG[block.pairs] if keep_pre else None
         )
         act_MF = _apply_weights(activate(pre_MG, formula), block.weight_M)
@@ -99,14 +99,16 @@ def backward(
     # Rows in fp64 have fp32 weights if the router computes in fp32.
     wide_dtype = torch.promote_types(weights_RK.dtype, rows_RH.dtype)
     grad_weights = weights_RK.new_zeros(weights_RK.numel()) if "weights" in need else None
-    grad_rows_RH = _zeros_for_sums(rows_RH) if "rows" in need else None
+    grad_rows_RH = _allocate_sums(rows_RH) if "rows" in need else None
     expert_grads = ExpertGrads()
-    buffers = {} if postpone else _grad_buffers(expert_grads, experts, routing, need)
+    buffers = {} if postpone else _prepare_buffers(expert_grads, experts, routing, need)
     add = partial(_add_expert_grads, rows_RH=rows_RH, experts=experts, scale=grad_scale)
     postponed: list[_BlockGrads] = []
     for block in _split_into_blocks(routing, weights_RK):
-        saved_MG = None if pre_AG is None else pre_AG[block.pairs]
-        pre_MG = _pre_activations(rows_RH, experts, block) if saved_MG is None else saved_MG
+        if pre_AG is None:
+            pre_MG = _compute_pre_activations(rows_RH, experts, block)
+        else:
+            pre_MG = pre_AG[block.pairs]
         grad_MH = grad_RH.index_select(0, block.row_M)
         grad_act_MF = _multiply(grad_MH, experts, "down", block, back=True)
         scaled_MF = _apply_weights(grad_act_MF, block.weight_M)
@@ -133,14 +135,14 @@ def backward(
         grads["weights"] = grad_weights.view(weights_RK.shape)
 
     def finish(sums: ExpertGrads) -> None:
-        buffers = _grad_buffers(sums, experts, routing, need)
+        buffers = _prepare_buffers(sums, experts, routing, need)
         for block_grads in postponed:
             add(block_grads, buffers)
 
     return grads, finish if postpone else None
 
 
-def _grad_buffers(
+def _prepare_buffers(
     grads: ExpertGrads, experts: ExpertWeights, routing: Routing, need: set[str]
 ) -> dict[str, GradBuffer]:
     """Return the buffers of the needed gradients, filled with zeros for experts without pairs."""
@@ -161,7 +163,7 @@ def _add_expert_grads(
     experts: ExpertWeights,
     scale: float,
 ) -> None:
-    """Add `scale` times the experts' gradients of one block to the buffers, or store it there."""
+    """Add `scale` times the experts' gradients of one block to the buffers, or store them there."""
     block = grads.block
     grad_MH = grads.grad_MH
     if "down_bias" in buffers:
@@ -180,8 +182,8 @@ def _add_expert_grads(
 class Block:
     """A block of consecutive pairs: all pairs of one or more neighbouring experts.
 
-    `experts` lists the experts of the block that have pairs, and `sizes` the number of pairs of
-    each of them. `pairs` is the slice of the block in the sorted pairs.
+    `experts` lists the experts of the block that have pairs, and `sizes` has the number of pairs of
+    each listed expert. `pairs` is the slice of the block in the sorted pairs.
     """
 
     pairs: slice
@@ -208,7 +210,7 @@ class _BlockGrads:
 
 
 def _split_into_blocks(routing: Routing, weights_RK: Tensor) -> Iterator[Block]:
-    # On a GPU smaller blocks would save no time, so all pairs are one block.
+    # On a GPU smaller blocks would not save time, so all pairs are one block.
     on_cpu = routing.pair_A.device.type == "cpu"
     min_pairs = _BLOCK if on_cpu else len(routing.pair_A)
     pair_A = routing.pair_A.long()
@@ -229,7 +231,7 @@ def _split_into_blocks(routing: Routing, weights_RK: Tensor) -> Iterator[Block]:
             first = end
 
 
-def _pre_activations(
+def _compute_pre_activations(
     rows_RH: Tensor, experts: ExpertWeights, block: Block, out_MG: Tensor | None = None
 ) -> Tensor:
     x_MH = rows_RH.index_select(0, block.row_M)
@@ -263,14 +265,14 @@ def _multiply(
             torch.mm(rows, right, out=out)
         else:
             torch.addmm(bias_LO[expert], rows, right, out=out)
-        del matrix, right  # dequantised matrices are large: at most one exists at a time
+        del matrix, right  # A dequantised matrix is large, so only one exists at a time.
         if adapter is not None:
             low_MP = rows @ adapter.a_LPI[expert].t()
             out.addmm_(low_MP, adapter.b_LOP[expert].t(), alpha=adapter.scale)
     return out_MO
 
 
-def _zeros_for_sums(rows_RH: Tensor) -> Tensor:
+def _allocate_sums(rows_RH: Tensor) -> Tensor:
     wide_dtype = torch.promote_types(rows_RH.dtype, torch.float32)
     return rows_RH.new_zeros(rows_RH.shape, dtype=wide_dtype)
 

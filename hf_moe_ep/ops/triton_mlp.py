@@ -1,17 +1,18 @@
-"""The expert MLP with Triton kernels: two matrix products forward, four backward, no host sync.
+"""Compute the expert MLP with Triton kernels, without a host sync.
 
-The kernels of each pass in their order (`kernels/` defines them; dgated is the backward through
-down and gate):
+There are two matrix products in forward and four in backward. Each pass launches these kernels of
+`kernels/`, in this order (dgated is the backward through down and the gate):
 
     forward    sort_pairs -> up (gather, gate and up, formula) -> grouped_mm (down) -> combine
     backward   dgated, weight_grads (gradients of the routing weights) -> grouped_mm, combine (of
                the rows) -> outer x 2 (of the matrices), segment_sum x 2 (of the biases)
 
-An adapter of rank P adds `scale * b @ a` to a matrix. It needs no tensor of the size of b @ a, and
-no second one of the size of the output: `thin_mm` computes `low_AP = scale * rows @ a^T`, and the
-kernel that multiplies by the matrix adds `low_AP @ b^T` to its sums ("+ low b"). Backward does the
-same with a and b exchanged. The gradients of a and b are four `outer` products. One factor of each
-of these products is a low_AP, so the products are thin: one of their sizes is the rank.
+An adapter of rank P adds `scale * b @ a` to a matrix. The kernels allocate neither a tensor of the
+size of b @ a nor a second tensor of the size of the output: `thin_mm` computes
+`low_AP = scale * rows @ a^T`, and the kernel that multiplies by the matrix adds `low_AP @ b^T` to
+its sums ("+ low b"). Backward does the same with a and b exchanged. Four `outer` products compute
+the gradients of a and b. One factor of each of these products is a low_AP, so the products are
+thin: one of their sizes is the rank.
 
     forward    thin_mm -> up + low b        thin_mm -> grouped_mm + low b
     backward   thin_mm -> dgated + low a    thin_mm -> grouped_mm + low a     thin_mm, outer x 4
@@ -36,7 +37,7 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_moe_ep.ops.devices import on_its_device
+from hf_moe_ep.ops.devices import make_device_current
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import (
     NO_ADAPTER,
@@ -45,7 +46,7 @@ from hf_moe_ep.ops.interface import (
     LowRank,
     LowRows,
     Routing,
-    empty_grad,
+    allocate_grad,
 )
 from hf_moe_ep.ops.kernels.blocks import Blocks, choose_blocks
 from hf_moe_ep.ops.kernels.dequantise import ByteMatrices, Matrices
@@ -55,7 +56,7 @@ from hf_moe_ep.ops.kernels.grouped_mm import grouped_mm, thin_mm
 from hf_moe_ep.ops.kernels.outer import outer
 from hf_moe_ep.ops.kernels.reduce import combine, segment_sum, weight_grads
 from hf_moe_ep.ops.kernels.sort_pairs import max_tiles, sort_pairs
-from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, plain_scales
+from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, dequantise_scales
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -70,7 +71,7 @@ def covers(rows_RH: Tensor) -> bool:
     return rows_RH.dtype in DTYPES and (rows_RH.is_cuda or interpreted())
 
 
-@on_its_device
+@make_device_current
 def route(
     expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeights, rows_RH: Tensor
 ) -> Routing:
@@ -81,13 +82,13 @@ def route(
         position_RK = expert_ids_RK.new_zeros(expert_ids_RK.shape, dtype=torch.int32)
         offsets = position_RK.new_zeros(num_experts + 1)
         empty = position_RK.new_empty(0)
-        # Outputs of an operator may not share memory, so `empty` is cloned.
+        # The outputs of an operator must not share memory, so `empty` is cloned.
         return Routing(empty, position_RK, offsets, position_RK.new_empty(0, 2), empty.clone())
     blocks = choose_blocks(rows_RH, num_experts, num_pairs)
     return sort_pairs(expert_ids_RK, num_experts, num_pairs, blocks.m)
 
 
-def routing_shapes(
+def compute_routing_shapes(
     num_pairs: int, num_experts: int, rows_RH: Tensor
 ) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of pair_A, offsets, tiles and row_A, for torch.compile."""
@@ -96,7 +97,7 @@ def routing_shapes(
     return (num_pairs,), (num_experts + 1,), (num_tiles, 2), (num_pairs,)
 
 
-@on_its_device
+@make_device_current
 def forward(
     rows_RH: Tensor,
     weights_RK: Tensor,
@@ -112,15 +113,15 @@ def forward(
         return rows_RH.new_zeros(rows_RH.shape), rows_RH.new_empty(pre_shape)
     experts = _prepare_experts(experts)
     blocks = choose_blocks(rows_RH, experts.up.shape[0], num_pairs, experts.quantised)
-    rows_RH = _with_contiguous_rows(rows_RH)
-    act_AF, pre_AG = _activations(rows_RH, experts, routing, formula, blocks, keep_pre)
-    low = _low_rows(act_AF, experts.adapter("down"), routing, blocks)
-    down_LFH = _matrices(experts, "down").transpose(1, 2)
+    rows_RH = _make_rows_contiguous(rows_RH)
+    act_AF, pre_AG = _compute_activations(rows_RH, experts, routing, formula, blocks, keep_pre)
+    low = _compute_low_rows(act_AF, experts.adapter("down"), routing, blocks)
+    down_LFH = _select_matrices(experts, "down").transpose(1, 2)
     y_AH = grouped_mm(act_AF, down_LFH, experts.down_bias, routing, blocks, low)
     return combine(y_AH, routing.position_RK, weights_RK.contiguous()), pre_AG
 
 
-@on_its_device
+@make_device_current
 def backward(
     grad_RH: Tensor,
     rows_RH: Tensor,
@@ -142,13 +143,13 @@ def backward(
     num_pairs = routing.pair_A.numel()
     if num_pairs == 0:
         inputs = {"rows": rows_RH, "weights": weights_RK}
-        grads = {name: empty_grad(x).zero_() for name, x in inputs.items() if name in need}
+        grads = {name: allocate_grad(x).zero_() for name, x in inputs.items() if name in need}
         finish = partial(_fill_with_zeros, experts, need)
     else:
         experts = _prepare_experts(experts)
         blocks = choose_blocks(rows_RH, experts.up.shape[0], num_pairs, experts.quantised)
-        rows_RH = _with_contiguous_rows(rows_RH)
-        grad_RH = _with_contiguous_rows(grad_RH)
+        rows_RH = _make_rows_contiguous(rows_RH)
+        grad_RH = _make_rows_contiguous(grad_RH)
         weights_RK = weights_RK.contiguous()
         # Each function returns only tensors that later functions read, so all others are freed.
         args = (rows_RH, weights_RK, experts, routing, formula, blocks, need)
@@ -167,7 +168,7 @@ def backward(
 
 
 def _fill_with_zeros(experts: ExpertWeights, need: set[str], grads: ExpertGrads) -> None:
-    """Set new gradients of the experts to zero, because no row has an expert here."""
+    """Fill new gradients of the experts with zeros, because no row has an expert here."""
     for name, tensor in experts.named_tensors().items():
         if name in need:
             grad, add = grads.buffer(name, tensor)
@@ -200,13 +201,13 @@ def _back_through_down(
 ) -> tuple[_GradInputs, dict[str, Tensor]]:
     """Backpropagate through down and gate, and compute the gradient of the routing weights."""
     if pre_AG is None:
-        _, pre_AG = _activations(rows_RH, experts, routing, formula, blocks, keep_pre=True)
+        _, pre_AG = _compute_activations(rows_RH, experts, routing, formula, blocks, keep_pre=True)
     adapter = experts.adapter("down")
-    low = _low_rows(grad_RH, adapter and adapter.transposed(), routing, blocks, gather=True)
+    low = _compute_low_rows(grad_RH, adapter and adapter.transposed(), routing, blocks, gather=True)
     grad_pre_AG, weighted_act_AF, partial_CA = dgated(
         grad_RH,
         weights_RK,
-        _matrices(experts, "down"),
+        _select_matrices(experts, "down"),
         experts.down_bias,
         pre_AG,
         routing,
@@ -229,15 +230,15 @@ def _back_to_rows(
     low = NO_ADAPTER
     if need & {"rows", "up_a"}:
         adapter = experts.adapter("up")
-        low = _low_rows(grad_pre_AG, adapter and adapter.transposed(), routing, blocks)
+        low = _compute_low_rows(grad_pre_AG, adapter and adapter.transposed(), routing, blocks)
     if "rows" not in need:
         return {}, low
-    matrices = _matrices(experts, "up")
+    matrices = _select_matrices(experts, "up")
     grad_x_AH = grouped_mm(grad_pre_AG, matrices, None, routing, blocks, low, back=True)
     return {"rows": combine(grad_x_AH, routing.position_RK, None)}, low
 
 
-def _activations(
+def _compute_activations(
     rows_RH: Tensor,
     experts: ExpertWeights,
     routing: Routing,
@@ -246,12 +247,12 @@ def _activations(
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return act_AF and pre_AG (empty unless `keep_pre`)."""
-    low = _low_rows(rows_RH, experts.adapter("up"), routing, blocks, gather=True)
-    matrices, bias = _matrices(experts, "up"), experts.up_bias
+    low = _compute_low_rows(rows_RH, experts.adapter("up"), routing, blocks, gather=True)
+    matrices, bias = _select_matrices(experts, "up"), experts.up_bias
     return up(rows_RH, matrices, bias, routing, formula, blocks, low, keep_pre=keep_pre)
 
 
-def _low_rows(
+def _compute_low_rows(
     rows: Tensor,
     adapter: LowRank | None,
     routing: Routing,
@@ -271,7 +272,7 @@ def _low_rows(
     return LowRows(low_AP, b_LPO)
 
 
-@on_its_device
+@make_device_current
 def _add_expert_grads(
     grad_RH: Tensor,
     grad_inputs: _GradInputs,
@@ -301,12 +302,14 @@ def _add_expert_grads(
     if "down_a" in need:
         add("down_a", grad_inputs.weighted_act_AF, grad_inputs.down_low.low_AP, thin=True)
     if "down_b" in need:
-        low = _low_rows(grad_inputs.weighted_act_AF, experts.adapter("down"), routing, blocks)
+        adapter, act_AF = experts.adapter("down"), grad_inputs.weighted_act_AF
+        low = _compute_low_rows(act_AF, adapter, routing, blocks)
         add("down_b", grad_RH, low.low_AP, gather_left=True, thin=True)
     if "up_a" in need:
         add("up_a", grad_inputs.rows_RH, grad_inputs.up_low.low_AP, gather_left=True, thin=True)
     if "up_b" in need:
-        low = _low_rows(grad_inputs.rows_RH, experts.adapter("up"), routing, blocks, gather=True)
+        adapter, rows_RH = experts.adapter("up"), grad_inputs.rows_RH
+        low = _compute_low_rows(rows_RH, adapter, routing, blocks, gather=True)
         add("up_b", grad_inputs.grad_pre_AG, low.low_AP, thin=True)
     biases = {
         "down_bias": (grad_RH, grad_inputs.weights_RK, True),
@@ -321,7 +324,7 @@ def _add_expert_grads(
                 grad_LO += out_LO
 
 
-def _with_contiguous_rows(x_RH: Tensor) -> Tensor:
+def _make_rows_contiguous(x_RH: Tensor) -> Tensor:
     return x_RH if x_RH.stride(1) == 1 else x_RH.contiguous()
 
 
@@ -330,17 +333,17 @@ def _prepare_experts(experts: ExpertWeights) -> ExpertWeights:
     prepared: dict[str, Any] = {}
     for name in ("up_bias", "down_bias"):
         bias_LO = getattr(experts, name)
-        prepared[name] = None if bias_LO is None else _with_contiguous_rows(bias_LO)
+        prepared[name] = None if bias_LO is None else _make_rows_contiguous(bias_LO)
     if experts.quantised:
         for name in ("up", "down"):
             stack = experts.stack(name)
             prepared[name] = stack.values.contiguous()
-            prepared[name + BLOCK_SCALE] = plain_scales(stack)
+            prepared[name + BLOCK_SCALE] = dequantise_scales(stack)
             prepared[name + NESTED_SCALE] = None
     return replace(experts, **prepared)
 
 
-def _matrices(experts: ExpertWeights, name: str) -> Matrices:
+def _select_matrices(experts: ExpertWeights, name: str) -> Matrices:
     """Return the matrices `name`, "up" or "down", as an argument of the kernels' launchers."""
     values: Tensor = getattr(experts, name)
     if not experts.quantised:

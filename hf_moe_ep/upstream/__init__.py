@@ -1,12 +1,12 @@
-"""Access to all names of torch, transformers, accelerate, peft and trl that are not public API.
+"""Contain all uses of private names of torch, transformers, accelerate, peft and trl.
 
 This folder has one file per topic, and contains every version check. Each file lists the upstream
 files that it depends on. If an upgrade of another project breaks something, read this folder, and
 the table of `integrations/install.py`, which names the wrapped functions as strings. This
 folder never decides how a model is trained.
 
-    attention_interface     transformers' attention and mask interfaces, with functions of ours
-    experts_interface       transformers' experts interface, with our forward of all experts
+    attention_interface     our functions in transformers' attention and mask interfaces
+    experts_interface       our forward of all experts in transformers' experts interface
     models                  the parts, the config, the forward and the buffers of a model
     code                    names that the code of a module uses, arguments of its forward
     causal_loss             how a model's forward uses its logits, and transformers' causal loss
@@ -16,9 +16,9 @@ folder never decides how a model is trained.
     modules                 buffers, children and hooks of a torch.nn.Module
     norms                   norms of many tensors in one operator call
     replaced                attributes of modules and classes, replaced inside a block
-    replaced_forwards       the function that computes a module: its class's, Liger's or another's
+    replaced_forwards       the function that runs as a module's forward, such as Liger's
     recurrences             the convolutions and recurrences that mixers call
-    sharded_models          private state of FSDP2, FSDP, DDP and transformers on a sharded model
+    sharded_models          private state of FSDP2, DDP and transformers on a sharded model
     process_groups          the default store, timeouts, flattened meshes, fake groups
     gloo                    process groups of gloo with one worker thread
     dispatch_modes          modes that see every operator, and tensors without memory
@@ -30,8 +30,8 @@ folder never decides how a model is trained.
     checkpoint_files        files and planner of torch.distributed.checkpoint
     hub                     folders of the hub, and the model that a config describes
     named_weights           the weight file that config.json names
-    loading                 a stop in from_pretrained, before it loads weights
-    conversion              conversion of a model's tensors to those of a hub checkpoint
+    loading                 a call of our function in from_pretrained, before it loads weights
+    conversion              conversion of a model's tensors to the tensors of a hub checkpoint
     adapters                PEFT: adapters, their factors, and the tensors that PEFT saves
     adapter_files           PEFT: the config in an adapter's folder, an adapter for a model on meta
     accelerate_and_trainer  private names of Accelerate, the Trainer and TRL
@@ -39,5 +39,5 @@ folder never decides how a model is trained.
     grpo                    methods of TRL's GRPO trainer, and its rollout engine
     requirements            allowed and installed versions of other packages
     launch_config           the default config file of `accelerate launch`
-    wrap                    calls of a wrapper of ours in place of a function of another project
+    wrap                    calls of our wrapper instead of a function of another project
 """

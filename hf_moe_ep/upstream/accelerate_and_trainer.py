@@ -1,6 +1,6 @@
-"""Private names of Accelerate, the Trainer and TRL that the wrappers of `integrations/` use.
+"""Use private names of Accelerate, the Trainer and TRL for the wrappers of `integrations/`.
 
-They come from accelerate/state.py, accelerate/accelerator.py, transformers/trainer.py and
+The names come from accelerate/state.py, accelerate/accelerator.py, transformers/trainer.py and
 trl/trainer/.
 """
 
@@ -33,8 +33,8 @@ def accelerate_is_in_use() -> bool:
 
     The signs are: `accelerate launch` started the process; an Accelerator or TrainingArguments
     exist; a module or a running function outside of Hugging Face's packages and ours has a variable
-    that is the package accelerate or the class Accelerator. The import of accelerate alone is no
-    sign, because transformers imports accelerate.
+    that is the package accelerate or the class Accelerator. The import of accelerate alone is not
+    a sign, because transformers imports accelerate.
     """
     launched = launched_with_fsdp() or "ACCELERATE_MIXED_PRECISION" in launch_environment()
     if launched or PartialState._shared_state:
@@ -61,11 +61,12 @@ _PACKAGES_WITH_ACCELERATOR = ("accelerate", "transformers", "peft", "hf_moe_ep")
 
 
 def call_when_accelerator_is_imported(call: Callable[[], None]) -> None:
-    """Call `call` when the class Accelerator is next imported or read from its modules.
+    """Call `call` the next time that the class Accelerator is imported, or read from a module.
 
     Until then `accelerate` and `accelerate.accelerator` have no attribute `Accelerator`. The first
-    use of the name in one of them therefore calls the module's `__getattr__` (PEP 562), which
-    restores the class in both. `from accelerate import *` uses each name in `__all__`.
+    use of the name in one of the two modules therefore calls the module's `__getattr__` (PEP 562),
+    which restores the class in both modules and calls `call`. `from accelerate import *` reads each
+    name in `__all__`, so a module without `__all__` gets one.
     """
     modules = (accelerate, accelerate.accelerator)
     stock_names = [dict(vars(module)) for module in modules]
@@ -105,10 +106,10 @@ def end_wait_for_accelerator() -> None:
 
 
 def count_as_shards(parallelism: Any, names: Iterable[str]) -> None:
-    """Multiply dp_shard_size of a ParallelismConfig by its sizes `names`, and set these to 1.
+    """Multiply dp_shard_size of a ParallelismConfig by its sizes `names`, and set `names` to 1.
 
-    Both the fields and `_sizes`, which its mesh reads, are changed
-    (accelerate/parallelism_config.py).
+    For example, dp_shard_size 2 and cp_size 4 become 8 and 1. The function changes the fields, and
+    also `_sizes`, which the config's mesh reads (accelerate/parallelism_config.py).
     """
     for name in names:
         parallelism.dp_shard_size *= getattr(parallelism, name)
@@ -173,10 +174,10 @@ def clips_over_meshes(accelerator: Accelerator) -> bool:
 
 
 def has_chunked_loss(model: nn.Module) -> bool:
-    """Return True if TRL replaced the forward of `model` by the forward of its chunked loss.
+    """Return True if TRL replaced the forward of `model` by the forward of TRL's chunked loss.
 
-    The chunked loss is the default of SFTTrainer before TRL 1.15 (trl/trainer/sft_trainer.py). Its
-    forward imports stock's function of the router's aux loss.
+    The chunked loss is the default of SFTTrainer before TRL 1.15 (trl/trainer/sft_trainer.py). The
+    new forward imports stock's function for the router's aux loss.
     """
     names = {getattr(forward, "__name__", "") for forward in forward_functions(model)}
     return "_chunked_ce_forward" in names
@@ -185,7 +186,7 @@ def has_chunked_loss(model: nn.Module) -> bool:
 def refresh_gather_function(trainer: transformers.Trainer) -> None:
     """Make a Trainer call the current `gather_for_metrics` of its Accelerator.
 
-    The Trainer has stored the method in an attribute, before `specialise` changed the class of the
+    The Trainer stored the method in an attribute before `specialise` changed the class of the
     Accelerator (transformers/trainer.py).
     """
     stored = getattr(trainer, "gather_function", None)
@@ -204,7 +205,7 @@ def generates_in_training(trainer: transformers.Trainer) -> bool:
     return hasattr(trainer, "_generate_and_score_completions")
 
 
-# A file in a checkpoint of the Trainer while it is saved because of SIGTERM
+# While the Trainer saves a checkpoint because of SIGTERM, the checkpoint contains this file
 # (transformers/trainer_jit_checkpoint.py).
 SAVE_IN_PROGRESS = "checkpoint-is-incomplete.txt"
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS, unattachable_error
+from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS, make_unattachable_error
 
 _PREFIX = "base_model.model."
 # Fields of a LoraConfig. If one of them is set, the adapted weight is not simply W + scale * B A,
@@ -38,7 +38,7 @@ _MORE_THAN_A_PRODUCT = {
 # Strings for init_lora_weights that leave the base model unchanged. All other strings change it.
 _INITS_THAT_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
 _MERGE_WITH_PEFT = "merge the adapter in one process, with PEFT's merge_and_unload"
-# The fields above that a model on meta allows, because they need no values of the base model.
+# The fields above that are possible for a model on meta, because they need no values of the base.
 _ALLOWED_ON_META = ("lora_bias", "alora_invocation_tokens")
 _EMBEDDINGS = "embed_tokens"
 
@@ -51,15 +51,15 @@ def check_attachable(config: Any) -> None:
     names the embeddings, otherwise by `attach_adapters`.
     """
     if kind := why_values_are_needed(config):
-        raise unattachable_error(kind)
+        raise make_unattachable_error(kind)
     targets = config.target_modules
     names = [targets] if isinstance(targets, str) else targets or ()
     if any(name.endswith(_EMBEDDINGS) for name in names):
-        raise unattachable_error(f"LoRA on embeddings ({_EMBEDDINGS})")
+        raise make_unattachable_error(f"LoRA on embeddings ({_EMBEDDINGS})")
 
 
 def why_values_are_needed(config: Any) -> str:
-    """Describe a config whose adapters may need values of the base model; "" if none are needed.
+    """Name the kind of a config whose adapters may need values of the base model, or return "".
 
     The factors of plain LoRA have initial values that do not depend on the weights.
     """
@@ -67,7 +67,7 @@ def why_values_are_needed(config: Any) -> str:
     kind = str(getattr(peft_type, "value", peft_type))
     if kind != "LORA":
         return f"{type(config).__name__} (peft_type {kind})"
-    if more := _beyond_a_product(config, _ALLOWED_ON_META):
+    if more := _list_extras(config, _ALLOWED_ON_META):
         return f"LoRA with {', '.join(more)}"
     init = config.init_lora_weights
     if not isinstance(init, bool) and str(init).lower() != "gaussian":
@@ -102,7 +102,7 @@ def read_lora_config(folder: Path) -> Any:
             f"{folder} is of peft_type {kind}, but only LORA is a product of two factors; "
             f"{_MERGE_WITH_PEFT}"
         )
-    if more := _beyond_a_product(config):
+    if more := _list_extras(config):
         raise ValueError(
             f"{folder} is LoRA with {', '.join(more)}, but only a product of two factors can be "
             f"merged here; {_MERGE_WITH_PEFT}"
@@ -117,7 +117,7 @@ def read_lora_config(folder: Path) -> Any:
     return config
 
 
-def _beyond_a_product(config: Any, allowed: Iterable[str] = ()) -> list[str]:
+def _list_extras(config: Any, allowed: Iterable[str] = ()) -> list[str]:
     """Describe the fields that make a config's adapter more than a product, except `allowed`.
 
     Fields that a newer PEFT marks as a variant of LoRA are included.
@@ -151,7 +151,7 @@ def attach_without_values(model: nn.Module, config: Any) -> nn.Module:
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which PEFT loads the factors for a weight of dtype `dtype`.
+    """Return the dtype in which PEFT loads the factors for a weight with the dtype `dtype`.
 
     This is the effect of `autocast_adapter_dtype`, which is True by default
     (peft/tuners/tuners_utils.py).
@@ -160,10 +160,10 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def saved_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the adapter's tensors and the base's tensors, both by the keys of PEFT's files.
+    """Return the adapter's tensors and the base model's tensors, by their keys in PEFT's files.
 
-    Such a file has tensors of the base if the vocabulary was resized, or if save_embedding_layers
-    was True.
+    A file of PEFT contains tensors of the base model if the vocabulary was resized, or if
+    save_embedding_layers was True.
     """
     from peft import get_peft_model_state_dict
 
@@ -174,9 +174,10 @@ def saved_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def with_prefix(keys: Iterable[str]) -> Mapping[str, str]:
-    """Map PEFT's key of each tensor, which has a prefix, to the tensor's key among `keys`.
+    """Map the key that PEFT gives to each tensor, with a prefix, to the tensor's key in `keys`.
 
-    `keys` are the keys of one file. A file that transformers wrote has keys without the prefix.
+    `keys` are the keys of one file. The keys of a file that transformers wrote have no prefix:
+    {"base_model.model.layers.0.lora_A.weight": "layers.0.lora_A.weight"}.
     """
     names = list(keys)
     prefix = "" if any(name.startswith(_PREFIX) for name in names) else _PREFIX

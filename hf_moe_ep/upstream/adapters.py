@@ -1,4 +1,4 @@
-"""PEFT: the modules and parameters of adapters, their products, and the tensors that PEFT saves.
+"""PEFT: find the modules, parameters and products of adapters, and the tensors that PEFT saves.
 
 The private names come from peft/peft_model.py, peft/tuners/tuners_utils.py,
 peft/tuners/lora/layer.py and peft/utils/save_and_load.py.
@@ -29,10 +29,11 @@ def wraps_for_adapters(module: nn.Module) -> bool:
 
 
 def returns_output_of_child(module: nn.Module) -> bool:
-    """Return True for PEFT's wrappers whose output is that of the module in them.
+    """Return True if `module` is a PEFT wrapper that returns the output of a module inside it.
 
-    They are ParamWrapper (peft/tuners/lora/layer.py), which changes a parameter while the module
-    runs, and ModulesToSaveWrapper (peft/utils/other.py), which calls one of its copies.
+    The two wrappers of this kind are ParamWrapper (peft/tuners/lora/layer.py), which changes a
+    parameter while the module inside runs, and ModulesToSaveWrapper (peft/utils/other.py), which
+    calls one of its copies of the module.
     """
     return bool(getattr(module, "parameter_name", None)) or hasattr(module, "original_module")
 
@@ -59,9 +60,9 @@ def learns_prompts(model: Any) -> bool:
 def adapter_names(
     model: Any, state_dict: dict[str, Tensor], save_embedding_layers: str | bool = "auto"
 ) -> list[str] | None:
-    """Return the names in `state_dict` that PEFT would save; None for a model without adapters.
+    """Return the names in `state_dict` that PEFT would save, or None for a model without adapters.
 
-    With "auto", PEFT reads files to decide if it saves embeddings too. Ranks may see different
+    With "auto", PEFT reads files to decide if embeddings are saved too. Ranks may see different
     files, so call this function on one rank, or pass True or False.
     """
     if not has_adapters(model):
@@ -76,8 +77,8 @@ def adapter_names(
 def counts_from_end_of_row(config: Any) -> bool:
     """Return True for the config of activated LoRA, which adapts the last tokens of each row.
 
-    PEFT counts these tokens in whole rows, before it calls the model. A layer then adapts as many
-    tokens from the end of those that it gets (peft/tuners/lora/variants.py).
+    Before PEFT calls the model, PEFT counts these tokens in each whole row. A layer then adapts the
+    same number of tokens at the end of its input (peft/tuners/lora/variants.py).
     """
     return bool(getattr(config, "alora_invocation_tokens", None))
 
@@ -85,9 +86,10 @@ def counts_from_end_of_row(config: Any) -> bool:
 def keys_of_adapters(
     model: Any, state_dict: Mapping[str, Tensor], save_embedding_layers: str | bool
 ) -> dict[str, dict[str, str]]:
-    """Map, for each adapter, the keys of PEFT's file to names in `state_dict`, in its order.
+    """Return, for each adapter, a dict that maps the keys of PEFT's file to names in `state_dict`.
 
-    The model has no prompts. Tensors that PEFT computes for the file are left out.
+    The dict has the order of `state_dict`, and lacks tensors that PEFT computes for the file. The
+    model must not learn prompts.
     """
     from peft import get_peft_model_state_dict
 
@@ -109,41 +111,41 @@ def keys_of_adapters(
 
 @contextmanager
 def saving_as(tensors_of_adapters: Mapping[str, Mapping[str, Tensor]]) -> Iterator[None]:
-    """Let PEFT save given tensors inside the block: for each adapter, the content of its file.
+    """Inside the block, make PEFT write `tensors_of_adapters[adapter]` to the adapter's file.
 
-    PEFT looks for the modules of adapters to find their tensors, and on rank 0 a model with several
-    pipeline stages has the modules of one stage (peft/utils/save_and_load.py).
+    PEFT finds the tensors of an adapter through the adapter's modules, but with several pipeline
+    stages rank 0 has only the modules of one stage (peft/utils/save_and_load.py).
     """
     import peft
     from peft import peft_model
 
-    def saved(model: Any, *args: Any, adapter_name: str = "default", **_: Any) -> dict[str, Tensor]:
+    def find(model: Any, *args: Any, adapter_name: str = "default", **_: Any) -> dict[str, Tensor]:
         return dict(tensors_of_adapters[adapter_name])
 
     name = "get_peft_model_state_dict"
-    with replaced(peft, name, saved), replaced(peft_model, name, saved):
+    with replaced(peft, name, find), replaced(peft_model, name, find):
         yield
 
 
 @contextmanager
 def canonical_modules(model: nn.Module) -> Iterator[None]:
-    """Make `model.named_modules()` return the names of the state dict, inside the block.
+    """Inside the block, make `model.named_modules()` return the names of the state dict.
 
     Activation checkpointing adds a component to module names, but not to the names of the state
-    dict. PEFT looks up module names in the state dict, to find the other tensors that it saves with
-    adapters (peft/utils/save_and_load.py).
+    dict. PEFT looks up module names in the state dict, to find the other tensors that are saved
+    with adapters (peft/utils/save_and_load.py).
     """
     original, is_replaced = model.named_modules, "named_modules" in vars(model)
 
-    def renamed(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+    def rename(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         return ((canonical_name(name), module) for name, module in original(*args, **kwargs))
 
-    setattr(model, "named_modules", renamed)  # noqa: B010  mypy: a method
+    setattr(model, "named_modules", rename)  # noqa: B010  mypy: a method
     try:
         yield
     finally:
         delattr(model, "named_modules")
-        if is_replaced:  # by sharding
+        if is_replaced:  # Sharding has replaced the method on the model before.
             setattr(model, "named_modules", original)  # noqa: B010  mypy: a method
 
 
@@ -155,7 +157,7 @@ class ParameterFactor:
         module: the stock experts module whose parameter is adapted.
         adapted: the name of the adapted parameter in this module.
         parameter: the factor's weight. With rank r, lora_A is (r * experts, in) and lora_B is
-            (out, r * experts). In a sharded model it has experts as the first dim.
+            (out, r * experts). In a sharded model both factors have the experts as first dim.
         is_b: True for lora_B.
         num_experts: the number of stacked experts.
     """
@@ -168,10 +170,10 @@ class ParameterFactor:
 
 
 def parameter_factors(model: nn.Module) -> Iterator[tuple[str, ParameterFactor]]:
-    """Yield (name, factor) for lora_A and lora_B of every adapter on a stacked parameter.
+    """Yield (name, factor) for the lora_A and the lora_B of every adapter on a stacked parameter.
 
-    A stacked parameter has three dims, or four in a sharded model if gate and up are two dims of
-    the parameter (`etp.py`).
+    A stacked parameter has three dims. In a sharded model it may have four, [E, 2, F, H] for
+    [E, 2F, H] (`etp.py`).
     """
     for prefix, wrapper in model.named_modules():
         adapted_name = getattr(wrapper, "parameter_name", None)
@@ -194,7 +196,7 @@ class LowRank:
         a, b: the factors (r, in) and (out, r). The factors of stacked experts are in PEFT's
             layout, or have the experts as their first dim.
         scale: PEFT's `scaling` of the adapter.
-        num_experts: the number of stacked experts; 0 if the parameter is not stacked.
+        num_experts: the number of stacked experts, or 0 if the parameter is not stacked.
         transposed: True if the parameter is stored transposed, as (in, out).
         casts_product: True if PEFT casts the product to the parameter's dtype before the addition.
     """
@@ -220,10 +222,10 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_unmerge(model: nn.Module) -> None:
-    """Let layers whose adapters are merged raise ValueError in `unmerge`; the model is sharded.
+    """Make `unmerge` raise ValueError in the layers of a sharded model whose adapters are merged.
 
     PEFT unmerges such layers in `unmerge_adapter`, in `set_adapter`, and in a forward with adapters
-    switched off. In a forward it would change gathered weights, which are lost afterwards.
+    switched off. In a forward PEFT would change gathered weights, which are freed afterwards.
     """
     for name, layer in adapter_layers(model):
         if getattr(layer, "merged", False):
@@ -241,7 +243,7 @@ def _raise_merged(name: str) -> None:
 def layer_replication(model: nn.Module) -> Any:
     """Return the `layer_replication` of an adapter's config (peft/tuners/lora/config.py), or None.
 
-    PEFT then copies layers, with adapters of their own around the same frozen weights.
+    PEFT then copies layers. The copies share the frozen weights, and each has its own adapters.
     """
     configs = (getattr(model, "peft_config", None) or {}).values()
     return next((r for c in configs if (r := getattr(c, "layer_replication", None))), None)
@@ -256,7 +258,7 @@ def check_mergeable(model: nn.Module) -> None:
     """Raise ValueError if an adapter is not a product of two factors, or is disabled.
 
     Only products can be merged during an export. While an adapter is disabled, the model computes
-    without its product, which merging would add to the weights.
+    without the adapter's product, but merging would add this product to the weights.
     """
     if not has_adapters(model) and not any(True for _ in adapter_layers(model)):
         return
@@ -284,7 +286,7 @@ def check_mergeable(model: nn.Module) -> None:
             kind = type(next(iter(variants.values()))).__name__
         elif any(getattr(module, "lora_bias", {}).values()):
             kind = "lora_bias"
-        elif not _adapted_parameter(module).is_floating_point():
+        elif not _get_adapted_parameter(module).is_floating_point():
             kind = "a quantized weight"
         if kind:
             raise ValueError(
@@ -294,15 +296,15 @@ def check_mergeable(model: nn.Module) -> None:
             )
 
 
-def _adapted_parameter(layer: Any) -> Tensor:
+def _get_adapted_parameter(layer: Any) -> Tensor:
     return getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
 
 
 def left_out_by_merging(model: nn.Module) -> set[str]:
     """Return the names in a model's state dict that do not exist after adapters are merged.
 
-    These are the names of the adapters' tensors. PEFT also stores several copies of a module in
-    modules_to_save; the names of all copies except the active copy are included.
+    These are the names of the adapters' tensors. PEFT also stores several copies of each module in
+    modules_to_save. The result includes the names of all copies except the active copy.
     """
     left_out: set[str] = set()
     for prefix, layer in adapter_layers(model):
@@ -346,7 +348,7 @@ def active_updates(model: nn.Module) -> Iterator[LowRank]:
 
 
 def updates_of(model: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[LowRank]]:
-    """Group `active_updates` by the `id` of the parameter; all parameters must be in `tensors`."""
+    """Group `active_updates` by the `id` of their parameters, which must all be in `tensors`."""
     updates: dict[int, list[LowRank]] = {}
     for update in active_updates(model):
         updates.setdefault(id(update.parameter), []).append(update)
@@ -356,7 +358,7 @@ def updates_of(model: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[Lo
 
 
 def _make_update(layer: Any, a: Tensor, b: Tensor, scale: float) -> LowRank:
-    parameter, num_experts, transposed = _adapted_parameter(layer), 0, False
+    parameter, num_experts, transposed = _get_adapted_parameter(layer), 0, False
     if parameter.ndim >= 3:
         num_experts, transposed = layer.num_experts, not layer._did_swap_in_out_features
     elif getattr(layer, "fan_in_fan_out", False):
@@ -365,7 +367,7 @@ def _make_update(layer: Any, a: Tensor, b: Tensor, scale: float) -> LowRank:
     return LowRank(parameter, a, b, scale, num_experts, transposed, casts)
 
 
-def unattachable_error(kind: str) -> ValueError:
+def make_unattachable_error(kind: str) -> ValueError:
     """Return the error for adapters that cannot be attached before the weights are read."""
     return ValueError(
         f"peft_config is {kind}; from_pretrained attaches adapters before it reads any weight, "
@@ -403,7 +405,7 @@ def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
         if reset is None:
             continue
         if len(module.lora_embedding_A):
-            raise unattachable_error(f"LoRA on embeddings ({canonical_name(name)})")
+            raise make_unattachable_error(f"LoRA on embeddings ({canonical_name(name)})")
         for adapter in module.lora_A:
             for factor in (module.lora_A[adapter], module.lora_B[adapter]):
                 factor.to_empty(device="cpu")
@@ -414,13 +416,13 @@ def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
 
 @contextmanager
 def factors_on_host() -> Iterator[None]:
-    """Let factors keep their values, inside the block, although their base is on meta.
+    """Let the factors of adapters keep their values, although the base model is on meta.
 
     PEFT initialises new factors on the host and then moves them to the device of the base, here to
-    meta. With low_cpu_mem_usage=True it does so again when the factors of a file are loaded. The
-    values before the last move are stored, and restored at the end of the block
-    (peft/tuners/tuners_utils.py, peft/tuners/lora/layer.py and model.py,
-    peft/utils/save_and_load.py).
+    meta. With low_cpu_mem_usage=True it moves them again when it loads the factors of a file.
+    Inside the block, the values are stored before each move. At the end of the block, the factors
+    on meta get the last stored values (peft/tuners/tuners_utils.py, peft/tuners/lora/layer.py and
+    model.py, peft/utils/save_and_load.py).
     """
     from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -441,9 +443,9 @@ def factors_on_host() -> Iterator[None]:
 
 @contextmanager
 def before_loaded_values(prepare: Callable[[], None]) -> Iterator[None]:
-    """Call `prepare` inside the block, before PEFT writes values of a file into an adapter.
+    """Inside the block, call `prepare` before PEFT copies the values of a file into an adapter.
 
-    `PeftModel.load_adapter` attaches the adapter first, and then calls the function that is wrapped
+    `PeftModel.load_adapter` first attaches the adapter, and then calls the function that is wrapped
     here (peft/peft_model.py).
     """
     from peft import peft_model
@@ -475,11 +477,11 @@ def _store_and_move(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Store the values of factors whose base is on meta, in the dtype of the base; then move them.
+    """Store the values of factors whose base is on meta, in the base's dtype, and call `move`.
 
-    PEFT's `_move_adapter_to_device_of_base_layer` is `move`.
+    `move` is PEFT's `_move_adapter_to_device_of_base_layer`.
     """
-    base = _adapted_parameter(layer)
+    base = _get_adapted_parameter(layer)
     for container in (getattr(layer, name, None) for name in layer.adapter_layer_names):
         if base.is_meta and isinstance(container, nn.ModuleDict) and adapter_name in container:
             module = container[adapter_name]
@@ -493,7 +495,7 @@ def adapter_parameters(model: nn.Module) -> set[int]:
     """Return the `id` of each parameter of every adapter, active or not.
 
     Parameters of adapters may have requires_grad=False, because `set_adapter` freezes inactive
-    adapters, which have trained values as well (peft/tuners/tuners_utils.py).
+    adapters. These have trained values as well (peft/tuners/tuners_utils.py).
     """
     factors = [
         getattr(module, name, None)
@@ -506,7 +508,7 @@ def adapter_parameters(model: nn.Module) -> set[int]:
 def restores_adapters_of_full_state() -> bool:
     """Return True if Accelerate loads adapters from a checkpoint of FULL_STATE_DICT.
 
-    Accelerate 1.13 passes all keys to PEFT, which ignores those that contain an adapter's name, and
-    loads nothing (`_set_model_state_dict` in accelerate/utils/fsdp_utils.py).
+    Accelerate 1.13 passes all keys to PEFT. PEFT ignores keys that contain an adapter's name, so
+    nothing is loaded (`_set_model_state_dict` in accelerate/utils/fsdp_utils.py).
     """
     return "full_state_dict" in inspect.getsource(fsdp_utils._set_model_state_dict)

@@ -1,4 +1,4 @@
-"""Transformers' attention and mask interfaces: call our function around a stock attention function.
+"""Call our function around a stock attention function, through transformers' interfaces.
 
 The private names come from transformers' modeling_utils.py and masking_utils.py.
 """
@@ -60,9 +60,9 @@ def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool 
 
 
 def builds_dense_masks(config: Any) -> bool:
-    """Return True if transformers builds masks of all queries and keys for a model of this config.
+    """Return True if transformers builds dense masks, of all queries and keys, for this config.
 
-    The config is None for a module without one.
+    `config` is None for a module that has no config.
     """
     return getattr(config, "_attn_implementation", None) in (_EAGER, "sdpa")
 
@@ -70,13 +70,13 @@ def builds_dense_masks(config: Any) -> bool:
 def config_with_own_masks(config: Any, build: Any) -> Any:
     """Return a view of `config`, for modules that build masks, that selects `build`.
 
-    The view has the same attributes as `config`, also those that are set later, except its
-    attention implementation. Transformers' functions for masks pass the config on to the mask
+    The view has the same attributes as `config`, including attributes that are set later, except
+    the attention implementation. Transformers' functions for masks pass the config on to the mask
     function of this implementation (masking_utils.py, create_causal_mask), which calls
     `build(stock mask function, **arguments)`.
 
-    While `build.applies()` is False, the view names the stock implementation too, because some
-    models compute something else if the name is not "sdpa".
+    While `build.applies()` is False, the view names the stock implementation, because some models
+    compute something else if the name is not "sdpa".
     """
     stock = config._attn_implementation
     name = f"{EXPERTS_IMPLEMENTATION}_rows_{stock}"
@@ -112,11 +112,11 @@ def check_attention(module: Any, model: Any = None, sizes: str = "sp_size") -> N
     The implementation must be registered in transformers' interface. "eager" is accepted only for a
     model that does not support sdpa, such as a model with attention sinks.
     """
-    stock = _stock_implementation(module)
+    stock = _get_stock_implementation(module)
     needs_eager = (
         stock == _EAGER
         and not getattr(model, "_supports_sdpa", True)
-        and _EAGER_FUNCTION in _globals_of_forward(module)
+        and _EAGER_FUNCTION in _get_forward_globals(module)
     )
     if not needs_eager and (stock not in ALL_ATTENTION_FUNCTIONS.valid_keys() or stock == _EAGER):
         raise ValueError(
@@ -148,19 +148,20 @@ def uses_flex_attention(module: Any) -> bool:
 def is_eager(module: Any) -> bool:
     """Return True if an attention module calls the eager function of its file.
 
-    This is also true if its config is `own_attention_config`, whose function calls that one.
+    This is also true if `own_attention_config` made the module's config: our function then calls
+    the eager function.
     """
-    return bool(_stock_implementation(module) == _EAGER)
+    return bool(_get_stock_implementation(module) == _EAGER)
 
 
-def _stock_implementation(module: Any) -> Any:
+def _get_stock_implementation(module: Any) -> Any:
     return getattr(module.config, _STOCK_CONFIG, module.config)._attn_implementation
 
 
 def flash_aligns_first_query(module: Any) -> bool:
-    """Return True if an installed flash attention aligns the first query with the first key.
+    """Return True if the installed flash attention aligns the first query with the first key.
 
-    All newer ones align the last query with the last key, if there are fewer queries than keys.
+    If there are fewer queries than keys, newer versions align the last query with the last key.
     """
     file = modeling_flash_attention_utils
     check = getattr(file, "flash_attn_supports_top_left_mask", None)
@@ -174,8 +175,8 @@ def stock_attention(module: nn.Module) -> Any:
     (transformers/integrations/flash_attention.py).
 
     Raises:
-        ValueError: another attention was chosen after `patch`, by `set_attn_implementation`. Masks
-            would be built for the new one.
+        ValueError: `set_attn_implementation` chose another attention after `patch`. transformers
+            would build masks for that attention.
     """
     config, wrapped = getattr(module.config, _STOCK_CONFIG), getattr(module.config, _WRAPPED_NAME)
     if config._attn_implementation != wrapped:
@@ -191,9 +192,9 @@ def stock_attention(module: nn.Module) -> Any:
 
 def _call_eager_of_file(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the eager attention function in the file that defines the module."""
-    return _globals_of_forward(module)[_EAGER_FUNCTION](module, *args, **kwargs)
+    return _get_forward_globals(module)[_EAGER_FUNCTION](module, *args, **kwargs)
 
 
-def _globals_of_forward(module: Any) -> dict[str, Any]:
+def _get_forward_globals(module: Any) -> dict[str, Any]:
     """Return the globals of the file that defines the module's forward."""
     return inspect.unwrap(type(module).forward).__globals__

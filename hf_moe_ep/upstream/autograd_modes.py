@@ -1,4 +1,4 @@
-"""Private functions of torch: a running backward, modes, hooks, views, asserts on the device.
+"""Call private functions of torch for backward, modes, hooks, views and asserts on the device.
 
 The private names come from torch/csrc/autograd/engine.cpp, torch/utils/_python_dispatch.py,
 torch/utils/checkpoint.py, torch/autograd/__init__.py, torch/csrc/autograd/init.cpp and
@@ -21,9 +21,9 @@ def backward_is_running() -> bool:
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Return True if a function replaces the tensors that autograd saves.
+    """Return True if hooks replace the tensors that autograd saves.
 
-    Non-reentrant activation checkpointing does so, and so does offloading activations to the host.
+    Non-reentrant activation checkpointing sets such hooks, and so does offloading of activations.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
@@ -31,8 +31,8 @@ def saved_tensors_are_hooked() -> bool:
 def hidden_from_modes() -> AbstractContextManager[Any]:
     """Return a context manager inside which no dispatch mode sees the operators.
 
-    Selective activation checkpointing, for example, has a mode that needs the same operators in
-    forward and in its recompute.
+    For example, selective activation checkpointing has a mode that needs to see the same operators
+    in the forward and in the recompute.
     """
     return _disable_current_modes()
 

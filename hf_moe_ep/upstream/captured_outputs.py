@@ -1,8 +1,8 @@
-"""transformers' collector of outputs, such as router logits, which hooks of modules fill.
+"""Read and switch off transformers' collector of outputs, such as router logits.
 
-The collector is a context variable, which torch.compile cannot read: each read breaks the graph.
-While transformers believes that a model is being compiled, the hooks read an ordinary attribute
-instead (transformers/utils/output_capturing.py).
+Hooks of modules fill the collector. It is a context variable, which torch.compile cannot read: each
+read breaks the graph. While transformers believes that a model is being compiled, the hooks read an
+ordinary attribute instead (transformers/utils/output_capturing.py).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How the forward of a causal language model uses its head and its loss function.
+"""Read in the code of a causal language model's forward how it uses the head and the loss function.
 
 Most forwards in transformers/models/*/modeling_*.py compute
 
     logits = self.lm_head(hidden_states)
     loss = self.loss_function(logits=logits, labels=labels, vocab_size=..., **kwargs)
 
-and return `logits=logits`. A few scale or cap the logits in between. `other_use_of_logits` tells
-them apart by reading the code of the forward. The loss function is `ForCausalLMLoss` of
-transformers/loss/loss_utils.py.
+and return `logits=logits`. A few forwards scale or cap the logits in between. For these forwards,
+`other_use_of_logits` returns the statement that uses the logits. The loss function is
+`ForCausalLMLoss` of transformers/loss/loss_utils.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOSS = "loss_function"
 
 
 def is_causal_loss(function: Any) -> bool:
-    """Return True for transformers' loss of causal language models."""
+    """Return True if `function` is transformers' loss of causal language models."""
     return function is ForCausalLMLoss
 
 
@@ -46,8 +46,8 @@ def other_use_of_logits(model: nn.Module, head_name: str) -> str:
 def passes_arguments_to_loss(model: nn.Module) -> bool:
     """Return False if the forward of a model does not pass its other arguments on to its loss.
 
-    Before transformers 5.23, the forwards of some vision-language models do not pass them on. The
-    result is True for a forward that cannot be read, or that computes its loss in another way.
+    Before transformers 5.23, the forwards of some vision-language models do not. The result is True
+    for a forward whose code cannot be read, or that computes its loss in another way.
     """
     *_, innermost = forward_functions(model)
     return _passes_arguments(innermost)
@@ -84,16 +84,16 @@ def _other_use(forward: Callable[..., Any], head_name: str) -> str:
     for node in ast.walk(tree):
         is_other = _is_attribute_of_self(node, head_name) and node is not calls[0].func
         if is_other and not _reads_dtype_of_weight(node, parents):
-            return _text(node, parents)
+            return _unparse_statement(node, parents)
     if len(calls[0].args) != 1 or calls[0].keywords:
-        return _text(calls[0], parents)
+        return _unparse_statement(calls[0], parents)
     value: ast.AST = calls[0]
     if _is_method_call(parents[value], "float"):
         value = parents[parents[value]]
     statement = parents[value]
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     if len(targets) != 1 or not isinstance(targets[0], ast.Name):
-        return _text(value, parents)
+        return _unparse_statement(value, parents)
     return _other_use_of_name(targets[0], tree, parents)
 
 
@@ -107,11 +107,11 @@ def _other_use_of_name(target: ast.Name, tree: ast.AST, parents: dict[ast.AST, a
         in_output = isinstance(holder, ast.keyword) and holder.arg == target.id
         call = parents[holder] if isinstance(holder, ast.keyword) else holder
         if not isinstance(call, ast.Call) or node is call.func:
-            return _text(node, parents)
+            return _unparse_statement(node, parents)
         if _is_attribute_of_self(call.func, _LOSS):
             reaches_loss = True
         elif not (in_output and isinstance(parents[call], ast.Return)):
-            return _text(node, parents)
+            return _unparse_statement(node, parents)
     return "" if reaches_loss else f"it does not pass {target.id} to self.{_LOSS}"
 
 
@@ -130,7 +130,7 @@ def _reads_dtype_of_weight(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bo
     return _is_method_call(weight, "weight") and _is_method_call(parents[weight], "dtype")
 
 
-def _text(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
+def _unparse_statement(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
     """Return the statement that contains a node as one line."""
     while not isinstance(node, ast.stmt):
         node = parents[node]

@@ -1,6 +1,6 @@
-"""Private functions of torch.distributed.checkpoint, for its files and its load planner.
+"""Call private functions of torch.distributed.checkpoint for its files and its load planner.
 
-They come from filesystem.py, default_planner.py and _traverse.py.
+The functions come from filesystem.py, default_planner.py and _traverse.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts read from the code of a module: the names that it uses, and the arguments of its forward.
+"""Read the code of a module: the names that the code uses, and the arguments of the forward.
 
 The code is in transformers/models/*/modeling_*.py. For example, a module that uses the
 attention interface contains the name `ALL_ATTENTION_FUNCTIONS`, and a decoder layer is a
@@ -41,7 +41,10 @@ def takes_argument(module: nn.Module, name: str) -> bool:
 
 
 def takes_one_argument(module: nn.Module) -> bool:
-    """Return True if the module's forward has a single argument without a default."""
+    """Return True if the module's forward takes one argument without a default, and no *args.
+
+    A forward that takes **kwargs, or needs a keyword-only argument, does not count.
+    """
     kind: Any = type(module)
     parameters = list(inspect.signature(inspect.unwrap(kind.forward)).parameters.values())[1:]
     needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -68,13 +71,13 @@ def _names_used(kind: Any) -> frozenset[str]:
             function = inspect.unwrap(attribute) if callable(attribute) else None
             code = getattr(function, "__code__", None)
             if code is not None:
-                names.update(name for inner in _with_inner(code) for name in inner.co_names)
+                names.update(name for inner in _iterate_inner(code) for name in inner.co_names)
     return frozenset(names)
 
 
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function and of the functions defined inside."""
+def _iterate_inner(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of all functions that are defined inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _with_inner(constant)
+            yield from _iterate_inner(constant)

@@ -1,4 +1,4 @@
-"""Functions of torch.compile, and the decorators of transformers around the forward of a layer.
+"""Inspect torch.compile, and transformers' decorators around the forward of a layer.
 
 The private names come from torch/_dynamo (exc.py, eval_frame.py, resume_execution.py, utils.py and
 config.py), and from transformers' modeling_layers.py and utils/deprecation.py.
@@ -26,14 +26,14 @@ def compile_arguments() -> list[str]:
 
 
 def is_compile_error(error: Exception) -> bool:
-    """Return True if torch.compile raised `error`, and not the function that it compiles."""
+    """Return True if torch.compile itself raised `error`, and not the compiled function."""
     return isinstance(error, TorchDynamoException)
 
 
 def has_given_up(compiled: Any, function: Any) -> bool:
     """Return True if `compiled`, torch.compile's result for `function`, runs without graphs.
 
-    torch.compile gives up a function that it cannot trace, and then runs this function as it is in
+    torch.compile gives up a function that it cannot trace, and then runs the function uncompiled in
     each call. The result is False if the user has switched compilation off (TORCH_COMPILE_DISABLE,
     set_stance).
     """
@@ -43,7 +43,7 @@ def has_given_up(compiled: Any, function: Any) -> bool:
 
 
 def count_untraced() -> int:
-    """Return how often torch.compile has run a function as it is, because it could not trace it."""
+    """Return how often torch.compile ran a function uncompiled, because it could not be traced."""
     frames = counters["frames"]
     return frames["total"] - frames["ok"]
 
@@ -55,7 +55,7 @@ def has_reached_limit(function: Any, limit: int | None) -> bool:
 
     Args:
         function: the function that torch.compile was called with.
-        limit: the argument `recompile_limit` of torch.compile; None stands for torch's default.
+        limit: the argument `recompile_limit` of torch.compile, or None for torch's default.
     """
     if limit is None:
         limit = config.recompile_limit
@@ -66,5 +66,5 @@ def has_reached_limit(function: Any, limit: int | None) -> bool:
 
 
 def is_wrapper_of_layers(function: Any) -> bool:
-    """Return True if a decorator of transformers made `function`, around the forward of a layer."""
+    """Return True if `function` is a wrapper of transformers around the forward of a layer."""
     return getattr(function, "__globals__", {}).get("__name__") in _DECORATORS

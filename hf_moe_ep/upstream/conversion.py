@@ -1,4 +1,4 @@
-"""Convert a model's tensors to those of a hub checkpoint, and match keys of old checkpoints.
+"""Convert a model's tensors to the tensors of a hub checkpoint, and match keys of old checkpoints.
 
 transformers defines the conversions and renamings. The private names come from
 core_model_loading.py (`revert_weight_conversion`, which save_pretrained calls; `WeightRenaming`,
@@ -30,7 +30,7 @@ _QUANTIZERS = "transformers.integrations."
 
 
 def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
-    """Convert a model's tensors to those that `save_pretrained` writes, with transformers' code.
+    """Convert a model's tensors to the tensors that `save_pretrained` writes.
 
     Args:
         model: the model. The conversions that loaded its weights are reversed. If there were none,
@@ -43,10 +43,10 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
     if not isinstance(stock, PreTrainedModel):
         return dict(tensors)
     conversions = list(getattr(stock, "_weight_conversions", None) or ())
-    if not conversions or any(map(_is_of_quantizer, conversions)):
+    if not conversions or any(map(_decodes_quantized_weights, conversions)):
         conversions = [
             conversion
-            for conversion in _conversions(stock, add_legacy=False)
+            for conversion in _find_conversions(stock, add_legacy=False)
             if not isinstance(conversion, PrefixChange)
         ]
     # Modules of the model may be wrapped, so transformers gets an object with stock names instead.
@@ -56,42 +56,41 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
     return revert_weight_conversion(stand_in, dict(tensors))
 
 
-def names_in_model(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Map keys of a checkpoint to the names that renamings in from_pretrained give them.
+def map_to_model_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
+    """Map keys of a checkpoint to the names that the renamings in from_pretrained give them.
 
-    The renamings include those for older checkpoints.
+    The renamings for older checkpoints are included.
     """
-    # Some renamings depend on the names that they were applied to before. Each call therefore
+    # Some renamings depend on the names to which they were applied before. Each call therefore
     # creates new renamings, and applies them in the order of from_pretrained.
     keys = sorted(keys, key=dot_natural_key)
     if not isinstance(model, PreTrainedModel):
         return {key: key for key in keys}
-    renamings = [c for c in _conversions(model) if isinstance(c, WeightRenaming)]
+    renamings = [c for c in _find_conversions(model) if isinstance(c, WeightRenaming)]
     return {key: rename_source_key(key, renamings, [])[0] for key in keys}
 
 
 def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
     """Map each of a checkpoint's `keys` to the key in `wanted` that names the same tensor.
 
-    Two keys name the same tensor if the renamings in from_pretrained, including those for older
-    checkpoints, turn both into the same name. The result has only the keys for which exactly one
-    key in `wanted` names the same tensor.
+    Two keys name the same tensor if `map_to_model_names` maps both to the same name. The result has
+    only the keys for which exactly one key in `wanted` names the same tensor.
     """
     if not isinstance(model, PreTrainedModel):
         return {}
     prefix = f"{model.base_model_prefix}."
 
     wanted_by_final: dict[str, list[str]] = {}
-    for name, final_name in names_in_model(model, wanted).items():
+    for name, final_name in map_to_model_names(model, wanted).items():
         wanted_by_final.setdefault(final_name.removeprefix(prefix), []).append(name)
     matches = {
         key: wanted_by_final.get(final_name.removeprefix(prefix), [])
-        for key, final_name in names_in_model(model, keys).items()
+        for key, final_name in map_to_model_names(model, keys).items()
     }
     return {key: names[0] for key, names in matches.items() if len(names) == 1}
 
 
-def _is_of_quantizer(conversion: Any) -> bool:
+def _decodes_quantized_weights(conversion: Any) -> bool:
     """Return True if a conversion decodes quantized weights.
 
     The reverse of such a conversion is not suitable for saving: it writes decoded weights under the
@@ -102,7 +101,7 @@ def _is_of_quantizer(conversion: Any) -> bool:
     return any(type(x).__module__.startswith(_QUANTIZERS) for x in operations)
 
 
-def _conversions(model: PreTrainedModel, **options: Any) -> list[Any]:
+def _find_conversions(model: PreTrainedModel, **options: Any) -> list[Any]:
     """Return the conversions of a model whose modules may be wrapped or sharded.
 
     transformers finds conversions by the classes and names of modules, but FSDP2 replaces the
@@ -111,7 +110,7 @@ def _conversions(model: PreTrainedModel, **options: Any) -> list[Any]:
     stand_in = SimpleNamespace(
         base_model_prefix=model.base_model_prefix,
         named_modules=lambda: [
-            (stock_name(name), _config_holder(module))
+            (stock_name(name), _make_config_holder(module))
             for name, module in model.named_modules()
             if isinstance(module, PreTrainedModel)
         ],
@@ -119,8 +118,8 @@ def _conversions(model: PreTrainedModel, **options: Any) -> list[Any]:
     return get_model_conversion_mapping(stand_in, **options)
 
 
-def _config_holder(module: PreTrainedModel) -> PreTrainedModel:
-    """Return an object of the module's stock class that has only the module's config."""
+def _make_config_holder(module: PreTrainedModel) -> PreTrainedModel:
+    """Make an object of the module's stock class that has only the module's config."""
     holder: Any = object.__new__(stock_class(type(module)))
     holder.__dict__["config"] = module.config
     assert isinstance(holder, PreTrainedModel)

@@ -1,4 +1,4 @@
-"""Dispatch modes, which see every operator that runs, and fake tensors, which have no memory.
+"""Make dispatch modes, which see every operator that runs, and fake tensors, which have no memory.
 
 The private names come from torch/utils/_python_dispatch.py (modes), torch/utils/_pytree.py (nested
 values), torch/csrc/Storage.cpp (the identity of a storage), torch/_subclasses/fake_tensor.py (fake
@@ -27,13 +27,13 @@ from hf_moe_ep.upstream.autograd_modes import hidden_from_modes
 
 # A subclass defines `__torch_dispatch__`, which is called for every operator inside the mode.
 OperatorMode = TorchDispatchMode
-# What torch raises if a program needs the values of a fake tensor, which has none: as numbers, or
-# for the shape of a result.
+# The errors that torch raises if a program needs values of a fake tensor: the first if it needs a
+# number (`item`), the second if the shape of a result depends on the values (`nonzero`).
 NoValue = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Return a mode inside which operators create fake tensors, from fake or real inputs."""
+    """Return a mode inside which operators create fake tensors. Inputs may be fake or real."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -71,7 +71,7 @@ def replace_in(values: Any, kind: type, function: Callable[[Any], Any]) -> Any:
 
 
 def without_memory(kind: Any) -> Any:
-    """Make a tensor of a subclass that has no elements, and that operators cannot read.
+    """Make a tensor of the subclass `kind` without elements and without memory.
 
     `kind` needs a method __torch_dispatch__. The tensor requires a gradient where gradients are
     enabled, so code that gives it to an autograd function fails in backward.

@@ -1,6 +1,7 @@
-"""Transformers' experts interface (integrations/moe.py): one forward for all experts of a layer.
+"""Use transformers' experts interface, in which one forward computes all experts of a layer.
 
 The functions register our forward, select it in a config, and read the layout of an experts module.
+The interface is defined in transformers/integrations/moe.py.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ def register_experts_forward(forward: Callable[..., Any]) -> None:
 def refuse_experts_implementation(model: Any, implementation: str | dict[str, str]) -> None:
     """Handle a call of `set_experts_implementation` on a patched model.
 
-    Users call this method with one name, which would have no effect on patched experts, because
-    patched experts have a config of their own. `generate` calls the method with a dict, to select
-    another stock implementation until `generate` returns (transformers/generation/utils.py). The
-    call by `generate` is passed on to stock's method, and so is a name that no user has chosen.
+    Users call this method with one name. The name would have no effect on patched experts, because
+    they have a config of their own. `generate` calls the method with a dict, to select another
+    stock implementation until `generate` returns (transformers/generation/utils.py). The call by
+    `generate` is passed on to stock's method, and so is a name that no user has chosen.
 
     Raises:
-        ValueError: `implementation` is one name, which a user has chosen.
+        ValueError: `implementation` is one name, and a user has chosen it.
     """
     if isinstance(implementation, str) and not chooses_no_experts(implementation):
         raise ValueError(
@@ -55,9 +56,9 @@ def is_experts_module(module: nn.Module) -> bool:
 
 
 def is_experts_class_of_liger(module: nn.Module) -> bool:
-    """Return True if `module` is of Liger's class of stacked experts, which replaces stock's.
+    """Return True if `module` is a LigerExperts, Liger's replacement for stock's stacked experts.
 
-    The class is LigerExperts in liger_kernel/transformers/swiglu.py.
+    The class is defined in liger_kernel/transformers/swiglu.py.
     """
     return belongs_to_liger(type(module)) and hasattr(module, "gate_up_proj")
 
@@ -66,7 +67,7 @@ def is_experts_class_of_liger(module: nn.Module) -> bool:
 class ExpertsFlags:
     """The flags that `use_experts_implementation` sets on an experts module (integrations/moe.py).
 
-    The flags describe the layout of the module's weights, and its formula.
+    The flags describe the layout of the module's weights and the formula of an expert.
     """
 
     is_transposed: bool = False
@@ -77,7 +78,7 @@ class ExpertsFlags:
 
 
 def experts_flags(module: nn.Module) -> ExpertsFlags:
-    """Return the flags of an experts module; a missing flag is False."""
+    """Return the flags of an experts module. A missing flag is False."""
     if is_experts_class_of_liger(module):
         return ExpertsFlags(is_concatenated=True, has_gate=True)
     names = [field.name for field in fields(ExpertsFlags)]
@@ -90,28 +91,29 @@ def hides_transposition(module: nn.Module) -> bool:
 
     PEFT reads `is_transposed` to decide which factor of an adapter is which
     (peft/tuners/lora/layer.py, ParamWrapper.update_layer). Stock experts outside of the interface
-    have no such attribute, so the modules that replace them (`moe/stacked.py`) have another one.
+    have no such attribute, so the modules that replace them (`moe/stacked.py`) have another
+    attribute.
     """
     return bool(getattr(module, "stores_transposed", False))
 
 
 def post_expert_norm(module: nn.Module) -> nn.Module | None:
-    """Return the norm after the experts, one module for all experts of a layer, or None."""
+    """Return the norm that follows the experts, or None. All experts of a layer share the norm."""
     return getattr(module, "post_expert_norm", None)
 
 
 def experts_gate(module: Any) -> Callable[[Tensor], Tensor]:
     """Return the function that turns an expert's pre-activations into the input of down_proj.
 
-    This is the gate of the module, or the activation function of a module without a gate. Liger's
-    experts always compute SwiGLU.
+    The function is the gate of the module, or the activation function of a module without a gate.
+    Liger's experts always compute SwiGLU.
     """
     if is_experts_class_of_liger(module):
-        return _swiglu
+        return _apply_swiglu
     return module._apply_gate if module.has_gate else module.act_fn
 
 
-def _swiglu(pre_AG: Tensor) -> Tensor:
+def _apply_swiglu(pre_AG: Tensor) -> Tensor:
     gate, up = pre_AG.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
@@ -119,7 +121,7 @@ def _swiglu(pre_AG: Tensor) -> Tensor:
 def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
     """Return two sets of numbers: candidates for the alpha and for the limit of a clamped gate.
 
-    Models store these two constants under different names.
+    Different models store the two constants under different names.
     """
 
     def numbers(*names: str) -> set[float]:
@@ -130,7 +132,7 @@ def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
 
 
 def experts_gate_caps(module: nn.Module) -> set[float]:
-    """Return the numbers that may be the soft caps of a gate: `softcap` of modules inside."""
+    """Return candidates for the soft caps of a gate: each `softcap` of a module or submodule."""
     caps = (vars(inner).get("softcap") for inner in module.modules())
     return {float(cap) for cap in caps if cap is not None}
 
@@ -138,7 +140,7 @@ def experts_gate_caps(module: nn.Module) -> set[float]:
 def own_experts_config(config: Any, implementation: str) -> Any:
     """Return a copy of `config`, for experts modules only, that selects `implementation`.
 
-    The original is not changed, because other models may share it and because it is saved as
+    `config` itself is not changed, because other models may share it and because it is saved as
     `model.config`.
     """
     experts_config = copy.copy(config)

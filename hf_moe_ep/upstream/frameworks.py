@@ -1,9 +1,9 @@
-"""Training frameworks that call the Trainer: axolotl, ms-swift, LLaMA-Factory and TRL's commands.
+"""Adapt to frameworks that call the Trainer: axolotl, ms-swift, LLaMA-Factory and TRL's commands.
 
-The functions look for a framework among the imported modules, and import none. Most of them choose
-the words of errors, because the users of such a framework write a YAML file or options and no
-Python. The names come from the frameworks' own options, and from swift/sequence_parallel/ and
-swift/dataloader/.
+The functions look for a framework among the imported modules, and never import one. Most of them
+choose the words of errors, because the users of such a framework write a YAML file or options
+instead of Python. The names come from the frameworks' own options, and from
+swift/sequence_parallel/ and swift/dataloader/.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from hf_moe_ep.upstream.requirements import installed_version
 
 @dataclass(frozen=True)
 class _Framework:
-    """A framework as its users know it.
+    """A framework, and the options with which its users ask for a feature.
 
     Attributes:
         name: the name of the framework.
         module: the module that is imported if the framework runs.
         to_shard: a sentence that tells users how to ask for FSDP2.
         sizes: the framework's option for each size of Accelerate's ParallelismConfig.
-        all_logits: tells users how to ask for the logits of all tokens; "" if they always get them.
-        experts: names the options that choose an implementation of experts; "" if there are none.
+        all_logits: tells users how to ask for the logits of all tokens, or "" if they always get
+            these logits.
+        experts: names the options that choose an implementation of experts, or "" without options.
         package: the name of the installed package.
-        tested: the oldest version that `make test-trainers` has run; "" if setup.cfg has a range.
+        tested: the oldest version that `make test-trainers` has run, or "" if setup.cfg has a
+            range.
     """
 
     name: str
@@ -87,14 +89,14 @@ _GENERAL = (
 
 
 def how_to_shard() -> str:
-    """Return a sentence about the option with which the running framework shards by FSDP2."""
-    framework = _running()
+    """Return a sentence that tells users of the running framework how to ask for FSDP2."""
+    framework = _find_running()
     return _GENERAL if framework is None else f"{framework.name}: {framework.to_shard}"
 
 
 def problem_of_version() -> str:
     """Return a sentence if the running framework is older than the tested versions, else ""."""
-    framework = _running()
+    framework = _find_running()
     if framework is None or not framework.tested:
         return ""
     found = installed_version(framework.package)
@@ -108,7 +110,7 @@ def problem_of_version() -> str:
 
 def how_to_keep_all_logits() -> str:
     """Return how to call a model without `logits_to_keep`, in the running framework's words."""
-    framework = _running()
+    framework = _find_running()
     if framework is None or not framework.all_logits:
         return "leave logits_to_keep out"
     return f"{framework.name}: {framework.all_logits}"
@@ -116,37 +118,38 @@ def how_to_keep_all_logits() -> str:
 
 def how_to_compute_experts() -> str:
     """Return how to leave the experts to hf_moe_ep, in the running framework's words."""
-    framework = _running()
+    framework = _find_running()
     if framework is None or not framework.experts:
         return "use patch(model, experts_backend=...), or call unpatch(model) first"
     return f"{framework.name}: leave {framework.experts} out of the YAML file"
 
 
 def chooses_no_experts(implementation: str) -> bool:
-    """Return True if the running framework passes `implementation` where users chose none.
+    """Return True if the running framework passes `implementation` although the user chose none.
 
-    axolotl's plugin for kernels then sets "eager" (axolotl/integrations/kernels/args.py), and the
-    loader passes the value to the model (axolotl/loaders/model.py).
+    In this case axolotl's plugin for kernels sets "eager" (axolotl/integrations/kernels/args.py),
+    and the loader passes the value to the model (axolotl/loaders/model.py).
     """
-    framework = _running()
+    framework = _find_running()
     return implementation == "eager" and framework is not None and bool(framework.experts)
 
 
 def has_option_of_size(name: str) -> bool:
-    """Return True if the running framework has an option of its own for a size.
+    """Return True if the running framework has an option of its own for the size `name`.
 
-    axolotl then splits sequences itself.
+    If a user has set axolotl's option, axolotl splits sequences itself.
     """
-    framework = _running()
+    framework = _find_running()
     return framework is not None and name in framework.sizes
 
 
 def option_of_size(name: str) -> str:
-    """Return the framework's option for a size of Accelerate's ParallelismConfig.
+    """Return the beginning of a sentence that names the option for a size of ParallelismConfig.
 
-    Without a framework, or if it has no such option, this is the size in the launch config.
+    This is the running framework's own option. Without a framework, or if it has no such option,
+    the sentence names the launch config.
     """
-    framework = _running()
+    framework = _find_running()
     if framework is None or name not in framework.sizes:
         return f"the launch config's parallelism_config has {name}"
     return f"{framework.name} was given {framework.sizes[name]}"
@@ -185,7 +188,7 @@ def check_reads_no_logits(trainer: Any) -> None:
 def multiplies_by_processes(trainer: Any, num_items: Any) -> bool:
     """Return True if ms-swift multiplies a loss by the number of processes.
 
-    It does so if the loss was divided by the number of tokens of all ranks
+    ms-swift does this if the loss was divided by the number of tokens of all ranks
     (swift/trainers/seq2seq_trainer.py).
     """
     averages = getattr(trainer.args, "average_tokens_across_devices", False)
@@ -195,11 +198,12 @@ def multiplies_by_processes(trainer: Any, num_items: Any) -> bool:
 def split_over_data_ranks(loader: Any, ranks_per_batch: int) -> None:
     """Let `ranks_per_batch` consecutive ranks draw the same samples from a loader of ms-swift.
 
-    ms-swift's sampler does so for the ranks of a tensor-parallel group, whose size it takes from a
-    DeepSpeed config (swift/dataloader/shard.py).
+    ms-swift's sampler draws the same samples for the ranks of a tensor-parallel group. The sampler
+    takes the size of this group from a DeepSpeed config (swift/dataloader/shard.py), and this
+    function replaces the size.
 
     Raises:
-        ValueError: the loader reads a stream and sends each rank a batch of its own
+        ValueError: the loader reads a stream and sends each rank another batch
             (swift/dataloader/dispatcher.py).
     """
     sampler: Any = getattr(loader, "batch_sampler", None)
@@ -214,5 +218,5 @@ def split_over_data_ranks(loader: Any, ranks_per_batch: int) -> None:
     sampler.total_samples = len(loader.dataset) // sampler.world_size
 
 
-def _running() -> _Framework | None:
+def _find_running() -> _Framework | None:
     return next((entry for entry in _FRAMEWORKS if entry.module in sys.modules), None)

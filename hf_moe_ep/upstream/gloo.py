@@ -37,13 +37,13 @@ def one_worker_thread() -> Iterator[None]:
     if not dist.is_gloo_available():
         yield
         return
-    ours = _with_one_worker(_c10d.ProcessGroupGloo)
+    ours = _make_one_worker_class(_c10d.ProcessGroupGloo)
     with replaced(_c10d, "ProcessGroupGloo", ours):
         yield
 
 
-def _with_one_worker(stock: Any) -> Any:
-    """Return a subclass of `stock`, because torch calls isinstance(group, ProcessGroupGloo)."""
+def _make_one_worker_class(stock: Any) -> Any:
+    """Make a subclass of `stock`, because torch calls isinstance(group, ProcessGroupGloo)."""
 
     class OneWorkerGloo(stock):
         def __init__(
@@ -55,7 +55,7 @@ def _with_one_worker(stock: Any) -> Any:
             **more_options: Any,
         ) -> None:
             options = stock._Options()
-            options._devices = _devices(stock)
+            options._devices = _list_devices(stock)
             options._threads = 1
             if timeout is not None:
                 options._timeout = timeout
@@ -67,8 +67,8 @@ def _with_one_worker(stock: Any) -> Any:
     return OneWorkerGloo
 
 
-def _devices(stock: Any) -> list[Any]:
-    """Return the network devices of GLOO_SOCKET_IFNAME or, if it is not set, torch's default."""
+def _list_devices(stock: Any) -> list[Any]:
+    """List the network devices in GLOO_SOCKET_IFNAME or, if it is empty, torch's default device."""
     interfaces = gloo_interfaces()
     if not interfaces:
         return [stock.create_default_device()]

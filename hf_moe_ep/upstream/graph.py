@@ -1,4 +1,4 @@
-"""The parameters that the autograd graph of a tensor reaches, and tensors in nested values.
+"""Find the parameters that the autograd graph of a tensor reaches, and tensors in nested values.
 
 The private names come from torch/autograd/graph.py and torch/utils/checkpoint.py.
 """
@@ -18,7 +18,7 @@ def reached_parameters(
 ) -> tuple[set[int], set[int]]:
     """Return the ids of the `candidates` that get, and that may get, a gradient from `tensors`.
 
-    The candidates of the first set get a gradient in a backward of `tensors`. The candidates of the
+    The candidates in the first set get a gradient in a backward of `tensors`. The candidates in the
     second set may get a gradient, because they may be used inside a reentrant checkpoint, whose
     graph does not exist before backward. If the checkpointed function consists of modules, the
     second set has the candidates in these modules, otherwise all candidates.
@@ -38,31 +38,33 @@ def reached_parameters(
             reached.add(id(variable))
         function = getattr(node, "run_function", None)
         if function is not None:
-            modules = list(_modules_in(function))
+            modules = list(_find_modules(function))
             parameters = {id(parameter) for module in modules for parameter in module.parameters()}
             hidden |= parameters if modules else candidate_ids
         stack += [next_node for next_node, _ in node.next_functions]
     return reached & candidate_ids, (hidden & candidate_ids) - reached
 
 
-def _modules_in(function: Any) -> Iterator[nn.Module]:
+def _find_modules(function: Any) -> Iterator[nn.Module]:
     """Yield the modules of a callable: a module, the owner of a method, arguments of a partial.
 
-    transformers checkpoints `partial(forward, module, ...)`, before 5.23 a partial of a method.
+    transformers checkpoints `partial(forward, module, ...)`. Before 5.23 it checkpointed a partial
+    of a method.
     """
     if isinstance(function, nn.Module):
         yield function
     elif isinstance(function, partial):
         for value in (function.func, *function.args, *function.keywords.values()):
-            yield from _modules_in(value)
+            yield from _find_modules(value)
     elif isinstance(function, MethodType):
-        yield from _modules_in(function.__self__)
+        yield from _find_modules(function.__self__)
 
 
 def tensors_in(values: Any) -> list[Tensor]:
     """List the tensors in nested lists, tuples and dicts, from first to last.
 
-    Modes call this function for every operator. torch's `tree_leaves` takes three times as long.
+    Dispatch modes call this function for every operator, and torch's `tree_leaves` would take three
+    times as long.
     """
     tensors: list[Tensor] = []
     _collect_tensors(values, tensors)
@@ -81,7 +83,7 @@ def _collect_tensors(value: Any, tensors: list[Tensor]) -> None:
 
 
 def with_tensors(values: Any, new_tensors: dict[int, Tensor]) -> Any:
-    """Replace tensors in nested `values`. `new_tensors` maps the id of an old to a new tensor."""
+    """Replace each tensor x in nested `values` by `new_tensors[id(x)]`, if this entry exists."""
     if isinstance(values, Tensor):
         return new_tensors.get(id(values), values)
     if type(values) is dict:

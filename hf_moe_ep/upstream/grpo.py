@@ -1,4 +1,4 @@
-"""Methods of TRL's GRPO trainer, and its rollout engine.
+"""Replace methods of TRL's GRPO trainer, and read the outputs of its rollout engine.
 
 The private names come from trl/trainer/grpo_trainer.py, trl/generation/vllm_generation.py (the
 attribute `llm`, this process's vllm.LLM) and vllm/outputs.py (the outputs of the engine).
@@ -14,7 +14,7 @@ import numpy as np
 import torch.distributed as dist
 
 # The methods that generate and score a batch, compute the log-probabilities of tokens, and compute
-# the loss of a micro-batch.
+# the loss of a micro-batch, in this order.
 GRPO = (
     "_generate_and_score_completions",
     "_get_per_token_logps_and_entropies",
@@ -30,12 +30,12 @@ def engine_of(trainer: Any) -> Any:
 
 
 def routes_of_engine(trainer: Any, outputs: Sequence[Any]) -> list[Any] | None:
-    """Return the routes of each sample of this rank; None if the engine does not return routes.
+    """Return the routes of each sample of this rank, or None if the engine returns no routes.
 
     vLLM returns one array for a prompt and its completion. vLLM 0.21 returns two arrays: one for
     the prompt, which all samples of the prompt share, and one for the completion. If several ranks
-    share an engine (`vllm_tensor_parallel_size`), each rank receives the samples of all of them,
-    and takes its own share.
+    share an engine (`vllm_tensor_parallel_size`), each rank receives the samples of all these
+    ranks, and this function returns the routes of the rank's own samples.
     """
     arrays: list[Any] = []
     for output in outputs:

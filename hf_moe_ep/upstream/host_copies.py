@@ -1,4 +1,4 @@
-"""The copies between host and device that FSDP2 makes with CPUOffloadPolicy.
+"""Intercept the copies between host and device that FSDP2 makes with CPUOffloadPolicy.
 
 The private names come from torch/distributed/fsdp/_fully_shard/_fsdp_param.py and
 _fsdp_collectives.py.
@@ -22,10 +22,10 @@ _TO_HOST = {"all_gather_inputs": False, "foreach_reduce": True}
 
 @contextmanager
 def host_copies(copy: Callable[[Tensor, bool], Tensor]) -> Iterator[None]:
-    """Make FSDP2 call `copy(x, to_host)` for its copies between host and device, inside the block.
+    """Inside the block, make FSDP2 call `copy(x, to_host)` for its copies between host and device.
 
-    On a CPU rank FSDP2's own calls would copy nothing, because host and device are the same. The
-    block replaces `Tensor.to`, because a `TorchFunctionMode` does not see calls during backward.
+    On a CPU rank FSDP2's own calls would copy nothing, because host and device are the same. This
+    function replaces `Tensor.to`, because a `TorchFunctionMode` does not see calls during backward.
     """
     stock = Tensor.to
 

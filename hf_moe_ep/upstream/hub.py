@@ -37,7 +37,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from hf_moe_ep.config import ParallelConfig, suggestion
 from hf_moe_ep.plan import MTP_HEAD
 from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.conversion import names_in_model
+from hf_moe_ep.upstream.conversion import map_to_model_names
 from hf_moe_ep.upstream.module_names import stock_name, without_copies
 from hf_moe_ep.upstream.named_weights import FIELD, named_weights
 
@@ -46,7 +46,7 @@ _PATH = re.compile(r"[/.~]|.*/.*/|.*/$")
 _SHARDS = "; leave it out: each rank reads only its own shards, to its own device"
 _EXPERTS = "; experts_dtype='nf4' or 'fp8' quantises frozen experts under LoRA"
 _VARIANT = "; load these weights with transformers' from_pretrained, and patch the model"
-# What to do instead of passing an option that only stock's from_pretrained has.
+# Hints for options that only stock's from_pretrained has. Errors end with them.
 _ONLY_IN_STOCK = {
     "device_map": _SHARDS,
     "low_cpu_mem_usage": _SHARDS,
@@ -77,14 +77,15 @@ _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 # The additional chat templates of a tokenizer, as transformers saves them.
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# The base class of the HTTP library's errors, which include errors of the connection. The name of
-# that library depends on the version of huggingface_hub (httpx, httpx2).
+# The base class of the HTTP library's errors, including errors of the connection. The library is
+# httpx or httpx2, depending on the version of huggingface_hub.
 _HTTPError: Any = HfHubHTTPError.__bases__[0]
 _ANSWER_SECONDS = 8.0
-# Fields of a config with the number of layers for multi-token prediction behind the last layer.
+# Fields of a config with the number of layers for multi-token prediction. These layers follow the
+# last decoder layer.
 _MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
-# The ends of the names of buffers that models compute, and stock's patterns for checkpoints that
-# contain such buffers.
+# Buffers that models compute, but that old checkpoints contain: the end of a buffer's name, and
+# stock's pattern for the keys of such buffers in checkpoints.
 _OLD_BUFFERS = {
     "rotary_emb.inv_freq": r"rotary_emb\.inv_freq",
     "position_ids": r"(^|\.)position_ids$",
@@ -116,7 +117,7 @@ def local_folder(
         options: the result of `download_options`.
         after_another: True if another process of this machine has downloaded the model. The cache
             is then read without a request to the hub. If the model is not in the cache, the two
-            processes have different caches, and the model is downloaded.
+            processes have different caches, so the model is downloaded.
 
     Raises:
         ValueError: `name_or_dir` is a path where no folder exists; the hub does not know the name;
@@ -158,13 +159,14 @@ def _download(name: str, subfolder: str, kwargs: dict[str, Any]) -> Path:
     # the branch has a newer one by then.
     if _COMMIT.fullmatch(Path(folder).name):
         kwargs = kwargs | {"revision": Path(folder).name}
-    weights = [f"{top}{glob.escape(file)}" for file in _weight_files(Path(folder, subfolder))]
+    names = _list_weight_files(Path(folder, subfolder))
+    weights = [f"{top}{glob.escape(file)}" for file in names]
     folder = snapshot_download(name, allow_patterns=[*weights, f"{top}{_TEMPLATES}"], **kwargs)
     return Path(folder, subfolder)
 
 
 def why_unreachable(name: str, file: str) -> str | None:
-    """Return the reason why a file of a model cannot be downloaded now, or None if it can.
+    """Return the reason why a file of a model cannot be downloaded now, or None if it can be.
 
     This function asks the hub once, and returns within 8 seconds. Without a network,
     `hf_hub_download` takes 23 seconds, because it tries seven times
@@ -192,10 +194,10 @@ def why_unreachable(name: str, file: str) -> str | None:
     return None
 
 
-def _weight_files(folder: Path) -> list[str]:
+def _list_weight_files(folder: Path) -> list[str]:
     """List the weight files that the config or the index in a folder names.
 
-    Without both, the list has model.safetensors.
+    If neither of the two names a file, the list has model.safetensors.
     """
     named = named_weights(folder)
     if named is not None and not (named.endswith(".json") and (folder / named).is_file()):
@@ -230,11 +232,13 @@ def read_object(path: Path) -> dict[str, Any]:
 def empty_model(
     folder: Path, model_class: Any, find_dtype: Callable[[], torch.dtype], options: dict[str, Any]
 ) -> Any:
-    """Build the model that a folder's config describes: parameters on meta, buffers with values.
+    """Build the model that a folder's config describes. Only its buffers have values.
+
+    The parameters are on the meta device.
 
     Args:
         folder: the folder of `config.json`.
-        model_class: a model class or Auto class; None takes the class that the config names.
+        model_class: a model class or Auto class, or None for the class that the config names.
         find_dtype: returns the dtype of the model if neither `options` nor the config has a dtype.
         options: options of the config and of `PreTrainedModel._from_config` (modeling_utils.py).
 
@@ -273,7 +277,7 @@ def empty_model(
         )
     if model_class is None:
         names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
-        auto_class = _auto_class_of(config, names[0])
+        auto_class = _find_auto_class(config, names[0])
         model_class = getattr(
             transformers, auto_class if trusted and auto_class else names[0], None
         )
@@ -287,7 +291,7 @@ def empty_model(
     if dtype in ("auto", None):
         dtype = getattr(config, "dtype", None) or find_dtype()
     elif isinstance(dtype, str):
-        dtype = _dtype_named(dtype)
+        dtype = _parse_dtype(dtype)
     # As in stock, a text model gets the text part of a composite config.
     text_class = config.sub_configs.get("text_config")
     if text_class is not None and getattr(model_class, "config_class", None) is text_class:
@@ -303,8 +307,8 @@ def empty_model(
     return model
 
 
-def _auto_class_of(config: Any, name: str) -> str | None:
-    """Return the Auto class through which the code in a model's folder defines the class `name`."""
+def _find_auto_class(config: Any, name: str) -> str | None:
+    """Return the Auto class that `auto_map` maps to the model's own class `name`, or None."""
     auto_map: dict[str, Any] = getattr(config, "auto_map", None) or {}
     return next((auto for auto, code in auto_map.items() if str(code).endswith(f".{name}")), None)
 
@@ -333,7 +337,8 @@ def initialise(model: Any, module: nn.Module) -> None:
 def kept_in_fp32(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
     """Return patterns of the tensors that stock keeps in fp32 in a model of `dtype`.
 
-    The patterns are searched in names (modeling_utils.py). A model of no stock class has none.
+    The patterns are searched in names (modeling_utils.py). A model whose class is not from
+    transformers has no patterns.
     """
     find_plan = getattr(without_adapters(model), "_get_dtype_plan", None)
     plan: dict[str, torch.dtype] = {} if find_plan is None else find_plan(dtype)
@@ -351,9 +356,9 @@ def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
 def folders_of_loaded(model: Any) -> list[Path]:
     """List the folders from which stock's from_pretrained can have loaded a model.
 
-    The name of a local folder is in the config. For a model of the hub, transformers 5.24 does not
-    keep the commit, so all commits in the cache are listed; nothing is downloaded. The list is
-    empty if the model was not loaded by from_pretrained, which sets `_weight_conversions`
+    The config has the name of a local folder. For a model of the hub, transformers 5.24 does not
+    keep the commit, so the list has all commits in the cache, and nothing is downloaded. The list
+    is empty if the model was not loaded by from_pretrained, which sets `_weight_conversions`
     (core_model_loading.py). If from_pretrained decodes quantized weights, it deletes this attribute
     again and sets `is_quantized` to False (quantizers/base.py).
 
@@ -381,9 +386,9 @@ def folders_of_loaded(model: Any) -> list[Path]:
 def save_code(kind: Any, config: Any, folder: Path) -> None:
     """Save the Python files of a model class that was loaded with `trust_remote_code=True`.
 
-    As in stock's save_pretrained, the files that define the class are copied into `folder`, and
-    `auto_map` of the config names the class in them (transformers/dynamic_module_utils.py). For a
-    class of transformers itself, this function does nothing.
+    Like stock's save_pretrained, this function copies the files that define the class into
+    `folder`, and lets the config's `auto_map` name the class in these files
+    (transformers/dynamic_module_utils.py). For a class of transformers it does nothing.
     """
     if getattr(kind, "_auto_class", None) is not None:
         # custom_object_save reads only attributes of the class.
@@ -403,7 +408,7 @@ def is_base_model(model: Any) -> bool:
 def forget_quantization(config: Any, source: str) -> None:
     """Remove the quantization from a config whose weights are decoded while they are read.
 
-    In stock, Mxfp4Config(dequantize=True) and FineGrainedFP8Config(dequantize=True) have the same
+    In stock, Mxfp4Config(dequantize=True) and FineGrainedFP8Config(dequantize=True) have this
     effect (transformers/quantizers/, transformers/utils/quantization_config.py).
 
     Raises:
@@ -425,7 +430,7 @@ def forget_quantization(config: Any, source: str) -> None:
     del config.quantization_config
 
 
-def _dtype_named(name: str) -> torch.dtype:
+def _parse_dtype(name: str) -> torch.dtype:
     """Return the torch.dtype with the name `name`, such as "bfloat16"."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -442,9 +447,9 @@ def on_meta(build: Callable[[], Any]) -> Any:
 
 
 def checkpoint_name(name: str) -> str:
-    """Return a parameter's name in checkpoints, which has no components of wrappers and PEFT.
+    """Return a parameter's name in checkpoints, without the components of wrappers and PEFT.
 
-    Some heads for multi-token prediction are stored as decoder layers (`mtp_head.py`).
+    Checkpoints store some heads for multi-token prediction as decoder layers (`mtp_head.py`).
     """
     in_file = without_copies(stock_name(name)).removeprefix(_PEFT_PREFIX)
     return _HEAD.sub(r"model.\1", in_file)
@@ -458,10 +463,10 @@ def names_of_copies(model: Any) -> set[str]:
 def ignored_patterns(model: Any) -> list[str]:
     """Return patterns of the checkpoint keys that the model's class ignores.
 
-    The class lists patterns for stock's from_pretrained (modeling_utils.py). Some of them name the
-    number of a layer that only the largest published model has (DeepSeek-V3: layer 61). Patterns
-    are therefore added for the layers behind the last one, whose number is in the config
-    (`num_nextn_predict_layers` or `num_mtp_layers`).
+    The class lists patterns for stock's from_pretrained (modeling_utils.py). Some of them contain
+    the number of a layer that only the largest published model has (DeepSeek-V3: layer 61). This
+    function therefore adds patterns for all layers behind the last layer. The config has the number
+    of these layers (`num_nextn_predict_layers` or `num_mtp_layers`).
     """
     stock = without_adapters(model)
     patterns = list(getattr(stock, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -476,14 +481,14 @@ def ignored_patterns(model: Any) -> list[str]:
 
 
 def unexpected_keys(model: Any, keys: Iterable[str], ignored: Iterable[str] = ()) -> list[str]:
-    """Return `keys` without those that stock ignores and those that match one of `ignored`.
+    """Return the keys that stock does not ignore, and that match none of the patterns `ignored`.
 
-    As in stock (modeling_utils.py, _adjust_missing_and_unexpected_keys), patterns are searched in
-    the renamed keys, and buffers of older versions are ignored in every model that computes them.
+    As in stock (modeling_utils.py, _adjust_missing_and_unexpected_keys), patterns are also searched
+    in the renamed keys, and buffers of older versions are ignored in models that compute them.
     """
     patterns = [re.compile(pattern) for pattern in (*ignored_patterns(model), *ignored)]
     left = [key for key in keys if not any(pattern.search(key) for pattern in patterns)]
-    old, names = old_buffers(model, left), names_in_model(without_adapters(model), left)
+    old, names = old_buffers(model, left), map_to_model_names(without_adapters(model), left)
     return [
         key
         for key in left
@@ -492,7 +497,7 @@ def unexpected_keys(model: Any, keys: Iterable[str], ignored: Iterable[str] = ()
 
 
 def old_buffers(model: Any, keys: Iterable[str]) -> set[str]:
-    """Return those of `keys` that name buffers of older versions, which the model computes now."""
+    """Return the keys of buffers that older versions saved and that the model now computes."""
     names = [name for name, _ in without_adapters(model).named_buffers()]
     old = [re.compile(p) for end, p in _OLD_BUFFERS.items() if any(n.endswith(end) for n in names)]
     return {key for key in keys if any(pattern.search(key) for pattern in old)}

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def default_launch_config() -> tuple[Path, dict[str, Any]] | None:
-    """Return the path and content of the file of `accelerate config`; None if it does not exist.
+    """Return the path and content of the file of `accelerate config`, or None without this file.
 
     Raises:
         ValueError: the file has keys that the installed Accelerate does not know.

@@ -1,7 +1,8 @@
-"""Call a function in transformers' from_pretrained before weights are loaded; leave some on meta.
+"""Call a function inside transformers' from_pretrained, before it loads the weights.
 
-The private names come from transformers/modeling_utils.py: from_pretrained builds the model on the
-meta device and then calls `_load_pretrained_model` with the files of the weights.
+The function can leave weights on the meta device. The private names come from
+transformers/modeling_utils.py: from_pretrained builds the model on the meta device and then calls
+`_load_pretrained_model` with the files of the weights.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class WeightFiles:
     """The weights that from_pretrained is about to load.
 
     Attributes:
-        files: the files, in the order in which they are read; empty for a state dict.
-        problem: why only stock code can load these weights; empty if other code can load them too.
+        files: the files in the order in which they are read, or an empty list for a state dict.
+        problem: the reason why only stock code can load these weights, or "" if our code can, too.
     """
 
     files: Sequence[Path]
@@ -37,7 +38,7 @@ class WeightFiles:
 
     @property
     def safetensors(self) -> Sequence[Path]:
-        """The files if all of them are safetensors files; otherwise the result is empty."""
+        """The files if all of them are safetensors files, otherwise an empty sequence."""
         is_safe = all(file.suffix == ".safetensors" for file in self.files)
         return self.files if is_safe else ()
 
@@ -47,7 +48,8 @@ class OnMeta:
     """The tensors that from_pretrained leaves on the meta device.
 
     Attributes:
-        module: the name of a module. All its parameters and buffers in the files stay on meta.
+        module: the name of a module. The parameters and buffers of this module that are in the
+            files stay on meta.
         tensors: tensors on meta that replace tensors of the files, by the keys of the files.
             from_pretrained does not read the replaced tensors.
     """
@@ -58,10 +60,10 @@ class OnMeta:
 
 @contextmanager
 def before_weights(choose: Callable[[nn.Module, WeightFiles], OnMeta | None]) -> Iterator[None]:
-    """Call `choose` once inside the block, when from_pretrained has built its model on meta.
+    """Inside the block, call `choose` once, after from_pretrained has built its model on meta.
 
-    If `choose` returns None, from_pretrained loads all weights. Transformers checks, converts and
-    casts tensors on meta as it does with values. The weights of an adapter that from_pretrained
+    If `choose` returns None, from_pretrained loads all weights. transformers checks, converts and
+    casts tensors on meta like tensors with values. The weights of an adapter that from_pretrained
     loads afterwards are not affected.
     """
     stock = vars(PreTrainedModel)[_LOAD]
@@ -75,7 +77,8 @@ def before_weights(choose: Callable[[nn.Module, WeightFiles], OnMeta | None]) ->
         **kwargs: Any,
     ) -> Any:
         setattr(PreTrainedModel, _LOAD, stock)
-        on_meta = choose(model, _weight_files(state_dict, checkpoint_files, load_config))
+        files = _describe_weight_files(state_dict, checkpoint_files, load_config)
+        on_meta = choose(model, files)
         if on_meta is None:
             return stock.__func__(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         device_map = load_config.device_map or {"": "cpu"}
@@ -83,14 +86,14 @@ def before_weights(choose: Callable[[nn.Module, WeightFiles], OnMeta | None]) ->
             if getattr(conversion, "force_cpu", False):
                 conversion.force_cpu = False  # it would copy tensors on meta to the CPU
         config = dataclasses.replace(load_config, device_map=device_map | {on_meta.module: "meta"})
-        state_dict = _lazy_tensors(checkpoint_files or (), on_meta.tensors)
+        state_dict = _open_tensors(checkpoint_files or (), on_meta.tensors)
         return stock.__func__(model, state_dict, checkpoint_files, config, *args, **kwargs)
 
     with replaced(PreTrainedModel, _LOAD, staticmethod(load)):
         yield
 
 
-def _weight_files(
+def _describe_weight_files(
     state_dict: Mapping[str, Any] | None, checkpoint_files: Sequence[str] | None, load_config: Any
 ) -> WeightFiles:
     files = [Path(file) for file in checkpoint_files or ()] if state_dict is None else []
@@ -112,8 +115,8 @@ def _weight_files(
     return WeightFiles(files, problem)
 
 
-def _lazy_tensors(files: Sequence[str], on_meta: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return all tensors of the files by key. Those not on meta are read when they are sliced."""
+def _open_tensors(files: Sequence[str], on_meta: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return `on_meta`, and all other tensors of the files, which are read when they are sliced."""
     tensors: dict[str, Any] = dict(on_meta)
     for name in files:
         file = safe_open(name, framework="pt", device="cpu")

@@ -1,7 +1,7 @@
-"""Private names of a transformers model: of its parts, its config, its forward and its buffers.
+"""Read the parts, the config, the forward and the buffers of a transformers model.
 
-They come from transformers' modeling_utils.py, configuration_utils.py and models/, from
-trl/trainer/utils.py (TRL's fused head) and torch/nn/modules/module.py (buffers).
+The private names come from transformers' modeling_utils.py, configuration_utils.py and models/,
+from trl/trainer/utils.py (TRL's fused head) and torch/nn/modules/module.py (buffers).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ IGNORED_LABEL = -100
 OUTPUT_HEAD = "lm_head."
 # The argument with which TRL calls a model with its fused head.
 FUSED_HEAD = "fused_lm_head"
-# Names of the argument for the cache of keys and values: since transformers 5.24, and before 5.24.
+# The argument for the cache of keys and values has the first name since transformers 5.24, and had
+# the second name before.
 CACHE_NAMES = ("cache", "past_key_values")
 _AUX_LOSS, _AUX_COEFFICIENT = "load_balancing_loss_func", "router_aux_loss_coef"
 _AUX_LOSS_OF_FUSED_HEAD = "transformers.models.mixtral.modeling_mixtral"
@@ -76,16 +77,16 @@ def token_classifier(model: nn.Module) -> nn.Module | None:
 
 
 def base_model_prefix(model: Any) -> str:
-    """Return the name of the attribute that holds the base model; "" if there is none."""
+    """Return the name of the attribute that holds the base model, or "" without a base model."""
     prefix = str(getattr(model, "base_model_prefix", ""))
     return prefix if prefix and hasattr(model, prefix) else ""
 
 
 def aux_loss_coefficient(causal_lm: Any) -> str | None:
-    """Return where the model stores the coefficient of the router's load-balancing loss.
+    """Return the attribute that stores the coefficient of the router's load-balancing loss.
 
     The result is a path of attributes from the causal LM, such as "config.router_aux_loss_coef". It
-    is None if the model's forward does not compute such a loss (models/*/modeling_*.py).
+    is None if the model's forward does not compute this loss (models/*/modeling_*.py).
     """
     forward = inspect.unwrap(type(causal_lm).forward)
     if _AUX_LOSS not in forward.__code__.co_names:
@@ -112,7 +113,7 @@ def keep_packing(model: nn.Module) -> None:
     """Stop 4-bit Linear layers on a CPU from repacking their weights during evaluation.
 
     A layer would repack its weight in place, and set a flag for the new packing. The next
-    all-gather would write a weight in the old packing, while the flag stays
+    all-gather would write the weight in the old packing again, but the flag would stay set
     (bitsandbytes/nn/modules.py, Linear4bit.forward).
     """
     for module in model.modules():
@@ -128,7 +129,7 @@ def is_quantized(model: Any) -> bool:
 def model_config_fields(model: Any) -> dict[str, Any]:
     """Return the fields of the config that describe the model.
 
-    The path from which the model was loaded and the fields that saving adds are left out.
+    The result lacks the path from which the model was loaded, and the fields that saving adds.
     """
     left_out = ("_name_or_path", "architectures", "dtype", "transformers_version")
     fields = model.config.to_dict()
@@ -163,7 +164,7 @@ def find_tokens(given: dict[str, Any]) -> Tensor | None:
 def asks_for(name: str, given: dict[str, Any], config: Any) -> bool:
     """Return True if a forward is asked for an output such as "output_hidden_states".
 
-    The config decides if the arguments of the call do not, or are None.
+    If the call has no such argument, or if the argument is None, the config decides.
     """
     value = given.get(name)
     return bool(getattr(config, name, False) if value is None else value)
@@ -184,8 +185,8 @@ def given_cache(given: dict[str, Any]) -> Any:
     return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
 
 
-def cached_tensors(layer: nn.Module, given: dict[str, Any]) -> list[Tensor]:
-    """Return what a decoder layer has put into the cache among its arguments."""
+def find_cached_tensors(layer: nn.Module, given: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that a decoder layer has stored in the cache among its arguments."""
     cache = given_cache(given)
     if cache is None:
         return []
@@ -196,15 +197,15 @@ def cached_tensors(layer: nn.Module, given: dict[str, Any]) -> list[Tensor]:
 
 
 def models_that_generate(model: nn.Module) -> list[Any]:
-    """List the models, among a module and those inside it, that have transformers' `generate`."""
+    """List a module and its submodules that have transformers' `generate`."""
     return [module for module in model.modules() if isinstance(module, GenerationMixin)]
 
 
 def key_value_width(module: Any, sp_size: int) -> int | None:
-    """Return the number of values in the keys and values of a token, for one of `sp_size` ranks.
+    """Return how many numbers the keys and values of one token have on each of `sp_size` ranks.
 
-    The result is None if the module has no projections of the usual names (`k_proj`, `v_proj`), or
-    no head width.
+    For example, 8 heads of keys and 8 heads of values of width 64 are 256 numbers per rank with
+    sp_size 4. The result is None if the module has no `k_proj`, or no `head_dim`.
     """
     keys, values = (getattr(module, name, None) for name in ("k_proj", "v_proj"))
     width = getattr(module, "head_dim", None)
@@ -216,18 +217,18 @@ def key_value_width(module: Any, sp_size: int) -> int | None:
 
 
 def latent_width(module: nn.Module) -> int | None:
-    """Return the width of the latents of latent attention; None for other attention.
+    """Return the width of the latents of latent attention, or None for other attention.
 
-    The attribute is that of models/deepseek_v3/modeling_deepseek_v3.py and its descendants.
+    Attention in models/deepseek_v3/modeling_deepseek_v3.py and its descendants has this attribute.
     """
     width = getattr(module, "kv_lora_rank", None)
     return width if isinstance(width, int) else None
 
 
 def compress_rate(module: nn.Module) -> int:
-    """Return the number of tokens that the compressors in a module join; 1 if it has none.
+    """Return how many tokens the compressors in a module merge into one, or 1 without compressors.
 
-    The attribute is that of DeepSeek-V4's compressors (models/deepseek_v4/modeling_deepseek_v4.py).
+    DeepSeek-V4's compressors have this attribute (models/deepseek_v4/modeling_deepseek_v4.py).
     """
     values = (vars(m).get("compress_rate") for m in module.modules())
     rates = {int(rate) for rate in values if rate is not None}
@@ -236,15 +237,15 @@ def compress_rate(module: nn.Module) -> int:
 
 
 def forward_globals(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the globals of the files that define the model's forward, without its decorators.
+    """Return the globals of each file that defines a forward of the model, without decorators.
 
-    The first file defines the class. A second file exists if Liger or another package has bound a
+    The first file defines the class. There is a second file if Liger or another package has bound a
     forward to the instance.
     """
     *_, innermost = forward_functions(model)
-    of_class = cast(dict[str, Any], inspect.unwrap(type(model).forward).__globals__)
-    of_instance = getattr(innermost, "__globals__", of_class)
-    return [of_class] if of_instance is of_class else [of_class, of_instance]
+    class_globals = cast(dict[str, Any], inspect.unwrap(type(model).forward).__globals__)
+    bound_globals = getattr(innermost, "__globals__", class_globals)
+    return [class_globals] if bound_globals is class_globals else [class_globals, bound_globals]
 
 
 def is_fused_head(kwargs: dict[str, Any]) -> bool:
@@ -295,7 +296,7 @@ def fused_output(**values: Any) -> Any:
 def fused_head_globals() -> dict[str, Any]:
     """Return the globals of the file from which TRL's fused head takes the aux loss.
 
-    For every model this is Mixtral's file (trl/trainer/utils.py).
+    TRL uses Mixtral's file for every model (trl/trainer/utils.py).
     """
     return vars(importlib.import_module(_AUX_LOSS_OF_FUSED_HEAD))
 
@@ -318,7 +319,7 @@ def is_correction_bias(name: str) -> bool:
 
 
 def source_of(model: Any) -> str:
-    """Return the name or folder from which a model was loaded; "" if it was not loaded."""
+    """Return the name or folder from which a model was loaded, or "" if it was not loaded."""
     return str(getattr(model.config, "_name_or_path", "") or "")
 
 

@@ -1,7 +1,9 @@
-"""Module and parameter names without the components that wrappers add.
+"""Remove the components that wrappers add from the names of modules and parameters.
 
-The wrappers are those of torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py, of FSDP1
-(torch/distributed/fsdp/), of torch/_dynamo/eval_frame.py and of peft/tuners/tuners_utils.py. PEFT's
+    layers.0._checkpoint_wrapped_module.mlp.base_layer  ->  layers.0.mlp
+
+The wrappers come from torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py, from FSDP1
+(torch/distributed/fsdp/), torch/_dynamo/eval_frame.py and peft/tuners/tuners_utils.py. PEFT's
 ModulesToSaveWrapper (peft/utils/other.py) holds a module of modules_to_save and its trained copies.
 """
 
@@ -20,12 +22,12 @@ def canonical_name(name: str) -> str:
 
 
 def stock_name(module_name: str) -> str:
-    """Return the name that a module had before it was wrapped, by PEFT or by the other wrappers."""
+    """Return the name that a module had before PEFT and the other wrappers wrapped it."""
     return re.sub(r"\.base_layer(?=\.|$)", "", canonical_name(module_name))
 
 
 def without_copies(module_name: str) -> str:
-    """Give a module of modules_to_save and its trained copies the name of their wrapper."""
+    """Replace the name of a module of modules_to_save, or of its copy, by the wrapper's name."""
     return _COPIES.sub("", module_name)
 
 

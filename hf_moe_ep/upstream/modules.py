@@ -1,4 +1,4 @@
-"""Private attributes of torch.nn.Module (torch/nn/modules/module.py)."""
+"""Read and change private attributes of torch.nn.Module (torch/nn/modules/module.py)."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def forward_hooks(module: nn.Module) -> list[object]:
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Return True if `module`, or every module, has backward hooks or backward pre-hooks."""
-    of_all = vars(torch.nn.modules.module)
+    """Return True if backward hooks or backward pre-hooks, also global ones, run for `module`."""
+    torch_globals = vars(torch.nn.modules.module)
     return bool(
         module._backward_hooks
         or module._backward_pre_hooks
-        or of_all["_global_backward_hooks"]
-        or of_all["_global_backward_pre_hooks"]
+        or torch_globals["_global_backward_hooks"]
+        or torch_globals["_global_backward_pre_hooks"]
     )
 
 
@@ -82,7 +82,7 @@ def remove_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -> None:
 
 
 def replace_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Let `module(...)` return `call(stock, ...)`; `stock(...)` calls the module with its hooks."""
+    """Make `module(...)` return `call(stock, ...)`; `stock(...)` runs the module with its hooks."""
     stock = partial(nn.Module._call_impl, module)
     setattr(module, "_call_impl", partial(call, stock))  # noqa: B010  mypy: no such field
 
@@ -92,22 +92,23 @@ def explain_moves(
     replace: Callable[[nn.Module, str, Any], None],
     explain: Callable[[], Exception],
 ) -> None:
-    """Let `to` and `cuda` of a module with tensors on meta raise the error that `explain` returns.
+    """Make `to` and `cuda` of a module with tensors on meta raise the error that `explain` returns.
 
-    Such tensors have no values, so PyTorch cannot move them to a device. `replace` sets attributes.
+    Tensors on meta have no values, so PyTorch cannot move them to a device. This function calls
+    `replace(module, name, value)` to set an attribute.
     """
     replace(module, "_apply", partial(_apply_or_explain, module, explain))
 
 
 def keep_dtypes(module: nn.Module, names: Collection[str]) -> None:
-    """Let `module.to(dtype)`, also of a model around the module, keep the dtypes of parameters.
+    """Make `to(dtype)` of the module, or of a model around it, keep the dtypes of parameters.
 
-    Moves to another device still move these parameters.
+    `names` are the names of these parameters in `module`. Moves to another device still move them.
     """
-    setattr(module, "_apply", partial(_apply_but, module, names))  # noqa: B010
+    setattr(module, "_apply", partial(_apply_and_keep_dtypes, module, names))  # noqa: B010
 
 
-def _apply_but(
+def _apply_and_keep_dtypes(
     module: nn.Module, names: Collection[str], function: Callable[[Tensor], Tensor], *args: Any
 ) -> Any:
     def apply(tensor: Tensor) -> Tensor:
@@ -125,7 +126,7 @@ def _apply_or_explain(
     function: Callable[[Tensor], Tensor],
     *args: Any,
 ) -> nn.Module:
-    """Call `_apply` of the module's class, with which `to` and `cuda` move all tensors."""
+    """Call the class's `_apply`, with which `to` and `cuda` move tensors, and explain its error."""
     try:
         return type(module)._apply(module, function, *args)
     except NotImplementedError as error:

@@ -1,4 +1,4 @@
-"""The weight file that config.json may name, in place of model.safetensors.
+"""Find the weight file that config.json names instead of model.safetensors.
 
 transformers reads the field `transformers_weights` in `_get_resolved_checkpoint_files`
 (transformers/modeling_utils.py). Saved configs do not have the field.

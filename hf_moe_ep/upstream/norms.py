@@ -1,7 +1,7 @@
-"""Norms of many tensors in one operator call.
+"""Compute the norms of many tensors in one operator call.
 
-torch.nn.utils.get_total_norm makes the same call, but cannot set the dtype of the result, so the
-norm of bf16 gradients would be rounded to bf16 (torch/nn/utils/clip_grad.py).
+torch.nn.utils.get_total_norm makes the same call, but cannot set the dtype of the result, so it
+would round the norm of bf16 gradients to bf16 (torch/nn/utils/clip_grad.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FLOPs, bytes and collectives of torch's operators, derived from their schemas and arguments.
+"""Count FLOPs, bytes and collectives of torch's operators, from their schemas and arguments.
 
 The private names come from torch/_ops.py, torch/utils/flop_counter.py,
 torch/distributed/_tools/fake_collectives.py and
@@ -42,8 +42,8 @@ _MOVE_NOTHING = {
     "new_empty_strided",
     "resize_",
 }
-# Operators that read only a part of their first tensor. The part is as large as the result. The
-# other tensors are indices, which are read as a whole.
+# Operators that read only a part of their first tensor. The part is as large as the result. All
+# other tensors are indices, which are read completely.
 _GATHER = {"embedding", "gather", "index", "index_select", "take"}
 # Operators that change only a part of their first tensor. The part is as large as the tensor of the
 # new values, which is the largest of the other tensors.
@@ -87,8 +87,8 @@ def operator_name(operator: Any) -> str:
 def is_made_of_others(operator: Any) -> bool:
     """Return True if an operator only calls other operators, as `matmul` calls `mm`.
 
-    Dispatch modes usually see `mm`. They see `matmul` instead if an operator of torch.library calls
-    it.
+    Dispatch modes usually see `mm`. They see `matmul` if an operator of torch.library calls
+    `matmul`.
     """
     return operator.namespace == "aten" and operator._can_decompose()
 
@@ -96,31 +96,31 @@ def is_made_of_others(operator: Any) -> bool:
 def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Count the multiplications and additions of a matrix product or of attention.
 
-    The result is 0 for other operators. Causal attention does not count the scores of keys behind
-    a query: half of the scores, if there are as many keys as queries. If there are more keys, the
-    queries are the last ones.
+    The result is 0 for other operators. Scores that a causal mask hides are not counted. This
+    assumes that the queries are the last tokens: with q queries and k keys the mask hides q / 2k
+    of the scores.
     """
     packet = _SAME_FORMULA.get(operator_name(operator), operator.overloadpacket)
     formula = flop_registry.get(packet)
     if formula is None:
         return 0
     if "scaled_dot_product" in operator_name(operator):
-        args = _with_all_heads(operator, args)
+        args = _repeat_heads(operator, args)
     flops = int(formula(*args, **kwargs, out_val=out))
     if "attention" in operator_name(operator) and _is_causal(operator, args, kwargs):
-        queries, keys = (x.shape[-2] for x in args[_key_index(operator) - 1 :][:2])
+        queries, keys = (x.shape[-2] for x in args[_find_key_index(operator) - 1 :][:2])
         return flops - flops * queries // (2 * keys)
     return flops
 
 
-def _key_index(operator: Any) -> int:
-    """Return the index of an attention operator's keys among its arguments, behind its queries."""
+def _find_key_index(operator: Any) -> int:
+    """Return the index of the keys among the arguments of attention. Queries precede the keys."""
     return 2 if "backward" in operator_name(operator) else 1
 
 
-def _with_all_heads(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _repeat_heads(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Give keys and values as many heads as queries have, as the formulas of torch 2.11 expect."""
-    key_index = _key_index(operator)
+    key_index = _find_key_index(operator)
     heads = args[key_index - 1].shape[1]
     repeated = [
         x.new_empty((x.shape[0], heads, *x.shape[2:]), device="meta")
@@ -130,11 +130,11 @@ def _with_all_heads(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Count the bytes that an operator reads and writes; 0 for an allocation or a view."""
+    """Count the bytes that an operator reads and writes. Allocations and views count as 0."""
     name = operator_name(operator)
     argument_ids = {id(x) for x in tensors_in((args, kwargs))}
     results = [x for x in tensors_in(out) if id(x) not in argument_ids]
-    changed = _changed_arguments(operator, args, kwargs)
+    changed = _list_changed_arguments(operator, args, kwargs)
     if (
         operator.namespace == "prim"
         or name in _MOVE_NOTHING
@@ -142,18 +142,18 @@ def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     ):
         return 0
     if name == "all_gather_copy_in":
-        return 2 * _size(tensors_in(args[0]))
+        return 2 * _count_bytes(tensors_in(args[0]))
     read = tensors_in((args, {key: value for key, value in kwargs.items() if key != "out"}))
-    written = _size(results) + _size(changed)
+    written = _count_bytes(results) + _count_bytes(changed)
     if name in _GATHER:
-        return 2 * written + _size(read[1:])
+        return 2 * written + _count_bytes(read[1:])
     if name in _SCATTER:
         other_tensors = read[1:]
-        changed_bytes = max((_size([x]) for x in other_tensors), default=0)
-        return 2 * changed_bytes + _size(other_tensors)
+        changed_bytes = max((_count_bytes([x]) for x in other_tensors), default=0)
+        return 2 * changed_bytes + _count_bytes(other_tensors)
     if name in _OVERWRITE:
-        return written + _size(read) - _size(changed)
-    return written + _size(read)
+        return written + _count_bytes(read) - _count_bytes(changed)
+    return written + _count_bytes(read)
 
 
 def is_of_fsdp(operator: Any) -> bool:
@@ -163,10 +163,10 @@ def is_of_fsdp(operator: Any) -> bool:
 
 
 def collective_of(operator: Any) -> str | None:
-    """Return the kind of collective that an operator is; None for other operators.
+    """Return the kind of a collective, such as "all_gather", or None for other operators.
 
     Raises:
-        NotImplementedError: a collective that neither this package nor FSDP2 calls.
+        NotImplementedError: neither this package nor FSDP2 calls this collective.
     """
     if operator.namespace not in ("c10d", "_c10d_functional"):
         return None
@@ -184,7 +184,7 @@ def collective_of(operator: Any) -> str | None:
 
 
 def payload_of(operator: Any, args: tuple[Any, ...]) -> int:
-    """Count the payload bytes of a collective: the result of an all-gather, otherwise the input."""
+    """Count the bytes of a collective's input, or of the result if it is an all-gather."""
     _, argument = _COLLECTIVES[operator_name(operator)]
     return sum(x.numel() * x.element_size() for x in tensors_in(args[argument]))
 
@@ -208,10 +208,10 @@ def _is_causal(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return False
 
 
-def _changed_arguments(
+def _list_changed_arguments(
     operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """Collect the arguments of an operator that it changes in place."""
+    """List the arguments that an operator changes in place."""
     changed = []
     for index, argument in enumerate(operator._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -226,7 +226,7 @@ def _are_views(results: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, A
     return bool(results) and all(storage_id(x.untyped_storage()) in storages for x in results)
 
 
-def _size(tensors: list[Tensor]) -> int:
+def _count_bytes(tensors: list[Tensor]) -> int:
     """Count the bytes of tensors. The repeated elements of an expanded tensor are counted once."""
     total = 0
     for x in tensors:

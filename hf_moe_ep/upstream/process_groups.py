@@ -1,7 +1,7 @@
-"""Private functions of torch's process groups and meshes.
+"""Call private functions of torch's process groups and meshes.
 
-They come from torch/distributed/distributed_c10d.py and torch/distributed/device_mesh.py. The fake
-groups of the planner, which runs in one process, come from
+The functions come from torch/distributed/distributed_c10d.py and torch/distributed/device_mesh.py.
+The planner runs in one process, with fake groups of
 torch/testing/_internal/distributed/fake_pg.py.
 """
 
@@ -34,8 +34,8 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
     """Return a mesh with one axis that joins `axes` of `mesh`, or None if torch cannot create it.
 
     After this call DTensor uses the new mesh to reduce over these axes (device_mesh.py). torch up
-    to 2.11 cannot create it if neighbours along the first axis have closer ranks than neighbours
-    along a later axis.
+    to 2.11 cannot create the mesh if neighbours along the first axis have closer ranks than
+    neighbours along a later axis.
     """
     try:
         return mesh[axes]._flatten("_".join(axes))
@@ -44,10 +44,10 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
 
 
 def default_timeout(device: torch.device) -> timedelta | None:
-    """Return the timeout of the default group; None if its backend has no timeout.
+    """Return the timeout of the default group, or None if its backend has no timeout.
 
-    torch gives all other groups its own default timeout, 30 minutes with gloo and 10 with NCCL,
-    whatever timeout the user has set for the default group (distributed_c10d.py).
+    torch ignores this timeout when it creates other groups: they get torch's own default, 30
+    minutes with gloo and 10 minutes with NCCL (distributed_c10d.py).
     """
     backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
     # Fake groups and lazy NCCL groups have no options.
@@ -67,7 +67,7 @@ def take_default_timeout(mesh: DeviceMesh) -> None:
 
 @contextmanager
 def fake_group(rank: int, world_size: int) -> Iterator[None]:
-    """Create a default group for one process, as `rank` of `world_size` ranks, inside the block.
+    """Inside the block, make this process rank `rank` of a default group of `world_size` ranks.
 
     The other ranks do not exist. Collectives return at once and transfer nothing.
     """
@@ -81,5 +81,5 @@ def fake_group(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        # DTensor's cache has meshes of this group, and finds them for equal meshes of a later one.
+        # DTensor's cache would return a mesh of this group for an equal mesh of a later group.
         _clear_sharding_prop_cache()

@@ -1,9 +1,10 @@
-"""The convolutions and recurrences that mixers of transformers call, found in their files' globals.
+"""Find the convolutions and recurrences that mixers of transformers call, and replace them.
 
-The names come from transformers' models/qwen3_next/modeling_qwen3_next.py (delta nets),
-models/kimi_linear/modeling_kimi_linear.py (KDA), models/nemotron_h/modeling_nemotron_h.py (Mamba-2)
-and models/jamba/modeling_jamba.py (Mamba-1). A decorator there replaces a function by a kernel if
-the package of the kernel is installed (integrations/hub_kernels.py).
+A mixer calls these functions as globals of its file. The names come from transformers'
+models/qwen3_next/modeling_qwen3_next.py (delta nets), models/kimi_linear/modeling_kimi_linear.py
+(KDA), models/nemotron_h/modeling_nemotron_h.py (Mamba-2) and models/jamba/modeling_jamba.py
+(Mamba-1). A decorator in these files replaces a function by a kernel if the package of the kernel
+is installed (integrations/hub_kernels.py).
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from torch import Tensor, nn
 
 # convolution(x (B, C, S), weight (C, K), ...)
 CONVOLUTION = "causal_conv1d_fn"
-# A kernel for the convolution, the recurrence, the norm and the output projection together. Without
-# the kernel it returns None, and the forward calls the other functions.
+# The function of a kernel that computes the convolution, the recurrence, the norm and the output
+# projection. Without the kernel it returns None, and the forward calls the other functions.
 FUSED = "mamba2_split_conv1d_scan_combined"
 
 
 class Layout(Enum):
-    """The meaning of the dimensions of a recurrence's argument.
+    """The dimensions of a recurrence's argument.
 
-    HEADS: (B, S, heads) or (B, S, heads, W), where groups of heads may share one entry.
-    CHANNELS: (B, heads, S), a head being one channel.
-    STATES: (B, N, S), the same for all heads.
-    PER_HEAD: (heads, ...), a parameter.
+    HEADS: (B, S, heads) or (B, S, heads, W). A group of heads may share one entry.
+    CHANNELS: (B, heads, S). Each head is one channel.
+    STATES: (B, N, S). All heads share these values.
+    PER_HEAD: (heads, ...). The argument is a parameter.
     """
 
     HEADS = "heads"
@@ -45,12 +46,12 @@ class StateArguments:
     """The arguments with which a recurrence takes an initial state and returns the final state.
 
     Attributes:
-        initial, final: the names of the state, and of the flag that asks for the new one. The
-            function then returns a pair, with the new state second.
+        initial: the name of the argument with the initial state.
+        final: the name of a flag. If it is True, the function returns (output, final state).
         keys: the position of an argument whose last dimension is the size N of the state.
         values_first: True if a state is (B, heads, V, N), False if it is (B, heads, N, V).
-        returns_pair: True if the function returns a pair in any case.
-        without: the names of tensors without which the output is linear in the state.
+        returns_pair: True if the function returns a pair even without the flag `final`.
+        without: the names of tensors. The output is linear in the state only without them.
     """
 
     initial: str
@@ -68,8 +69,8 @@ class Recurrence:
     Attributes:
         positional: the layouts of the first arguments.
         named: the layouts of other arguments, by their names.
-        like_output: the position of an argument that has as many heads as the output, which has
-            the same layout. The output may be the first element of a tuple.
+        like_output: the position of an argument with the layout and the number of heads of the
+            output. (The output may be the first element of a tuple.)
         state: None if the function takes no state.
     """
 
@@ -121,23 +122,23 @@ RECURRENCES = {
 
 def has_recurrence(module: nn.Module) -> bool:
     """Return True if the forward of a module calls the convolution and one of the recurrences."""
-    return has_convolution(module) and not RECURRENCES.keys().isdisjoint(_called(module))
+    return has_convolution(module) and not RECURRENCES.keys().isdisjoint(_find_globals(module))
 
 
 def has_convolution(module: nn.Module) -> bool:
-    """Return True if the forward of a module calls the convolution, and can be copied.
+    """Return True if the forward of a module calls the convolution, and `forward_with` can copy it.
 
-    `forward_with` cannot copy a forward that has defaults of keyword-only arguments. A forward that
-    was replaced on the instance, such as by a kernel for the whole module, is not that of the file.
-    The weights of the convolution must be those of a child, whose width is known.
+    A forward cannot be copied if keyword-only arguments have defaults, or if the instance has a
+    forward of its own, such as a kernel for the whole module. The weights of the convolution must
+    be in a child, a Conv1d, which also says how wide the kernel is.
     """
-    is_stock = "forward" not in vars(module) and not _stock_forward(module).__kwdefaults__
+    is_stock = "forward" not in vars(module) and not _get_stock_forward(module).__kwdefaults__
     has_weights = any(isinstance(child, nn.Conv1d) for child in module.children())
-    return is_stock and has_weights and CONVOLUTION in _called(module)
+    return is_stock and has_weights and CONVOLUTION in _find_globals(module)
 
 
 def convolution_width(module: nn.Module) -> int:
-    """Return the number of tokens in the kernel of a module's convolution."""
+    """Return how many tokens the kernel of a module's convolution covers."""
     widths = (int(m.kernel_size[0]) for m in module.children() if isinstance(m, nn.Conv1d))
     return max(widths)
 
@@ -145,31 +146,32 @@ def convolution_width(module: nn.Module) -> int:
 def forward_with(
     module: nn.Module, replacements: Mapping[str, Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Return the stock forward of a module, which calls other functions.
+    """Return a copy of a module's stock forward that calls other functions.
 
-    A replacement gets the stock function as its first argument.
+    `replacements` maps the name of a stock function to the function that is called instead. This
+    function gets the stock function as its first argument.
     """
-    stock = _stock_forward(module)
-    found = {
+    stock = _get_stock_forward(module)
+    functions = {
         name: partial(replacement, stock.__globals__[name])
         for name, replacement in replacements.items()
         if name in stock.__globals__
     }
     return FunctionType(
         stock.__code__,
-        {**stock.__globals__, **found},
+        {**stock.__globals__, **functions},
         stock.__name__,
         stock.__defaults__,
         stock.__closure__,
     )
 
 
-def _called(module: nn.Module) -> set[str]:
-    """Return the names of the functions of its file that the forward of a module may call."""
-    function = _stock_forward(module)
+def _find_globals(module: nn.Module) -> set[str]:
+    """Return the names of the globals of its file that the forward of a module uses."""
+    function = _get_stock_forward(module)
     return set(function.__code__.co_names) & function.__globals__.keys()
 
 
-def _stock_forward(module: nn.Module) -> Any:
+def _get_stock_forward(module: nn.Module) -> Any:
     """Return the forward of the module's class without decorators."""
     return inspect.unwrap(type(module).forward)

@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give the attribute `name`, which `owner` itself has, another value inside the block."""
+    """Inside the block, set the attribute `name` to `value`. `owner` itself must have it before."""
     stock = vars(owner)[name]
     setattr(owner, name, value)
     try:

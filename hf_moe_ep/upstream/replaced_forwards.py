@@ -1,8 +1,8 @@
 """Find the function that runs as the forward of a module: stock code or a replacement.
 
 Liger (liger_kernel/transformers/monkey_patch.py, called by transformers/integrations/liger.py)
-binds forwards to the modules of a model. Liger also replaces classes of transformers by its own
-classes, such as LigerExperts of liger_kernel/transformers/swiglu.py, before a model is built. Hub
+binds forwards to the modules of a model. Before a model is built, Liger also replaces classes of
+transformers by its own classes, such as LigerExperts in liger_kernel/transformers/swiglu.py. Hub
 kernels (transformers/integrations/hub_kernels.py) bind forwards too.
 """
 
@@ -26,10 +26,10 @@ def forward_functions(module: Any) -> Iterator[Callable[..., Any]]:
     forward = module.forward
     while forward is not None:
         yield getattr(forward, "__func__", forward)
-        forward = getattr(forward, "__wrapped__", None) or _wrapped_method(forward, module)
+        forward = getattr(forward, "__wrapped__", None) or _find_wrapped_method(forward, module)
 
 
-def _wrapped_method(wrapper: Any, module: Any) -> Any:
+def _find_wrapped_method(wrapper: Any, module: Any) -> Any:
     """Return the method of `module` that a wrapper of its forward refers to, or None."""
     if getattr(wrapper, "__self__", None) is module:
         return None  # The wrapper is itself a method of the module.

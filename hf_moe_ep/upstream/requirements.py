@@ -1,4 +1,4 @@
-"""Versions of other packages: the allowed ranges, and the installed versions.
+"""Compare the installed versions of other packages with the allowed ranges.
 
 The ranges are defined only in setup.cfg, and read from the metadata of the installed hf_moe_ep.
 Examples of problems:
@@ -23,9 +23,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 DISTRIBUTION = "hf_moe_ep"
-# Why versions outside of a range are not allowed, by the result of `AllowedPackage.problem`, and
-# packages with a better reason why they must not be older.
+# The reasons why versions outside of a range are not allowed, by `AllowedPackage.problem`.
 _WHY = {"too old": "older versions are not tested", "too new": "newer versions are not tested"}
+# Packages with a more precise reason why older versions are not allowed.
 _WHY_NOT_OLDER = {
     "transformers": "older versions are not tested, and their experts may lack is_concatenated",
     "bitsandbytes": "older versions quantise to other values on a CPU",
@@ -52,7 +52,7 @@ class AllowedPackage:
         return "too new" if minimum.contains(version, prereleases=True) else "too old"
 
     def sentence(self, version: str | None) -> str:
-        """Return the problem, the allowed range, its reason and the fix; "" if there is none."""
+        """Return a problem, the allowed range, the reason and the fix, or "" without a problem."""
         problem = self.problem(version)
         subject = "" if version is None else f"{version} is "
         reason = _WHY.get(problem, "")
@@ -115,7 +115,7 @@ def _problems_of_versions() -> tuple[str, ...]:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version in a package's metadata; None if the package is not installed."""
+    """Return the version in a package's metadata, or None if the package is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Private state of FSDP2, FSDP1, DDP and transformers on a model that they distribute.
+"""Read and change the private state of FSDP2, DDP and transformers on a distributed model.
 
 The private names come from torch/distributed/fsdp/_fully_shard/, torch/distributed/tensor/_api.py,
 torch/nn/parallel/distributed.py and transformers/distributed/fsdp.py.
@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -25,20 +24,20 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import modeling_utils
 
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
-from hf_moe_ep.upstream.models import cached_tensors
+from hf_moe_ep.upstream.models import find_cached_tensors
 from hf_moe_ep.upstream.modules import forward_hooks, remove_hooks
 from hf_moe_ep.upstream.replaced import replaced
 
 
 def stock_class(kind: type) -> type:
-    """Return the class that FSDP2 has replaced by `kind`, or `kind` itself if FSDP2 has not."""
+    """Return the class that FSDP2 replaced by `kind`, or `kind` if it is not a class of FSDP2."""
     return next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
 
 
 def mark_fsdp_managed(model: nn.Module) -> None:
-    """Mark models as sharded for `generate()`, and let them report their stock class names.
+    """Mark models as sharded for `generate()`, and make them report their stock class names.
 
-    If a model is marked, all ranks of `generate()` run the same number of forwards
+    In a marked model, `generate()` runs the same number of forwards on all ranks
     (transformers/distributed/fsdp.py). FSDP2 changes class names, but the Trainer decides by the
     class name whether label smoothing shifts the labels (trainer.py, compute_loss).
     """
@@ -65,9 +64,10 @@ def keep_recorded_outputs(model: nn.Module) -> None:
 
 
 def is_distributed_by_transformers(model: nn.Module) -> bool:
-    """Return True if transformers sharded the model while loading the weights.
+    """Return True if transformers sharded the model while it loaded the weights.
 
-    `from_pretrained(distributed_config=...)` and `from_pretrained(tp_plan=...)` do so.
+    This is the case after `from_pretrained(distributed_config=...)` and
+    `from_pretrained(tp_plan=...)`.
     """
     return (
         getattr(model, "is_distributed_loading_by_transformers", False) is True
@@ -78,8 +78,9 @@ def is_distributed_by_transformers(model: nn.Module) -> bool:
 def devices_of_parts(model: nn.Module) -> list[str]:
     """List the devices over which `from_pretrained(device_map=...)` has spread parts of a model.
 
-    The list is empty if the whole model is on one device. Accelerate's hooks move inputs between
-    the devices, and read parts on the disk when they run (accelerate/big_modeling.py).
+    The list is empty if the whole model is on one device, except for ["disk"]. Accelerate's hooks
+    move inputs between the devices, and read parts from the disk before these parts run
+    (accelerate/big_modeling.py).
     """
     placed = getattr(model, "hf_device_map", None) or {}
     devices = sorted({str(device) for device in placed.values()})
@@ -104,20 +105,17 @@ def is_refused_by_dtensor(error: Exception) -> bool:
     return any(message in str(error) for message in messages)
 
 
-@dataclass(frozen=True)
-class _MostShardedFirst:
-    """Replaces DTensor's handler of the operator that finds infinities in a list of gradients."""
-
-    stock: Callable[..., None]
-
-    def __call__(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        gradients, *rest = args
-        first = max(gradients, key=_num_shards)
-        others = [gradient for gradient in gradients if gradient is not first]
-        self.stock(operator, ([first, *others], *rest), kwargs)
+def _begin_with_most_shards(
+    stock: Callable[..., None], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Call DTensor's handler `stock` with the gradient that has the most shards in front."""
+    gradients, *rest = args
+    first = max(gradients, key=_count_shards)
+    others = [gradient for gradient in gradients if gradient is not first]
+    stock(operator, ([first, *others], *rest), kwargs)
 
 
-def _num_shards(tensor: Tensor) -> int:
+def _count_shards(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 0
     axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
@@ -125,22 +123,23 @@ def _num_shards(tensor: Tensor) -> int:
 
 
 def share_infinities() -> None:
-    """Let a gradient scaler skip a step on all ranks, also if copies are the first gradients.
+    """Make all ranks agree on the steps that a gradient scaler skips.
 
-    DTensor reduces the flag that says if gradients are finite over the mesh axes on which the first
-    gradient is sharded (torch/distributed/tensor/_dispatch.py, found_inf_reduce_handler). If
-    several ranks have copies of the first gradient, they would decide differently. The operator
-    treats each gradient by itself, so the list may begin with the one that has the most shards.
+    The scaler skips a step if a flag says that a gradient is not finite. DTensor reduces this flag
+    only over the mesh axes on which the first gradient is sharded
+    (torch/distributed/tensor/_dispatch.py, found_inf_reduce_handler). If the first gradient is
+    replicated, ranks could decide differently. The order of the gradients does not matter to the
+    operator, so our handler moves the gradient with the most shards to the front.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     stock = handlers[operator]
-    if not isinstance(stock, _MostShardedFirst):
-        handlers[operator] = _MostShardedFirst(stock)
+    if getattr(stock, "func", None) is not _begin_with_most_shards:
+        handlers[operator] = functools.partial(_begin_with_most_shards, stock)
 
 
 def times_written(tensor: Tensor) -> tuple[int, ...]:
-    """Return how often a tensor and its shard on this rank were written in place.
+    """Return how often a tensor, and its shard on this rank, were written in place.
 
     Autograd counts in-place operators (torch/_tensor.py). An operator on a DTensor increases only
     the number of the DTensor. An operator on the shard, or on a view of the shard, increases only
@@ -166,13 +165,13 @@ def begin_with_root(root: FSDPModule) -> None:
 # entries during the tracing.
 @torch.compiler.disable
 def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
-    """Reset an FSDP2 unit whose backward has ended (a pre-forward hook of the unit).
+    """Reset the state of an FSDP2 unit whose backward has ended (a pre-forward hook of the unit).
 
-    This is needed for reentrant checkpointing with two forwards before one backward. The hook acts
-    only if a forward runs during a backward; such a forward is a recompute. The state of a nested
-    unit stays PRE_BACKWARD until the whole backward ends. When the other of the two forwards is
-    recomputed, FSDP2 concludes from this state that the unit is prepared for backward, registers no
-    hooks and never reduces the gradients of the unit
+    Reentrant checkpointing needs this for two forwards before one backward. The hook acts only if a
+    forward runs during a backward, which means that the forward is a recompute. FSDP2 leaves the
+    state of a nested unit at PRE_BACKWARD until the whole backward ends. After one of the forwards,
+    the other forward is recomputed. FSDP2 then concludes from this state that the unit is prepared
+    for backward, registers no hooks and never reduces the gradients of the unit
     (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). In torch 2.13 this happens to stock
     experts too, and to whole layers where transformers checkpoints their `__call__` (before 5.23).
     """
@@ -186,11 +185,12 @@ def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def fully_shard_tied(modules: Sequence[nn.Module], /, **kwargs: Any) -> FSDPModule:
-    """Make a module, or several with the same parameters, an FSDP2 unit, and return the first.
+    """Make one module, or several modules with the same parameters, an FSDP2 unit.
 
-    FSDP2 gathers a unit of several modules before the forward of the first and reshards it after
-    the forward of the last. This function lets it gather the unit before the forward of each module
-    and reshard it afterwards, like other units that run twice before a backward.
+    FSDP2 itself gathers a unit of several modules before the forward of the first module, and
+    reshards the unit after the forward of the last module. This function makes FSDP2 gather such a
+    unit before each module's forward, and reshard it after each module's forward. It returns the
+    first module.
     """
     first, *others = modules
     if not others:
@@ -211,12 +211,13 @@ def fully_shard_tied(modules: Sequence[nn.Module], /, **kwargs: Any) -> FSDPModu
 def gather_for_cache(
     unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Gather a unit when the gradient of a cached key or value arrives; a forward hook of the unit.
+    """Gather a unit in backward when the gradient of a cached key or value arrives.
 
-    FSDP2 itself gathers a unit for the gradients of its outputs, before it computes in backward.
+    This is a forward hook of the unit. FSDP2's own hooks gather the unit only when the gradient of
+    an output arrives.
     """
     assert isinstance(unit, FSDPModule)
-    for tensor in cached_tensors(unit, kwargs):
+    for tensor in find_cached_tensors(unit, kwargs):
         if tensor.requires_grad:
             tensor.register_hook(unit._get_fsdp_state()._pre_backward)
 
@@ -224,7 +225,7 @@ def gather_for_cache(
 def reshard_unit(unit: FSDPModule) -> None:
     """Reshard a unit, whatever its state.
 
-    `FSDPModule.reshard` does nothing if a forward of the unit has begun and was ended by an error.
+    `FSDPModule.reshard` does nothing if an error has ended a forward of the unit.
     """
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is not None:
@@ -232,26 +233,26 @@ def reshard_unit(unit: FSDPModule) -> None:
 
 
 def forward_has_begun(unit: FSDPModule) -> bool:
-    """Return True if a forward of any unit of the same model runs, or was ended by an error."""
+    """Return True if a forward of at least one unit of the model runs, or an error has ended it."""
     return unit._get_fsdp_state()._state_ctx.iter_forward_root is not None
 
 
 def forward_of_root_has_begun(root: FSDPModule) -> bool:
-    """Return True if a forward of the root runs; False if a unit inside of it was called alone."""
+    """Return True if a forward of the root runs, and False if a unit inside it was called."""
     state = root._get_fsdp_state()
     return state._state_ctx.iter_forward_root is state
 
 
 def backward_has_begun(unit: FSDPModule) -> bool:
-    """Return True if a backward through the unit's model runs, or was ended by an error."""
+    """Return True if a backward through the unit's model runs, or an error has ended it."""
     return unit._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
 
 
 def end_failed_forward(root: FSDPModule) -> None:
-    """Reset all units of a model to the state between two steps, after an error in a forward.
+    """Reset all units of a model to the state between two steps, after a forward raised an error.
 
     Gradients of earlier micro-batches that are not reduced yet are kept. FSDP2's own function,
-    `FSDPModule.reset_iter_state` (torch 2.13), deletes some of them.
+    `FSDPModule.reset_iter_state` (torch 2.13), deletes some of these gradients.
     """
     state = root._get_fsdp_state()
     for unit_state in state._state_ctx.all_states:
@@ -259,7 +260,7 @@ def end_failed_forward(root: FSDPModule) -> None:
         unit_state._training_state = TrainingState.IDLE
         group = unit_state._fsdp_param_group
         if group is not None:
-            group.finalize_backward()  # waits for an all-gather that was prefetched, and forgets it
+            group.finalize_backward()  # waits for a prefetched all-gather, and forgets it
             group._training_state = TrainingState.IDLE
             group._to_sharded()
             _forget_last_all_gather(state._comm_ctx, group)
@@ -267,7 +268,7 @@ def end_failed_forward(root: FSDPModule) -> None:
 
 
 def _forget_last_all_gather(comm: Any, group: Any) -> None:
-    """Wait until the memory of the last all-gather may be used again, and free it."""
+    """Wait until the memory of the last all-gather may be used again, and free this memory."""
     release = getattr(comm, "release_all_gather_state_for_comm_reuse", None)  # since torch 2.15
     if release is not None:
         release()
@@ -277,9 +278,10 @@ def _forget_last_all_gather(comm: Any, group: Any) -> None:
 
 
 def install_shards(unit: FSDPModule) -> bool:
-    """Give the modules of a gathered unit their shards; return False if it is already sharded.
+    """Give the modules of a gathered unit their sharded parameters.
 
-    The gathered parameters stay in memory, so backward still uses them, and gathers nothing.
+    The gathered parameters stay in memory, so backward uses them without another all-gather.
+    Returns False if the unit is already sharded.
     """
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is None or not group.is_unsharded:
@@ -298,9 +300,9 @@ def install_gathered(unit: FSDPModule) -> None:
 
 
 def end_failed_backward(root: FSDPModule) -> None:
-    """Reset all units of a model to the state between two steps, after an error in a backward.
+    """Reset all units of a model to the state between two steps, after a backward raised an error.
 
-    All gradients that FSDP2 has not reduced are deleted, also those of earlier micro-batches.
+    All gradients that FSDP2 has not reduced are deleted, also gradients of earlier micro-batches.
     """
     state = root._get_fsdp_state()
     context = state._state_ctx
@@ -314,8 +316,8 @@ def end_failed_backward(root: FSDPModule) -> None:
                 parameter._unsharded_param.grad = None
         if group is not None:
             group._partial_reduce_output = None
-    # This callback, with which FSDP2 ends each backward, waits for reductions that are running. It
-    # starts none, because the gradients were deleted above.
+    # FSDP2's final callback waits for reductions that are running. The gradients were deleted
+    # above, so the callback starts no new reduction.
     is_last, context.is_last_backward = context.is_last_backward, True
     state._root_post_backward_final_callback()
     context.is_last_backward = is_last
@@ -324,11 +326,11 @@ def end_failed_backward(root: FSDPModule) -> None:
 
 @contextmanager
 def bytes_as_parameters() -> Iterator[None]:
-    """Let `fully_shard` accept parameters of bytes, inside the block.
+    """Inside the block, make `fully_shard` accept parameters with the dtype uint8.
 
     torch 2.11 creates each sharded parameter with requires_grad=True before it copies the value of
-    requires_grad, but bytes cannot require a gradient. torch 2.13 does not need this function
-    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+    requires_grad, but an integer tensor cannot require a gradient. torch 2.13 does not need this
+    function (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
     """
     stock = vars(_fsdp_param)["nn"]
     replacement = ModuleType(stock.__name__)
@@ -343,7 +345,7 @@ def _make_parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
 
 @contextmanager
 def without_forward_hooks(module: nn.Module) -> Iterator[None]:
-    """Remove the forward hooks that code inside the block registers on `module`.
+    """At the end of the block, remove the forward hooks that were registered on `module` inside it.
 
     FSDP2 all-gathers a unit without hooks only if `unshard` is called, and reduces the unit's
     gradients at the end of the backward (torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
@@ -386,7 +388,7 @@ def holds_unreduced_grads(unit: FSDPModule) -> bool:
     """Return True if a unit has gradients of earlier micro-batches that are not reduced yet.
 
     FSDP2 keeps such gradients unsharded and in the reduce dtype. With replicas (HSDP) they may be
-    reduce-scattered already but not all-reduced (_fsdp_param.py, _fsdp_param_group.py).
+    reduce-scattered already, but not all-reduced (_fsdp_param.py, _fsdp_param_group.py).
     """
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is None:

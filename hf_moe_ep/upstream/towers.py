@@ -1,4 +1,4 @@
-"""Vision towers, and the arguments of a forward for pictures and sound.
+"""Run vision towers, and find the arguments of a forward for pictures and sound.
 
 The private names come from transformers' models/qwen3_vl_moe, models/ernie4_5_vl_moe and
 generation/utils.py.
@@ -29,7 +29,7 @@ def takes_tower_outputs(inner: nn.Module) -> bool:
     """Return True if the forward of `inner` accepts outputs of a tower that has run before.
 
     In models/qwen3_vl_moe this argument exists since transformers 5.19, and not in 5.16. ms-swift
-    sets a forward on the object, which passes all other arguments on to that of the class.
+    sets a forward on the object, which passes this argument on to the forward of the class.
     """
     return TOWER_OUTPUTS in forward_arguments(inner)
 
@@ -102,7 +102,7 @@ def tower_tables(tower: Any, grids: Tensor) -> dict[str, Tensor]:
 
 
 def split_tower_outputs(outputs: Any, counts: list[int]) -> list[Any]:
-    """Split the outputs of a tower into groups of consecutive pictures, `counts` pictures each.
+    """Split the outputs of a tower into groups of consecutive pictures. `counts` has their sizes.
 
     Each group is an output object that the inner model's forward accepts.
     """

@@ -1,9 +1,9 @@
-"""Call a wrapper of ours in place of a function of another project.
+"""Call our wrapper instead of a function of another project.
 
 The target of a `Wrap` is a function of another project. A string names the target:
 `module:Class.function` or `module:function`. The string may contain private names, which otherwise
 occur only in `upstream/`. `wrapper(original, *args, **kwargs)` is called instead of the target.
-There are three ways to apply wraps (`rows` are `Wrap` objects):
+These calls apply wraps (`rows` are `Wrap` objects):
 
     call                               who then calls the wrapper
     wrap_process(rows)                 every caller in this process: the function itself is replaced
@@ -46,7 +46,7 @@ class Feature:
 
     Attributes:
         name: the name of the feature in warnings and errors.
-        used_by: the targets that can use the feature. The value is a function that takes the
+        used_by: a function for each target that can use the feature. The function takes the
             arguments of a call and returns True if this call uses the feature.
     """
 
@@ -59,8 +59,8 @@ class Wrap:
     """One function of another project, and our function that is called instead.
 
     Attributes:
-        target: the function, as described in the docstring of this module.
-        wrapper: our function; its first argument is the stock function.
+        target: the name of the function, as in the docstring of this module.
+        wrapper: our function. Its first argument is the stock function.
         why: what would be wrong without the wrapper.
         feature: the feature that needs the wrapper.
     """
@@ -189,7 +189,7 @@ def is_specialised(instance: Any) -> bool:
 def runs_wrapper_first(instance: Any, name: str) -> bool:
     """Return True if a call of the method `name` of a specialised object runs our wrapper first.
 
-    It is False if the object or a subclass of the stock class has a method of its own.
+    The result is False if the object or a subclass of the stock class has a method of its own.
     """
     owner = next(kind for kind in type(instance).__mro__ if name in vars(kind))
     return name not in vars(instance) and "_hf_moe_ep_rows" in vars(owner)
@@ -227,8 +227,8 @@ def bind_wrapper(instance: Any, row: Wrap) -> MethodType:
 class BoundWrapper:
     """A bound method that calls a wrapper around the stock method, and that can be pickled.
 
-    Python pickles any other bound method as the name of an attribute of its object. The stock
-    method has this name as well, and would be unpickled.
+    Python pickles an ordinary bound method as an object and the name of its attribute. This is also
+    the name of the stock method, so the stock method would be unpickled.
     """
 
     def __init__(self, instance: Any, row: Wrap) -> None:
@@ -283,7 +283,7 @@ def call_when_imported(module: str, call: Callable[[], None]) -> None:
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
-    """Run a function after the import of a module. Python's own finders import the module."""
+    """Call a function after the import of a module. Python's own finders import the module."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Callable[[], None]] = {}

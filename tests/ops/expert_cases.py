@@ -1,6 +1,7 @@
-"""Calls of the expert MLP for several test files: `CASES` are edge cases, `FORMULAS` layouts.
+"""Draw calls of the expert MLP for several test files.
 
-`adapted` draws the inputs of a call with adapters, and `strided` changes the strides of a tensor.
+`CASES` has edge cases, and `FORMULAS` has layouts of experts. `draw_with_adapters` draws the inputs
+of a call with adapters, and `restride` changes the strides of a tensor.
 """
 
 import itertools
@@ -32,7 +33,7 @@ IN_HALVES = ExpertFormula(alpha=1.702, limit=1.5, up_offset=1.0)
 
 @dataclass
 class Case:
-    """A call with given expert ids and random tensors. The id `num_experts` is "no expert here"."""
+    """A call with given expert ids and random tensors. Id `num_experts` means "no expert here"."""
 
     ids: list[list[int]]
     num_experts: int
@@ -50,31 +51,31 @@ class Case:
         flat = list(itertools.chain.from_iterable(self.ids))
         return [flat.count(expert) for expert in range(self.num_experts)]
 
-    def inputs(self, dtype: torch.dtype, device: str = "cpu") -> list[Tensor | None]:
-        """Draw the inputs in the order of NAMES, scaled so that outputs are as large as rows."""
+    def draw_inputs(self, dtype: torch.dtype, device: str = "cpu") -> list[Tensor | None]:
+        """Draw the inputs in the order of NAMES. Outputs are about as large as rows."""
         (rows, top_k), experts = self.ids_RK().shape, self.num_experts
         pre_size = 2 * self.ffn if self.formula.gated else self.ffn
 
-        def matrix(out_size: int, in_size: int) -> Tensor:
+        def draw_matrix(out_size: int, in_size: int) -> Tensor:
             values = torch.randn(experts, out_size, in_size, dtype=torch.float64) / in_size**0.5
             return values.mT.contiguous().mT if self.transposed else values
 
-        def vector(size: int) -> Tensor | None:
+        def draw_vector(size: int) -> Tensor | None:
             return torch.randn(experts, size, dtype=torch.float64) if self.bias else None
 
         values = [
             torch.randn(rows, self.hidden, dtype=torch.float64),
             torch.rand(rows, top_k, dtype=torch.float64) + 0.1,
-            matrix(pre_size, self.hidden),
-            vector(pre_size),
-            matrix(self.hidden, self.ffn),
-            vector(self.hidden),
+            draw_matrix(pre_size, self.hidden),
+            draw_vector(pre_size),
+            draw_matrix(self.hidden, self.ffn),
+            draw_vector(self.hidden),
         ]
         return [None if x is None else x.to(device, dtype) for x in values]
 
 
-def random_ids(rows: int, top_k: int, num_experts: int, seed: int) -> list[list[int]]:
-    """Draw distinct ids for each row; about half of them are "no expert here"."""
+def draw_ids(rows: int, top_k: int, num_experts: int, seed: int) -> list[list[int]]:
+    """Draw ids for each row: about half of them are "no expert here", the others are distinct."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(rows, 2 * num_experts, generator=generator).argsort(1)[:, :top_k]
     return order.clamp(max=num_experts).tolist()
@@ -82,7 +83,7 @@ def random_ids(rows: int, top_k: int, num_experts: int, seed: int) -> list[list[
 
 CASES = {
     "docstring": Case([[1, 0], [0, 2]], 2),
-    "random": Case(random_ids(23, 3, 5, seed=1), 5, hidden=11, ffn=7),
+    "random": Case(draw_ids(23, 3, 5, seed=1), 5, hidden=11, ffn=7),
     "empty experts": Case([[3, 1], [1, 3], [3, 5]], 5),
     "all rows on one expert": Case([[2, 4], [2, 4], [4, 2], [2, 4]], 4),
     "nothing here": Case([[3, 3], [3, 3]], 3),
@@ -92,8 +93,8 @@ CASES = {
     "every expert, every row": Case([[2, 0, 1], [0, 1, 2]], 3),
     "no rows": Case([], 3),
 }
-# An expert has more pairs than a tile holds, and the sizes are no multiples of a block.
-_IDS = random_ids(45, 2, 3, seed=2)
+# An expert has more pairs than a tile holds, and the sizes are not multiples of a block.
+_IDS = draw_ids(45, 2, 3, seed=2)
 FORMULAS = {
     "silu": Case(_IDS, 3, 40, 24),
     "silu, bias": Case(_IDS, 3, 40, 24, bias=True),
@@ -120,10 +121,10 @@ ONLY_TORCH = {
 }
 
 
-def layout_of(formula: ExpertFormula, *, bias: bool, transposed: bool) -> list[bool | str]:
-    """Return the properties of an experts module, besides sizes, that a kernel is compiled for.
+def describe_layout(formula: ExpertFormula, *, bias: bool, transposed: bool) -> list[bool | str]:
+    """Return the properties of an experts module, besides sizes, for which kernels are compiled.
 
-    A clamp is a property, but its limit is not: other limits need no other code.
+    A clamp is a property, but its limit is not, because another limit needs no other code.
     """
     return [
         formula.gated,
@@ -137,11 +138,11 @@ def layout_of(formula: ExpertFormula, *, bias: bool, transposed: bool) -> list[b
     ]
 
 
-def adapted(
+def draw_with_adapters(
     case: Case, rank: int, dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> dict[str, Tensor | None]:
-    """Draw the inputs of a case by name, with adapters of this rank."""
-    named = dict(zip(NAMES, case.inputs(dtype, device), strict=True))
+    """Draw the inputs of a case, with adapters of this rank, and return them by name."""
+    named = dict(zip(NAMES, case.draw_inputs(dtype, device), strict=True))
     for name in ("up", "down"):
         experts, out_size, in_size = named[name].shape
         a = torch.randn(experts, rank, in_size, dtype=torch.float64) / in_size**0.5
@@ -150,8 +151,8 @@ def adapted(
     return named
 
 
-def strided(x: Tensor) -> list[Tensor]:
-    """Return the values of x in two other layouts: transposed, and every second element."""
+def restride(x: Tensor) -> list[Tensor]:
+    """Return two tensors with the values of x: one with transposed strides, and one with gaps."""
     other = x.transpose(-1, -2).contiguous().transpose(-1, -2)
     hole = float("nan") if x.is_floating_point() else 1 << 40
     gaps = torch.stack([x, torch.full_like(x, hole)], dim=-1)[..., 0]

@@ -25,7 +25,10 @@ KERNEL_MODULES = (dgated, gate_up, grouped_mm, outer, reduce, sort_pairs)
 
 
 class Launches:
-    """Context manager in which no kernel runs. `on_launch(name)`, if given, replaces the binder."""
+    """Record launches inside a `with` block, in which no kernel runs.
+
+    If `on_launch` is given, each launch calls `on_launch(name)` instead of Triton's binder.
+    """
 
     def __init__(self, on_launch: Callable[[str], None] | None = None) -> None:
         self.variants: dict[str, set[str]] = defaultdict(set)
@@ -49,7 +52,7 @@ class Launches:
 
 
 class _Recorder:
-    """Replacement of a kernel that records its launches."""
+    """Replaces a kernel, and records the launches of this kernel."""
 
     def __init__(
         self, name: str, kernel: Any, record: Callable[[str], None], *, bind: bool

@@ -19,9 +19,9 @@ from expert_cases import (
     GPT_OSS,
     TRITON,
     Case,
-    adapted,
-    random_ids,
-    strided,
+    draw_ids,
+    draw_with_adapters,
+    restride,
 )
 from support.close import assert_close, max_error
 from support.hub_files import assert_equal
@@ -34,10 +34,10 @@ from hf_moe_ep.ops.interface import ExpertWeights
 
 Named = dict[str, Tensor | None]
 FROZEN_BASE = ("rows", "weights", *ADAPTERS)
-SMALL = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True)
+SMALL = Case(draw_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True)
 RANKS = (1, 8, 16, 40, 64, 200)
-# These cover the ways in which a kernel reads an adapter: concatenated, transposed, interleaved
-# with a bias, and without a gate. Other formulas differ only in what follows the sum.
+# With these formulas a kernel reads an adapter differently: concatenated, transposed, interleaved
+# with a bias, and without a gate. All other formulas differ only in the steps after the sum.
 USUAL = {"silu": 8, "transposed": 16, "gpt-oss": 40, "no gate, bias": 1}
 
 
@@ -69,14 +69,16 @@ def _run(
     return {"out": out_RH.detach()} | {name: grads[name] for name in wanted}
 
 
-def _ours(
+def _run_ours(
     case: Case, named: Named, grad_RH: Tensor, wanted: tuple[str, ...], backend: str, **kw: Any
 ) -> dict[str, Tensor]:
     kw = {"counts_L": case.counts_L(), "backend": backend, **kw}
     return _run(expert_mlp, case, named, grad_RH, wanted, **kw)
 
 
-def _truth(case: Case, named: Named, grad_RH: Tensor, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+def _compute_truth(
+    case: Case, named: Named, grad_RH: Tensor, wanted: tuple[str, ...]
+) -> dict[str, Tensor]:
     """Return the results of merged weights in fp64, differentiated by autograd."""
     wide = {name: None if x is None else x.double() for name, x in named.items()}
     if case.ids_RK().numel() and sum(case.counts_L()):
@@ -85,11 +87,11 @@ def _truth(case: Case, named: Named, grad_RH: Tensor, wanted: tuple[str, ...]) -
     return {"out": torch.zeros_like(wide["rows"])} | zeros
 
 
-def _all_names(named: Named) -> tuple[str, ...]:
+def _list_names(named: Named) -> tuple[str, ...]:
     return tuple(name for name, x in named.items() if x is not None)
 
 
-def _without(named: Named, matrix: str) -> Named:
+def _remove_adapter(named: Named, matrix: str) -> Named:
     """Return the inputs without the adapter of `matrix`."""
     return named | {f"{matrix}_a": None, f"{matrix}_b": None}
 
@@ -106,22 +108,22 @@ def _assert_close(got: dict[str, Tensor], want: dict[str, Tensor], budget: float
 @pytest.mark.parametrize("name", ["random", "empty experts", "gpt-oss", "no gate, relu2"])
 def test_fp64_equals_merged_weights(name: str, rank: int, recompute: bool, postpone: bool) -> None:
     case = (CASES | FORMULAS)[name]
-    named = adapted(case, rank)
+    named = draw_with_adapters(case, rank)
     grad_RH = torch.randn_like(named["rows"])
     kw = {"postpone": postpone, "recompute": recompute}
-    got = _ours(case, named, grad_RH, FROZEN_BASE, "torch", **kw)
-    _assert_close(got, _truth(case, named, grad_RH, FROZEN_BASE), 1e-12)
+    got = _run_ours(case, named, grad_RH, FROZEN_BASE, "torch", **kw)
+    _assert_close(got, _compute_truth(case, named, grad_RH, FROZEN_BASE), 1e-12)
 
 
-def _low_precision() -> Iterator[Any]:
-    """Mark all but "gpt-oss" with its rank of USUAL as slow on the CPU.
+def _list_low_precision_cases() -> Iterator[Any]:
+    """Yield the cases. On the CPU all of them are slow, except "gpt-oss" with its rank in USUAL.
 
-    The interpreter needs seconds per case. On a GPU, where each case compiles its kernels for half
-    a minute, the cases that are not slow are every formula with one rank and "silu" with each.
+    The interpreter needs seconds per case. On a GPU each case compiles its kernels for half a
+    minute, so only these cases are not slow: "silu" with each rank, the other formulas with one.
     """
     on_cpu = TRITON[0].marks
 
-    def case(name: str, rank: int, device: str, dtype: torch.dtype, marks: Any) -> Any:
+    def make_case(name: str, rank: int, device: str, dtype: torch.dtype, marks: Any) -> Any:
         label = f"{name}-{rank}-{device}-{str(dtype).removeprefix('torch.')}"
         return pytest.param(name, rank, device, dtype, marks=marks, id=label)
 
@@ -129,46 +131,46 @@ def _low_precision() -> Iterator[Any]:
         marks = (
             on_cpu if (name, rank) == ("gpt-oss", USUAL["gpt-oss"]) else [*on_cpu, pytest.mark.slow]
         )
-        yield case(name, rank, "cpu", torch.float32, marks)
+        yield make_case(name, rank, "cpu", torch.float32, marks)
         on_gpu = [pytest.mark.gpu]
         if name != "silu" and rank != USUAL.get(name, 16):
             on_gpu.append(pytest.mark.slow)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            yield case(name, rank, "cuda", dtype, on_gpu)
-    yield case("gpt-oss", 40, "cpu", torch.float16, [*on_cpu, pytest.mark.slow])
+            yield make_case(name, rank, "cuda", dtype, on_gpu)
+    yield make_case("gpt-oss", 40, "cpu", torch.float16, [*on_cpu, pytest.mark.slow])
 
 
-@pytest.mark.parametrize(("name", "rank", "device", "dtype"), list(_low_precision()))
+@pytest.mark.parametrize(("name", "rank", "device", "dtype"), list(_list_low_precision_cases()))
 def test_triton_is_no_worse_than_the_torch_path(
     name: str, rank: int, device: str, dtype: torch.dtype
 ) -> None:
     """The base is trained too. Each gradient has at most twice the error of torch against fp64.
 
-    The kernels compute tanh(y) as 2 sigmoid(2 y) - 1, which rounds values of size 1 where torch
+    The kernels compute tanh(y) as 2 sigmoid(2 y) - 1. This rounds values of size 1, whereas torch
     rounds tanh(y) itself. So gelu_tanh in fp32 may have four times the error of torch.
     """
     case = FORMULAS[name]
     draws = []
     # Rounding can move a value over a clamp's limit, where the gradient jumps to zero.
     for _ in range(30 if case.formula.clamped and device == "cuda" else 6):
-        named = adapted(case, rank, dtype, device)
+        named = draw_with_adapters(case, rank, dtype, device)
         grad_RH = torch.randn_like(named["rows"])
-        draws.append((named, grad_RH, _truth(case, named, grad_RH, _all_names(named))))
+        draws.append((named, grad_RH, _compute_truth(case, named, grad_RH, _list_names(named))))
     errors = [
-        _errors(_ours(case, named, grad_RH, _all_names(named), "torch"), truth)
+        _measure_errors(_run_ours(case, named, grad_RH, _list_names(named), "torch"), truth)
         for named, grad_RH, truth in draws
     ]
-    # The largest error of all draws, because the error of one draw varies too much.
+    # The budget is the largest error of all draws, because the error of one draw varies too much.
     factor = 4 if (name, dtype) == ("gelu_tanh", torch.float32) else 2
     budget = {tensor: factor * max(error[tensor] for error in errors) for tensor in errors[0]}
     named, grad_RH, truth = draws[0]
-    got = _ours(case, named, grad_RH, _all_names(named), "triton")
+    got = _run_ours(case, named, grad_RH, _list_names(named), "triton")
     assert all(x.dtype == dtype for x in got.values())
-    for tensor, error in _errors(got, truth).items():
+    for tensor, error in _measure_errors(got, truth).items():
         assert error <= budget[tensor], f"{tensor}: {error:.2e} > {budget[tensor]:.2e}"
 
 
-def _errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+def _measure_errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
     return {name: max_error(got[name], true) for name, true in truth.items()}
 
 
@@ -176,31 +178,34 @@ def _errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float
 @pytest.mark.parametrize("name", CASES)
 def test_triton_equals_merged_weights_on_edge_cases(name: str, backend: str, device: str) -> None:
     case = CASES[name]
-    named = adapted(case, 3, torch.float32, device)
+    named = draw_with_adapters(case, 3, torch.float32, device)
     grad_RH = torch.randn_like(named["rows"])
-    got = _ours(case, named, grad_RH, _all_names(named), backend)
-    _assert_close(got, _truth(case, named, grad_RH, _all_names(named)), 2e-6)  # short fp32 sums
+    got = _run_ours(case, named, grad_RH, _list_names(named), backend)
+    want = _compute_truth(case, named, grad_RH, _list_names(named))
+    _assert_close(got, want, 2e-6)  # short fp32 sums
 
 
 @pytest.mark.parametrize("left_out", [pytest.param("up", marks=pytest.mark.slow), "down"])
 @pytest.mark.parametrize(("backend", "device"), BOTH)
-def test_one_matrix_without_an_adapter(backend: str, device: str, left_out: str) -> None:
+def test_one_of_the_matrices_may_lack_an_adapter(backend: str, device: str, left_out: str) -> None:
     for base in (False, True):
-        named = _without(adapted(SMALL, 3, torch.float32, device), left_out)
+        named = _remove_adapter(draw_with_adapters(SMALL, 3, torch.float32, device), left_out)
         grad_RH = torch.randn_like(named["rows"])
-        wanted = tuple(name for name in _all_names(named) if base or name in FROZEN_BASE)
-        got = _ours(SMALL, named, grad_RH, wanted, backend)
-        _assert_close(got, _truth(SMALL, named, grad_RH, wanted), 2e-6)  # short fp32 sums
+        wanted = tuple(name for name in _list_names(named) if base or name in FROZEN_BASE)
+        got = _run_ours(SMALL, named, grad_RH, wanted, backend)
+        _assert_close(got, _compute_truth(SMALL, named, grad_RH, wanted), 2e-6)  # short fp32 sums
 
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
-def test_frozen_tensors_get_no_gradient_and_change_no_other(backend: str, device: str) -> None:
-    named = adapted(SMALL, 3, torch.float32, device)
+def test_frozen_tensors_get_no_gradient_and_change_no_other_gradient(
+    backend: str, device: str
+) -> None:
+    named = draw_with_adapters(SMALL, 3, torch.float32, device)
     grad_RH = torch.randn_like(named["rows"])
-    want = _ours(SMALL, named, grad_RH, _all_names(named), backend)
+    want = _run_ours(SMALL, named, grad_RH, _list_names(named), backend)
     some = [FROZEN_BASE, ADAPTERS, ("rows",), ("weights", "up_b", "down_a"), ("up_a", "down_b")]
     for wanted in some:
-        got = _ours(SMALL, named, grad_RH, wanted, backend)
+        got = _run_ours(SMALL, named, grad_RH, wanted, backend)
         assert_equal(got, {name: want[name] for name in ("out", *wanted)})
 
 
@@ -218,34 +223,34 @@ def test_postponed_and_recomputed_calls_have_the_same_bits(
 ) -> None:
     nothing_here = Case([[3, 3]] * 4, 3, 11, 7, GPT_OSS, bias=True)
     for case in (SMALL, nothing_here):
-        named = adapted(case, 5, torch.float32, device)
+        named = draw_with_adapters(case, 5, torch.float32, device)
         grad_RH = torch.randn_like(named["rows"])
-        names = wanted or _all_names(named)
-        want = _ours(case, named, grad_RH, names, backend)
+        names = wanted or _list_names(named)
+        want = _run_ours(case, named, grad_RH, names, backend)
         for kw in ({"postpone": True}, {"recompute": True}, {}):
-            assert_equal(_ours(case, named, grad_RH, names, backend, **kw), want)
+            assert_equal(_run_ours(case, named, grad_RH, names, backend, **kw), want)
 
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
 def test_grad_scale_reaches_adapters_and_base_alike(backend: str, device: str) -> None:
-    named = adapted(SMALL, 3, torch.float32, device)
+    named = draw_with_adapters(SMALL, 3, torch.float32, device)
     grad_RH = torch.randn_like(named["rows"])
-    plain = _ours(SMALL, named, grad_RH, _all_names(named), backend)
-    scaled = _ours(SMALL, named, grad_RH, _all_names(named), backend, grad_scale=0.25)
+    plain = _run_ours(SMALL, named, grad_RH, _list_names(named), backend)
+    scaled = _run_ours(SMALL, named, grad_RH, _list_names(named), backend, grad_scale=0.25)
     untouched = ("out", "rows", "weights")
     want = {name: x if name in untouched else x * 0.25 for name, x in plain.items()}
     assert_equal(scaled, want)  # a power of two: exact
 
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
-def test_strided_factors(backend: str, device: str) -> None:
-    named = adapted(SMALL, 3, torch.float32, device)
+def test_strided_factors_give_the_same_results(backend: str, device: str) -> None:
+    named = draw_with_adapters(SMALL, 3, torch.float32, device)
     grad_RH = torch.randn_like(named["rows"])
-    want = _ours(SMALL, named, grad_RH, FROZEN_BASE, backend)
+    want = _run_ours(SMALL, named, grad_RH, FROZEN_BASE, backend)
     for kind in range(2):
-        other = named | {name: strided(named[name])[kind] for name in ADAPTERS}
+        other = named | {name: restride(named[name])[kind] for name in ADAPTERS}
         assert not any(other[name].is_contiguous() for name in ADAPTERS)
-        got = _ours(SMALL, other, grad_RH, FROZEN_BASE, backend)
+        got = _run_ours(SMALL, other, grad_RH, FROZEN_BASE, backend)
         _assert_close(got, want, 2e-6)  # short fp32 sums
 
 
@@ -268,19 +273,21 @@ def test_kernels_of_unneeded_gradients_are_not_launched(
 ) -> None:
     matrices, wanted, num_thin, num_outer = LAUNCHES[name]
     case = CASES["docstring"]
-    named = adapted(case, 2, torch.float32, device)
+    named = draw_with_adapters(case, 2, torch.float32, device)
     for matrix in {"up", "down"}.difference(matrices):
-        named = _without(named, matrix)
+        named = _remove_adapter(named, matrix)
     calls: list[str] = []
     for kernel in ("thin_mm", "outer"):
         original = getattr(triton_mlp, kernel)
 
-        def counted(*args: Any, original: Any = original, kernel: str = kernel, **kw: Any) -> Any:
+        def count_and_call(
+            *args: Any, original: Any = original, kernel: str = kernel, **kw: Any
+        ) -> Any:
             calls.append(kernel)
             return original(*args, **kw)
 
-        monkeypatch.setattr(triton_mlp, kernel, counted)
-    _ours(case, named, torch.randn_like(named["rows"]), wanted, backend)
+        monkeypatch.setattr(triton_mlp, kernel, count_and_call)
+    _run_ours(case, named, torch.randn_like(named["rows"]), wanted, backend)
     assert (calls.count("thin_mm"), calls.count("outer")) == (num_thin, num_outer)
 
 
@@ -289,19 +296,19 @@ def test_kernels_of_unneeded_gradients_are_not_launched(
     [torch_mlp, pytest.param(triton_mlp, marks=pytest.mark.slow)],
     ids=["torch", "triton"],
 )
-def test_no_tensor_of_the_size_of_the_experts(implementation: ModuleType) -> None:
+def test_no_tensor_is_as_large_as_the_experts(implementation: ModuleType) -> None:
     """With a frozen base the kernels make neither merged weights nor their gradients."""
     if implementation is triton_mlp and not triton_mlp.interpreted():
         pytest.skip("here the kernels run on the CPU, in the interpreter")
-    case = Case(random_ids(40, 2, 6, seed=3), 6, hidden=64, ffn=48)
-    named = adapted(case, 2, torch.float32)
+    case = Case(draw_ids(40, 2, 6, seed=3), 6, hidden=64, ffn=48)
+    named = draw_with_adapters(case, 2, torch.float32)
     smallest = min(named["up"].numel(), named["down"].numel())
 
     largest = LargestTensor(x for x in named.values() if x is not None)
     rows, weights = named.pop("rows"), named.pop("weights")
     experts, grad_RH = ExpertWeights(**named), torch.randn_like(rows)
     need = {"rows", "weights", *ADAPTERS}
-    # The implementation is called, because LargestTensor cannot see inside of the operator.
+    # The test calls the implementation, because LargestTensor cannot see inside the operator.
     with largest:
         routing = implementation.route(case.ids_RK(), case.counts_L(), experts, rows)
         out, pre = implementation.forward(rows, weights, experts, routing, case.formula, True)

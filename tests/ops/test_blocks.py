@@ -17,7 +17,7 @@ from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.kernels import blocks, product
-from hf_moe_ep.ops.kernels.blocks import dot_precision, generation
+from hf_moe_ep.ops.kernels.blocks import generation, get_dot_precision
 
 # Compute capability: (shared memory per block from CUDA's programming guide, expected row).
 KINDS = {
@@ -47,8 +47,10 @@ def test_a_gpu_gets_a_row_that_fits_into_its_shared_memory(
 
 
 @pytest.mark.parametrize("num_pairs", [100, 10_000])
-def test_quantised_matrices_change_no_tile(num_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The routing depends on the number of rows per tile, and is made without the matrices."""
+def test_quantised_matrices_do_not_change_the_rows_per_tile(
+    num_pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The routing depends on this number, and is made without the matrices."""
     for row, dtype in itertools.product(("sm_80", "sm_90"), (torch.float32, torch.bfloat16)):
         monkeypatch.setattr(blocks, "generation", lambda device, row=row: row)
         rows = torch.empty(1, dtype=dtype)
@@ -58,7 +60,7 @@ def test_quantised_matrices_change_no_tile(num_pairs: int, monkeypatch: pytest.M
         assert (quantised == usual) == (dtype != torch.float32)
 
 
-def _gradients(case: Case, inputs: list[Tensor | None], device: str) -> list[Tensor]:
+def _compute_gradients(case: Case, inputs: list[Tensor | None], device: str) -> list[Tensor]:
     leaves = [None if x is None else x.clone().requires_grad_() for x in inputs]
     rows_RH, weights_RK, *experts = leaves
     args = (rows_RH, case.ids_RK(device), weights_RK, ExpertWeights(*experts), case.formula)
@@ -82,14 +84,15 @@ def test_a_block_of_dgated_that_is_wider_than_128_gives_the_same_gradients(
 ) -> None:
     """The kernel applies the gate's formula to quarters of such a block."""
     case = FORMULAS[name]
-    inputs = case.inputs(torch.float32, device)
-    want = _gradients(case, inputs, device)
+    inputs = case.draw_inputs(torch.float32, device)
+    want = _compute_gradients(case, inputs, device)
     _change_blocks(monkeypatch, device, "dgated", n=256)
-    for got_grad, want_grad in zip(_gradients(case, inputs, device), want, strict=True):
+    for got_grad, want_grad in zip(_compute_gradients(case, inputs, device), want, strict=True):
         torch.testing.assert_close(got_grad, want_grad)  # sums in fp32 of other lengths
 
 
-# TMA descriptors of the launches of each field: one factor is gathered in up, dgated and outer.
+# The number of TMA descriptors in the launches of each field. In up, dgated and outer one factor is
+# gathered, and has no descriptor. There are two launches of outer.
 DESCRIPTORS = {"up": 1, "down": 2, "rows": 2, "dgated": 1, "outer": 2}
 
 
@@ -110,18 +113,18 @@ def test_blocks_that_tma_loads_give_the_same_gradients(
 ) -> None:
     """A tile that is not full also reads rows of the next expert, or, at the end, past all rows."""
     case = replace(FORMULAS[name], hidden=64, ffn=96)
-    inputs = case.inputs(torch.float32, device)
-    want = _gradients(case, inputs, device)
+    inputs = case.draw_inputs(torch.float32, device)
+    want = _compute_gradients(case, inputs, device)
     descriptors = []
     real = product.TensorDescriptor
     describe = {"from_tensor": lambda *args: descriptors.append(args) or real.from_tensor(*args)}
     monkeypatch.setattr(product, "TensorDescriptor", type("Counted", (), describe))
     _change_blocks(monkeypatch, device, field, tma=True)
-    got = _gradients(case, inputs, device)
-    # Columns of two halves that are contiguous along the columns are no block of a descriptor.
+    got = _compute_gradients(case, inputs, device)
+    # No descriptor covers the same columns of two halves, if columns are contiguous in memory.
     by_pointers = field == "up" and name == "transposed"
     assert len(descriptors) == (0 if by_pointers else DESCRIPTORS[field])
-    # Interpreted products are NumPy's, whose rounding depends on where a tile lies in memory.
+    # NumPy computes interpreted products, and its rounding depends on a tile's place in memory.
     for got_grad, want_grad in zip(got, want, strict=True):
         torch.testing.assert_close(got_grad, want_grad)
 
@@ -132,14 +135,14 @@ def test_tensors_that_tma_cannot_address_are_loaded_through_pointers(
 ) -> None:
     """Addresses and strides must be multiples of 16 bytes."""
     block = replace(blocks.TABLE["interpreter", 4, "many"].down, tma=True)
-    whole = torch.zeros(3, 65, 68)
-    part = whole[:, :64, :64] if moved == "stride" else whole.flatten()[1:12289].view(3, 64, 64)
-    assert product.matrix_blocks(part, block, block.n) == (None, "")
-    rows = whole[0, :, 1:65]
-    assert product.row_blocks(rows, block, 16, block.k) is None
-    assert product.row_blocks(whole[0, :, 4:], block, 16, block.k) is not None
-    assert product.matrix_blocks(whole[:, :64].contiguous(), block, block.n)[1] == "kn"
-    assert product.matrix_blocks(whole[:, :63].contiguous(), block, block.n) == (None, "")
+    zeros = torch.zeros(3, 65, 68)
+    part = zeros[:, :64, :64] if moved == "stride" else zeros.flatten()[1:12289].view(3, 64, 64)
+    assert product.describe_matrix_blocks(part, block, block.n) == (None, "")
+    rows = zeros[0, :, 1:65]
+    assert product.describe_row_blocks(rows, block, 16, block.k) is None
+    assert product.describe_row_blocks(zeros[0, :, 4:], block, 16, block.k) is not None
+    assert product.describe_matrix_blocks(zeros[:, :64].contiguous(), block, block.n)[1] == "kn"
+    assert product.describe_matrix_blocks(zeros[:, :63].contiguous(), block, block.n) == (None, "")
 
 
 def test_tma_is_refused_where_no_kernel_uses_it() -> None:
@@ -154,7 +157,7 @@ def test_a_cpu_gets_the_rows_of_the_interpreter() -> None:
 
 @pytest.fixture
 def fresh_switches() -> Iterator[None]:
-    """Reset the switches for fp32 products, which other tests set, to those of a new process."""
+    """Give the switches for fp32 products, which other tests set, their values in a new process."""
     enable_tf32.cache_clear()  # a second call with the same argument does nothing
     switches = (torch.backends, torch.backends.cuda.matmul)
     values = [switch.fp32_precision for switch in switches]
@@ -167,9 +170,9 @@ def fresh_switches() -> Iterator[None]:
 
 
 def test_fp32_experts_run_where_transformers_has_switched_tf32_on(fresh_switches: None) -> None:
-    """TrainingArguments(tf32=True) and torch_compile=True do so. Then torch's old getter fails."""
+    """TrainingArguments(tf32=True) and torch_compile=True do so. Then torch's old getter raises."""
     case = FORMULAS["silu, bias"]
-    inputs = dict(zip(NAMES, case.inputs(torch.float32), strict=True))
+    inputs = dict(zip(NAMES, case.draw_inputs(torch.float32), strict=True))
     rows_RH, weights_RK = inputs.pop("rows"), inputs.pop("weights")
     experts = ExpertWeights(**inputs)
     args = (rows_RH, case.ids_RK(), weights_RK, experts, case.formula)
@@ -183,24 +186,24 @@ def test_fp32_experts_run_where_transformers_has_switched_tf32_on(fresh_switches
 
 def test_products_follow_each_switch_for_fp32_precision(fresh_switches: None) -> None:
     rows = torch.empty(1)
-    assert dot_precision(rows) == "ieee"  # no switch is set
+    assert get_dot_precision(rows) == "ieee"  # no switch is set
     enable_tf32(True)
-    assert dot_precision(rows) == "tf32"
+    assert get_dot_precision(rows) == "tf32"
     enable_tf32(False)
-    assert dot_precision(rows) == "ieee"
+    assert get_dot_precision(rows) == "ieee"
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    assert dot_precision(rows) == "tf32"
+    assert get_dot_precision(rows) == "tf32"
     torch.backends.cuda.matmul.fp32_precision = "none"
     torch.backends.fp32_precision = "none"
     for word, want in (("high", "tf32"), ("highest", "ieee"), ("medium", "tf32")):
         torch.set_float32_matmul_precision(word)
-        assert dot_precision(rows) == want, word
+        assert get_dot_precision(rows) == want, word
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = True
-    assert dot_precision(rows) == "tf32"
+    assert get_dot_precision(rows) == "tf32"
 
 
 def test_sixteen_bit_products_read_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "matmul", None)
     rows: Tensor = torch.empty(1, dtype=torch.bfloat16)
-    assert dot_precision(rows) == "tf32"
+    assert get_dot_precision(rows) == "tf32"

@@ -1,9 +1,10 @@
-"""The Triton kernels over quantised matrices equal those over dequantised matrices.
+"""The Triton kernels give equal results for quantised matrices and for dequantised matrices.
 
-Both sum the same terms. The order of the additions depends on the processor and on the layout of
-the operands, so results may differ by a few roundings; only single tiles, which are not summed,
-are equal to the bit. On a CPU the kernels run in Triton's interpreter, with blocks so small that
-these sizes need several tiles, several steps of a sum and several blocks of columns.
+The kernels sum the same terms in both cases. The order of the additions depends on the processor
+and on the layout of the operands, so results may differ by a few roundings. Only single tiles,
+which are not summed, are equal to the bit. On a CPU the kernels run in Triton's interpreter, with
+blocks so small that these sizes need several tiles, several steps of a sum and several blocks of
+columns.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from expert_cases import ADAPTERS, GPT_OSS, TRITON, Case, adapted, random_ids
+from expert_cases import ADAPTERS, GPT_OSS, TRITON, Case, draw_ids, draw_with_adapters
 from support.close import assert_close
 from support.largest_tensor import LargestTensor
-from test_quantised import FORMATS, dequantised, run, weights_of
+from test_quantised import FORMATS, quantise_matrices, round_matrices, run_call
 from torch import Tensor
 
 from hf_moe_ep.config import EXPERTS_DTYPES
@@ -28,17 +29,17 @@ from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.kernels.blocks import TABLE, generation
-from hf_moe_ep.ops.kernels.dequantise import dequantised_tile, e4m3
+from hf_moe_ep.ops.kernels.dequantise import dequantise_tile, e4m3
 from hf_moe_ep.ops.quantised import (
     NF4_CODES,
     Quantised,
     dequantise,
-    plain_scales,
+    dequantise_scales,
     quantise_stack,
 )
 from hf_moe_ep.ops.self_check import draw_quantised
 
-# Experts 0 and 1 have two tiles, the second with few rows; expert 2 has no rows.
+# Experts 0 and 1 have two tiles, of which the second one has few rows. Expert 2 has no rows.
 _IDS = [[0, 1], [1, 0]] * 8 + [[3, 1], [0, 3], [0, 1]]
 # Sizes (hidden, ffn) for which a sum has one block of scales, and for which it has several.
 SMALL = {"nf4": (64, 64), "nf4 nested": (64, 64), "fp8": (128, 128)}
@@ -57,12 +58,14 @@ EDGES = {
 }
 
 
-def _case(name: str, sizes: dict[str, tuple[int, int]], ids: Any = _IDS, experts: int = 3) -> Case:
+def _make_case(
+    name: str, sizes: dict[str, tuple[int, int]], ids: Any = _IDS, experts: int = 3
+) -> Case:
     hidden, ffn = sizes[name]
     return Case(ids, experts, hidden, ffn)
 
 
-def _budget(dtype: torch.dtype) -> float:
+def _compute_budget(dtype: torch.dtype) -> float:
     """Return the error that another order of additions can cause (see `self_check`).
 
     A byte that is read wrong causes an error of about one percent.
@@ -72,15 +75,15 @@ def _budget(dtype: torch.dtype) -> float:
 
 def _check_values(case: Case, name: str, dtype: torch.dtype, rank: int = 5, **kw: Any) -> None:
     quantisation = FORMATS[name]
-    named = adapted(case, rank, dtype)
+    named = draw_with_adapters(case, rank, dtype)
     if not rank:
         named |= dict.fromkeys(ADAPTERS)
-    want = run(case, dequantised(named, quantisation, dtype), "", backend="triton", **kw)
-    as_bytes = weights_of(named, quantisation, dtype)
-    got = run(case, as_bytes, quantisation.kind, backend="triton", **kw)
+    want = run_call(case, round_matrices(named, quantisation, dtype), "", backend="triton", **kw)
+    as_bytes = quantise_matrices(named, quantisation, dtype)
+    got = run_call(case, as_bytes, quantisation.kind, backend="triton", **kw)
     assert got.keys() == want.keys() and "rows" in got
     for tensor, value in want.items():
-        assert_close(f"{name}, {kw}, {tensor}", got[tensor], value, _budget(dtype))
+        assert_close(f"{name}, {kw}, {tensor}", got[tensor], value, _compute_budget(dtype))
     # Without this check, two results full of zeros would pass.
     if sum(case.counts_L()):
         assert all(value.any() for value in want.values())
@@ -89,9 +92,9 @@ def _check_values(case: Case, name: str, dtype: torch.dtype, rank: int = 5, **kw
 @pytest.mark.parametrize(
     "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("nf4", "fp8")), "nf4 nested"]
 )
-def test_quantised_matrices_give_the_values_of_dequantised_ones(name: str) -> None:
-    """Output and gradients of rows, routing weights and adapters are compared."""
-    _check_values(_case(name, SMALL), name, torch.float32)
+def test_quantised_matrices_give_the_values_of_dequantised_matrices(name: str) -> None:
+    """The test compares the output and the gradients of rows, routing weights and adapters."""
+    _check_values(_make_case(name, SMALL), name, torch.float32)
 
 
 _INTERPRETED = [
@@ -116,10 +119,10 @@ def test_random_bytes_equal_their_values_on_each_device(
 ) -> None:
     """The bytes are random and `reference` dequantises them, so bitsandbytes is not needed."""
     if (device == "cpu" and sizes == (1024, 768)) or (kind == "fp8" and sizes == (192, 320)):
-        pytest.skip("the sizes are too large for the interpreter, or no multiples of a block")
+        pytest.skip("the sizes are too large for the interpreter, or not multiples of a block")
     rows = 21 if device == "cpu" else 700
-    case = Case(random_ids(rows, 2, 3, seed=5), 3, *sizes)
-    named = adapted(case, rank or 1, dtype, device)
+    case = Case(draw_ids(rows, 2, 3, seed=5), 3, *sizes)
+    named = draw_with_adapters(case, rank or 1, dtype, device)
     if not rank:
         named |= dict.fromkeys(ADAPTERS)
     generator = torch.Generator(device).manual_seed(0)
@@ -130,9 +133,9 @@ def test_random_bytes_equal_their_values_on_each_device(
         stack = draw_quantised(matrix, kind, generator)
         as_bytes |= stack.by_name(name)
         values[name] = reference.matrices(stack, kind, dtype)
-    want = run(case, values, "", backend="triton")
-    got = run(case, as_bytes, kind, backend="triton")
-    budget = _budget(dtype)
+    want = run_call(case, values, "", backend="triton")
+    got = run_call(case, as_bytes, kind, backend="triton")
+    budget = _compute_budget(dtype)
     for tensor, value in want.items():
         assert_close(tensor, got[tensor], value, budget)
 
@@ -143,11 +146,11 @@ def test_random_bytes_equal_their_values_on_each_device(
     [("silu", torch.float16), ("gpt-oss", torch.float32), ("no gate", torch.float32)],
 )
 @pytest.mark.parametrize("name", FORMATS)
-def test_sizes_that_are_no_multiples_of_a_block_of_columns(
+def test_sums_over_several_blocks_of_scales_give_equal_values(
     name: str, formula: str, dtype: torch.dtype
 ) -> None:
-    """The formulas cover all layouts of gate and up, with and without biases, but no adapters."""
-    case = replace(_case(name, LARGE), **FORMULAS[formula])
+    """The formulas cover all layouts of gate and up, with and without biases, without adapters."""
+    case = replace(_make_case(name, LARGE), **FORMULAS[formula])
     _check_values(case, name, dtype, rank=0)
 
 
@@ -156,22 +159,24 @@ def test_sizes_that_are_no_multiples_of_a_block_of_columns(
     "kw", [{"recompute": True}, {"postpone": True}, {"postpone": True, "chunks": 2}]
 )
 @pytest.mark.parametrize("name", FORMATS)
-def test_options_of_backward(name: str, kw: dict[str, Any]) -> None:
+def test_options_of_backward_give_equal_values(name: str, kw: dict[str, Any]) -> None:
     """Pre-activations are recomputed, gradients of adapters postponed, or rows split in chunks."""
-    _check_values(_case(name, SMALL), name, torch.float32, **kw)
+    _check_values(_make_case(name, SMALL), name, torch.float32, **kw)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("name", ["nf4", "fp8"])
-def test_edges(name: str, edge: str) -> None:
-    _check_values(_case(name, SMALL, *EDGES[edge]), name, torch.float32)
+def test_edges_give_equal_values(name: str, edge: str) -> None:
+    _check_values(_make_case(name, SMALL, *EDGES[edge]), name, torch.float32)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("name", ["nf4", "fp8"])
-def test_columns_of_several_scales(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_with_several_scales_per_row_give_equal_values(
+    name: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In backward, blocks are as wide as on a GPU. A row of a tile then has several scales.
 
     There is one scale per 64 or 128 columns. The last block of the 320 or 384 columns is not full.
@@ -181,7 +186,7 @@ def test_columns_of_several_scales(name: str, width: int, monkeypatch: pytest.Mo
         row = TABLE[key]
         wide = {x: replace(getattr(row, x), n=width, k=64) for x in ("rows", "dgated", "down")}
         monkeypatch.setitem(TABLE, key, replace(row, **wide))
-    case = _case(name, {"nf4": (320, 192), "fp8": (384, 128)}, [[0, 1], [1, 2]], 3)
+    case = _make_case(name, {"nf4": (320, 192), "fp8": (384, 128)}, [[0, 1], [1, 2]], 3)
     _check_values(case, name, torch.float32, rank=0)
 
 
@@ -191,14 +196,14 @@ def _tile_kernel(
     KIND: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     o_o = first_o + tl.arange(0, ROWS)
-    tile = dequantised_tile(
+    tile = dequantise_tile(
         values, scale, expert, o_o, first_i, num_o, num_i, KIND, NATIVE, TILE, False,
         out.dtype.element_ty,
     )  # fmt: skip
     tl.store(out + tl.arange(0, ROWS)[:, None] * TILE + tl.arange(0, TILE)[None, :], tile)
 
 
-def _tile(
+def _run_tile_kernel(
     stack: Quantised, kind: str, start: tuple[int, int, int], shape: tuple[int, int],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
@@ -206,13 +211,13 @@ def _tile(
     _, num_o, in_bytes = stack.values.shape
     out = torch.empty(shape, dtype=dtype, device=stack.values.device)
     num_i = in_bytes * (2 if kind == "nf4" else 1)
-    args = (stack.values, plain_scales(stack), out, *start, num_o, num_i)
+    args = (stack.values, dequantise_scales(stack), out, *start, num_o, num_i)
     _tile_kernel[(1,)](*args, KIND=kind, NATIVE=False, ROWS=shape[0], TILE=shape[1])
     return out
 
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
-def test_a_tile_of_nf4_by_hand(backend: str, device: str) -> None:
+def test_a_tile_of_nf4_equals_values_by_hand(backend: str, device: str) -> None:
     """Two experts have 2 x 128 values, with all codes. The first code of a byte is its upper half,
     and there is one scale per 64 columns.
     """
@@ -221,18 +226,18 @@ def test_a_tile_of_nf4_by_hand(backend: str, device: str) -> None:
     values[1, 1, :8] = torch.tensor([0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF])
     scale = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [7.0, 8.0]]], device=device)
     stack = Quantised(values, scale)
-    got = _tile(stack, "nf4", (1, 0, 0), (2, 128))
+    got = _run_tile_kernel(stack, "nf4", (1, 0, 0), (2, 128))
     want = torch.tensor([[-5.0] * 64 + [-6.0] * 64, [-7.0] * 64 + [-8.0] * 64])
     want[1, :16] = 7 * torch.tensor(NF4_CODES)
     assert torch.equal(got.cpu(), want)
-    # The first tile is inside of a block of scales, the second exceeds the matrix.
-    assert torch.equal(_tile(stack, "nf4", (1, 0, 96), (2, 16)).cpu(), want[:, 96:112])
-    over = _tile(stack, "nf4", (1, 1, 64), (2, 128)).cpu()
+    # The first tile is inside a block of scales, and the second tile exceeds the matrix.
+    assert torch.equal(_run_tile_kernel(stack, "nf4", (1, 0, 96), (2, 16)).cpu(), want[:, 96:112])
+    over = _run_tile_kernel(stack, "nf4", (1, 1, 64), (2, 128)).cpu()
     assert (over[0, :64] == -8).all() and not over[0, 64:].any() and not over[1].any()
 
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
-def test_a_tile_of_fp8_by_hand(backend: str, device: str) -> None:
+def test_a_tile_of_fp8_equals_values_by_hand(backend: str, device: str) -> None:
     """There is one scale per 128 x 128 values. Columns after the end of a row are 0, and not values
     of the next row.
     """
@@ -240,9 +245,9 @@ def test_a_tile_of_fp8_by_hand(backend: str, device: str) -> None:
     values[1, 130] = 0x38  # 1
     scale = torch.tensor([[[2.0, 3.0], [4.0, 5.0]], [[6.0, 7.0], [8.0, 9.0]]], device=device)
     stack = Quantised(values, scale)
-    got = _tile(stack, "fp8", (1, 130, 0), (1, 256)).cpu()
+    got = _run_tile_kernel(stack, "fp8", (1, 130, 0), (1, 256)).cpu()
     assert torch.equal(got, torch.tensor([[8.0] * 128 + [9.0] * 128]))
-    over = _tile(stack, "fp8", (1, 130, 128), (1, 256)).cpu()
+    over = _run_tile_kernel(stack, "fp8", (1, 130, 128), (1, 256)).cpu()
     assert torch.equal(over, torch.tensor([[9.0] * 128 + [0.0] * 128]))
 
 
@@ -277,7 +282,7 @@ def test_scales_and_values_need_no_bitsandbytes(name: str, monkeypatch: pytest.M
     """Nested scales and `reference.matrices` equal bitsandbytes to the bit."""
     quantisation = FORMATS[name]
     torch.manual_seed(0)
-    # The 320 scales of an expert are a full block of 256 scales and a part of a second one.
+    # The 320 scales of an expert are a full block of 256 scales and a part of a second block.
     shape = (3, 128, 256) if quantisation.kind == "fp8" else (3, 80, 256)
     stack = quantise_stack(torch.randn(shape) * 3, quantisation)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
@@ -287,40 +292,42 @@ def test_scales_and_values_need_no_bitsandbytes(name: str, monkeypatch: pytest.M
         )
         for dtype in dtypes
     }
-    monkeypatch.setattr("hf_moe_ep.ops.quantised._bitsandbytes", None)
+    monkeypatch.setattr("hf_moe_ep.ops.quantised._import_bitsandbytes", None)
     for dtype in dtypes:
         assert torch.equal(reference.matrices(stack, quantisation.kind, dtype), want[dtype])
         columns = shape[2]
         # The interpreter truncates to bf16 instead of rounding.
         tiles = () if dtype == torch.bfloat16 else ((0, 0), (2, 64))
         for expert, row in tiles:
-            got = _tile(stack, quantisation.kind, (expert, row, 0), (64, columns), dtype)
+            got = _run_tile_kernel(stack, quantisation.kind, (expert, row, 0), (64, columns), dtype)
             num_rows = min(64, shape[1] - row)
             assert torch.equal(got[:num_rows], want[dtype][expert, row : row + num_rows]), dtype
 
 
-def _experts(name: str, case: Case) -> tuple[dict[str, Tensor | None], ExpertWeights]:
+def _make_experts(name: str, case: Case) -> tuple[dict[str, Tensor | None], ExpertWeights]:
     quantisation = FORMATS[name]
-    named = weights_of(adapted(case, 2, torch.float32), quantisation, torch.float32)
+    named = quantise_matrices(
+        draw_with_adapters(case, 2, torch.float32), quantisation, torch.float32
+    )
     weights = {key: x for key, x in named.items() if key not in ("rows", "weights")}
     return named, ExpertWeights(**weights, quantised=quantisation.kind)
 
 
 @pytest.mark.parametrize("name", ["nf4 nested", pytest.param("fp8", marks=pytest.mark.slow)])
-def test_no_tensor_of_the_size_of_a_dequantised_matrix(
+def test_no_tensor_is_as_large_as_a_dequantised_matrix(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and backward make no such tensor; the test notices a kernel that makes one."""
-    case = _case(name, SMALL, [[0, 1]], 8)
+    """Forward and backward make no such tensor. The test notices a launcher that makes one."""
+    case = _make_case(name, SMALL, [[0, 1]], 8)
     # The size is in bytes, because the interpreter handles the arguments of a launch as bytes.
     matrix_size = 4 * case.hidden * case.ffn
-    named, experts = _experts(name, case)
+    named, experts = _make_experts(name, case)
     rows, weights = named["rows"], named["weights"]
     assert rows is not None and weights is not None
 
-    def largest() -> int:
+    def measure_largest() -> int:
         watch = LargestTensor(x for x in named.values() if x is not None)
-        # The interpreter computes with NumPy, which `watch` does not see. It sees the arguments of
+        # `watch` does not see the interpreter's computations in NumPy, but it sees the arguments of
         # launches.
         with watch:
             routing = triton_mlp.route(case.ids_RK(), case.counts_L(), experts, rows)
@@ -331,20 +338,20 @@ def test_no_tensor_of_the_size_of_a_dequantised_matrix(
             triton_mlp.backward(rows, *call, pre, case.formula, **kw)
         return watch.elements
 
-    assert 0 < largest() < matrix_size
+    assert 0 < measure_largest() < matrix_size
 
     def dequantise_all(experts: ExpertWeights, name: str) -> Tensor:
         return reference.matrices(experts.stack(name), experts.quantised, torch.float32)
 
-    monkeypatch.setattr(triton_mlp, "_matrices", dequantise_all)
-    assert largest() >= 8 * matrix_size
+    monkeypatch.setattr(triton_mlp, "_select_matrices", dequantise_all)
+    assert measure_largest() >= 8 * matrix_size
 
 
 @pytest.mark.slow
-def test_bytes_in_any_strides() -> None:
+def test_bytes_may_have_any_strides() -> None:
     """The output of an all-gather need not be contiguous."""
-    case = _case("nf4", SMALL)
-    named, experts = _experts("nf4", case)
+    case = _make_case("nf4", SMALL)
+    named, experts = _make_experts("nf4", case)
     rows, weights = named["rows"], named["weights"]
     args = (rows, case.ids_RK(), weights)
     want = expert_mlp(*args, experts, case.formula, backend="triton", counts_L=case.counts_L())
@@ -360,16 +367,16 @@ def test_bytes_in_any_strides() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4", "fp8"])
-def test_no_worse_than_the_torch_path(name: str) -> None:
-    """The error against fp64 is at most twice that of torch in fp32."""
+def test_the_kernels_are_no_worse_than_the_torch_path(name: str) -> None:
+    """The error against fp64 is at most twice the error of torch in fp32."""
     quantisation = FORMATS[name]
-    case = _case(name, SMALL, [[0, 1], [1, 2], [0, 2]], 3)
-    named = adapted(case, 5, torch.float32)
-    as_bytes = weights_of(named, quantisation, torch.float32)
-    values = dequantised(named, quantisation, torch.float32)
-    truth = run(case, {n: None if x is None else x.double() for n, x in values.items()}, "")
-    plain = run(case, as_bytes, quantisation.kind)
-    got = run(case, as_bytes, quantisation.kind, backend="triton")
+    case = _make_case(name, SMALL, [[0, 1], [1, 2], [0, 2]], 3)
+    named = draw_with_adapters(case, 5, torch.float32)
+    as_bytes = quantise_matrices(named, quantisation, torch.float32)
+    values = round_matrices(named, quantisation, torch.float32)
+    truth = run_call(case, {n: None if x is None else x.double() for n, x in values.items()}, "")
+    plain = run_call(case, as_bytes, quantisation.kind)
+    got = run_call(case, as_bytes, quantisation.kind, backend="triton")
     for tensor, want in truth.items():
         # The error of torch can be zero by luck, because sums have only 64 to 256 products.
         budget = 2 * float((plain[tensor] - want).abs().max() / want.abs().max()) + 1e-6

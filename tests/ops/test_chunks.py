@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from expert_cases import BOTH, NAMES, TORCH, Case, adapted, random_ids
+from expert_cases import BOTH, NAMES, TORCH, Case, draw_ids, draw_with_adapters
 from support.close import assert_close, max_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
 
-CASE = Case(random_ids(96, 2, 3, seed=4), 3, 24, 16, bias=True)
+CASE = Case(draw_ids(96, 2, 3, seed=4), 3, 24, 16, bias=True)
 # Triton's interpreter gets fp16, because its bf16 products are wrong.
 SIXTEEN_BIT = [
     pytest.param(
@@ -25,7 +25,7 @@ SIXTEEN_BIT = [
 ]
 
 
-def _grads(
+def _compute_grads(
     inputs: dict[str, Tensor], grad_RH: Tensor, case: Case, backend: str, chunks: int
 ) -> dict[str, Tensor]:
     """Return the gradients of all inputs, with the rows split into `chunks` calls."""
@@ -58,23 +58,23 @@ def _grads(
 
 @pytest.mark.parametrize(("backend", "device"), TORCH)
 def test_chunks_have_the_gradients_of_all_rows(backend: str, device: str) -> None:
-    inputs = adapted(CASE, 4, torch.float64, device)
+    inputs = draw_with_adapters(CASE, 4, torch.float64, device)
     grad_RH = torch.randn_like(inputs["rows"])
-    want = _grads(inputs, grad_RH, CASE, backend, 1)
+    want = _compute_grads(inputs, grad_RH, CASE, backend, 1)
     for chunks in (2, 4):
-        for name, grad in _grads(inputs, grad_RH, CASE, backend, chunks).items():
+        for name, grad in _compute_grads(inputs, grad_RH, CASE, backend, chunks).items():
             assert_close(f"{name}, {chunks} chunks", grad, want[name], 1e-12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "device", "dtype"), SIXTEEN_BIT)
 def test_four_chunks_are_as_exact_as_one(backend: str, device: str, dtype: torch.dtype) -> None:
-    """The error is at most 1.2 times that of one chunk. With a sum in bf16 it was 2.6 times."""
-    inputs = adapted(CASE, 4, dtype, device)
+    """The error is at most 1.2 times the error of one chunk. With bf16 sums it was 2.6 times."""
+    inputs = draw_with_adapters(CASE, 4, dtype, device)
     grad_RH = torch.randn_like(inputs["rows"])
     wide = {name: x.double() for name, x in inputs.items()}
-    truth = _grads(wide, grad_RH.double(), CASE, "torch", 1)
-    one, four = (_grads(inputs, grad_RH, CASE, backend, chunks) for chunks in (1, 4))
+    truth = _compute_grads(wide, grad_RH.double(), CASE, "torch", 1)
+    one, four = (_compute_grads(inputs, grad_RH, CASE, backend, chunks) for chunks in (1, 4))
     for name, grad in four.items():
         assert grad.dtype == dtype, name
         error, budget = (max_error(x[name], truth[name]) for x in (four, one))
@@ -83,11 +83,11 @@ def test_four_chunks_are_as_exact_as_one(backend: str, device: str, dtype: torch
 
 @pytest.mark.parametrize("unused", [0, 1, 2])
 def test_a_chunk_whose_output_is_not_used_adds_nothing(unused: int) -> None:
-    rows_RH, weights_RK, up, _, down, _ = Case(CASE.ids, 3, 24, 16).inputs(torch.float64)
+    rows_RH, weights_RK, up, _, down, _ = Case(CASE.ids, 3, 24, 16).draw_inputs(torch.float64)
     leaves = [up.clone().requires_grad_(), down.clone().requires_grad_()]
     ids_RK = CASE.ids_RK()
 
-    def run(chunks: list[slice], used: list[int]) -> list[Tensor]:
+    def compute_grads(chunks: list[slice], used: list[int]) -> list[Tensor]:
         experts = ExpertWeights(leaves[0], None, leaves[1], None)
         outs = []
         for chunk in chunks:
@@ -99,8 +99,8 @@ def test_a_chunk_whose_output_is_not_used_adds_nothing(unused: int) -> None:
 
     chunks = [slice(0, 32), slice(32, 64), slice(64, 96)]
     used = [chunk for chunk in range(3) if chunk != unused]
-    got = run(chunks, used)
-    separate = [run([chunks[chunk]], [0]) for chunk in used]
+    got = compute_grads(chunks, used)
+    separate = [compute_grads([chunks[chunk]], [0]) for chunk in used]
     for name, grad, *shares in zip(("up", "down"), got, *separate):
         assert_close(name, grad, sum(shares), 1e-12)
 
@@ -122,10 +122,12 @@ class _Allocations(TorchDispatchMode):
         return out
 
 
-def test_six_chunks_make_one_sum_and_no_gradient_each() -> None:
-    case = Case(random_ids(48, 2, 5, seed=5), 5, 80, 36)
+def test_six_chunks_allocate_one_sum_and_one_rounded_gradient() -> None:
+    case = Case(draw_ids(48, 2, 5, seed=5), 5, 80, 36)
     inputs = {
-        name: x for name, x in zip(NAMES, case.inputs(torch.bfloat16), strict=True) if x is not None
+        name: x
+        for name, x in zip(NAMES, case.draw_inputs(torch.bfloat16), strict=True)
+        if x is not None
     }
     size = inputs["up"].numel()
     assert size > max(inputs["down"].numel(), inputs["rows"].numel())
@@ -143,5 +145,5 @@ def test_six_chunks_make_one_sum_and_no_gradient_each() -> None:
         outs.append(expert_mlp(*rows, experts, case.formula, counts_L=counts_L))
     with _Allocations(size) as allocations:
         torch.cat(outs).backward(torch.ones(48, 80, dtype=torch.bfloat16))
-    # One is the fp32 sum, the other the rounded gradient.
+    # One tensor is the fp32 sum, and the other tensor is the rounded gradient.
     assert len(allocations.addresses - inputs_at) == 2

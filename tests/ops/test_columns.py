@@ -1,4 +1,4 @@
-"""`join_columns` stores a matrix behind another one bit by bit, and `split_columns` finds both."""
+"""`join_columns` stores matrices side by side bit by bit, and `split_columns` returns them."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hf_moe_ep.ops.columns import ALIGNMENT, join_columns, split_columns
 HALF = [torch.bfloat16, torch.float16]
 
 
-def test_the_example_of_the_docstring() -> None:
+def test_the_example_of_the_docstring_is_right() -> None:
     left_XH = torch.arange(12.0).view(2, 6).bfloat16()
     right_XP = torch.tensor([[0.1, 2.0**24 - 1], [-3.0, 1e30]])
     joined = join_columns(left_XH, right_XP)
@@ -35,7 +35,7 @@ def test_both_matrices_are_restored_bit_by_bit(
     left, right = (b.view(dtype) for b, dtype in zip(bits, (left_dtype, right_dtype), strict=True))
     joined = join_columns(left, right)
     assert joined.shape[1] % ALIGNMENT == 0 and joined.is_contiguous()
-    # As after an exchange, where rows were selected.
+    # An exchange between ranks selects rows in this way.
     selected = joined.index_select(0, torch.arange(rows).flip(0))
     for got, want in zip(split_columns(selected, hidden, columns, right_dtype), bits, strict=True):
         assert got.untyped_storage().data_ptr() == selected.untyped_storage().data_ptr()
@@ -43,7 +43,7 @@ def test_both_matrices_are_restored_bit_by_bit(
 
 
 def test_rows_of_a_model_begin_at_aligned_addresses() -> None:
-    """Qwen3-30B: 2,048 columns of bf16, and 8 weights and 8 ids in fp32. Nothing is filled up."""
+    """Qwen3-30B has 2,048 columns of bf16, and 8 weights and 8 ids in fp32. No column is unused."""
     joined = join_columns(torch.zeros(3, 2048, dtype=torch.bfloat16), torch.zeros(3, 16))
     assert joined.shape == (3, 2048 + 32)
     rows, routing = split_columns(joined, 2048, 16, torch.float32)
@@ -52,7 +52,7 @@ def test_rows_of_a_model_begin_at_aligned_addresses() -> None:
 
 
 def test_a_matrix_expanded_from_one_number_can_be_joined() -> None:
-    """Autograd hands over expanded gradients, and an empty one keeps its strides of 0."""
+    """Autograd passes expanded gradients. An empty expanded gradient keeps its strides of 0."""
     for rows in (0, 2):
         joined = join_columns(torch.zeros(rows, 16).bfloat16(), torch.ones(()).expand(rows, 3))
         _, right = split_columns(joined, 16, 3, torch.float32)

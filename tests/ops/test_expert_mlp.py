@@ -1,4 +1,4 @@
-"""The expert MLP on both backends: output, all gradients and edge cases.
+"""Both backends compute the output and all gradients of the expert MLP, also in edge cases.
 
 On a CPU the Triton kernels run in Triton's interpreter, in fp32 and fp16 (its bf16 products are
 wrong). For the interpreter `ops/kernels/blocks.py` has a row of small blocks, so the sizes of
@@ -21,9 +21,9 @@ from expert_cases import (
     TORCH,
     TRITON,
     Case,
-    adapted,
-    random_ids,
-    strided,
+    draw_ids,
+    draw_with_adapters,
+    restride,
 )
 from support.close import assert_close, max_error
 from torch import Tensor
@@ -36,7 +36,7 @@ from hf_moe_ep.ops.operators import INPUT_NAMES, Settings
 
 
 def _run(fn, case: Case, inputs, grad_RH: Tensor, wanted=(1,) * 6, **kw):
-    """Run `fn` forward and backward; return its output and the gradient of each input.
+    """Run `fn` forward and backward, and return its output and the gradient of each input.
 
     `wanted` has a flag for each input. If the flag is 0, the input is frozen and its gradient None.
     """
@@ -52,13 +52,13 @@ def _run(fn, case: Case, inputs, grad_RH: Tensor, wanted=(1,) * 6, **kw):
     return out_RH.detach(), [None if leaf is None else leaf.grad for leaf in leaves]
 
 
-def _ours(case: Case, inputs, grad_RH: Tensor, backend: str, wanted=(1,) * 6, scale=1.0, **kw):
+def _run_ours(case: Case, inputs, grad_RH: Tensor, backend: str, wanted=(1,) * 6, scale=1.0, **kw):
     kw = {"counts_L": case.counts_L(), "grad_scale": scale, "backend": backend, **kw}
     return _run(expert_mlp, case, inputs, grad_RH, wanted, **kw)
 
 
-def _truth(case: Case, inputs, grad_RH: Tensor):
-    """Run the reference in fp64. If it never reads an input, zeros are returned as its gradient."""
+def _compute_truth(case: Case, inputs, grad_RH: Tensor):
+    """Run the reference in fp64. An input that it never reads gets a gradient of zeros."""
     wide = [None if x is None else x.double() for x in inputs]
     out_RH, grads = _run(reference.expert_mlp, case, wide, grad_RH.double())
     pairs = zip(grads, wide)
@@ -82,7 +82,7 @@ def _assert_equal(got, want) -> None:
         assert got_grad is None or torch.equal(got_grad, want_grad), name
 
 
-def test_the_example_of_the_module_docstring_by_hand() -> None:
+def test_the_example_of_the_module_docstring_equals_a_result_by_hand() -> None:
     """With H = F = 1 the formula silu(g x) * (u x) * d can be written out."""
     case = CASES["docstring"]
     rows_RH, weights_RK = torch.tensor([[2.0], [-1.0]]), torch.tensor([[0.5, 0.25], [4.0, 99.0]])
@@ -102,20 +102,20 @@ def test_the_example_of_the_module_docstring_by_hand() -> None:
 def test_fp64_equals_the_reference(name: str, backend: str, device: str) -> None:
     assert hasattr(torch.empty, "poisoned")  # uninitialised memory is NaN here
     case = (CASES | FORMULAS | ONLY_TORCH)[name]
-    inputs = case.inputs(torch.float64, device)
+    inputs = case.draw_inputs(torch.float64, device)
     grad_RH = torch.randn_like(inputs[0])
-    got = _ours(case, inputs, grad_RH, backend)
-    _assert_same(got, _truth(case, inputs, grad_RH), 1e-12)
+    got = _run_ours(case, inputs, grad_RH, backend)
+    _assert_same(got, _compute_truth(case, inputs, grad_RH), 1e-12)
 
 
 @pytest.mark.parametrize(
     "name",
     ["silu, bias", "gpt-oss", "gelu", "gelu_tanh", "no gate, relu2", "soft caps, interleaved"],
 )
-def test_gradcheck(name: str) -> None:
+def test_gradients_pass_gradcheck(name: str) -> None:
     case = (FORMULAS | ONLY_TORCH)[name]
-    inputs = case.inputs(torch.float64)
-    # Finite differences must not step over a kink of relu or clamp. With rounded rows none does.
+    inputs = case.draw_inputs(torch.float64)
+    # Finite differences must not step over a kink of relu or clamp. Rounded rows prevent this.
     inputs[0] = inputs[0].round(decimals=1)
     leaves = [x.requires_grad_() for x in inputs if x is not None]
 
@@ -132,8 +132,8 @@ def test_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(fn, leaves, fast_mode=True)
 
 
-# The interpreter needs seconds per case: it runs all formulas in fp32 and one in fp16. Cases with
-# other formulas are marked slow.
+# The interpreter needs seconds per case. It runs all formulas in fp32 and one formula in fp16. The
+# cases with other formulas than these two are marked slow.
 FAST_INTERPRETED = {"silu", "gpt-oss"}
 LOW_PRECISION = [
     *((name, backend, device, dtype) for name in FORMULAS for backend, device, dtype in [
@@ -149,7 +149,7 @@ LOW_PRECISION = [
 ]  # fmt: skip
 
 
-def _low_precision(name: str, backend: str, device: str, dtype: torch.dtype):
+def _make_low_precision_case(name: str, backend: str, device: str, dtype: torch.dtype):
     marks = [pytest.mark.gpu] if device == "cuda" else []
     more = device == "cpu" and (backend, dtype) != ("torch", torch.bfloat16)
     if more and name not in FAST_INTERPRETED:
@@ -159,12 +159,13 @@ def _low_precision(name: str, backend: str, device: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "device", "dtype"), [_low_precision(*case) for case in LOW_PRECISION]
+    ("name", "backend", "device", "dtype"),
+    [_make_low_precision_case(*case) for case in LOW_PRECISION],
 )
 def test_low_precision_is_no_worse_than_plain_torch(
     name: str, backend: str, device: str, dtype: torch.dtype
 ) -> None:
-    """The error against fp64 is at most twice that of the reference in the same dtype."""
+    """The error against fp64 is at most twice the error of the reference in the same dtype."""
     if backend == "triton" and device == "cpu" and torch.cuda.is_available():
         pytest.skip("the real kernels run instead of the interpreter")
     case = FORMULAS[name]
@@ -172,30 +173,32 @@ def test_low_precision_is_no_worse_than_plain_torch(
     # too much. A clamp needs more draws: rounding can move a value over the limit, where the
     # gradient jumps to zero.
     draws = [_draw(case, dtype, device) for _ in range(30 if case.formula.clamped else 6)]
-    errors = [_errors(_run(reference.expert_mlp, case, *draw), truth) for *draw, truth in draws]
+    errors = [
+        _measure_errors(_run(reference.expert_mlp, case, *draw), truth) for *draw, truth in draws
+    ]
     budget = {tensor: 2 * max(error[tensor] for error in errors) for tensor in errors[0]}
     if name == "gpt-oss in halves":
         # The gradient of a routing weight is a sum over F in expert_mlp, and over H in the
         # reference. Because of up_offset the terms over F are larger and cancel. In 30 draws the
-        # error of expert_mlp was at most 2.9 times as large as that of the reference.
+        # error of expert_mlp was at most 2.9 times as large as the error of the reference.
         budget["weights"] *= 2
     inputs, grad_RH, truth = draws[0]
     for weights_dtype in {dtype, torch.float32} if backend == "torch" else {torch.float32}:
         inputs[1] = inputs[1].to(weights_dtype)
-        got = _ours(case, inputs, grad_RH, backend)
+        got = _run_ours(case, inputs, grad_RH, backend)
         assert got[0].dtype == dtype
         assert all(grad is None or grad.dtype == x.dtype for grad, x in zip(got[1], inputs))
-        for tensor, error in _errors(got, truth).items():
+        for tensor, error in _measure_errors(got, truth).items():
             assert error <= budget[tensor], f"{tensor}: {error:.2e} > {budget[tensor]:.2e}"
 
 
 def _draw(case: Case, dtype: torch.dtype, device: str):
-    inputs = case.inputs(dtype, device)
+    inputs = case.draw_inputs(dtype, device)
     grad_RH = torch.randn_like(inputs[0])
-    return inputs, grad_RH, _truth(case, inputs, grad_RH)
+    return inputs, grad_RH, _compute_truth(case, inputs, grad_RH)
 
 
-def _errors(got, truth) -> dict[str, float]:
+def _measure_errors(got, truth) -> dict[str, float]:
     pairs = zip(("out", *NAMES), (got[0], *got[1]), (truth[0], *truth[1]))
     return {name: max_error(mine, true) for name, mine, true in pairs if true is not None}
 
@@ -204,22 +207,23 @@ def _errors(got, truth) -> dict[str, float]:
 @pytest.mark.parametrize("name", CASES)
 def test_triton_equals_the_reference_on_edge_cases(name: str, backend: str, device: str) -> None:
     case = CASES[name]
-    inputs = case.inputs(torch.float32, device)
+    inputs = case.draw_inputs(torch.float32, device)
     grad_RH = torch.randn_like(inputs[0])
-    got = _ours(case, inputs, grad_RH, backend)
-    _assert_same(got, _truth(case, inputs, grad_RH), 2e-6)  # fp32 sums of up to 23 products
+    got = _run_ours(case, inputs, grad_RH, backend)
+    _assert_same(got, _compute_truth(case, inputs, grad_RH), 2e-6)  # fp32 sums of up to 23 products
 
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
 def test_counts_may_be_left_out_if_every_pair_has_an_expert(backend: str, device: str) -> None:
     case = Case([[1, 0], [2, 1], [0, 2], [1, 2]], 3)
-    inputs = case.inputs(torch.float32, device)
+    inputs = case.draw_inputs(torch.float32, device)
     grad_RH = torch.randn_like(inputs[0])
-    want = _ours(case, inputs, grad_RH, backend)
-    _assert_equal(_ours(case, inputs, grad_RH, backend, counts_L=None), want)
+    want = _run_ours(case, inputs, grad_RH, backend)
+    _assert_equal(_run_ours(case, inputs, grad_RH, backend, counts_L=None), want)
 
 
-# Which inputs need a gradient, in the order of NAMES. A matrix and its bias have the same flag.
+# Flags of the inputs that need a gradient, in the order of NAMES. A matrix and its bias have the
+# same flag.
 WANTED = [
     (rows, weights, up, up, down, down)
     for rows, weights, up, down in itertools.product([0, 1], repeat=4)
@@ -237,12 +241,12 @@ FEW_WANTED = [(1, 0, 0, 0, 0, 0), (0, 1, 0, 0, 0, 0), (0, 0, 1, 0, 0, 1), (0, 0,
 def test_frozen_inputs_get_no_gradient_and_change_no_other_gradient(
     backend: str, device: str, wanted: tuple[int, ...]
 ) -> None:
-    case = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True)
-    inputs = case.inputs(torch.float32, device)
+    case = Case(draw_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True)
+    inputs = case.draw_inputs(torch.float32, device)
     grad_RH = torch.randn_like(inputs[0])
-    want, want_grads = _ours(case, inputs, grad_RH, backend)
-    got, got_grads = _ours(case, inputs, grad_RH, backend, wanted)
-    # Interpreted products are NumPy's, whose rounding depends on where a tile lies in memory.
+    want, want_grads = _run_ours(case, inputs, grad_RH, backend)
+    got, got_grads = _run_ours(case, inputs, grad_RH, backend, wanted)
+    # NumPy computes interpreted products, and its rounding depends on a tile's place in memory.
     is_interpreted = (backend, device) == ("triton", "cpu")
     tolerance = {} if is_interpreted else {"rtol": 0.0, "atol": 0.0}
     torch.testing.assert_close(got, want, **tolerance)
@@ -255,49 +259,51 @@ def test_frozen_inputs_get_no_gradient_and_change_no_other_gradient(
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
 def test_recomputed_pre_activations_change_no_bit(backend: str, device: str) -> None:
-    case = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True)
-    inputs = case.inputs(torch.float32, device)
+    case = Case(draw_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True)
+    inputs = case.draw_inputs(torch.float32, device)
     grad_RH = torch.randn_like(inputs[0])
-    want = _ours(case, inputs, grad_RH, backend)
-    _assert_equal(_ours(case, inputs, grad_RH, backend, recompute=True), want)
+    want = _run_ours(case, inputs, grad_RH, backend)
+    _assert_equal(_run_ours(case, inputs, grad_RH, backend, recompute=True), want)
 
 
 @pytest.mark.parametrize("wanted", [(1, 1, 1, 1, 1, 1), (1, 1, 1, 0, 0, 0), (0, 1, 0, 0, 1, 1)])
 @pytest.mark.parametrize(("backend", "device"), BOTH)
-def test_postponed_gradients_of_the_experts_are_the_same_bits(
+def test_postponed_gradients_of_the_experts_have_the_same_bits(
     backend: str, device: str, wanted: tuple[int, ...]
 ) -> None:
-    for ids_RK in (random_ids(9, 2, 3, seed=3), [[3, 3]] * 4):  # the second has no pairs
+    for ids_RK in (draw_ids(9, 2, 3, seed=3), [[3, 3]] * 4):  # the second has no pairs
         case = Case(ids_RK, 3, 11, 7, GPT_OSS, bias=True)
-        inputs = case.inputs(torch.float32, device)
+        inputs = case.draw_inputs(torch.float32, device)
         grad_RH = torch.randn_like(inputs[0])
         kw = {"counts_L": case.counts_L(), "backend": backend}
 
-        def postponing(rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, experts, formula, **kw):
+        def run_postponed(
+            rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, experts, formula, **kw
+        ):
             return expert_mlp(rows_RH, ids_RK, weights_RK, postpone_grads(experts), formula, **kw)
 
-        got = _run(postponing, case, inputs, grad_RH, wanted, **kw)
+        got = _run(run_postponed, case, inputs, grad_RH, wanted, **kw)
         _assert_equal(got, _run(expert_mlp, case, inputs, grad_RH, wanted, **kw))
 
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
 def test_grad_scale_multiplies_the_gradients_of_experts_alone(backend: str, device: str) -> None:
-    case = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, bias=True)
-    inputs = case.inputs(torch.float32, device)
+    case = Case(draw_ids(9, 2, 3, seed=3), 3, 11, 7, bias=True)
+    inputs = case.draw_inputs(torch.float32, device)
     grad_RH = torch.randn_like(inputs[0])
-    plain = _ours(case, inputs, grad_RH, backend)
-    scaled = _ours(case, inputs, grad_RH, backend, scale=0.125)  # a power of two: exact
+    plain = _run_ours(case, inputs, grad_RH, backend)
+    scaled = _run_ours(case, inputs, grad_RH, backend, scale=0.125)  # a power of two: exact
     factors = (1, 1, *[0.125] * 4)
     want = [factor * grad for factor, grad in zip(factors, plain[1])]
     _assert_equal(scaled, (plain[0], want))
 
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
-def test_strided_inputs(backend: str, device: str) -> None:
-    case = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, bias=True)
-    inputs = case.inputs(torch.float32, device)
+def test_strided_inputs_give_the_same_results(backend: str, device: str) -> None:
+    case = Case(draw_ids(9, 2, 3, seed=3), 3, 11, 7, bias=True)
+    inputs = case.draw_inputs(torch.float32, device)
     grad_RH = torch.randn_like(inputs[0])
-    want = _ours(case, inputs, grad_RH, backend)
+    want = _run_ours(case, inputs, grad_RH, backend)
 
     def check(inputs: list[Tensor], grad_RH: Tensor = grad_RH) -> None:
         leaves = [x.detach().requires_grad_() for x in inputs]  # a clone would lose the strides
@@ -308,12 +314,12 @@ def test_strided_inputs(backend: str, device: str) -> None:
         out_RH.backward(grad_RH)
         _assert_same((out_RH.detach(), [leaf.grad for leaf in leaves]), want, 2e-6)  # fp32
 
-    transposed, with_gaps = zip(*map(strided, inputs))
+    transposed, with_gaps = zip(*map(restride, inputs))
     assert not any(x.is_contiguous() for x in (*transposed, *with_gaps))
     check(transposed)
     check(with_gaps)
     check(inputs, grad_RH.t().contiguous().t())
-    want = _ours(case, inputs, torch.ones_like(grad_RH), backend)
+    want = _run_ours(case, inputs, torch.ones_like(grad_RH), backend)
     check(inputs, grad_RH.new_ones(1, 1).expand_as(grad_RH))  # strides of 0
 
 
@@ -321,32 +327,32 @@ def test_strided_inputs(backend: str, device: str) -> None:
 def test_rows_without_experts_change_no_result(backend: str, device: str) -> None:
     """A row or routing weight may be NaN if it belongs to no expert of this rank."""
     case = Case([[0, 1], [2, 2], [1, 2]], 2)
-    inputs = case.inputs(torch.float32, device)
+    inputs = case.draw_inputs(torch.float32, device)
     grad_RH = torch.randn_like(inputs[0])
-    want = _ours(case, inputs, grad_RH, backend)
+    want = _run_ours(case, inputs, grad_RH, backend)
     poisoned = [None if x is None else x.clone() for x in inputs]
     poisoned[0][1] = poisoned[1][1] = poisoned[1][2, 1] = float("nan")
     grad_RH[1] = float("nan")
-    got = _ours(case, poisoned, grad_RH, backend)
+    got = _run_ours(case, poisoned, grad_RH, backend)
     _assert_equal(got, want)
     assert torch.equal(got[0][1], torch.zeros_like(got[0][1]))
 
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
-def test_repeats_bit_for_bit(backend: str, device: str) -> None:
+def test_a_call_repeats_bit_for_bit(backend: str, device: str) -> None:
     case = FORMULAS["silu, bias"] if backend == "torch" else CASES["random"]
     case = FORMULAS["gpt-oss"] if device == "cuda" else case
-    inputs = case.inputs(torch.float32, device)
+    inputs = case.draw_inputs(torch.float32, device)
     grad_RH = torch.randn_like(inputs[0])
-    first = _ours(case, inputs, grad_RH, backend)
+    first = _run_ours(case, inputs, grad_RH, backend)
     for _ in range(9 if backend == "torch" or device == "cuda" else 1):
-        _assert_equal(_ours(case, inputs, grad_RH, backend), first)
+        _assert_equal(_run_ours(case, inputs, grad_RH, backend), first)
 
 
-def _saved_bytes(fn, parameters: list[Tensor]) -> int:
+def _count_saved_bytes(fn, parameters: list[Tensor]) -> int:
     """Count the bytes that `fn` saves for backward.
 
-    Tensors that share a storage are counted once; parameters are not counted.
+    Tensors that share a storage are counted once. Parameters are not counted.
     """
     saved: dict[int, int] = {}
 
@@ -372,12 +378,14 @@ def test_only_rows_pre_activations_and_routing_are_saved_for_backward(
     name: str, backend: str, device: str, recompute: bool
 ) -> None:
     case = CASES[name]
-    inputs = [x if x is None else x.requires_grad_() for x in case.inputs(torch.float16, device)]
+    inputs = [
+        x if x is None else x.requires_grad_() for x in case.draw_inputs(torch.float16, device)
+    ]
     rows_RH, weights_RK, *experts = inputs
     weights_RK = weights_RK.detach().float().requires_grad_()
     kw = {"counts_L": case.counts_L(), "backend": backend, "recompute": recompute}
     ids_RK = case.ids_RK(device)
-    got = _saved_bytes(
+    got = _count_saved_bytes(
         lambda: expert_mlp(
             rows_RH, ids_RK, weights_RK, ExpertWeights(*experts), case.formula, **kw
         ),
@@ -385,7 +393,7 @@ def test_only_rows_pre_activations_and_routing_are_saved_for_backward(
     )
     (num_rows, top_k), pairs = weights_RK.shape, sum(case.counts_L())
     half, word = 2, 4  # bytes of fp16, and of fp32 or int32
-    # The largest number of tiles, of 16 rows on a CPU and 64 on a GPU; a tile is (expert, start).
+    # The largest number of tiles (expert, start). A tile has 16 rows on a CPU and 64 on a GPU.
     tiles = pairs // (16 if device == "cpu" else 64) + min(case.num_experts, pairs)
     want = {
         "rows": num_rows * case.hidden * half,
@@ -393,7 +401,7 @@ def test_only_rows_pre_activations_and_routing_are_saved_for_backward(
         "routing weights": num_rows * top_k * word,
         "sorted pairs": pairs * word,
         "rows of the sorted pairs": pairs * word if backend == "triton" else 0,
-        "slots": num_rows * top_k * word,
+        "positions": num_rows * top_k * word,
         "offsets": (case.num_experts + 1) * word,
         "tiles": tiles * 2 * word if backend == "triton" else 0,
     }
@@ -402,29 +410,30 @@ def test_only_rows_pre_activations_and_routing_are_saved_for_backward(
 
 @pytest.mark.parametrize("adapted_by", [0, 16])
 @pytest.mark.parametrize(("recompute", "limit"), [(False, 28_800), (True, 4_300)])
-def test_saved_bytes_at_the_shape_of_qwen3_30b(
+def test_saved_bytes_stay_below_a_limit_at_the_shape_of_qwen3_30b(
     recompute: bool, limit: int, adapted_by: int
 ) -> None:
     """At this shape transformers' grouped_mm saves 114,688 bytes per token.
 
-    For each of the token's 8 pairs these are the gathered row, the pre-activations, the silu, the
-    activation and the output. With adapters on frozen weights the limits are the same, because
-    backward recomputes the first product of each adapter (rows times a).
+    grouped_mm saves five tensors for each of the token's 8 pairs: the gathered row, the
+    pre-activations, the silu, the activation and the output. With adapters on frozen weights the
+    limits are the same, because backward recomputes the first product of each adapter (rows times
+    a).
     """
     tokens, top_k, hidden, ffn, num_experts = 128, 8, 2048, 768, 128
 
     # All experts share the memory of one expert: 9 MiB instead of 1.2 GB.
-    def stacked(*shape: int, trained: bool) -> Tensor:
+    def stack_one(*shape: int, trained: bool) -> Tensor:
         one = torch.zeros(1, *shape, dtype=torch.bfloat16).requires_grad_(trained)
         own.add(one.data_ptr())
         return one.expand(num_experts, -1, -1)
 
     own: set[int] = set()
     shapes = {"up": (2 * ffn, hidden), "down": (hidden, ffn)}
-    tensors = {name: stacked(*shapes[name], trained=not adapted_by) for name in shapes}
+    tensors = {name: stack_one(*shapes[name], trained=not adapted_by) for name in shapes}
     for name, (out_size, in_size) in shapes.items() if adapted_by else ():
-        tensors[f"{name}_a"] = stacked(adapted_by, in_size, trained=True)
-        tensors[f"{name}_b"] = stacked(out_size, adapted_by, trained=True)
+        tensors[f"{name}_a"] = stack_one(adapted_by, in_size, trained=True)
+        tensors[f"{name}_b"] = stack_one(out_size, adapted_by, trained=True)
     experts = ExpertWeights(**tensors, up_bias=None, down_bias=None)
     rows_RH = torch.randn(tokens, hidden).bfloat16().requires_grad_()
     weights_RK = torch.rand(tokens, top_k).requires_grad_()
@@ -441,8 +450,8 @@ def test_saved_bytes_at_the_shape_of_qwen3_30b(
     assert 4096 < per_token <= limit
 
 
-LAYOUTS = {"contiguous": lambda x: x, "transposed": lambda x: strided(x)[0]}
-LAYOUTS["with gaps"] = lambda x: strided(x)[1]
+LAYOUTS = {"contiguous": lambda x: x, "transposed": lambda x: restride(x)[0]}
+LAYOUTS["with gaps"] = lambda x: restride(x)[1]
 
 
 @pytest.mark.parametrize(
@@ -456,20 +465,20 @@ LAYOUTS["with gaps"] = lambda x: strided(x)[1]
 def test_the_operators_pass_opcheck_of_torch_library(
     backend: str, device: str, layout: str
 ) -> None:
-    """The fake outputs have the shapes and strides of the real ones, whatever strides inputs have.
+    """The fake outputs have the shapes and strides of the real outputs, for all strides of inputs.
 
     No output shares memory with an input, and autograd is registered.
     """
-    case = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True, transposed=True)
+    case = Case(draw_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True, transposed=True)
     in_layout = LAYOUTS[layout]
 
-    def leaf(x: Tensor) -> Tensor:
+    def make_leaf(x: Tensor) -> Tensor:
         return in_layout(x).detach().requires_grad_()
 
-    rows, weights, *experts = [leaf(x) for x in case.inputs(torch.float32, device)]
+    rows, weights, *experts = [make_leaf(x) for x in case.draw_inputs(torch.float32, device)]
     assert rows.is_contiguous() == weights.is_contiguous() == (layout == "contiguous")
-    named = adapted(case, 2, torch.float32, device)
-    tensors = [*experts, *(leaf(named[name]) for name in ADAPTERS)]
+    named = draw_with_adapters(case, 2, torch.float32, device)
+    tensors = [*experts, *(make_leaf(named[name]) for name in ADAPTERS)]
     inputs = [rows, weights, *tensors, *[None] * (len(WEIGHT_NAMES) - len(tensors))]
     inf = math.inf
     flags, numbers = (True, True, True), (1.702, 1.5, 1.0, inf, inf, 0.5, 2.0, 0.5)  # GPT_OSS
@@ -489,10 +498,10 @@ def test_the_operators_pass_opcheck_of_torch_library(
 
 def test_compiled_without_a_graph_break_equals_eager() -> None:
     case = Case([[1, 0], [2, 1], [0, 2], [1, 2]], 3, hidden=8, ffn=4)
-    inputs = case.inputs(torch.float32)
+    inputs = case.draw_inputs(torch.float32)
     grad_RH = torch.randn_like(inputs[0])
     compiled = torch.compile(expert_mlp, fullgraph=True, backend="aot_eager")
-    want = _ours(case, inputs, grad_RH, "torch", counts_L=None)
+    want = _run_ours(case, inputs, grad_RH, "torch", counts_L=None)
     _assert_equal(_run(compiled, case, inputs, grad_RH), want)
 
 
@@ -502,11 +511,11 @@ def test_one_compiled_function_takes_several_scales() -> None:
     One compiled function therefore serves layers with different scales.
     """
     case = Case([[1, 0], [2, 1], [0, 2], [1, 2]], 3, hidden=8, ffn=4)
-    inputs = case.inputs(torch.float32)
+    inputs = case.draw_inputs(torch.float32)
     grad_RH = torch.randn_like(inputs[0])
     compiled = torch.compile(expert_mlp, fullgraph=True, backend="aot_eager")
     for scale in (0.5, 1 / 3):
-        want = _ours(case, inputs, grad_RH, "torch", counts_L=None, scale=scale)
+        want = _run_ours(case, inputs, grad_RH, "torch", counts_L=None, scale=scale)
         _assert_equal(_run(compiled, case, inputs, grad_RH, grad_scale=scale), want)
 
 

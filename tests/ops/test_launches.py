@@ -1,4 +1,4 @@
-"""Which kernel variants Triton would build, and on which device each kernel is launched.
+"""Triton builds a kernel once for all routings, and launches it on the device of its tensors.
 
 These tests need no GPU: `launches.py` records the launches.
 """
@@ -22,27 +22,32 @@ EXPERTS, HIDDEN, FFN, TOP_K = 4, 256, 128, 2
 
 
 @pytest.fixture(autouse=True)
-def _h100(monkeypatch: pytest.MonkeyPatch) -> None:
+def _use_blocks_of_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "generation", lambda device: "sm_90")
 
 
-def _experts(device: str, rank: int = 0, *, bias: bool = True) -> ExpertWeights:
-    def stacked(*shape: int) -> Tensor:
+def _make_experts(device: str, rank: int = 0, *, bias: bool = True) -> ExpertWeights:
+    def make_stack(*shape: int) -> Tensor:
         return torch.empty(EXPERTS, *shape, dtype=torch.bfloat16, device=device)
 
-    experts = [stacked(2 * FFN, HIDDEN), stacked(2 * FFN), stacked(HIDDEN, FFN), stacked(HIDDEN)]
+    experts = [
+        make_stack(2 * FFN, HIDDEN),
+        make_stack(2 * FFN),
+        make_stack(HIDDEN, FFN),
+        make_stack(HIDDEN),
+    ]
     if not bias:
         experts[1] = experts[3] = None
     if rank:
-        experts += [stacked(rank, HIDDEN), stacked(2 * FFN, rank)]
-        experts += [stacked(rank, FFN), stacked(HIDDEN, rank)]
+        experts += [make_stack(rank, HIDDEN), make_stack(2 * FFN, rank)]
+        experts += [make_stack(rank, FFN), make_stack(HIDDEN, rank)]
     return ExpertWeights(*experts)
 
 
-def _step(
+def _run_step(
     rows: int, pairs: int, experts: ExpertWeights, device: str, *, postpone: bool = False
 ) -> None:
-    """Run forward and backward of `rows` rows, which choose experts of this rank `pairs` times."""
+    """Run forward and backward of `rows` rows, with `pairs` pairs on experts of this rank."""
     rows_RH = torch.empty(rows, HIDDEN, dtype=torch.bfloat16, device=device)
     weights_RK = torch.empty(rows, TOP_K, device=device)
     ids_RK = torch.empty(rows, TOP_K, dtype=torch.int64, device=device)
@@ -69,31 +74,31 @@ def _step(
 @pytest.mark.parametrize("rank", [0, 16])
 def test_no_kernel_is_built_again_for_another_routing(rank: int) -> None:
     """Counts change in every layer, and a build takes a second while the other ranks wait."""
-    experts = _experts("meta", rank)
+    experts = _make_experts("meta", rank)
     draw = random.Random(0)
     counts = [(rows, draw.randint(513, 2 * rows)) for rows in draw.sample(range(300, 900), 20)]
     counts += [(512, 1024), (512, 513)]  # one number of pairs is divisible by 16, the other is not
     with Launches() as launches:
-        _step(*counts[0], experts, "meta")
+        _run_step(*counts[0], experts, "meta")
         first = {name: set(variants) for name, variants in launches.variants.items()}
         for rows, pairs in counts[1:]:
-            _step(rows, pairs, experts, "meta")
+            _run_step(rows, pairs, experts, "meta")
     assert len(first) == 12  # every kernel
     assert launches.variants == first
 
 
 def test_no_kernel_is_built_again_for_one_row_or_pair() -> None:
-    experts = _experts("meta")
+    experts = _make_experts("meta")
     with Launches() as launches:
-        _step(7, 11, experts, "meta")
+        _run_step(7, 11, experts, "meta")
         first = {name: set(variants) for name, variants in launches.variants.items()}
         for rows, pairs in ((1, 1), (1, 2), (2, 1), (16, 32)):
-            _step(rows, pairs, experts, "meta")
+            _run_step(rows, pairs, experts, "meta")
     assert launches.variants == first
 
 
 class _Current:
-    """Replacement of torch.cuda.device_of that records the current device."""
+    """Replaces torch.cuda.device_of, and records the current device."""
 
     index = 0
 
@@ -115,7 +120,7 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(
     monkeypatch.setattr(torch.cuda, "device_of", _Current)
     launched: list[tuple[str, int]] = []
     with FakeTensorMode(), Launches(lambda name: launched.append((name, _Current.index))):
-        _step(40, 60, _experts("cuda:1", rank=16), "cuda:1", postpone=postpone)
+        _run_step(40, 60, _make_experts("cuda:1", rank=16), "cuda:1", postpone=postpone)
         rows_NH = torch.empty(9, HIDDEN, device="cuda:1")
         row_TJ = torch.empty(5, 2, dtype=torch.int64, device="cuda:1")
         assert len({name for name, _ in launched}) == 12  # every kernel
@@ -127,7 +132,7 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(
 def test_every_thread_makes_the_context_of_the_device_current(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """CUDA cannot describe blocks to TMA in a thread without a context, like autograd's threads."""
+    """Without a current context, as in autograd's threads, CUDA cannot make TMA descriptors."""
     real_zeros, threads = torch.zeros, []
 
     def zeros(*size: object, **kwargs: object) -> Tensor:
@@ -138,7 +143,7 @@ def test_every_thread_makes_the_context_of_the_device_current(
     def step_twice() -> None:
         with FakeTensorMode(), Launches(lambda name: None):
             for _ in range(2):
-                _step(4, 6, _experts("cuda:7"), "cuda:7")
+                _run_step(4, 6, _make_experts("cuda:7"), "cuda:7")
 
     monkeypatch.setattr(torch.cuda, "device_of", _Current)
     monkeypatch.setattr(devices.torch, "zeros", zeros)

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from expert_cases import ADAPTERS, FORMULAS, TRITON, adapted
+from expert_cases import ADAPTERS, FORMULAS, TRITON, draw_with_adapters
 
 from hf_moe_ep.ops import triton_mlp
 from hf_moe_ep.ops.interface import ExpertWeights
 
-# Launcher -> for each returned tensor: True if the gradients of experts are computed from it.
+# For each tensor that a launcher returns: True if the gradients of experts are computed from it.
 MADE_BY = {"grouped_mm": (False,), "up": (False, False), "dgated": (True, True, False)}
 
 
@@ -21,7 +21,7 @@ def test_tensors_that_the_experts_gradients_do_not_need_are_freed(
 ) -> None:
     """Gradients of rows [A, H] and recomputed pre-activations [A, 2F] take about 1 GB each."""
     case = FORMULAS["silu, bias"]
-    inputs = adapted(case, 2, torch.float32, device)
+    inputs = draw_with_adapters(case, 2, torch.float32, device)
     rows_RH, weights_RK = inputs.pop("rows"), inputs.pop("weights")
     experts = ExpertWeights(**inputs)
     routing = triton_mlp.route(case.ids_RK(device), case.counts_L(), experts, rows_RH)
@@ -30,7 +30,7 @@ def test_tensors_that_the_experts_gradients_do_not_need_are_freed(
     watched_tensors: list[tuple[str, weakref.ref[torch.Tensor]]] = []
     alive: list[str] = []
 
-    def watched(name: str) -> Any:
+    def watch(name: str) -> Any:
         original = getattr(triton_mlp, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def test_tensors_that_the_experts_gradients_do_not_need_are_freed(
         original_outer(*args, **kwargs)
 
     for name in MADE_BY:
-        monkeypatch.setattr(triton_mlp, name, watched(name))
+        monkeypatch.setattr(triton_mlp, name, watch(name))
     monkeypatch.setattr(triton_mlp, "outer", outer)
     pre_AG = None if recompute else pre_AG
     need = {"rows", "weights", "up", "up_bias", "down", "down_bias", *ADAPTERS}

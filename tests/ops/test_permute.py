@@ -1,4 +1,4 @@
-"""`add_rows` sums the rows of each token, `invert` lists them, and `count_pairs` counts choices."""
+"""`invert_index` lists the rows of each token, `add_rows` sums them, `count_pairs` counts pairs."""
 
 import pytest
 import torch
@@ -6,11 +6,11 @@ from support.close import assert_close, max_error
 from torch import Tensor
 
 from hf_moe_ep.ops import reference
-from hf_moe_ep.ops.permute import add_rows, count_pairs, invert
+from hf_moe_ep.ops.permute import add_rows, count_pairs, invert_index
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-# name: (tokens, slots, hidden, token of each row); a token repeats at most `slots` times.
+# name: (tokens, slots, hidden, token of each row). A token repeats at most `slots` times.
 CASES = {
     "docstring": (2, 2, 5, [1, 0, 1]),
     "odd sizes": (7, 3, 11, [6, 0, 3, 3, 6, 2, 6, 5, 0, 3]),
@@ -22,8 +22,8 @@ CASES = {
 }
 
 
-def _layout(name: str, device: str = "cpu") -> tuple[Tensor, Tensor, int]:
-    """Return token_of_row_N, row_TJ and H of a case. row_TJ is computed without `invert`."""
+def _make_layout(name: str, device: str = "cpu") -> tuple[Tensor, Tensor, int]:
+    """Return token_of_row_N, row_TJ and H of a case. row_TJ is computed without `invert_index`."""
     tokens, slots, hidden, token_of_row = CASES[name]
     table = [[len(token_of_row)] * slots for _ in range(tokens)]
     for row, token in enumerate(token_of_row):
@@ -32,33 +32,33 @@ def _layout(name: str, device: str = "cpu") -> tuple[Tensor, Tensor, int]:
     return torch.tensor(token_of_row, dtype=torch.int64).to(device), row_TJ.to(device), hidden
 
 
-def test_the_example_of_the_docstring() -> None:
+def test_the_example_of_the_docstring_is_right() -> None:
     token_of_row_N = torch.tensor([1, 0, 1])
-    row_TJ = invert(token_of_row_N, torch.tensor([0, 0, 1]), (2, 2))
+    row_TJ = invert_index(token_of_row_N, torch.tensor([0, 0, 1]), (2, 2))
     assert row_TJ.tolist() == [[1, 3], [0, 2]]
     r_NH = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [70.0, 80.0, 90.0]])
     assert add_rows(r_NH, token_of_row_N, row_TJ).tolist() == [[4, 5, 6], [71, 82, 93]]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_invert_places_every_row_once_and_pads_with_n(name: str) -> None:
-    token_of_row_N, want_TJ, _ = _layout(name)
+def test_invert_index_places_every_row_once_and_pads_with_n(name: str) -> None:
+    token_of_row_N, want_TJ, _ = _make_layout(name)
     tokens = token_of_row_N.tolist()
     slot_of_row = [tokens[:row].count(token) for row, token in enumerate(tokens)]
     column_of_row_N = torch.tensor(slot_of_row, dtype=torch.int64)
-    got_TJ = invert(token_of_row_N, column_of_row_N, tuple(want_TJ.shape))
+    got_TJ = invert_index(token_of_row_N, column_of_row_N, tuple(want_TJ.shape))
     assert torch.equal(got_TJ, want_TJ)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 def test_fp64_equals_the_reference(name: str, device: str) -> None:
-    token_of_row_N, row_TJ, hidden = _layout(name, device)
+    token_of_row_N, row_TJ, hidden = _make_layout(name, device)
     tokens, num_rows = row_TJ.shape[0], token_of_row_N.numel()
     x_TH = torch.randn(tokens, hidden, dtype=torch.float64, device=device).requires_grad_()
     r_NH = torch.randn(num_rows, hidden, dtype=torch.float64, device=device)
     out_TH = add_rows(r_NH, token_of_row_N, row_TJ)
-    # The reference cannot stack zero rows; the sum is empty then.
+    # The reference cannot stack zero rows. The sum is empty in this case.
     want_TH = reference.sum_rows(r_NH, token_of_row_N, tokens) if tokens else x_TH.detach()
     assert_close("add_rows", out_TH, want_TH, 1e-12)
     # add_rows is the gradient of the copy.
@@ -87,9 +87,9 @@ def test_low_precision_is_no_worse_than_plain_torch(dtype: torch.dtype, device: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_strided_rows(device: str) -> None:
-    token_of_row_N, row_TJ, _ = _layout("odd sizes", device)
-    # Expanded rows have stride 0, as the gradient of a sum has.
+def test_strided_rows_give_the_same_sums(device: str) -> None:
+    token_of_row_N, row_TJ, _ = _make_layout("odd sizes", device)
+    # Expanded rows have strides of 0, like the gradient of a sum.
     ones_NH = torch.ones((), dtype=torch.float64, device=device).expand(10, 11)
     counts_T = torch.bincount(token_of_row_N, minlength=7).double()
     want_TH = counts_T.unsqueeze(1).expand(7, 11)
@@ -100,7 +100,7 @@ def test_strided_rows(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_repeats_bit_for_bit(device: str) -> None:
+def test_a_sum_repeats_bit_for_bit(device: str) -> None:
     rows_NH = torch.randn(4096, 33, device=device)
     token_of_row_N = torch.arange(512, device=device).repeat(8)
     row_TJ = token_of_row_N.argsort(stable=True).view(512, 8)
@@ -109,7 +109,7 @@ def test_repeats_bit_for_bit(device: str) -> None:
         assert torch.equal(add_rows(rows_NH, token_of_row_N, row_TJ), first_TH)
 
 
-def test_count_pairs() -> None:
+def test_count_pairs_counts_the_pairs_of_each_expert() -> None:
     ids_TK = torch.tensor([[0, 3], [3, 1], [3, 0]])
     assert count_pairs(ids_TK, 5).tolist() == [2, 1, 0, 3, 0]
     assert count_pairs(ids_TK[:0], 5).tolist() == [0] * 5

@@ -28,17 +28,17 @@ NAMES = ("rows", "weights", "up", "down")
 def _draw(tokens: int, top_k: int, experts: int, hidden: int, ffn: int, device: str):  # type: ignore[no-untyped-def]
     generator = torch.Generator(device).manual_seed(0)
 
-    def normal(*shape: int) -> Tensor:
+    def draw_normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
     tensors = [
-        normal(tokens, hidden),
-        normal(tokens, top_k).abs(),
-        normal(experts, 2 * ffn, hidden) / hidden**0.5,
-        normal(experts, hidden, ffn) / ffn**0.5,
+        draw_normal(tokens, hidden),
+        draw_normal(tokens, top_k).abs(),
+        draw_normal(experts, 2 * ffn, hidden) / hidden**0.5,
+        draw_normal(experts, hidden, ffn) / ffn**0.5,
     ]
-    ids_RK = normal(tokens, experts).argsort(1)[:, :top_k]
-    return tensors, ids_RK, normal(tokens, hidden)
+    ids_RK = draw_normal(tokens, experts).argsort(1)[:, :top_k]
+    return tensors, ids_RK, draw_normal(tokens, hidden)
 
 
 def _run(tensors: list[Tensor], ids_RK: Tensor, grad_RH: Tensor, backend: str) -> list[Tensor]:
@@ -49,8 +49,10 @@ def _run(tensors: list[Tensor], ids_RK: Tensor, grad_RH: Tensor, backend: str) -
     return [out_RH.detach(), *torch.autograd.grad(out_RH, leaves, grad_RH)]
 
 
-def _check(tensors: list[Tensor], ids_RK: Tensor, grad_RH: Tensor, dtype: torch.dtype) -> None:
-    """Check that errors against fp64 are at most twice those of plain torch in the same dtype."""
+def _check_errors(
+    tensors: list[Tensor], ids_RK: Tensor, grad_RH: Tensor, dtype: torch.dtype
+) -> None:
+    """Check that errors against fp64 are at most twice the errors of torch in the same dtype."""
     low = [x if index == 1 else x.to(dtype) for index, x in enumerate(tensors)]
     grad_RH = grad_RH.to(dtype)
     truth = _run([x.double() for x in low], ids_RK, grad_RH.double(), "torch")
@@ -61,10 +63,10 @@ def _check(tensors: list[Tensor], ids_RK: Tensor, grad_RH: Tensor, dtype: torch.
 
 
 @pytest.mark.gpu
-def test_sixteen_experts_of_qwen3_30b() -> None:
+def test_sixteen_experts_of_qwen3_30b_are_no_worse_than_torch() -> None:
     tokens, top_k, experts = 4096, 8, 16
     assert tokens * top_k >= MANY_ROWS * experts
-    _check(*_draw(tokens, top_k, experts, 2048, 768, "cuda"), torch.bfloat16)
+    _check_errors(*_draw(tokens, top_k, experts, 2048, 768, "cuda"), torch.bfloat16)
 
 
 BACKWARD_FIRST = """
@@ -95,8 +97,10 @@ def test_backward_may_be_the_first_work_of_autograds_thread() -> None:
 
 
 @pytest.mark.slow
-def test_the_smallest_sizes_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs them in fp16. Only the last tile of each expert is not full."""
+def test_the_smallest_sizes_with_full_blocks_are_no_worse_than_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The interpreter runs the kernels in fp16. Only the last tile of each expert is not full."""
     monkeypatch.setattr(blocks, "generation", lambda device: ROW[0])
     row = TABLE[ROW]
     products = (row.up, row.down, row.rows, row.dgated, row.outer)
@@ -110,7 +114,7 @@ def test_the_smallest_sizes_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     loops |= {name: launches.variants[name] for name in ("grouped_mm_kernel", "outer_kernel")}
     for name, variants in loops.items():
         assert variants and all("'EVEN_N': ('constexpr', True)" in x for x in variants), name
-    _check(tensors, ids_RK, grad_RH, torch.float16)
+    _check_errors(tensors, ids_RK, grad_RH, torch.float16)
 
 
 def _launch(size: int, tokens: int, experts: int) -> None:

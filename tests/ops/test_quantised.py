@@ -1,4 +1,7 @@
-"""Quantised values equal bitsandbytes', and products equal those of dequantised matrices."""
+"""Quantised values equal the values of bitsandbytes.
+
+Products with quantised matrices equal products with dequantised matrices.
+"""
 
 import importlib.util
 import itertools
@@ -8,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_cases import ADAPTERS, GPT_OSS, Case, adapted, random_ids
+from expert_cases import ADAPTERS, GPT_OSS, Case, draw_ids, draw_with_adapters
 from support.close import assert_close
 from support.fp64 import FP64
 from support.hub_files import assert_equal
@@ -36,7 +39,7 @@ HALF = (torch.float32, torch.bfloat16, torch.float16)
 Named = dict[str, Tensor | None]
 
 
-def matrices(dtype: torch.dtype, shape: tuple[int, int, int] = (3, 128, 256)) -> Tensor:
+def draw_matrices(dtype: torch.dtype, shape: tuple[int, int, int] = (3, 128, 256)) -> Tensor:
     """Draw experts of different magnitudes, one with a block of zeros."""
     torch.manual_seed(0)
     weight = torch.randn(shape) * torch.tensor([1.0, 1e-3, 50.0])[: shape[0], None, None]
@@ -47,10 +50,10 @@ def matrices(dtype: torch.dtype, shape: tuple[int, int, int] = (3, 128, 256)) ->
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("nested", [False, True])
 def test_nf4_equals_bitsandbytes(nested: bool, dtype: torch.dtype) -> None:
-    """The bytes, scales and values of every expert are compared."""
+    """The test compares the bytes, scales and values of every expert."""
     functional = pytest.importorskip("bitsandbytes.functional")
-    # The 1044 scales of an expert are four blocks of 256 scales and a block of 20.
-    weight_LOI = matrices(dtype, (3, 348, 192))
+    # The 1044 scales of an expert are four blocks of 256 scales and a block of 20 scales.
+    weight_LOI = draw_matrices(dtype, (3, 348, 192))
     stack = quantise_stack(weight_LOI, Quantisation("nf4", nested=nested))
     for expert, weight_OI in enumerate(weight_LOI):
         packed, state = functional.quantize_4bit(
@@ -72,7 +75,7 @@ def test_nf4_equals_bitsandbytes(nested: bool, dtype: torch.dtype) -> None:
 
 def test_nested_scales_do_not_depend_on_the_default_dtype() -> None:
     """The codes are cached, so codes in bf16 would round all scales from then on."""
-    matrix = quantise(matrices(torch.float32, (1, 64, 256))[0], NESTED)
+    matrix = quantise(draw_matrices(torch.float32, (1, 64, 256))[0], NESTED)
     want = dequantise(matrix, "nf4", torch.float32)
     before = torch.get_default_dtype()
     quantised._nested_codes.cache_clear()
@@ -84,7 +87,7 @@ def test_nested_scales_do_not_depend_on_the_default_dtype() -> None:
     assert torch.equal(got, want)
 
 
-def test_nf4_by_hand() -> None:
+def test_nf4_codes_equal_codes_by_hand() -> None:
     """Two rows of 64 values have all codes of the paper (arXiv 2305.14314, appendix E)."""
     codes = [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0]
     codes += [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]
@@ -98,7 +101,7 @@ def test_nf4_by_hand() -> None:
     assert_close("values", dequantise(matrix, "nf4", torch.float32), weight_OI, 1e-7)  # 8 digits
 
 
-def test_fp8_by_hand() -> None:
+def test_fp8_scales_and_values_equal_numbers_by_hand() -> None:
     """There is one scale per 128 x 128 values, and the largest value of a block becomes 448."""
     weight_OI = torch.zeros(256, 384)
     weight_OI[0, 0], weight_OI[127, 127] = 896.0, -3.0
@@ -117,7 +120,7 @@ def test_fp8_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_fp8_follows_the_formula(dtype: torch.dtype) -> None:
-    weight_LOI = matrices(dtype)
+    weight_LOI = draw_matrices(dtype)
     stack = quantise_stack(weight_LOI, FP8)
     for expert, row, column in itertools.product(range(3), range(1), range(2)):
         block = weight_LOI[expert, :, 128 * column : 128 * (column + 1)].float()
@@ -135,16 +138,16 @@ def test_fp8_follows_the_formula(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [*HALF, torch.float64])
 def test_a_value_is_computed_in_fp32_and_rounded_once(name: str, dtype: torch.dtype) -> None:
     quantisation = FORMATS[name]
-    matrix = quantise(matrices(torch.float64)[2], quantisation)
+    matrix = quantise(draw_matrices(torch.float64)[2], quantisation)
     wide = dequantise(matrix, quantisation.kind, torch.float32)
     assert torch.equal(dequantise(matrix, quantisation.kind, dtype), wide.to(dtype))
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_stored_tensors(name: str) -> None:
-    """Shapes are the same on meta, sizes are as documented, and strides do not change the bytes."""
+def test_stored_tensors_have_the_documented_sizes(name: str) -> None:
+    """Shapes are also the same on meta, and strides do not change the bytes."""
     quantisation = FORMATS[name]
-    weight_LOI = matrices(torch.bfloat16, (2, 512, 768))
+    weight_LOI = draw_matrices(torch.bfloat16, (2, 512, 768))
     stack = quantise_stack(weight_LOI, quantisation)
     on_meta = quantise_stack(weight_LOI.to("meta"), quantisation)
     shapes = {n: (x.shape, x.dtype) for n, x in stack.by_name("up").items()}
@@ -171,12 +174,12 @@ def test_rows_can_be_split_at_block_boundaries() -> None:
 @pytest.mark.parametrize("name", ["nf4", "fp8"])
 def test_quantising_parts_of_the_rows_equals_quantising_all(name: str) -> None:
     quantisation = FORMATS[name]
-    weight_OI = matrices(torch.float32, (1, 384, 256))[0]
+    weight_OI = draw_matrices(torch.float32, (1, 384, 256))[0]
     assert rows_may_be_cut((384, 256), quantisation, 3)
-    whole = quantise(weight_OI, quantisation)
+    all_rows = quantise(weight_OI, quantisation)
     parts = [quantise(part, quantisation) for part in weight_OI.chunk(3)]
-    assert torch.equal(torch.cat([part.values for part in parts]), whole.values)
-    assert torch.equal(torch.cat([part.block_scale for part in parts]), whole.block_scale)
+    assert torch.equal(torch.cat([part.values for part in parts]), all_rows.values)
+    assert torch.equal(torch.cat([part.block_scale for part in parts]), all_rows.block_scale)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +210,7 @@ def test_without_bitsandbytes_nf4_is_refused_and_fp8_is_not(
         check_available(NF4)
 
 
-IDS = random_ids(21, 2, 3, seed=4)
+IDS = draw_ids(21, 2, 3, seed=4)
 CALLS = {
     "silu": Case(IDS, 3, 128, 256),
     "gpt-oss": Case(IDS, 3, 128, 256, GPT_OSS, bias=True),
@@ -217,7 +220,7 @@ CALLS = {
 }
 
 
-def weights_of(named: Named, quantisation: Quantisation | None, dtype: torch.dtype) -> Named:
+def quantise_matrices(named: Named, quantisation: Quantisation | None, dtype: torch.dtype) -> Named:
     """Replace the matrices of the inputs by their quantised bytes and scales."""
     result = dict(named)
     for name in ("up", "down"):
@@ -229,7 +232,7 @@ def weights_of(named: Named, quantisation: Quantisation | None, dtype: torch.dty
     return result
 
 
-def dequantised(named: Named, quantisation: Quantisation, dtype: torch.dtype) -> Named:
+def round_matrices(named: Named, quantisation: Quantisation, dtype: torch.dtype) -> Named:
     """Replace the matrices of the inputs by their values after quantising and dequantising."""
     result = dict(named)
     for name in ("up", "down"):
@@ -244,7 +247,7 @@ def dequantised(named: Named, quantisation: Quantisation, dtype: torch.dtype) ->
     return result
 
 
-def run(
+def run_call(
     case: Case, named: Named, kind: str, *, chunks: int = 1, postpone: bool = False, **kw: Any
 ) -> dict[str, Tensor]:
     """Return the output and all gradients of a call with frozen matrices."""
@@ -277,8 +280,8 @@ def run(
     return results
 
 
-def _formats_and_calls() -> Iterator[Any]:
-    """Yield all pairs of FORMATS and CALLS in three dtypes; most of them are marked slow."""
+def _list_formats_and_calls() -> Iterator[Any]:
+    """Yield all pairs of FORMATS and CALLS in three dtypes. Most of them are marked slow."""
     for name, call, dtype in itertools.product(
         FORMATS, CALLS, (torch.float32, torch.bfloat16, torch.float64)
     ):
@@ -288,40 +291,46 @@ def _formats_and_calls() -> Iterator[Any]:
         yield pytest.param(name, call, dtype, id=label, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "call", "dtype"), list(_formats_and_calls()))
-def test_the_same_bits_as_dequantised_matrices(name: str, call: str, dtype: torch.dtype) -> None:
-    """Output and gradients are compared, also with chunks, recompute and postponed gradients."""
+@pytest.mark.parametrize(("name", "call", "dtype"), list(_list_formats_and_calls()))
+def test_quantised_matrices_give_the_same_bits_as_dequantised_matrices(
+    name: str, call: str, dtype: torch.dtype
+) -> None:
+    """The output and gradients are equal, also with chunks, recompute and postponed gradients."""
     quantisation, case = FORMATS[name], CALLS[call]
-    named = adapted(case, 5, dtype)
-    as_bytes = weights_of(named, quantisation, dtype)
-    as_values = dequantised(named, quantisation, dtype)
+    named = draw_with_adapters(case, 5, dtype)
+    as_bytes = quantise_matrices(named, quantisation, dtype)
+    as_values = round_matrices(named, quantisation, dtype)
     for kw in ({}, {"recompute": True}, {"postpone": True}, {"postpone": True, "chunks": 2}):
-        want = run(case, as_values, "", **kw)
-        got = run(case, as_bytes, quantisation.kind, **kw)
+        want = run_call(case, as_values, "", **kw)
+        got = run_call(case, as_bytes, quantisation.kind, **kw)
         assert_equal(got, want)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_function_modes_change_no_bit(name: str) -> None:
-    """A mode that is active in backward, too, sees the operators alone, as it does in forward.
+    """A mode that is active in forward and backward sees only the operators, in both passes.
 
     Otherwise `FP64` would let bitsandbytes write fp32 values into a tensor of fp64.
     """
     quantisation, case = FORMATS[name], CALLS["silu"]
-    named = weights_of(adapted(case, 5, torch.float64), quantisation, torch.float64)
+    named = quantise_matrices(
+        draw_with_adapters(case, 5, torch.float64), quantisation, torch.float64
+    )
     for kw in ({}, {"postpone": True}, {"postpone": True, "chunks": 2}):
-        want = run(case, named, quantisation.kind, **kw)
+        want = run_call(case, named, quantisation.kind, **kw)
         with FP64():
-            got = run(case, named, quantisation.kind, **kw)
+            got = run_call(case, named, quantisation.kind, **kw)
         assert_equal(got, want)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4", "fp8"])
-def test_compiled(name: str) -> None:
+def test_a_compiled_call_equals_the_eager_call(name: str) -> None:
     """A function that calls the operator is compiled to one graph with equal results."""
     quantisation, case = FORMATS[name], CALLS["silu"]
-    named = weights_of(adapted(case, 5, torch.float32), quantisation, torch.float32)
+    named = quantise_matrices(
+        draw_with_adapters(case, 5, torch.float32), quantisation, torch.float32
+    )
     ids, counts_L = case.ids_RK(), case.counts_L()
 
     def layer(rows: Tensor, weights: Tensor, experts: dict[str, Tensor]) -> Tensor:
@@ -344,7 +353,7 @@ def test_compiled(name: str) -> None:
 
 
 def _dequantise_all(experts: ExpertWeights, name: str, expert: int, dtype: torch.dtype) -> Tensor:
-    """Replacement of `ExpertWeights.matrix` that dequantises all experts to return one of them."""
+    """Return one matrix, like `ExpertWeights.matrix`, but dequantise all experts for this."""
     stack = experts.stack(name)
     values = [
         dequantise(stack.matrix_of(e), experts.quantised, dtype) for e in range(len(stack.values))
@@ -353,23 +362,25 @@ def _dequantise_all(experts: ExpertWeights, name: str, expert: int, dtype: torch
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_tensor_of_the_size_of_the_dequantised_experts(
+def test_no_tensor_is_as_large_as_all_dequantised_experts(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward and backward dequantise one expert at a time. Dequantising all fails the test."""
     quantisation = FORMATS[name]
-    case = Case(random_ids(40, 2, 6, seed=3), 6, hidden=128, ffn=128)
-    named = weights_of(adapted(case, 2, torch.float32), quantisation, torch.float32)
+    case = Case(draw_ids(40, 2, 6, seed=3), 6, hidden=128, ffn=128)
+    named = quantise_matrices(
+        draw_with_adapters(case, 2, torch.float32), quantisation, torch.float32
+    )
     size_of_one, size_of_all = 2 * 128 * 128, 6 * 128 * 128
 
-    def largest() -> int:
+    def measure_largest() -> int:
         watch = LargestTensor(x for x in named.values() if x is not None)
         inputs = dict(named)
         rows, weights = inputs.pop("rows"), inputs.pop("weights")
         assert rows is not None and weights is not None
         experts = ExpertWeights(**inputs, quantised=quantisation.kind)
         need = {"rows", "weights", *ADAPTERS}
-        # The implementation is called, because LargestTensor cannot see inside of the operator.
+        # The test calls the implementation, because LargestTensor cannot see inside the operator.
         with watch:
             routing = torch_mlp.route(case.ids_RK(), case.counts_L(), experts, rows)
             _, pre = torch_mlp.forward(rows, weights, experts, routing, case.formula, True)
@@ -386,15 +397,15 @@ def test_no_tensor_of_the_size_of_the_dequantised_experts(
             )
         return watch.elements
 
-    assert size_of_one <= largest() < size_of_all
+    assert size_of_one <= measure_largest() < size_of_all
     monkeypatch.setattr(ExpertWeights, "matrix", _dequantise_all)
-    assert largest() >= size_of_all
+    assert measure_largest() >= size_of_all
 
 
 def test_dequantised_matrices_are_not_saved_for_backward() -> None:
-    """An nf4 call saves its inputs, and besides them only the routing."""
+    """An nf4 call saves only its inputs and the routing."""
     case = CALLS["silu"]
-    named = weights_of(adapted(case, 5, torch.float32), NF4, torch.float32)
+    named = quantise_matrices(draw_with_adapters(case, 5, torch.float32), NF4, torch.float32)
     leaves = {n: None if x is None else x.requires_grad_(n in ADAPTERS) for n, x in named.items()}
     rows, weights = leaves.pop("rows"), leaves.pop("weights")
     assert rows is not None and weights is not None

@@ -1,7 +1,7 @@
 """The self-check accepts right kernels, refuses wrong ones, and names the reason of a failed build.
 
 The kernels run in Triton's interpreter. A test without a GPU compares the kernels that an H100
-would launch with those that the self-check runs.
+would launch with the kernels that the self-check runs.
 """
 
 from __future__ import annotations
@@ -89,16 +89,16 @@ def test_wrong_scales_of_quantised_matrices_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(self_check, "_shorten", lambda size: size)
     monkeypatch.setattr(self_check, "FEW_ROWS", 8)
     monkeypatch.setattr(self_check, "MANY_ROWS", 15)
-    monkeypatch.setattr("hf_moe_ep.ops.quantised._bitsandbytes", None)
+    monkeypatch.setattr("hf_moe_ep.ops.quantised._import_bitsandbytes", None)
     assert check_once(BYTES) == ""
     check_once.cache_clear()
-    original = triton_mlp._matrices
+    original = triton_mlp._select_matrices
 
-    def wrong(experts: ExpertWeights, name: str) -> Any:
+    def compute_wrong(experts: ExpertWeights, name: str) -> Any:
         matrices = original(experts, name)
         return replace(matrices, scale=matrices.scale.flip(1)) if name == "down" else matrices
 
-    monkeypatch.setattr(triton_mlp, "_matrices", wrong)
+    monkeypatch.setattr(triton_mlp, "_select_matrices", compute_wrong)
     with pytest.raises(RuntimeError, match="compute wrong numbers"):
         check_once(BYTES)
 
@@ -118,13 +118,13 @@ def test_right_kernels_of_quantised_matrices_pass(
 def _break_kernel(
     monkeypatch: pytest.MonkeyPatch, name: str, when: Callable[[dict[str, Any]], bool]
 ) -> None:
-    """Make one element of a launch's output wrong if `when(arguments)` is true."""
+    """Make one element of a launcher's output wrong if `when(arguments)` is true."""
     owners = {"combine alone": self_check, "combine of tokens": sum_check}
     owner = owners.get(name, triton_mlp)
     name, *_ = name.split()
     original = getattr(owner, name)
 
-    def wrong(*args: Any, **kwargs: Any) -> Any:
+    def compute_wrong(*args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
         if when(kwargs | dict(enumerate(args))):
             first = out[0] if isinstance(out, tuple) else out
@@ -132,7 +132,7 @@ def _break_kernel(
             first.view(-1)[3] += 10
         return out
 
-    monkeypatch.setattr(owner, name, wrong)
+    monkeypatch.setattr(owner, name, compute_wrong)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_one_wrong_element_of_any_kernel_is_refused(
         check_once(LORA if kernel == "thin_mm" else KIND)
 
 
-# name: (kernel, test of a launch that is wrong, a kind with such launches, a kind without them)
+# name: (kernel, condition for a launch that is wrong, a kind with such launches, a kind without)
 VARIANTS = {
     "a frozen base": ("dgated", lambda x: not x["need_act"], FROZEN, KIND),
     "inference": ("up", lambda x: not x["keep_pre"], INFERENCE, FROZEN),
@@ -183,7 +183,7 @@ def test_a_wrong_variant_is_refused_only_for_calls_that_launch_it(
         check_once(kind_with)
 
 
-def _tf32(x: Tensor) -> Tensor:
+def _round_to_tf32(x: Tensor) -> Tensor:
     """Round x to the 10 mantissa bits of TF32."""
     return ((x.view(torch.int32) + (1 << 12)) & ~((1 << 13) - 1)).view(torch.float32)
 
@@ -193,17 +193,21 @@ def test_tf32_products_are_refused_if_exact_products_are_expected(
 ) -> None:
     original = triton_mlp.grouped_mm
 
-    def rounding(rows_AI: Tensor, matrix_LIO: Tensor, *args: Any, **options: Any) -> Tensor:
-        return original(_tf32(rows_AI), _tf32(matrix_LIO.contiguous()), *args, **options)
+    def round_and_multiply(
+        rows_AI: Tensor, matrix_LIO: Tensor, *args: Any, **options: Any
+    ) -> Tensor:
+        return original(
+            _round_to_tf32(rows_AI), _round_to_tf32(matrix_LIO.contiguous()), *args, **options
+        )
 
-    monkeypatch.setattr(triton_mlp, "grouped_mm", rounding)
+    monkeypatch.setattr(triton_mlp, "grouped_mm", round_and_multiply)
     assert check_once(replace(KIND, precision="tf32")) == ""
     with pytest.raises(RuntimeError, match="compute wrong numbers"):
         check_once(KIND)
 
 
 def test_wrong_sums_of_the_rows_of_a_token_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These sums have another number of rows per token than top_k, and a check of their own."""
+    """The number of rows per token is not top_k, so these sums have their own check."""
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
     self_check_sums(torch.empty(9, 48, dtype=torch.bfloat16), 4, torch.bfloat16)
     self_check_sums(torch.empty(9, 64, dtype=torch.bfloat16)[:, :48], 4, torch.float32)
@@ -215,7 +219,7 @@ def test_wrong_sums_of_the_rows_of_a_token_are_refused(monkeypatch: pytest.Monke
         self_check_sums(torch.empty(9, 48, dtype=torch.bfloat16), 5, torch.bfloat16)
 
 
-def _experts(hidden: int, rank: int | None = None) -> ExpertWeights:
+def _make_experts(hidden: int, rank: int | None = None) -> ExpertWeights:
     up_LGH, down_LHF = torch.empty(4, 64, hidden), torch.empty(4, hidden, 32)
     experts = ExpertWeights(up_LGH, None, down_LHF, None)
     if rank:
@@ -230,7 +234,7 @@ def test_the_self_check_runs_once_per_kind_of_call(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
     monkeypatch.setattr(self_check, "check_once", kinds.append)
 
-    def call(
+    def record_kind(
         hidden: int = 2048,
         pairs: int = 5000,
         rank: int | None = None,
@@ -238,25 +242,25 @@ def test_the_self_check_runs_once_per_kind_of_call(monkeypatch: pytest.MonkeyPat
         trained: tuple[str, ...] = (),
         keep_pre: bool = True,
     ) -> Kind:
-        experts = _experts(hidden, rank)
+        experts = _make_experts(hidden, rank)
         rows_RH, weights_RK = torch.empty(7, hidden), torch.empty(7, 2, dtype=dtype)
         args = (rows_RH, weights_RK, pairs, experts, ExpertFormula())
         self_check.self_check(*args, keep_pre=keep_pre, trained=trained)
         return kinds[-1]
 
-    assert call(pairs=4000) == call()
+    assert record_kind(pairs=4000) == record_kind()
     others = [
-        call(),
-        call(hidden=2064),
-        call(pairs=20),
-        call(rank=8),
-        call(rank=16),
-        call(dtype=torch.bfloat16),
-        call(trained=("rows",)),
-        call(keep_pre=False),
+        record_kind(),
+        record_kind(hidden=2064),
+        record_kind(pairs=20),
+        record_kind(rank=8),
+        record_kind(rank=16),
+        record_kind(dtype=torch.bfloat16),
+        record_kind(trained=("rows",)),
+        record_kind(keep_pre=False),
     ]
-    monkeypatch.setattr(self_check, "dot_precision", lambda rows: "tf32")
-    others.append(call())
+    monkeypatch.setattr(self_check, "get_dot_precision", lambda rows: "tf32")
+    others.append(record_kind())
     assert len(set(others)) == len(others)
 
 
@@ -267,7 +271,7 @@ def test_the_first_call_checks_the_kernels_for_few_and_for_many_rows(
     kinds: list[Kind] = []
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
     monkeypatch.setattr(self_check, "check_once", lambda kind: kinds.append(kind) or "")
-    experts = _experts(2048)
+    experts = _make_experts(2048)
     for pairs in (5000, 20):
         rows_RH, weights_RK = torch.empty(7, 2048), torch.empty(7, 2)
         args = (rows_RH, weights_RK, pairs, experts, ExpertFormula())
@@ -276,7 +280,7 @@ def test_the_first_call_checks_the_kernels_for_few_and_for_many_rows(
     assert len({replace(kind, few=False) for kind in kinds}) == 1
 
 
-def _call(backend: str, grads: bool = True) -> list[Tensor]:
+def _run_call(backend: str, grads: bool = True) -> list[Tensor]:
     torch.manual_seed(0)
     leaves = [torch.randn(7, 32), torch.rand(7, 2), torch.randn(4, 64, 32), torch.randn(4, 32, 32)]
     leaves = [x.requires_grad_(grads) for x in leaves]
@@ -302,35 +306,35 @@ UNBUILT = {
 def test_torch_computes_the_experts_if_kernels_cannot_be_built(
     kernel: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Backend "auto" warns once and uses torch; backend "triton" raises."""
-    want = _call("torch")
+    """The backend "auto" warns once and uses torch, and the backend "triton" raises an error."""
+    want = _run_call("torch")
 
-    def unbuilt(*args: Any, **kwargs: Any) -> Any:
+    def fail_to_build(*args: Any, **kwargs: Any) -> Any:
         raise UNBUILT[name]
 
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
-    monkeypatch.setattr(triton_mlp, kernel, unbuilt)
+    monkeypatch.setattr(triton_mlp, kernel, fail_to_build)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            got = _call("auto")
+            got = _run_call("auto")
             assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-            _call("auto", grads=False) if kernel != "dgated" else None
+            _run_call("auto", grads=False) if kernel != "dgated" else None
     # The interpreter of Triton 3.6 raises NumPy warnings.
     messages = (str(warning.message) for warning in caught)
     (message,) = (message for message in messages if "hf_moe_ep" in message)
     reason = str(UNBUILT[name])
     assert reason in message and "torch path" in message
     with pytest.raises(RuntimeError, match="experts_backend='triton' cannot run here") as error:
-        _call("triton")
+        _run_call("triton")
     assert reason in str(error.value)
 
 
 def test_auto_uses_the_kernels_if_they_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
-    got, want = _call("auto"), _call("torch")
+    got, want = _run_call("auto"), _run_call("torch")
     assert not torch.equal(got[0], want[0])  # equal bits would mean that torch computed both
-    torch.testing.assert_close(got, _call("triton"))
+    torch.testing.assert_close(got, _run_call("triton"))
 
 
 def test_out_of_memory_in_the_self_check_is_raised_unchanged(
@@ -408,8 +412,8 @@ def test_the_self_check_runs_every_kernel_variant_of_a_call(
     kind = LAUNCHED[name]
     monkeypatch.setattr(blocks, "generation", lambda device: "sm_90")
     for module in (blocks, dgated, gate_up, grouped_mm, outer):
-        monkeypatch.setattr(module, "dot_precision", lambda rows: kind.precision)
-    # Only the launches are compared, so the torch path need not compute either.
+        monkeypatch.setattr(module, "get_dot_precision", lambda rows: kind.precision)
+    # Only the launches are compared, so the torch path computes nothing either.
     monkeypatch.setattr(self_check, "torch_mlp", _NoTruth())
     with Launches() as checked:
         for check in (
@@ -428,7 +432,7 @@ def test_the_self_check_runs_every_kernel_variant_of_a_call(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_self_check_runs_the_kernel_that_sums_the_rows_of_a_token(dtype: torch.dtype) -> None:
-    """Rows are contiguous or have routing behind them; sums are in their dtype or in fp32."""
+    """Rows are contiguous or have routing behind them, and sums are in their dtype or in fp32."""
     kind = TokenSumKind(torch.device("cpu"), dtype, 4, 2048)
     variants = []
     for columns, out_dtype in ((2048, dtype), (2080, dtype), (2048, torch.float32)):
@@ -444,7 +448,7 @@ def test_the_self_check_runs_the_kernel_that_sums_the_rows_of_a_token(dtype: tor
 
 
 class _NoTruth:
-    """Replacement of the torch path that routes but computes nothing."""
+    """Replaces the torch path. It computes the routing, but nothing else."""
 
     route = staticmethod(torch_mlp.route)
 
@@ -460,25 +464,25 @@ class _NoTruth:
 def _launch(kind: Kind) -> None:
     """Launch a call of this kind with its real sizes."""
 
-    def empty(*shape: int) -> Tensor:
+    def allocate(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=kind.dtype, device="meta")
 
-    def matrix(out_size: int, in_size: int) -> Tensor:
+    def make_matrix(out_size: int, in_size: int) -> Tensor:
         shape = (in_size, out_size) if kind.transposed else (out_size, in_size)
         width = shape[1] + (16 if kind.padded else 0)
-        values = empty(kind.num_experts, shape[0], width)[..., : shape[1]]
+        values = allocate(kind.num_experts, shape[0], width)[..., : shape[1]]
         return values.mT if kind.transposed else values
 
     hidden, ffn, (up_rank, down_rank) = kind.hidden, kind.ffn, kind.ranks
     tensors = {
-        "up": matrix(2 * ffn, hidden),
-        "up_bias": empty(kind.num_experts, 2 * ffn),
-        "down": matrix(hidden, ffn),
-        "down_bias": empty(kind.num_experts, hidden),
-        "up_a": empty(kind.num_experts, up_rank, hidden),
-        "up_b": empty(kind.num_experts, 2 * ffn, up_rank),
-        "down_a": empty(kind.num_experts, down_rank, ffn),
-        "down_b": empty(kind.num_experts, hidden, down_rank),
+        "up": make_matrix(2 * ffn, hidden),
+        "up_bias": allocate(kind.num_experts, 2 * ffn),
+        "down": make_matrix(hidden, ffn),
+        "down_bias": allocate(kind.num_experts, hidden),
+        "up_a": allocate(kind.num_experts, up_rank, hidden),
+        "up_b": allocate(kind.num_experts, 2 * ffn, up_rank),
+        "down_a": allocate(kind.num_experts, down_rank, ffn),
+        "down_b": allocate(kind.num_experts, hidden, down_rank),
     }
     for name in MATRICES if kind.quantised else ():
         stack = empty_stack(tuple(tensors[name].shape), Quantisation(kind.quantised), "meta")
@@ -486,8 +490,8 @@ def _launch(kind: Kind) -> None:
     named = dict.fromkeys(tensors) | {name: tensors[name] for name in kind.tensors}
     experts = ExpertWeights(**named, quantised=kind.quantised)
     rows = 333 if kind.few else 33_333
-    rows_RH = empty(rows, hidden)
-    weights_RK = empty(rows, kind.top_k).to(kind.weights_dtype)
+    rows_RH = allocate(rows, hidden)
+    weights_RK = allocate(rows, kind.top_k).to(kind.weights_dtype)
     routing = triton_mlp.route(weights_RK.long(), None, experts, rows_RH)
     call = (rows_RH, weights_RK, experts, routing)
     out_RH, pre_AG = triton_mlp.forward(*call, kind.formula, kind.keep_pre)

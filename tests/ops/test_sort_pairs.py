@@ -7,12 +7,13 @@ from expert_cases import TRITON
 from hf_moe_ep.ops.kernels.sort_pairs import sort_pairs
 
 
-# Several blocks of pairs, a last block that is not full, and more experts than one program scans.
+# There are several blocks of pairs. The last block is not full, and one case has more experts than
+# one program scans.
 @pytest.mark.parametrize(("backend", "device"), TRITON)
 @pytest.mark.parametrize(
     ("rows", "top_k", "num_experts"), [(1, 1, 1), (300, 3, 5), (700, 4, 9), (90, 8, 384)]
 )
-def test_equals_a_stable_sort(
+def test_sort_pairs_equals_a_stable_sort(
     rows: int, top_k: int, num_experts: int, backend: str, device: str
 ) -> None:
     """Ids from `num_experts` on, and negative ids, are pairs without an expert here."""

@@ -1,4 +1,4 @@
-"""Block sizes of the Triton kernels: a plain table, without tuning at run time.
+"""Choose the block sizes of the Triton kernels from a table, without tuning at run time.
 
 If every rank tuned by itself, ranks would choose different sizes and wait for each other in
 collectives, and the first step would take minutes, which looks like a hang. `choose_blocks` selects
@@ -8,14 +8,14 @@ and checks their registers, shared memory and loops.
 
     m                     rows of a tile (up to m consecutive pairs of one expert), the same in all
                           kernels of a call
-    Block(n, k, ...)      columns, step along the sum, warps, pipeline stages; `registers` limits
-                          the registers of a thread, so that two programs fit on a multiprocessor;
+    Block(n, k, ...)      columns, step along the sum, warps, pipeline stages. `registers` limits
+                          the registers of a thread, so that two programs fit on a multiprocessor.
                           `tma` loads blocks of aligned tensors through TMA descriptors
-    up, down              the two products of the experts; n of up counts columns of act
+    up, down              the two products of the experts. The n of `up` counts columns of act
     dgated                the backward through down and gate
-    rows, outer           the gradients of the rows and of the matrices; `outer` exchanges m and n
-                          if the right factor is gathered, so that the gathered side is the shorter
-    thin, thin_outer      products in which one size is an adapter's rank; the rank limits n
+    rows, outer           the gradients of the rows and of the matrices. `outer` exchanges m and n
+                          if the right factor is gathered, so that the gathered side is shorter
+    thin, thin_outer      products in which one size is an adapter's rank. The rank limits n
     rank                  the longest step along an adapter's rank in the other kernels
     up_adapted            replaces `up` for experts with an adapter, if `up` would spill registers
 """
@@ -73,7 +73,7 @@ class Blocks:
             raise ValueError("thin products do not support tma=True; leave it out of their blocks")
 
 
-# Number of terms of the shortest sum that tensor cores compute.
+# The number of terms in the shortest sum that tensor cores compute.
 _LEAST_RANK = 16
 # If experts have fewer rows than this on average, tiles of 128 rows are mostly padding.
 FEW_ROWS = 128
@@ -184,10 +184,10 @@ TABLE["sm_90", 2, "some"] = replace(TABLE["sm_90", 2, "many"], outer=_few.outer)
 
 
 def generation(device: torch.device) -> str:
-    """Return the generation whose rows of the table a device uses; "interpreter" for a CPU.
+    """Return the generation whose rows of the table a device uses, or "interpreter" for a CPU.
 
-    The shared memory decides, not the age: an RTX 50xx is newer than an H100, but has only as much
-    shared memory as a 4090.
+    The shared memory decides, and not the age. An RTX 50xx is newer than an H100, but has only as
+    much shared memory as a 4090.
     """
     if device.type != "cuda":
         return "interpreter"
@@ -204,8 +204,8 @@ def converts_fp8(device: torch.device) -> bool:
 def choose_blocks(rows: Tensor, num_experts: int, num_pairs: int, quantised: str = "") -> Blocks:
     """Return the table's row for `num_pairs` pairs of `num_experts` experts.
 
-    `rows` decides the dtype and the device. `quantised` names the format of the matrices. All
-    formats have the same rows per tile (m).
+    `rows` is a tensor with the dtype and the device of the call. `quantised` names the format of
+    the matrices. The number of rows per tile (m) does not depend on the format.
     """
     limits = {"few": FEW_ROWS, "some": MANY_ROWS}
     fitting = (name for name, most in limits.items() if num_pairs < most * num_experts)
@@ -214,15 +214,15 @@ def choose_blocks(rows: Tensor, num_experts: int, num_pairs: int, quantised: str
     return FOR_BYTES[key] if quantised and key in FOR_BYTES else TABLE[key]
 
 
-def rank_block(rank: int, most: int) -> int:
+def fit_rank(rank: int, most: int) -> int:
     """Return the block size along an adapter's rank: a power of two from 16 to `most`."""
     return max(_LEAST_RANK, min(most, 1 << (rank - 1).bit_length()))
 
 
-def dot_precision(rows: Tensor) -> str:
+def get_dot_precision(rows: Tensor) -> str:
     """Return the precision that is set in torch for fp32 matrix products, "ieee" or "tf32"."""
     # torch.get_float32_matmul_precision() raises if `fp32_precision` was set. `fp32_precision` also
-    # shows what torch.set_float32_matmul_precision() has set.
+    # shows the precision that torch.set_float32_matmul_precision() has set.
     if rows.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32":
         return "ieee"
     return "tf32"

@@ -1,17 +1,17 @@
-"""The main loop of `product.py` for quantised matrices (`ops/quantised.py`).
+"""Multiply rows by quantised matrices (`ops/quantised.py`), like the main loop of `product.py`.
 
 A tile [O, I] of a matrix is loaded as bytes and dequantised in registers. Forward transposes the
-tile and sums along I; backward sums along O over the same bytes. The product of a value and its
+tile and sums along I, and backward sums along O over the same bytes. The product of a value and its
 scale is computed in fp32 and rounded once, to the dtype of the rows.
 
-    nf4    two codes per byte, the first in the upper half. For each scale the kernel computes the
-           16 values that a code can have; a code then selects one of them, which is a shuffle
-           between threads and needs no memory access
-    fp8    sm_90 has an instruction that converts fp8; on other GPUs the kernel moves the bits to
-           the positions that they have in an fp32 number
+    nf4    A byte has two codes, the first code in the upper half. For each scale the kernel
+           computes the 16 values that a code can have. A code then selects one of these values,
+           which is a shuffle between threads and needs no memory access.
+    fp8    sm_90 has an instruction that converts fp8. On other GPUs the kernel moves the bits to
+           their positions in an fp32 number.
 
 A step along the sum is never longer than a block along I. In forward each row of a tile therefore
-has one scale; in backward it has one scale per block of columns. The sizes of a matrix are
+has one scale. In backward each row has one scale per block of columns. The sizes of a matrix are
 multiples of a block, so no step needs a mask.
 """
 
@@ -39,7 +39,7 @@ class ByteMatrices:
 
     Attributes:
         values: contiguous bytes in a format of `ops/quantised.py`.
-        scale: contiguous fp32 scales; nested scales are already dequantised.
+        scale: contiguous fp32 scales. Nested scales are already dequantised.
         kind: "nf4" or "fp8".
         transposed: True if the object stands for the transposed matrices [L, I, O].
     """
@@ -65,7 +65,7 @@ class ByteMatrices:
 Matrices = Tensor | ByteMatrices
 
 
-def matrix_arguments(matrix: Matrices) -> tuple[Tensor, Tensor | None, int, int, int]:
+def list_matrix_arguments(matrix: Matrices) -> tuple[Tensor, Tensor | None, int, int, int]:
     """Return a kernel's arguments: values, scales and strides. Quantised bytes have strides 0."""
     if isinstance(matrix, ByteMatrices):
         return matrix.values, matrix.scale, 0, 0, 0
@@ -73,8 +73,8 @@ def matrix_arguments(matrix: Matrices) -> tuple[Tensor, Tensor | None, int, int,
     return matrix, None, stride_l, stride_k, stride_n
 
 
-def matrix_constants(matrix: Matrices) -> dict[str, Any]:
-    """Return a kernel's constants: KIND is the format; NATIVE is True if the GPU converts fp8."""
+def list_matrix_constants(matrix: Matrices) -> dict[str, Any]:
+    """Return a kernel's constants: KIND, the format, and NATIVE, True if the GPU converts fp8."""
     if not isinstance(matrix, ByteMatrices):
         return {"KIND": "", "NATIVE": False}
     native = matrix.kind == "fp8" and converts_fp8(matrix.values.device)
@@ -82,7 +82,7 @@ def matrix_constants(matrix: Matrices) -> dict[str, Any]:
 
 
 @triton.jit
-def byte_product(
+def multiply_quantised(
     rows, row_of_position, row_stride, values, scale,
     expert, position, inner, o_n, column, limit_n,
     KIND: tl.constexpr, NATIVE: tl.constexpr, BACK: tl.constexpr,
@@ -90,7 +90,8 @@ def byte_product(
 ):  # fmt: skip
     """Return [M, N]: rows at `position` [M] times the transposed rows `o_n` [N] of the matrix.
 
-    With BACK the second factor consists of the columns `o_n`, which are block number `column`.
+    With BACK the second factor consists of the columns `o_n` of the matrix, which are the block
+    number `column`.
     """
     tl.static_assert(EVEN_K)
     BLOCK_N: tl.constexpr = o_n.shape[0]
@@ -101,17 +102,17 @@ def byte_product(
     o_k = tl.arange(0, BLOCK_K)
     p_x = rows + o_row.to(tl.int64)[:, None] * row_stride + o_k[None, :]  # [M, K]
     sums = tl.zeros([position.shape[0], BLOCK_N], tl.float32)
-    # `tile_product` explains this hint.
+    # `multiply_tile` in `product.py` explains this hint.
     tl.assume(inner > 0)
     for step in range(0, inner, BLOCK_K):
         b_x = tl.load(p_x)  # [M, K]
         if BACK:
-            b_w = dequantised_tile(
+            b_w = dequantise_tile(
                 values, scale, expert, step + o_k, column * BLOCK_N, num_o, num_i,
                 KIND, NATIVE, BLOCK_N, EVEN_N, kind,
             )  # [K, N]  # fmt: skip
         else:
-            b_w = tl.trans(dequantised_tile(
+            b_w = tl.trans(dequantise_tile(
                 values, scale, expert, o_n, step, num_o, num_i,
                 KIND, NATIVE, BLOCK_K, EVEN_N, kind,
             ))  # [K, N]  # fmt: skip
@@ -121,14 +122,15 @@ def byte_product(
 
 
 @triton.jit
-def dequantised_tile(
+def dequantise_tile(
     values, scale, expert, o_o, first, num_o, num_i,
     KIND: tl.constexpr, NATIVE: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
     OUT: tl.constexpr,
 ):  # fmt: skip
     """Return [O, TILE] in the dtype OUT: rows `o_o` of an expert's matrix [num_o, num_i].
 
-    The columns start at `first`. Unless WHOLE, the tile may exceed the matrix; the excess is 0.
+    The columns start at `first`. Unless WHOLE, a part of the tile may lie outside the matrix. This
+    part is filled with zeros.
     """
     PER_BYTE: tl.constexpr = 2 if KIND == "nf4" else 1
     BLOCK_O: tl.constexpr = 1 if KIND == "nf4" else 128
@@ -156,7 +158,7 @@ def dequantised_tile(
         b_scale = tl.load(p_scale, mask=m_o & (o_scale < in_scales)[None, :], other=0.0)
     if KIND == "nf4":
         code = tl.reshape(b_byte, (ROWS, SCALES, SPAN // 2)).to(tl.int32)
-        b_16 = (_nf4_codes()[None, None, :] * b_scale[:, :, None]).to(OUT)  # [O, SCALES, 16]
+        b_16 = (_make_nf4_codes()[None, None, :] * b_scale[:, :, None]).to(OUT)  # [O, SCALES, 16]
         tile = tl.join(tl.gather(b_16, code >> 4, 2), tl.gather(b_16, code & 15, 2))
     else:
         tl.static_assert(KIND == "fp8")
@@ -166,8 +168,8 @@ def dequantised_tile(
 
 
 @triton.jit
-def _nf4_codes():
-    """Return [16]: the values of the codes."""
+def _make_nf4_codes():
+    """Return the values [16] of the codes."""
     o_code = tl.arange(0, 16)
     codes = tl.zeros([16], tl.float32)
     for code in tl.static_range(16):
@@ -182,7 +184,7 @@ def e4m3(byte, NATIVE: tl.constexpr):
         value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         # The sign, exponent and mantissa are moved to their positions in fp32. The exponent is then
-        # too small by the difference of the biases, 127 - 7; this includes subnormal values.
+        # too small by the difference of the biases, 127 - 7, also in subnormal values.
         code = byte.to(tl.int32)
         bits = ((code << 24) >> 4) & _SIGN_AND_LOW_EXPONENT
         value = bits.to(tl.float32, bitcast=True) * _TWO_TO_120

@@ -1,10 +1,11 @@
 """Backpropagate through the down projection and the gate in one kernel.
 
-g is the gradient of the row of a pair, s the pair's routing weight and down its expert's matrix:
+For each pair, g is the gradient of the output row, s is the routing weight, and down is the matrix
+of the expert:
 
-    grad_act_AF      = g @ down (+ its adapter)    never stored
-    grad_s_A         = <grad_act, act> (+ <g, down_bias>)    one partial sum per block of columns;
-                                                             bias_dots_kernel adds the bias's term
+    grad_act_AF      = g @ down (+ down's adapter)    never stored
+    grad_s_A         = <grad_act, act> (+ <g, down_bias>)    one partial sum per block of columns.
+                                                             bias_dots_kernel computes the last term
     grad_pre_AG      = backward of the gate formula for s * grad_act
     weighted_act_AF  = s * act, the right factor of down's gradient
 
@@ -20,15 +21,15 @@ from torch import Tensor
 
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
-from hf_moe_ep.ops.kernels.blocks import Blocks, dot_precision, options, rank_block
+from hf_moe_ep.ops.kernels.blocks import Blocks, fit_rank, get_dot_precision, options
 from hf_moe_ep.ops.kernels.dequantise import (
     Matrices,
-    byte_product,
-    matrix_arguments,
-    matrix_constants,
+    list_matrix_arguments,
+    list_matrix_constants,
+    multiply_quantised,
 )
-from hf_moe_ep.ops.kernels.epilogue import activate_backward, add_low_rank, halves
-from hf_moe_ep.ops.kernels.product import matrix_blocks, tile_product
+from hf_moe_ep.ops.kernels.epilogue import activate_backward, add_low_rank, split_in_halves
+from hf_moe_ep.ops.kernels.product import describe_matrix_blocks, multiply_tile
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
 # Number of columns that `bias_dots_kernel` reads per step.
@@ -41,18 +42,18 @@ def _back_through_gate(
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, NEED_ACT: tl.constexpr,
 ):  # fmt: skip
-    """Store grad_pre and weighted_act from column `first` on. Return sums of grad_act * act."""
+    """Store grad_pre and weighted_act from column `first` on, and return sums of grad_act * act."""
     PART: tl.constexpr = grad_act.shape[1]
     pre_size = 2 * ffn if GATED else ffn
     o_n = first + tl.arange(0, PART)
     m_mn = (o_m < num_left)[:, None] & (o_n < ffn)[None, :]
     o_pre = o_m[:, None] * pre_size + o_n[None, :]
     if GATED and INTERLEAVED:
-        o_both = 2 * first + tl.arange(0, 2 * PART)
-        o_pre = o_m[:, None] * pre_size + o_both[None, :]
-        m_both = (o_m < num_left)[:, None] & (o_both < pre_size)[None, :]
-        both = tl.load(pre + o_pre, mask=m_both, other=0.0).to(tl.float32)  # [M, 2 N]
-        gate, up = tl.split(tl.reshape(both, (grad_act.shape[0], PART, 2)))
+        o_gate_up = 2 * first + tl.arange(0, 2 * PART)
+        o_pre = o_m[:, None] * pre_size + o_gate_up[None, :]
+        m_gate_up = (o_m < num_left)[:, None] & (o_gate_up < pre_size)[None, :]
+        gate_up = tl.load(pre + o_pre, mask=m_gate_up, other=0.0).to(tl.float32)  # [M, 2 N]
+        gate, up = tl.split(tl.reshape(gate_up, (grad_act.shape[0], PART, 2)))
     else:
         gate = tl.load(pre + o_pre, mask=m_mn, other=0.0).to(tl.float32)  # [M, N]
         up = gate
@@ -63,8 +64,8 @@ def _back_through_gate(
     )
     dtype = grad_pre.dtype.element_ty
     if GATED and INTERLEAVED:
-        both = tl.reshape(tl.join(grad_gate, grad_up), (grad_act.shape[0], 2 * PART))
-        tl.store(grad_pre + o_pre, both.to(dtype), mask=m_both)
+        gate_up = tl.reshape(tl.join(grad_gate, grad_up), (grad_act.shape[0], 2 * PART))
+        tl.store(grad_pre + o_pre, gate_up.to(dtype), mask=m_gate_up)
     else:
         tl.store(grad_pre + o_pre, grad_gate.to(dtype), mask=m_mn)
         if GATED:
@@ -94,18 +95,18 @@ def dgated_kernel(
     if expert < 0:
         return
     o_m = tl.arange(0, BLOCK_M)
-    # Rows after the expert's last pair repeat that pair; their results are not stored.
+    # Rows after the expert's last pair repeat that pair, and their results are not stored.
     position = start + tl.minimum(o_m, num_left - 1)  # [M]
     o_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     if KIND != "":
-        grad_act = byte_product(
+        grad_act = multiply_quantised(
             grad, row_of_position, grad_stride, down, down_scale,
             expert, position, hidden, o_n, column, ffn,
             KIND, NATIVE, BACK=True,
             BLOCK_K=BLOCK_K, EVEN_N=EVEN_N, EVEN_K=EVEN_K, PRECISION=PRECISION,
         )  # fmt: skip
     else:
-        grad_act = tile_product(
+        grad_act = multiply_tile(
             grad, row_of_position, grad_stride, down, down_stride_l, down_stride_h, down_stride_f,
             expert, start, position, hidden, o_n, column * BLOCK_N, ffn,
             ROWS_IN_BLOCKS=False, MATRIX_BLOCKS=MATRIX_BLOCKS,
@@ -123,13 +124,14 @@ def dgated_kernel(
     pre += start.to(tl.int64) * pre_size
     grad_pre += start.to(tl.int64) * pre_size
     weighted_act += start.to(tl.int64) * ffn
-    # The gate's formula over a whole block needs more registers than a thread has. It is computed
-    # for halves; for quarters if blocks are wide or columns are interleaved; for eighths if both.
+    # The gate's formula over a whole block needs more registers than a thread has. It is therefore
+    # computed for halves, for quarters if blocks are wide or columns are interleaved, and for
+    # eighths if blocks are wide and columns are interleaved.
     HALF: tl.constexpr = BLOCK_N // 2
     QUARTER: tl.constexpr = BLOCK_N // 4
     EIGHTH: tl.constexpr = BLOCK_N // 8
     dot = tl.zeros([BLOCK_M], tl.float32)
-    grad_act_halves = halves(grad_act, BLOCK_M, HALF)
+    grad_act_halves = split_in_halves(grad_act, BLOCK_M, HALF)
     for half in tl.static_range(2):
         first = column * BLOCK_N + half * HALF
         if BLOCK_N <= 128 and not INTERLEAVED:
@@ -138,7 +140,7 @@ def dgated_kernel(
                 num_left, ffn, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_ACT,
             )  # fmt: skip
         else:
-            quarters = halves(grad_act_halves[half], BLOCK_M, QUARTER)
+            quarters = split_in_halves(grad_act_halves[half], BLOCK_M, QUARTER)
             for quarter in tl.static_range(2):
                 first_of_quarter = first + quarter * QUARTER
                 if BLOCK_N <= 128 or not INTERLEAVED:
@@ -148,7 +150,7 @@ def dgated_kernel(
                         GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_ACT,
                     )  # fmt: skip
                 else:
-                    eighths = halves(quarters[quarter], BLOCK_M, EIGHTH)
+                    eighths = split_in_halves(quarters[quarter], BLOCK_M, EIGHTH)
                     for eighth in tl.static_range(2):
                         dot += _back_through_gate(
                             eighths[eighth], s, pre, grad_pre, weighted_act, o_m,
@@ -166,7 +168,7 @@ def bias_dots_kernel(
     num_column_blocks, hidden, num_pairs, grad_stride, bias_stride_l,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Store partial[num_column_blocks, a] = <gradient of the row of a, bias of its expert>."""
+    """Store <gradient of a's row, bias of a's expert> for each pair a, behind the partial sums."""
     expert, start, num_left, _ = open_tile(tiles, offsets, 1, 1)
     if expert < 0:
         return
@@ -200,8 +202,9 @@ def dgated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return grad_pre_AG, weighted_act_AF and partial sums of grad_s.
 
-    The partial sums are [blocks of columns, A], with the bias's term last if there is a bias. An
-    output that is not needed is empty. `weights_RK`, `pre_AG` and rows of `grad_RH` are contiguous.
+    The partial sums are [blocks of columns, A]. If there is a bias, a last row has its term. An
+    output that is not needed is empty. `weights_RK`, `pre_AG` and each row of `grad_RH` must be
+    contiguous.
     """
     hidden, ffn = down_LHF.shape[1:]
     num_pairs = pre_AG.shape[0]
@@ -213,21 +216,21 @@ def dgated(
     partial_CA = pre_AG.new_empty(
         (num_column_blocks + has_bias, num_pairs) if need_weights else (0,), dtype=torch.float32
     )
-    values, scales, *strides = matrix_arguments(down_LHF)
+    values, scales, *strides = list_matrix_arguments(down_LHF)
     matrix, block_name = None, ""
     if scales is None:
-        matrix, block_name = matrix_blocks(values, block, block.n)
+        matrix, block_name = describe_matrix_blocks(values, block, block.n)
     dgated_kernel[(routing.tiles.shape[0] * num_column_blocks,)](
         grad_RH, routing.pair_A, routing.row_A, routing.offsets, routing.tiles, weights_RK,
         matrix or values, scales, pre_AG, grad_pre_AG, weighted_act_AF, partial_CA,
         hidden, ffn, num_pairs, grad_RH.stride(0), *strides, *low.kernel_arguments(),
         GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.kernel_constants(),
         NEED_ACT=need_act, NEED_PARTIAL=need_weights, MATRIX_BLOCKS=block_name,
-        **matrix_constants(down_LHF),
-        RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
+        **list_matrix_constants(down_LHF),
+        RANK=low.rank, BLOCK_P=fit_rank(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,
-        PRECISION=dot_precision(grad_RH), **options(block),
+        PRECISION=get_dot_precision(grad_RH), **options(block),
     )  # fmt: skip
     if has_bias:
         assert down_bias_LH is not None

@@ -1,8 +1,9 @@
-"""Steps of the kernels after the main loop: the adapter's product and the formula of `formula.py`.
+"""Add the adapter's product and compute the formula of `formula.py`, after a kernel's main loop.
 
-This file has no kernel of its own: `gate_up.py` and `dgated.py` call these functions. All values
-are fp32. The parameters in capitals are compile-time constants: an unclamped formula is compiled
-without a clamp, and kernels for experts without an adapter have no second product.
+This file has no kernel. `gate_up.py` and `dgated.py` call these functions, and `grouped_mm.py`
+calls `add_low_rank`. Sums and activations are fp32. The parameters in capitals are compile-time
+constants: an unclamped formula is compiled without a clamp, and kernels for experts without an
+adapter have no second product.
 """
 
 from __future__ import annotations
@@ -47,9 +48,12 @@ def activate(
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
 ):
-    """Return act = f(min(gate, LIMIT)) * (clamp(up) + UP_OFFSET), or f(min(gate, LIMIT))."""
+    """Return act = f(min(gate, LIMIT)) * (clamp(up) + UP_OFFSET).
+
+    Without GATED, act is only f(min(gate, LIMIT)).
+    """
     gate, up = clamp(gate, up, GATED, LIMIT)
-    f, _ = _f_and_slope(gate, ACTIVATION, ALPHA)
+    f, _ = _compute_f_and_slope(gate, ACTIVATION, ALPHA)
     if GATED:
         f = f * (up + UP_OFFSET)
     return f
@@ -70,7 +74,7 @@ def activate_backward(
     raw_gate = gate
     raw_up = up
     gate, up = clamp(gate, up, GATED, LIMIT)
-    f, slope = _f_and_slope(gate, ACTIVATION, ALPHA)
+    f, slope = _compute_f_and_slope(gate, ACTIVATION, ALPHA)
     act = f
     grad_gate = grad * slope
     grad_up = grad
@@ -95,7 +99,7 @@ def clamp(gate, up, GATED: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _f_and_slope(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
+def _compute_f_and_slope(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
     """Return f(x) and f'(x)."""
     if ACTIVATION == "swish":
         sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * x))
@@ -121,10 +125,10 @@ def _f_and_slope(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
 
 
 @triton.jit
-def halves(block, ROWS: tl.constexpr, HALF: tl.constexpr):
+def split_in_halves(block, ROWS: tl.constexpr, HALF: tl.constexpr):
     """Return the left and the right half of a block's columns.
 
-    The gate's formula over a whole block needs more registers than a thread has. If it is computed
-    for one half after the other, no register is spilled.
+    The gate's formula over a whole block needs more registers than a thread has. If the formula is
+    computed for one half after the other, no register is spilled.
     """
     return tl.split(tl.permute(tl.reshape(block, (ROWS, 2, HALF)), (0, 2, 1)))

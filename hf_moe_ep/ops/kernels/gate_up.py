@@ -1,9 +1,9 @@
-"""One kernel gathers rows, multiplies them by their expert's gate and up matrices, and gates them.
+"""Gather rows, multiply them by their expert's gate and up matrices, and gate them, in one kernel.
 
     pre_AG[a] = up_weight[expert of a] @ rows[row of a] (+ bias)         stored if `keep_pre`
     act_AF[a] = gate formula of pre_AG[a], computed from the fp32 sums
 
-The second product of an adapter adds a few steps to the same sum; `LowRows` holds the result of the
+The second product of an adapter adds a few steps to the same sum. `LowRows` holds the result of the
 first product. Gate and up are one product, twice as wide as act. If gate and up are concatenated in
 the weight, a block has the same columns of the gate half and of the up half. If gate and up are
 interleaved, a block has pairs of neighbouring columns, which are split after the sum.
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
-from hf_moe_ep.ops.kernels.blocks import Block, Blocks, dot_precision, options, rank_block
+from hf_moe_ep.ops.kernels.blocks import Block, Blocks, fit_rank, get_dot_precision, options
 from hf_moe_ep.ops.kernels.dequantise import (
     Matrices,
-    byte_product,
-    matrix_arguments,
-    matrix_constants,
+    list_matrix_arguments,
+    list_matrix_constants,
+    multiply_quantised,
 )
-from hf_moe_ep.ops.kernels.epilogue import activate, add_low_rank, halves
-from hf_moe_ep.ops.kernels.product import matrix_blocks, tile_product
+from hf_moe_ep.ops.kernels.epilogue import activate, add_low_rank, split_in_halves
+from hf_moe_ep.ops.kernels.product import describe_matrix_blocks, multiply_tile
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
 
@@ -47,7 +47,7 @@ def up_kernel(
     if expert < 0:
         return
     o_m = tl.arange(0, BLOCK_M)
-    # Rows after the expert's last pair repeat that pair; their results are not stored.
+    # Rows after the expert's last pair repeat that pair, and their results are not stored.
     position = start + tl.minimum(o_m, num_left - 1)  # [M]
     WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     HALF: tl.constexpr = WIDTH // 2
@@ -60,14 +60,14 @@ def up_kernel(
     else:
         o_g = column * WIDTH + o_w
     if KIND != "":
-        sums = byte_product(
+        sums = multiply_quantised(
             rows, row_of_position, row_stride, weight, weight_scale,
             expert, position, hidden, o_g, column, pre_size,
             KIND, NATIVE, BACK=False,
             BLOCK_K=BLOCK_K, EVEN_N=EVEN_N, EVEN_K=EVEN_K, PRECISION=PRECISION,
         )  # fmt: skip
     else:
-        sums = tile_product(
+        sums = multiply_tile(
             rows, row_of_position, row_stride, weight,
             weight_stride_l, weight_stride_h, weight_stride_g,
             expert, start, position, hidden, o_g,
@@ -88,10 +88,10 @@ def up_kernel(
     # Row addresses start at the tile, so that the offset of each element fits in 32 bits.
     pre += start.to(tl.int64) * pre_size
     act += start.to(tl.int64) * ffn
-    first, second = halves(sums, BLOCK_M, HALF)
+    first, second = split_in_halves(sums, BLOCK_M, HALF)
     if GATED and not INTERLEAVED:
-        gates = halves(first, BLOCK_M, HALF // 2)
-        ups = halves(second, BLOCK_M, HALF // 2)
+        gates = split_in_halves(first, BLOCK_M, HALF // 2)
+        ups = split_in_halves(second, BLOCK_M, HALF // 2)
     else:
         gates = (first, second)
         ups = gates
@@ -101,11 +101,11 @@ def up_kernel(
         o_n = column * BLOCK_N + half * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         m_mn = (o_m < num_left)[:, None] & (o_n < ffn)[None, :]
         if INTERLEAVED:
-            o_both = column * WIDTH + half * HALF + tl.arange(0, HALF)
+            o_gate_up = column * WIDTH + half * HALF + tl.arange(0, HALF)
             if KEEP_PRE:
-                p_pre = pre + o_m[:, None] * pre_size + o_both[None, :]  # [M, N]
-                m_both = (o_m < num_left)[:, None] & (o_both < pre_size)[None, :]
-                tl.store(p_pre, g.to(pre.dtype.element_ty), mask=m_both)
+                p_pre = pre + o_m[:, None] * pre_size + o_gate_up[None, :]  # [M, N]
+                m_gate_up = (o_m < num_left)[:, None] & (o_gate_up < pre_size)[None, :]
+                tl.store(p_pre, g.to(pre.dtype.element_ty), mask=m_gate_up)
             g, u = tl.split(tl.reshape(g, (BLOCK_M, HALF // 2, 2)))
         elif KEEP_PRE:
             p_pre = pre + o_m[:, None] * pre_size + o_n[None, :]  # [M, N / 2]
@@ -135,12 +135,12 @@ def up(
     act_AF = rows_RH.new_empty(num_pairs, ffn)
     pre_AG = rows_RH.new_empty((num_pairs, pre_size) if keep_pre else (0,))
     block: Block = (low.rank and blocks.up_adapted) or blocks.up
-    values, scales, *strides = matrix_arguments(weight_LGH)
+    values, scales, *strides = list_matrix_arguments(weight_LGH)
     matrix, block_name = None, ""
     if scales is None:
         width = 2 * block.n if formula.gated else block.n
         in_halves = formula.gated and not formula.interleaved
-        matrix, block_name = matrix_blocks(values.mT, block, width, in_halves=in_halves)
+        matrix, block_name = describe_matrix_blocks(values.mT, block, width, in_halves=in_halves)
     grid = (routing.tiles.shape[0] * triton.cdiv(ffn, block.n),)
     up_kernel[grid](
         rows_RH, routing.row_A, routing.offsets, routing.tiles, matrix or values, scales, bias_LG,
@@ -149,10 +149,10 @@ def up(
         *low.kernel_arguments(),
         GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.kernel_constants(),
         HAS_BIAS=bias_LG is not None, KEEP_PRE=keep_pre, MATRIX_BLOCKS=block_name,
-        **matrix_constants(weight_LGH),
-        RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
+        **list_matrix_constants(weight_LGH),
+        RANK=low.rank, BLOCK_P=fit_rank(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,
-        PRECISION=dot_precision(rows_RH), **options(block),
+        PRECISION=get_dot_precision(rows_RH), **options(block),
     )  # fmt: skip
     return act_AF, pre_AG

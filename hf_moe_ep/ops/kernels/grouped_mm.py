@@ -2,10 +2,10 @@
 
 The rows are sorted by expert.
 
-    grouped_mm   computes the down projection (with its bias) and the gradient of the rows; the
-                 second product of an adapter adds a few steps to the same sum
-    thin_mm      computes the first product of an adapter, times the adapter's scale; the kernel can
-                 gather the rows
+    grouped_mm   computes the down projection (with its bias) and the gradient of the rows. The
+                 second product of an adapter adds a few steps to the same sum.
+    thin_mm      computes the first product of an adapter, times the adapter's scale. The kernel can
+                 gather the rows.
 
 The matrix is read through its strides, so neither forward nor backward copies a weight.
 """
@@ -19,16 +19,16 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
-from hf_moe_ep.ops.kernels.blocks import Block, Blocks, dot_precision, options, rank_block
+from hf_moe_ep.ops.kernels.blocks import Block, Blocks, fit_rank, get_dot_precision, options
 from hf_moe_ep.ops.kernels.dequantise import (
     ByteMatrices,
     Matrices,
-    byte_product,
-    matrix_arguments,
-    matrix_constants,
+    list_matrix_arguments,
+    list_matrix_constants,
+    multiply_quantised,
 )
 from hf_moe_ep.ops.kernels.epilogue import add_low_rank
-from hf_moe_ep.ops.kernels.product import matrix_blocks, row_blocks, tile_product
+from hf_moe_ep.ops.kernels.product import describe_matrix_blocks, describe_row_blocks, multiply_tile
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
 
@@ -48,17 +48,17 @@ def grouped_mm_kernel(
     if expert < 0:
         return
     o_m = tl.arange(0, BLOCK_M)
-    # Rows after the expert's last pair repeat that pair; their results are not stored.
+    # Rows after the expert's last pair repeat that pair, and their results are not stored.
     position = start + tl.minimum(o_m, num_left - 1)  # [M]
     o_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     if KIND != "":
-        sums = byte_product(
+        sums = multiply_quantised(
             rows, row_of_position, row_stride, matrix, matrix_scale,
             expert, position, inner, o_n, column, width,
             KIND, NATIVE, BACK, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
         )  # fmt: skip
     else:
-        sums = tile_product(
+        sums = multiply_tile(
             rows, row_of_position, row_stride, matrix,
             matrix_stride_l, matrix_stride_k, matrix_stride_n,
             expert, start, position, inner, o_n, column * BLOCK_N, width,
@@ -93,8 +93,8 @@ def grouped_mm(
 ) -> Tensor:
     """Return out_AO in the dtype of `rows_AI`.
 
-    `rows_AI` must be contiguous; the matrices may have any strides. With `back` the rows are
-    gradients of up's output; otherwise they are inputs of down.
+    `rows_AI` must be contiguous, and the matrices may have any strides. With `back` the rows are
+    gradients of up's output, otherwise they are inputs of down.
     """
     out_AO = rows_AI.new_empty(rows_AI.shape[0], matrix_LIO.shape[2])
     block = blocks.rows if back else blocks.down
@@ -111,12 +111,12 @@ def thin_mm(
     scale: float,
     gather: bool = False,
 ) -> Tensor:
-    """Return out_AP = scale * rows @ matrix. With `gather` the kernel reads the row of each pair.
+    """Return out_AP = scale * rows @ matrix. With `gather` the kernel loads the row of each pair.
 
     Each row must be contiguous. With `gather`, the stride between rows may have any value.
     """
     out_AP = rows.new_empty(routing.pair_A.numel(), matrix_LIP.shape[2])
-    block = replace(blocks.thin, n=rank_block(matrix_LIP.shape[2], blocks.thin.n))
+    block = replace(blocks.thin, n=fit_rank(matrix_LIP.shape[2], blocks.thin.n))
     row_A = routing.row_A if gather else None
     _launch(rows, row_A, matrix_LIP, None, out_AP, routing, blocks, block, scale=scale)
     return out_AP
@@ -136,25 +136,25 @@ def _launch(
     scale: float | None = None,
 ) -> None:
     inner, width = matrix_LIO.shape[1:]
-    values, scales, *strides = matrix_arguments(matrix_LIO)
+    values, scales, *strides = list_matrix_arguments(matrix_LIO)
     matrix, block_name = None, ""
     if scales is None:
-        matrix, block_name = matrix_blocks(values, block, block.n)
+        matrix, block_name = describe_matrix_blocks(values, block, block.n)
     rows_in_blocks = None
     if block_name and row_A is None:
-        rows_in_blocks = row_blocks(rows, block, blocks.m, block.k)
+        rows_in_blocks = describe_row_blocks(rows, block, blocks.m, block.k)
     grid = (routing.tiles.shape[0] * triton.cdiv(width, block.n),)
     grouped_mm_kernel[grid](
         rows_in_blocks or rows, row_A, routing.offsets, routing.tiles, matrix or values, scales,
         bias_LO, out_AO, inner, width, rows.stride(0), *strides,
         0 if bias_LO is None else bias_LO.stride(0), *low.kernel_arguments(),
         1.0 if scale is None else scale,
-        HAS_BIAS=bias_LO is not None, RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
+        HAS_BIAS=bias_LO is not None, RANK=low.rank, BLOCK_P=fit_rank(low.rank, blocks.rank),
         SCALED=scale is not None, ROWS_IN_BLOCKS=rows_in_blocks is not None,
         MATRIX_BLOCKS=block_name,
-        **matrix_constants(matrix_LIO),
+        **list_matrix_constants(matrix_LIO),
         BACK=isinstance(matrix_LIO, ByteMatrices) and not matrix_LIO.transposed,
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=width % block.n == 0, EVEN_K=inner % block.k == 0,
-        PRECISION=dot_precision(rows), **options(block),
+        PRECISION=get_dot_precision(rows), **options(block),
     )  # fmt: skip

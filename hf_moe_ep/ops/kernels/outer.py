@@ -6,9 +6,9 @@ of `left` and one row of `right` per pair of this expert:
     out[l] = scale * left[pairs of l]^T right[pairs of l]         with `add`: += instead of =
 
 `left` has one row per pair, in sorted order. With `gather_left`, `left` has the rows before the
-sort instead, and the kernel loads the row of each pair by its number; `gather_right` does the same
-for `right`. Without `add`, an expert without pairs gets exact zeros. Programs of the busiest
-experts start first, because their loops are longest.
+sort, and the kernel loads the row of each pair by its number. `gather_right` does the same for
+`right`. Without `add`, an expert without pairs gets exact zeros. Programs of the busiest experts
+start first, because their loops are longest.
 
 With `thin`, `out` is the gradient of a LoRA factor, and the block sizes fit a small last dimension:
 the rank of the adapter. If the rank is the first dimension of the factor, the caller passes a
@@ -28,8 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
-from hf_moe_ep.ops.kernels.blocks import Blocks, OuterBlock, dot_precision, options, rank_block
-from hf_moe_ep.ops.kernels.product import row_blocks
+from hf_moe_ep.ops.kernels.blocks import Blocks, OuterBlock, fit_rank, get_dot_precision, options
+from hf_moe_ep.ops.kernels.product import describe_row_blocks
 
 
 @triton.jit
@@ -39,10 +39,10 @@ def _add_step(
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_K: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of the pairs from position `first` on to `sums`, and return the new sums.
+    """Add the products of up to BLOCK_K pairs, from position `first` on, to `sums` and return them.
 
     WHOLE promises that all BLOCK_K positions are below `end`, so that loads need no mask for
-    positions. Only then a factor is loaded through its TMA descriptor, if it has one.
+    positions. Only with WHOLE, a factor that has a TMA descriptor is loaded through the descriptor.
     """
     position = first + tl.arange(0, BLOCK_K)
     o_m = first_m + tl.arange(0, sums.shape[0])
@@ -135,7 +135,7 @@ def outer(
     thin: bool = False,
     add: bool = False,
 ) -> None:
-    """Write the sums of the module docstring to `out_LOI`, or add them with `add`.
+    """Store the sums of the module docstring in `out_LOI`, or with `add` add them to `out_LOI`.
 
     `out_LOI` may have any strides, but each row of `left` and `right` must be contiguous. `order_L`
     has the experts in the order in which their programs start.
@@ -145,15 +145,15 @@ def outer(
     if gather_right:
         block = replace(block, m=block.n, n=block.m)
     if thin:
-        block = replace(blocks.thin_outer, n=rank_block(width, blocks.thin_outer.n))
+        block = replace(blocks.thin_outer, n=fit_rank(width, blocks.thin_outer.n))
     grid = (num_experts * triton.cdiv(height, block.m) * triton.cdiv(width, block.n),)
-    left_blocks = None if gather_left else row_blocks(left, block, block.k, block.m)
-    right_blocks = None if gather_right else row_blocks(right, block, block.k, block.n)
+    left_blocks = None if gather_left else describe_row_blocks(left, block, block.k, block.m)
+    right_blocks = None if gather_right else describe_row_blocks(right, block, block.k, block.n)
     outer_kernel[grid](
         left, right, left_blocks, right_blocks, routing.row_A, routing.offsets, order_L, out_LOI,
         height, width, left.stride(0), right.stride(0), *out_LOI.stride(), scale,
         GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right,
         BLOCK_M=block.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_M=height % block.m == 0, EVEN_N=width % block.n == 0, ADD=add,
-        PRECISION=dot_precision(left), **options(block),
+        PRECISION=get_dot_precision(left), **options(block),
     )  # fmt: skip

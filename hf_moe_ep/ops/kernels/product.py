@@ -1,8 +1,8 @@
-"""The main loop of `up`, `grouped_mm` and `dgated`: rows of a tile times the matrix of its expert.
+"""Multiply the rows of a tile by the matrix of its expert, in `up`, `grouped_mm` and `dgated`.
 
-`tile_product` loads its factors through pointers or, where `row_blocks` and `matrix_blocks` return
-a TMA descriptor, as whole blocks. Loading a block needs no addresses in registers and far fewer
-instructions. Rows that are gathered are always loaded through pointers.
+`multiply_tile` loads its factors through pointers or, where `describe_row_blocks` and
+`describe_matrix_blocks` return a TMA descriptor, as whole blocks. Loading a block needs no
+addresses in registers and far fewer instructions. Gathered rows are always loaded through pointers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ALIGNMENT = 16
 
 
 @triton.jit
-def tile_product(
+def multiply_tile(
     rows, row_of_position, row_stride, matrix, stride_l, stride_k, stride_n,
     expert, start, position, inner, o_n, first_n, limit_n,
     ROWS_IN_BLOCKS: tl.constexpr, MATRIX_BLOCKS: tl.constexpr,
@@ -29,13 +29,13 @@ def tile_product(
 
     Columns from `limit_n` on have any value. If `row_of_position` is None, rows are in the order of
     the positions. With ROWS_IN_BLOCKS `rows` is a descriptor, and the rows from `start` on are
-    loaded; the last tile of an expert then also computes sums of rows of the next expert.
+    loaded. The last tile of an expert then also computes sums for rows of the next expert.
 
     MATRIX_BLOCKS is "" if `matrix` is a pointer, and otherwise names the blocks of a descriptor:
 
         "kn"        [K, N], the columns from `first_n` on
         "nk"        [N, K], the same columns of a matrix whose memory is transposed
-        "halves"    [2, N / 2, K], the columns from `first_n` on in each half of such a matrix
+        "halves"    [2, N / 2, K], like "nk", but N / 2 columns of each half of the matrix
     """
     o_row = position if row_of_position is None else tl.load(row_of_position + position)  # [M]
     o_k = tl.arange(0, BLOCK_K)
@@ -46,8 +46,8 @@ def tile_product(
         p_w = matrix + o_k[:, None] * stride_k + o_n[None, :] * stride_n  # [K, N]
     WIDTH: tl.constexpr = o_n.shape[0]
     sums = tl.zeros([position.shape[0], WIDTH], tl.float32)
-    # Without this hint Triton allows for a loop of zero steps. If an adapter's product follows in
-    # the same registers, Triton 3.6 on sm_90 then waits for each product before the next product.
+    # Without this hint Triton expects that the loop may have zero steps. If an adapter's product
+    # follows in the same registers, Triton 3.6 on sm_90 then waits for each product of the loop.
     tl.assume(inner > 0)
     for step in range(0, inner, BLOCK_K):
         if ROWS_IN_BLOCKS:
@@ -61,8 +61,8 @@ def tile_product(
         elif MATRIX_BLOCKS == "nk":
             b_w = tl.trans(matrix.load([expert * limit_n + first_n, step]))  # [K, N]
         elif MATRIX_BLOCKS == "halves":
-            both = matrix.load([2 * expert, first_n, step])  # [2, N / 2, K]
-            b_w = tl.trans(tl.reshape(both, (WIDTH, BLOCK_K)))  # [K, N]
+            b_halves = matrix.load([2 * expert, first_n, step])  # [2, N / 2, K]
+            b_w = tl.trans(tl.reshape(b_halves, (WIDTH, BLOCK_K)))  # [K, N]
         elif EVEN_N and EVEN_K:
             b_w = tl.load(p_w)  # [K, N]
         else:
@@ -78,10 +78,12 @@ def tile_product(
     return sums
 
 
-def row_blocks(rows: Tensor, block: Block, num_rows: int, columns: int) -> TensorDescriptor | None:
+def describe_row_blocks(
+    rows: Tensor, block: Block, num_rows: int, columns: int
+) -> TensorDescriptor | None:
     """Return a TMA descriptor for blocks of [num_rows, columns], or None.
 
-    Without a descriptor the rows are loaded through pointers: if `block.tma` is False, or if the
+    The result is None, and the rows are loaded through pointers, if `block.tma` is False or the
     rows are not aligned or not contiguous.
     """
     if not block.tma or not _is_aligned(rows) or rows.stride(1) != 1:
@@ -89,13 +91,13 @@ def row_blocks(rows: Tensor, block: Block, num_rows: int, columns: int) -> Tenso
     return TensorDescriptor.from_tensor(rows, [num_rows, columns])
 
 
-def matrix_blocks(
+def describe_matrix_blocks(
     matrix_LIO: Tensor, block: Block, width: int, *, in_halves: bool = False
 ) -> tuple[TensorDescriptor | None, str]:
-    """Return a descriptor and the constant MATRIX_BLOCKS of `tile_product`, or (None, "").
+    """Return a descriptor and the constant MATRIX_BLOCKS of `multiply_tile`, or (None, "").
 
-    A block has `width` columns. With `in_halves` half of them are in the first half of the matrix,
-    and the other half are the same columns of the second half.
+    A block has `width` columns. With `in_halves` they are `width / 2` columns of the first half of
+    the matrix, and the same columns of the second half.
     """
     experts, inner, outer = matrix_LIO.shape
     if not block.tma or not tma_can_load(matrix_LIO) or inner % block.k:

@@ -1,11 +1,12 @@
-"""Sums over pairs in a fixed order and in fp32. These kernels are limited by memory bandwidth.
+"""Sum over pairs in a fixed order and in fp32. Memory bandwidth limits these kernels.
 
     combine        out_RH[r]    = sum over k of (weights[r, k] *) rows_AH[positions[r, k]]
-    weight_grads   out_RK[r, k] = sum over columns of partial[column, positions[r, k]]
+    weight_grads   out_RK[r, k] = sum over c of partial_CA[c, positions[r, k]]
     segment_sum    out_LO[l]    = scale * sum over the pairs of expert l of (weight *) rows[row]
 
 `positions` has the position of each pair among the A sorted pairs. A pair without an expert here
-has the position A, one past the last row, and no kernel reads that row.
+has the position A, one past the last row, and no kernel reads a row there. The partial sums come
+from `dgated.py`, one per block of columns.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ def combine(
     weights_RK: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return out_RH in `dtype`, or in the dtype of `rows_AH`; R is at least 1.
+    """Return out_RH in `dtype`, or in the dtype of `rows_AH`. R is at least 1.
 
-    Each row of `rows_AH` is contiguous; the stride between rows may have any value. All other
+    Each row of `rows_AH` is contiguous, and the stride between rows may have any value. All other
     inputs are contiguous.
     """
     num_pairs, hidden = rows_AH.shape
@@ -131,7 +132,7 @@ def segment_sum(
     scale: float,
     gather: bool,
 ) -> None:
-    """Fill `out_LO`, the gradient of a bias.
+    """Compute `out_LO`, the gradient of a bias.
 
     With `gather` the kernel loads the row of each pair by its number. Otherwise `rows` has one row
     per pair, in the order of the sorted pairs.

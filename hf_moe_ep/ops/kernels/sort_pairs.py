@@ -1,18 +1,18 @@
-"""Sort (row, expert) pairs by expert on the device, by a stable counting sort without a host sync.
+"""Sort (row, expert) pairs by expert on the device: a stable counting sort without a host sync.
 
 There are four launches. The only atomic operations add integers, so neither the order of the pairs
-nor any number depends on the GPU's schedule:
+nor a number depends on the GPU's schedule:
 
     count    counts the pairs of each (block, expert), [blocks, L], and of each expert, [L]
     scan     computes where the pairs of each expert, and of each (block, expert), start
     place    computes each pair's position: the start of its (block, expert) plus the number of
-             earlier pairs with the same block and expert. It also stores the inverse: the pair and
-             the row of each position
+             earlier pairs with the same block and expert. Also stores the inverse: the pair and the
+             row of each position
     tiles    writes the work list of the matrix kernels
 
 A tile is up to BLOCK_M consecutive positions of one expert, stored as `(expert, first position)`.
 The number of tiles depends on the routing, which the host does not know. The list therefore has
-the largest possible length, A / BLOCK_M + L, and its unused entries have expert -1. `open_tile`
+the largest possible length (`max_tiles`), and its unused entries have the expert -1. `open_tile`
 reads an entry.
 """
 
@@ -58,7 +58,7 @@ def _scan_kernel(
     counts, totals, offsets, num_blocks, num_experts,
     BLOCKS: tl.constexpr, SPAN: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Replace the counts of SPAN experts by starts in place, and write the experts' offsets."""
+    """Replace the counts of SPAN experts by starts, and store the offsets of these experts."""
     all_experts = tl.arange(0, EXPERTS)
     total = tl.load(totals + all_experts, mask=all_experts < num_experts, other=0)  # [EXPERTS]
     expert = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
@@ -130,7 +130,7 @@ def open_tile(tiles, offsets, width, BLOCK_N: tl.constexpr):
     """Return a program's (expert, first position, positions left in the expert, block of columns).
 
     Consecutive programs compute one tile of an output with `width` columns, in blocks of BLOCK_N
-    columns. The expert is -1 for unused entries of the list. The number of positions left may
+    columns. The expert is -1 for an unused entry of the list. The number of positions left may
     exceed the size of a tile.
     """
     num_n = tl.cdiv(width, BLOCK_N)
@@ -143,14 +143,15 @@ def open_tile(tiles, offsets, width, BLOCK_N: tl.constexpr):
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Return the largest possible number of tiles. One tile of each expert may be partly full."""
+    """Return the largest possible number of tiles. One tile per expert may be partly full."""
     return num_pairs // block_m + min(num_experts, num_pairs)
 
 
 def sort_pairs(ids_RK: Tensor, num_experts: int, num_sorted: int, block_m: int) -> Routing:
     """Sort the pairs of `ids_RK` by expert.
 
-    `num_sorted` pairs, at least one, have an expert here; all other pairs get no position.
+    `num_sorted` pairs, at least one, have an expert here. All other pairs get the position
+    `num_sorted`, which means "no position".
     """
     num_pairs = ids_RK.numel()
     device = ids_RK.device
