@@ -32,8 +32,8 @@ from hf_moe_ep import (
     unpatch,
 )
 from hf_moe_ep.config import resolve_config
-from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.mixers import LayerSlice
+from hf_moe_ep.sequence.slice_arguments import arguments_of
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.sequence.split import TakeSlice
 from hf_moe_ep.state import STATE, Ours

@@ -38,8 +38,8 @@ from hf_moe_ep.derive import caches_latents, gathers_by_cache
 from hf_moe_ep.model_patches.standard import MASKS_WITHOUT_POSITIONS
 from hf_moe_ep.plan import as_pattern
 from hf_moe_ep.sequence.context_calls import MODULE_PATH
+from hf_moe_ep.sequence.kv_exchange import list_exchanges
 from hf_moe_ep.sequence.latent_cache import GatherLatents
-from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.mask_rows import attach_mask_rows
 from hf_moe_ep.sequence.mixer_arguments import mixer_arguments
 from hf_moe_ep.sequence.mixers import (
@@ -51,6 +51,7 @@ from hf_moe_ep.sequence.mixers import (
 )
 from hf_moe_ep.sequence.packed_rows import SeparateDocuments
 from hf_moe_ep.sequence.recurrences import run_slice
+from hf_moe_ep.sequence.slice_arguments import arguments_of
 from hf_moe_ep.sequence.split import (
     EndForward,
     FindDocuments,
@@ -65,7 +66,6 @@ from hf_moe_ep.sequence.split import (
     split_token_loss,
 )
 from hf_moe_ep.sequence.ulysses import check_heads, wrap_attention
-from hf_moe_ep.sequence.ways import find_ways
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.attention_interface import (
     check_attention,
@@ -264,7 +264,7 @@ def _attach_context(parts: Parts, state: ModelState, zigzag: bool) -> None:
     named = [(canonical_name(names[id(module)]), module) for module in attention]
     for name, module in named:
         state.replace(module, MODULE_PATH, name)
-    state.context = (zigzag, find_ways(named, state.config.sp_size or 1))
+    state.context = (zigzag, list_exchanges(named, state.config.sp_size or 1))
 
 
 def _separate_documents(parts: Parts, layer_slices: list[LayerSlice]) -> None:

@@ -2,7 +2,7 @@
 
     argument                          a slice is gathered         a document is cut from
     hidden_states (B, S, ...)         yes                         dimensions 0 and 1
-    position_embeddings, ...          as `layer_arguments.py`     the dimensions given there
+    position_embeddings, ...          as `slice_arguments.py`     the dimensions given there
     masks (B, S) or (B, 1, S, S)      no, they are whole          dimension 1, or 2 and 3
     relative_distance (S, S)          no, it is whole             dimensions 0 and 1
     any other                         no                          nothing
@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_moe_ep.sequence.layer_arguments import BY_TOKEN, named_parameters
+from hf_moe_ep.sequence.slice_arguments import BY_TOKEN, named_parameters
 
 # Arguments (S, S) with one entry per query and key, the same for all rows.
 _BY_PAIR = {"relative_distance"}

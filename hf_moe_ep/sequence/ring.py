@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.ranks.collectives import RingTransfer, send_to_next
+from hf_moe_ep.ranks.collectives import Transfer, send_to_next
 from hf_moe_ep.sequence.partial_attention import (
     QueryKeyRange,
     Scores,
@@ -143,7 +143,7 @@ class _Ring(torch.autograd.Function):
         grad_own = key.new_zeros(shape, dtype=out.dtype)
         own_pairs = _list_pairs(context.rank, scores, context)
         middle = -(-len(own_pairs) // 2)
-        arriving: RingTransfer | None = None
+        arriving: Transfer | None = None
         for owner, keys, values in _travel(key, value, context):
             if owner == context.rank:
                 add_grads(grad_own, keys, values, own_pairs[:middle])

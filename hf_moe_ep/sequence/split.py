@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_moe_ep.sequence.layer_arguments import LayerArguments
 from hf_moe_ep.sequence.mixer_arguments import describes_packing
 from hf_moe_ep.sequence.mixers import LayerSlice
 from hf_moe_ep.sequence.packed_rows import check_packed_flash, find_documents, text_positions
 from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
+from hf_moe_ep.sequence.slice_arguments import LayerArguments
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices, zigzag_order
 from hf_moe_ep.state import ModelState, OfModel, Ours, StateHook
 from hf_moe_ep.upstream.attention_interface import model_uses_flash_attention
@@ -280,7 +280,7 @@ def _join(x: Any, part: Slice) -> Any:
 class TakeSlice(Ours):
     """Pre-forward hook of a decoder layer: slices the arguments with one entry per token.
 
-    `layer_arguments.py` lists these arguments, such as position embeddings. Masks stay whole.
+    `slice_arguments.py` lists these arguments, such as position embeddings. Masks stay whole.
     `gets_whole` is True if the hidden states are those of whole sequences.
     """
 

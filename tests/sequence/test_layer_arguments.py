@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_moe_ep import patch
-from hf_moe_ep.sequence.layer_arguments import arguments_of
+from hf_moe_ep.sequence.slice_arguments import arguments_of
 from hf_moe_ep.sequence.slices import Slice
 
 LENGTH, LOCAL = 6, 3

@@ -11,8 +11,8 @@ from support.tiny_models import tiny
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForTokenClassification
 
-from hf_moe_ep.sequence.layer_arguments import LayerArguments
 from hf_moe_ep.sequence.mixers import LayerSlice
+from hf_moe_ep.sequence.slice_arguments import LayerArguments
 from hf_moe_ep.sequence.slices import SLICE, Slice, zigzag_order
 from hf_moe_ep.sequence.split import (
     RunningSlice,
