@@ -108,7 +108,7 @@ class LayerArguments:
         return part.take_shared(value, dim)
 
 
-def arguments_of(layer: nn.Module, sizes: str) -> LayerArguments:
+def read_layer_arguments(layer: nn.Module, sizes: str) -> LayerArguments:
     """Read the signature of a decoder layer.
 
     Args:

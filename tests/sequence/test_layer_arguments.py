@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_moe_ep import patch
-from hf_moe_ep.sequence.slice_arguments import arguments_of
+from hf_moe_ep.sequence.slice_arguments import read_layer_arguments
 from hf_moe_ep.sequence.slices import Slice
 
 LENGTH, LOCAL = 6, 3
@@ -42,7 +42,7 @@ def test_positional_arguments_are_sliced() -> None:
     """Hidden states are sliced already, and a two-dimensional mask must stay whole."""
     hidden, mask = torch.randn(2, LENGTH, 4), torch.ones(2, LENGTH)
     ids, per_layer_input = torch.arange(LENGTH).unsqueeze(0), torch.randn(2, LENGTH, 5)
-    layer = arguments_of(_Layer(), "sp_size (2)")
+    layer = read_layer_arguments(_Layer(), "sp_size (2)")
     got = layer.slice_positional((hidden, mask, ids, per_layer_input), _second_slice())
     assert got[0] is hidden and got[1] is mask
     assert got[2].tolist() == [[3, 4, 5]]
@@ -51,11 +51,11 @@ def test_positional_arguments_are_sliced() -> None:
 
 def test_wrappers_do_not_hide_the_signature_of_a_layer() -> None:
     """transformers' recorders replace `forward` of an instance; CheckpointWrapper is a module."""
-    want = arguments_of(_Layer(), "sp_size (2)").positional
+    want = read_layer_arguments(_Layer(), "sp_size (2)").positional
     layer = _Layer()
     layer.forward = lambda *args, cache=None, **kwargs: _Layer.forward(layer, *args, **kwargs)
     for wrapped in (layer, checkpoint_wrapper(layer)):
-        assert arguments_of(wrapped, "sp_size (2)").positional == want
+        assert read_layer_arguments(wrapped, "sp_size (2)").positional == want
 
 
 def test_keyword_arguments_are_sliced() -> None:
@@ -67,7 +67,7 @@ def test_keyword_arguments_are_sliced() -> None:
         "images": auxiliary,
         "use_cache": False,
     }
-    got = arguments_of(_Layer(), "sp_size (2)").slice_named(arguments, _second_slice())
+    got = read_layer_arguments(_Layer(), "sp_size (2)").slice_named(arguments, _second_slice())
     assert torch.equal(got["position_embeddings"][0], cos[:, LOCAL:])
     assert got["position_embeddings"][1] is shared, "has no dimension of tokens"
     assert torch.equal(got["attention_scaling"], scale[:, :, LOCAL:])
@@ -77,14 +77,16 @@ def test_keyword_arguments_are_sliced() -> None:
 def test_another_length_is_an_error() -> None:
     ids = torch.arange(LENGTH + 1).unsqueeze(0)
     with pytest.raises(ValueError, match=r"position_ids of _Layer has 7 entries .* of 6 tokens"):
-        arguments_of(_Layer(), "sp_size (2)").slice_named({"position_ids": ids}, _second_slice())
+        read_layer_arguments(_Layer(), "sp_size (2)").slice_named(
+            {"position_ids": ids}, _second_slice()
+        )
     with pytest.raises(ValueError, match=r"_Layer names 5 positional arguments and was .* with 6"):
-        arguments_of(_Layer(), "sp_size (2)").slice_positional((ids,) * 6, _second_slice())
+        read_layer_arguments(_Layer(), "sp_size (2)").slice_positional((ids,) * 6, _second_slice())
 
 
 def test_an_unknown_argument_is_refused_by_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="encoder_states of _Encoded is"):
-        arguments_of(_Encoded(), "sp_size (2)")
+        read_layer_arguments(_Encoded(), "sp_size (2)")
     model = tiny()
     monkeypatch.setattr(type(model.model.layers[0]), "forward", _Encoded.forward)
     with pytest.raises(ValueError, match=r"sp_size \(2\) > 1 slices .* if encoder_states of"):

@@ -41,7 +41,7 @@ from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, describe, patch, unpatch
 from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.model_patches.standard import MASKS_WITHOUT_POSITIONS, SEQUENCE_PARALLEL
 from hf_moe_ep.sequence import slices
-from hf_moe_ep.sequence.mixer_arguments import Document, MixerArguments, mixer_arguments
+from hf_moe_ep.sequence.mixer_arguments import Document, MixerArguments, read_mixer_arguments
 from hf_moe_ep.sequence.mixers import LayerSlice
 from hf_moe_ep.sequence.packed_rows import SeparateDocuments
 from hf_moe_ep.sequence.slices import Slice
@@ -425,10 +425,10 @@ def test_several_packed_rows_are_refused_with_flash_attention() -> None:
 
 
 def test_masks_that_cannot_be_cut_into_documents_are_refused() -> None:
-    arguments = mixer_arguments("layers.0.mixer", nn.Linear(2, 2))
+    arguments = read_mixer_arguments("layers.0.mixer", nn.Linear(2, 2))
     document = Document(row=0, rows=1, start=0, stop=2)
     with pytest.raises(ValueError, match=r"attention_mask of layers.0.mixer \(shape \(3,\)\) cann"):
-        arguments.of_document(((), {"attention_mask": torch.ones(3)}), document)
+        arguments.cut_document(((), {"attention_mask": torch.ones(3)}), document)
 
 
 def test_a_mixer_beside_experts_is_refused_by_its_path() -> None:
