@@ -43,7 +43,7 @@ def global_token_count(model: nn.Module, labels: Tensor | Iterable[Tensor]) -> T
         raise ValueError("labels is empty: pass the labels of at least one micro-batch")
     counts = torch.stack([(batch[..., 1:] != IGNORED_LABEL).sum() for batch in micro_batches])
     # All ranks that share a batch have the same labels.
-    meshes = _find_meshes(model)
+    meshes = _meshes(model)
     num_sharing = 1 if meshes is None else meshes.pp_size * meshes.ranks_per_batch
     total = counts.sum()
     if meshes is not None:  # the labels may still be on the host, where NCCL cannot sum
@@ -53,16 +53,16 @@ def global_token_count(model: nn.Module, labels: Tensor | Iterable[Tensor]) -> T
 
 def data_parallel_size(model: nn.Module) -> int:
     """Return the number of different batches per step: ranks / (pp_size * cp_size * sp_size)."""
-    meshes = _find_meshes(model)
+    meshes = _meshes(model)
     return 1 if meshes is None else meshes.data_parallel_size
 
 
 def data_parallel_rank(model: nn.Module) -> int:
     """Return the index of this rank's batch, from 0 to `data_parallel_size(model) - 1`."""
-    meshes = _find_meshes(model)
+    meshes = _meshes(model)
     return 0 if meshes is None else meshes.data_parallel_rank
 
 
-def _find_meshes(model: nn.Module) -> Meshes | None:
+def _meshes(model: nn.Module) -> Meshes | None:
     state = find_state(model)
     return None if state is None else state.meshes

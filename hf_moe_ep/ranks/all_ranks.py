@@ -201,7 +201,7 @@ def run_on_all(
 def gather_from_all(
     what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None
 ) -> list[Value]:
-    """Run `part` on every rank and return all values by rank. Errors are those of `run_on_all`."""
+    """Run `part` on every rank and return all values by rank. Errors are as in `run_on_all`."""
     return gather(run_on_all(what, part, group), group)
 
 

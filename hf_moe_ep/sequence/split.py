@@ -456,7 +456,7 @@ def _check_axes(given: dict[str, Any], *, separates: bool) -> None:
 
     Stock code finds documents only by the positions of the text. Positions (3, B, S) lack them, so
     stock code would mix the documents silently. Only the first token of a document has position 0
-    on every axis: the positions of a picture or video are larger than those of the text in front.
+    on every axis: a picture or video has larger positions than the text in front of it.
     Batches that describe their documents by lengths or by a mask of queries and keys are accepted,
     if no hook has to separate documents.
     """

@@ -15,7 +15,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_moe_ep.sequence.context import _FetchPieces, _PieceExchange, _pieces_of
+from hf_moe_ep.sequence.context import _FetchPieces, _PieceExchange, _list_pieces
 from hf_moe_ep.sequence.context_calls import MODULE_PATH, Call, plan_calls
 from hf_moe_ep.sequence.slices import Slice, zigzag_order
 
@@ -165,7 +165,7 @@ def test_a_window_needs_only_the_pieces_in_front() -> None:
     whole = Slice(cast(Any, None), 0, 4, 64, order=zigzag_order(4))
     module = attention("flash_attention_2")
     calls = plan_calls(module, None, whole, {"sliding_window": 5}, 1, CPU)
-    needed = [_pieces_of(of_rank, 8) for of_rank in calls]
+    needed = [_list_pieces(of_rank, 8) for of_rank in calls]
     assert needed == [[0, 6, 7], [0, 1, 5, 6], [1, 2, 4, 5], [2, 3, 4]]
     sent = []
     for rank in range(4):
@@ -178,7 +178,7 @@ def test_a_window_needs_only_the_pieces_in_front() -> None:
 
 def test_pieces_are_sent_to_the_ranks_that_need_them() -> None:
     """With a window of 3, rank 0 needs its pieces 0 and 3 and piece 2, and rank 1 all but 3."""
-    needed = [_pieces_of(calls, 2) for calls in plan("flash_attention_2", sliding_window=3)]
+    needed = [_list_pieces(calls, 2) for calls in plan("flash_attention_2", sliding_window=3)]
     assert needed == [[0, 2, 3], [0, 1, 2]]
     first, second = (_PieceExchange(context(rank), needed, CPU) for rank in (0, 1))
     assert first.sent.tolist() == [0, 1, 0], "pieces 0 and 3 to itself, and piece 0 to rank 1"
