@@ -206,7 +206,7 @@ def every_rank_generates_its_own_text(rank: int, world: int) -> None:
 
 
 def compiled_equals_stock(rank: int, world: int) -> None:
-    """A checkpointed model is compiled, with graph breaks at exchanges, for batches of two lengths."""
+    """A checkpointed model is compiled, with graph breaks at exchanges, for two batch lengths."""
     reference, model = tiny(seed=0), tiny(seed=rank)
     CHECKPOINT(model)
     apply_ep_fsdp2(model, ep_size=2, sp_size=2)
