@@ -1,4 +1,4 @@
-"""Run the collectives of forward and backward; only this module calls them there.
+"""Run the collectives of forward and backward, and name the layer and missing ranks in errors.
 
 start_counts         start an all-to-all of a few counts; `read` is a host sync
 gather_counts        all-gather a few counts, with a host sync

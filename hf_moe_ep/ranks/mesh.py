@@ -29,8 +29,8 @@ with the same position in all stages. With pp_size 2 and ep_size 2 on 8 ranks:
     0  1  2  3     4  5  6  7       ep groups  {0 1} {2 3} {4 5} {6 7}
                                     columns    {0 4} {1 5} {2 6} {3 7}
 
-`ep_outside=True` transposes the grid: ep groups {0 2 4 6} {1 3 5 7}, ep_fsdp groups {0 1} {2 3}
-{4 5} {6 7}. dp_replicate is always outermost.
+`ep_outside=True` transposes the grid. The groups of the first example are then ep {0 2 4 6}
+{1 3 5 7} and ep_fsdp {0 1} {2 3} {4 5} {6 7}. dp_replicate is always outermost.
 
 With dispatcher "hierarchical" an ep group on several nodes becomes a grid of nodes x ranks. If a
 node has 2 ranks, the ep group {0 1 2 3} has these groups:

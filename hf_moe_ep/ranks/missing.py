@@ -55,12 +55,12 @@ def explain_timeout(
     """Replace a RuntimeError of the block by an error that names the missing ranks of `group`.
 
     The new text is "PLACE FAILURE; rank 3 stopped, or never reached GOAL within LIMIT (ERROR)".
-    Errors of this rank's GPU are not replaced, and no error is after the process group was
-    destroyed.
+    An error of this rank's GPU is not replaced, and neither is an error that is raised after the
+    process group was destroyed.
 
     Args:
-        place: names the collective, with the same text on every rank that has reached it. The text
-            is made only for an error.
+        place: names the collective, by the same text on every rank that has reached it. The text is
+            made only for an error.
         group: None for the default group.
         failure: begins with a space or with the punctuation behind the place.
     """

@@ -15,8 +15,8 @@ mixers                hooks that gather the slices, and slice the output (mixers
                       with an indexer may gather only keys; the forward of a mixer with a
                       convolution or recurrence may be replaced (recurrences.py)
 
-If sequences are not split, a model with mixers, or one whose masks do not separate documents, gets
-hooks that run packed documents one by one:
+If sequences are not split, a model with mixers, or a model whose masks do not separate documents,
+gets hooks that run packed documents one by one:
 
 causal LM             a pre-forward hook that finds the documents; a loss that drops the argument
                       with the documents and calls the stock loss

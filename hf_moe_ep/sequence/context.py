@@ -1,4 +1,4 @@
-"""Context parallelism: attention of a rank's queries to the keys and values of all cp ranks.
+"""Context parallelism: compute attention of this rank's queries to the keys of all cp ranks.
 
 Each cp rank keeps the queries of its own tokens, and receives keys and values of the other ranks.
 Key and value heads are sent before they are repeated for the query heads. With cp 2 and 16 tokens
@@ -225,19 +225,19 @@ class _FetchPieces(torch.autograd.Function):
 
 
 class _PieceExchange:
-    """The all-to-all of `_FetchPieces`: which rank gets which pieces.
+    """The all-to-all of `_FetchPieces`: the pieces that this rank sends to each rank.
 
-    For example, this rank has the pieces 0 and 3. It sends both to rank 1 and the second to rank 2,
-    so `sent` is [0, 1, 1] and `send_counts` is [0, 2, 1].
+    For example, rank 0 has the pieces 0 and 3, and needs both itself. Rank 1 needs only piece 3.
+    Then `sent` of rank 0 is [0, 1, 1], and its `send_counts` are [2, 1].
 
     Args:
         needed: the numbers of the pieces that each rank needs, in ascending order.
         device: the device of `sent` and `ascending`, which must be the device of the tensors.
 
     Attributes:
-        sent: the indices of the pieces that this rank sends, ordered by receiving rank; an index
+        sent: the indices of the pieces to send, in the order of the receiving ranks. An index
             counts the pieces of this rank.
-        ascending: the indices that sort the received pieces by their numbers; the pieces are
+        ascending: the indices that sort the received pieces by their numbers. The pieces are
             received in the order of the sending ranks.
         send_counts, recv_counts: the numbers of pieces for each rank and from each rank.
     """

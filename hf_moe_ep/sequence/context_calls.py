@@ -21,8 +21,8 @@ the attention function:
     flash attention             The call gets no mask. Flash attention aligns the last query with
                                 the last key, so causal masks and windows are right if the keys end
                                 with the queries. Padding masks (B, S) are sliced. For a packed row
-                                the call gets, of each document with one of its queries, these
-                                queries and the keys up to the last of them.
+                                the call gets, for each document with some of its queries, these
+                                queries and the document's keys up to the last of these queries.
     flash attention that is     The queries are padded to the length of the keys, because the last
     not causal, with a window,  query does not belong to the last key.
     a mask or documents

@@ -43,7 +43,7 @@ def list_exchanges(
 ) -> tuple[KeyValueExchange, ...]:
     """List the exchanges of the attention modules `named`, in the order of layers.
 
-    Modules with equal exchanges, and names of one pattern, are listed once.
+    Modules whose names have one pattern and whose exchanges are equal are listed once.
     """
     exchanges: dict[KeyValueExchange, None] = {}
     for name, module in named:

@@ -81,7 +81,8 @@ def _is_left_out(stock: Callable[..., Tensor | None], kwargs: dict[str, Any]) ->
     """Return True if the stock function returns None because attention needs no mask.
 
     A batch with padding always needs a mask. Otherwise the stock function is called with two tokens
-    instead of the batch, and with a window that hides a token if the window of the batch does.
+    instead of the batch. Their window is longer than two tokens if the window of the batch is
+    longer than its rows.
     """
     if not (kwargs.get("allow_is_causal_skip") or kwargs.get("allow_is_bidirectional_skip")):
         return False

@@ -45,7 +45,7 @@ class Document:
     stop: int
 
     def take(self, x: Tensor, *dims: int, batch_dim: int = 0) -> Tensor:
-        """Select the tokens in `dims`, and the row. A batch dimension of size 1 has no rows."""
+        """Select the tokens in `dims`, and the row. All rows share a batch dimension of size 1."""
         if x.shape[batch_dim] == self.rows:
             x = x.narrow(batch_dim, self.row, 1)
         for dim in dims:
@@ -83,7 +83,7 @@ class MixerArguments:
         return BY_TOKEN.get(name) == 1 or (name in self.names and value.ndim >= 3)
 
     def cut_document(self, call: Call, document: Document) -> Call:
-        """Return the call for one document of packed rows."""
+        """Cut one document of packed rows out of the arguments of a call."""
         args, kwargs = call
         kwargs = {name: value for name, value in kwargs.items() if name not in _DESCRIBE_PACKING}
         return self.change((args, kwargs), lambda name, x: self._cut(name, x, document))

@@ -5,7 +5,7 @@
     position_embeddings (rope)    every layer slices it along the dimension in `BY_TOKEN`
     attention_mask                it stays whole, because attention sees the whole sequence
     block_states                  every layer slices it; it has the inputs of earlier layers
-    prev_topk_indices             it is not changed, because the previous layer made it for a slice
+    prev_topk_indices             it is already a slice, because the previous layer computed it
 
 An argument is found by its name in the signature of the layer, which `patch` reads. Its shape would
 not be enough, because a tensor may be as long as the sequence by chance. `patch` therefore refuses

@@ -456,8 +456,8 @@ def _check_axes(given: dict[str, Any], *, separates: bool) -> None:
 
     Stock code finds documents only by the positions of the text. Positions (3, B, S) lack them, so
     stock code would mix the documents silently. Only the first token of a document has position 0
-    on every axis: a picture or video has larger positions than the text in front of it.
-    Batches that describe their documents by lengths or by a mask of queries and keys are accepted,
+    on every axis, because a picture or video has larger positions than the text in front of it.
+    A batch that describes its documents by lengths, or by a mask of queries and keys, is accepted
     if no hook has to separate documents.
     """
     positions, mask = given.get("position_ids"), given.get("attention_mask")

@@ -74,7 +74,7 @@ def split_attention(
         key, value = restore_order(key, part), restore_order(value, part)
     elif heads.size > 1:
         query, key, value = exchange_for_heads([query, key, value], heads)
-    # Stock code reads this attribute and repeats each key and value head as often.
+    # Stock code reads from this attribute how often it must repeat each key and value head.
     module.num_key_value_groups = query.shape[1] // key.shape[1]
     if part.context is None:
         out_BSQW, _ = stock(module, query, key, value, attention_mask, **kwargs)
