@@ -1,9 +1,9 @@
-"""Public functions for your own training loop.
+"""Count the tokens of a step, and find the batch of this rank, for your own training loop.
 
 `global_token_count` counts the tokens of all ranks. `data_parallel_size` returns the number of
-different batches per step, and `data_parallel_rank` the index of this rank's batch. With sp_size or
-cp_size > 1, cp_size * sp_size consecutive ranks share a batch. With pp_size > 1, the ranks that
-have the same position in their stages share a batch as well.
+different batches per step, and `data_parallel_rank` returns the index of this rank's batch. With
+sp_size or cp_size > 1, cp_size * sp_size consecutive ranks share a batch. With pp_size > 1, the
+ranks that have the same position in their stages share a batch as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_moe_ep.upstream.models import IGNORED_LABEL
 
 
 def global_token_count(model: nn.Module, labels: Tensor | Iterable[Tensor]) -> Tensor:
-    """Return the number of tokens with a causal loss on all ranks, as an int64 scalar.
+    """Count the tokens of all ranks that have a causal loss, as an int64 scalar.
 
         num_items = global_token_count(model, labels)
         loss = model(input_ids, labels=labels, num_items_in_batch=num_items).loss
@@ -32,8 +32,11 @@ def global_token_count(model: nn.Module, labels: Tensor | Iterable[Tensor]) -> T
 
     Args:
         model: the model to which the labels are passed.
-        labels: (B, S), not shifted, -100 for tokens without loss; or a list of such tensors, one
-            for each micro-batch of an optimizer step.
+        labels: (B, S), not shifted, with -100 for tokens without loss; or a list of such tensors,
+            one for each micro-batch of an optimizer step.
+
+    Raises:
+        ValueError: `labels` is an empty list.
     """
     micro_batches = [labels] if isinstance(labels, Tensor) else list(labels)
     if not micro_batches:

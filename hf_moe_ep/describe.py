@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from hf_moe_ep.pipeline.schedule import bubble
 from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.mesh import ranks_in_node
-from hf_moe_ep.sequence.ways import Way
+from hf_moe_ep.sequence.kv_exchange import KeyValueExchange
 from hf_moe_ep.state import Compute, ModelState, experts_modules, find_state, quantised_matrices
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
@@ -146,7 +146,7 @@ def _context(model: nn.Module, state: ModelState) -> list[str]:
     """Return the lines about context parallelism: the order of tokens, and what ranks send."""
     if state.context is None:
         return []
-    zigzag, ways = state.context
+    zigzag, exchanges = state.context
     cp_size = state.config.cp_size or 1
     order = f"cp rank i has part i of {cp_size} of each sequence"
     if zigzag:
@@ -155,29 +155,33 @@ def _context(model: nn.Module, state: ModelState) -> list[str]:
     dtype = state.policy.param_dtype if state.policy is not None else None
     itemsize = (dtype or next(model.parameters()).dtype).itemsize
     return [f"  context    {order}"] + [
-        _way(way, cp_size, state.config.sp_size or 1, itemsize) for way in ways
+        _describe_exchange(exchange, cp_size, state.config.sp_size or 1, itemsize)
+        for exchange in exchanges
     ]
 
 
-def _way(way: Way, cp_size: int, sp_size: int, itemsize: int) -> str:
-    what = "latents" if way.latents else "keys and values"
-    tokens = "of all tokens" if way.window is None else f"of the last {way.window:,} tokens"
-    how = "sent to the ranks that see them" if way.window is not None else "all-gathered"
-    how = "sent from rank to rank" if way.ring else how
+def _describe_exchange(
+    exchange: KeyValueExchange, cp_size: int, sp_size: int, itemsize: int
+) -> str:
+    what, window = "latents" if exchange.latents else "keys and values", exchange.window
+    tokens = "of all tokens" if window is None else f"of the last {window:,} tokens"
+    how = "sent to the ranks that see them" if window is not None else "all-gathered"
+    how = "sent from rank to rank" if exchange.ring else how
     sent = ""
-    if way.width is not None:
-        most = "" if way.window is None else "at most "
+    if exchange.width is not None:
+        most = "" if window is None else "at most "
         # Each rank of an sp group sends the latents of its own tokens, but keys and values of all
         # tokens of the part, for some heads.
-        values = (cp_size - 1) * (way.width // sp_size if way.latents else way.width)
+        width = exchange.width // sp_size if exchange.latents else exchange.width
+        values = (cp_size - 1) * width
         forward = values * itemsize
         # A ring adds gradients in fp32.
-        backward = values * max(itemsize, 4) if way.ring else forward
-        backward += 0 if way.kept else forward
+        backward = values * max(itemsize, 4) if exchange.ring else forward
+        backward += 0 if exchange.kept else forward
         sent = f"; sends {most}{forward:,} bytes per token of its part, {backward:,} in backward"
-        if way.kept or way.ring:
+        if exchange.kept or exchange.ring:
             sent += f" ({backward + forward:,} with activation checkpointing)"
-    return f"  context    {way.name} ({way.class_name}): {what} {tokens} {how}{sent}"
+    return f"  context    {exchange.name} ({exchange.class_name}): {what} {tokens} {how}{sent}"
 
 
 def _asked_stages(state: ModelState) -> str:

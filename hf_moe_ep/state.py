@@ -331,8 +331,8 @@ class ModelState:
     # If ranks share a batch: the (pattern of the names, class) of the mixers, by how these ranks
     # divide them (`MixerSplit` in sequence/mixers.py).
     mixers: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-    # With cp_size > 1: (True if tokens are in zigzag order, the ways in which attention gets keys
-    # and values of other ranks: sequence/ways.py).
+    # With cp_size > 1: (True if tokens are in zigzag order, how attention gets the keys and values
+    # of other ranks: `KeyValueExchange` in sequence/kv_exchange.py).
     context: tuple[bool, tuple[Any, ...]] | None = None
     # The open `record` or `replay` of routing.
     routing: RoutingSession | None = None

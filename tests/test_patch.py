@@ -32,8 +32,8 @@ from hf_moe_ep import (
     unpatch,
 )
 from hf_moe_ep.config import resolve_config
-from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.mixers import LayerSlice
+from hf_moe_ep.sequence.slice_arguments import read_layer_arguments
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.sequence.split import TakeSlice
 from hf_moe_ep.state import STATE, Ours
@@ -432,7 +432,7 @@ def test_models_that_sp_cannot_split_raise_an_error_with_the_reason() -> None:
     part = Slice(cast(Any, None), 0, 2, length=8)
     with pytest.raises(ValueError, match=r"Linear, .*keywords only.*layer\(hidden_states"):
         take_slice = TakeSlice(
-            arguments_of(nn.Linear(2, 2), "sp_size (2)"), LayerSlice(), gets_whole=True
+            read_layer_arguments(nn.Linear(2, 2), "sp_size (2)"), LayerSlice(), gets_whole=True
         )
         take_slice(nn.Linear(2, 2), (), {SLICE: part})
 

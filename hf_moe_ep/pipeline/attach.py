@@ -12,7 +12,7 @@ from hf_moe_ep.architectures import Parts
 from hf_moe_ep.derive import takes_chosen_tokens
 from hf_moe_ep.loss.attach import has_causal_loss
 from hf_moe_ep.pipeline.cut import even_counts, layers_of_stages, parameters_outside
-from hf_moe_ep.sequence.layer_arguments import named_parameters
+from hf_moe_ep.sequence.slice_arguments import named_parameters
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.causal_loss import passes_arguments_to_loss
 

@@ -1,21 +1,21 @@
 """Run work on all ranks so that no rank waits forever for a rank that failed or never arrived.
 
 Three checks compare the ranks before they start. Two of them use the store, the key-value store of
-torch.distributed, instead of a collective: they raise an error if a rank does not arrive in time,
-but a collective would hang or fail.
+torch.distributed. If a rank does not arrive in time they raise an error that counts the ranks,
+where a collective would hang or fail.
 
 function               what it checks
 check_everyone_calls   all ranks call a function (by the store)
 check_alike            all ranks pass the same arguments
 check_own_gpu          no two ranks compute on the same GPU, as NCCL requires (by the store)
 
-Four functions run a part of the work on each rank. If one rank fails, all ranks raise its error:
+Four functions run a part of the work on each rank. If one rank fails, all ranks raise an error:
 
 function           who works     what is returned
-run_on_all         every rank    each rank: its own value
-gather_from_all    every rank    each rank: the values of all
-run_on_first       rank 0        each rank: the value of rank 0
-gather_on_first    every rank    rank 0: the values of all
+run_on_all         every rank    each rank gets its own value
+gather_from_all    every rank    each rank gets the values of all ranks
+run_on_first       rank 0        each rank gets the value of rank 0
+gather_on_first    every rank    rank 0 gets the values of all ranks
 
     model = run_on_all("loading", build)
     newest = run_on_first("looking for a checkpoint", find)
@@ -23,11 +23,11 @@ gather_on_first    every rank    rank 0: the values of all
 `StillHere` is for a loop with collectives. A rank that leaves the loop early informs the other
 ranks.
 
-An all-reduce of 8 bytes shows if any rank failed, and an all-reduce of 64 bytes (a hash and its
-complement) shows if values differ (`differing`). If a rank failed or values differ, the errors or
-values of all ranks are gathered. Otherwise the bytes that a rank receives do not depend on the
-number of ranks. But `gather_from_all` and `gather` always send all values to all ranks, padded to
-the longest value.
+An all-reduce of 8 bytes shows if a rank failed, and an all-reduce of 64 bytes (a hash and its
+complement) shows if values differ (`differing`). Only if a rank failed or values differ, the errors
+or values of all ranks are gathered. The bytes that a rank receives in a run without errors
+therefore do not depend on the number of ranks. `gather_from_all` and `gather` are exceptions: they
+always send all values to all ranks, padded to the longest value.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -45,18 +46,18 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hf_moe_ep.config import launched_rank, launched_world_size
-from hf_moe_ep.ranks.missing import name_missing_ranks
+from hf_moe_ep.ranks.missing import explain_timeout
 from hf_moe_ep.upstream.process_groups import default_store, device_of_objects
 
 # How long ranks wait for each other at the start of a save.
 PATIENCE = timedelta(minutes=5)
-# How long rank 0 waits for the first other rank in a function that scripts often call inside
+# How long rank 0 waits for the first other rank, in a function that scripts call inside
 # `if is_main_process:` by mistake.
 PATIENCE_OF_RANK_0 = timedelta(seconds=20)
 # How long ranks wait for each other at the start of loading, and of sharding after each rank has
 # loaded a model.
 PATIENCE_OF_LOADING = timedelta(minutes=30)
-# Errors that all ranks raise with their own class: a wrong argument, and a missing package.
+# Errors of these classes (a wrong argument, a missing package) keep their class on all ranks.
 _USER_ERRORS = (ValueError, ImportError)
 
 Value = TypeVar("Value")
@@ -77,8 +78,8 @@ def check_everyone_calls(
         group: the ranks; groups with the same first rank must have the same ranks. None: all ranks.
 
     Raises:
-        RuntimeError: on each rank that called the function, if any other rank did not, for example
-            because the call is inside `if is_main_process:`.
+        RuntimeError: at least one rank did not call the function, for example because the call is
+            inside `if is_main_process:`. Every rank that called it raises the error.
     """
     if not is_distributed():
         return
@@ -123,7 +124,7 @@ def check_alike(what: str, group: dist.ProcessGroup | None = None, /, **argument
     """Compare arguments of the function `what` over all ranks, or over the ranks of `group`.
 
     Raises:
-        ValueError: on every rank, if an argument differs; the message has the values of two ranks.
+        ValueError: an argument differs. Every rank raises the error, with the values of two ranks.
     """
     by_rank = differing(arguments, group) or [arguments]
     ranks = range(len(by_rank)) if group is None else dist.get_process_group_ranks(group)
@@ -141,7 +142,7 @@ def check_own_gpu(gpu: str) -> None:
     """Check that no two ranks compute on the same GPU; `gpu` is the UUID of this rank's GPU.
 
     Raises:
-        ValueError: on every rank, if two ranks share a GPU; the message names both ranks.
+        ValueError: two ranks share a GPU. Every rank raises the error, which names both ranks.
     """
     store, rank, key = default_store(), this_rank(), "hf_moe_ep/gpu"
     holder = int(store.compare_set(f"{key}/{gpu}", "", str(rank)))
@@ -163,30 +164,32 @@ def run_on_all(
 ) -> Value:
     """Run `part` on every rank of `group` and return the value of this rank.
 
-    `what` describes the work in errors: "saving out/step-100".
+    `what` describes the work in errors: "saving out/step-100". If a rank fails, every rank raises.
 
     Raises:
-        ValueError: on every rank, if all errors were ValueErrors (a mistake of the user).
-        ImportError: on every rank, if every rank raised an ImportError.
-        RuntimeError: on every rank, after any other error; the message has each rank that failed,
-            with its error.
+        ValueError: all errors were ValueErrors (a mistake of the user).
+        ImportError: every rank raised an ImportError.
+        RuntimeError: there were other errors; the message has each rank that failed, with its
+            error.
     """
     value: Any = None
     failure: _Failure | None = None
     cause: BaseException | None = None
     try:
         value = part()
-    # Every error is caught, because the other ranks would wait. CheckpointException, the error of
-    # torch.distributed.checkpoint (DCP), is not an Exception.
+    # Every error is caught, because the other ranks would wait for this rank. CheckpointException,
+    # the error of torch.distributed.checkpoint (DCP), is not an Exception.
     except (Exception, CheckpointException) as error:  # noqa: BLE001
         user_error = next((kind for kind in _USER_ERRORS if isinstance(error, kind)), None)
         failure, cause = _Failure(one_line(error), user_error), error
+    explain = explain_timeout(what, group, ": ranks did not meet", goal="this point")
     try:
-        failed = _any_rank(failure is not None, group)
-        failures = gather(failure, group) if failed else []
+        with explain if failure is None else nullcontext():
+            failed = _any_rank(failure is not None, group)
+            failures = gather(failure, group) if failed else []
     except RuntimeError as error:
         if failure is None:
-            raise _describe_missing_ranks(what, group, error) from error
+            raise
         raise RuntimeError(
             f"{what} failed on rank {this_rank()}: {failure.text}; the other ranks could not be "
             f"informed and wait for this rank in a collective: {error}"
@@ -195,22 +198,10 @@ def run_on_all(
     return cast(Value, value)
 
 
-def _describe_missing_ranks(
-    what: str, group: dist.ProcessGroup | None, error: RuntimeError
-) -> RuntimeError:
-    """Return an error that names the missing ranks, or `error` if the group was destroyed."""
-    if not is_distributed():
-        return error
-    return RuntimeError(
-        f"{what}: ranks did not meet; {name_missing_ranks(what, group)} stopped, or did not reach "
-        f"this point within the process group's timeout ({error})"
-    )
-
-
 def gather_from_all(
     what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None
 ) -> list[Value]:
-    """Run `part` on every rank and return all values, by rank; raise as `run_on_all` does."""
+    """Run `part` on every rank and return all values by rank. Errors are as in `run_on_all`."""
     return gather(run_on_all(what, part, group), group)
 
 
@@ -229,7 +220,7 @@ def gather_on_first(
 def run_on_first(
     what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None
 ) -> Value:
-    """Run `part` on rank 0 and return its value on every rank; raise as `run_on_all` does."""
+    """Run `part` on rank 0 and return its value on every rank. Errors are as in `run_on_all`."""
     value = run_on_all(what, lambda: part() if is_first() else None, group)
     if not is_distributed():
         return cast(Value, value)
@@ -241,26 +232,26 @@ def run_on_first(
 def differing(value: Value, group: dist.ProcessGroup | None = None) -> list[Value] | None:
     """Return the values of all ranks if they differ, or None if all are the same.
 
-    Values are compared by their repr. Equal values may have different reprs, so a caller must
-    compare the returned values itself.
+    Values are compared by their repr. Equal values may have different reprs (1 and True), so a
+    caller must compare the returned values itself.
     """
     _check_alive(group)
     if not is_distributed():
         return None
     digest = hashlib.sha256(repr(value).encode()).digest()
     words = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-    highest = _highest(torch.cat((words, ~words)), group)
-    # highest[4:] has the highest complements, so its complement has the lowest words.
-    return None if torch.equal(highest[:4], ~highest[4:]) else gather(value, group)
+    maxima = _max_over_group(torch.cat((words, ~words)), group)
+    # maxima[4:] has the largest complements, so its complement has the smallest words.
+    return None if torch.equal(maxima[:4], ~maxima[4:]) else gather(value, group)
 
 
 def _any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return True if `flag` is true on any rank of `group`."""
+    """Return True if `flag` is true on at least one rank of `group`."""
     _check_alive(group)
-    return bool(_highest(torch.tensor(int(flag)), group)) if is_distributed() else flag
+    return bool(_max_over_group(torch.tensor(int(flag)), group)) if is_distributed() else flag
 
 
-def _highest(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _max_over_group(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     numbers = numbers.to(device_of_objects(group))
     dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
     return numbers.cpu()
@@ -270,8 +261,8 @@ class StillHere:
     """Detects that a rank leaves a loop with collectives early.
 
     Each rank calls `check` in each round. A rank that has finished all rounds calls `end`, and a
-    rank that stops earlier calls `leave`. Each call is one small all-reduce, so the `leave` of one
-    rank meets the next `check` or `end` of the other ranks.
+    rank that stops earlier calls `leave`. All three make the same small all-reduce, so `leave` on
+    one rank runs together with the next `check` or `end` on the other ranks.
     """
 
     def __init__(self, what: str, device: torch.device) -> None:
@@ -295,7 +286,7 @@ class StillHere:
             self._reduce(this_rank() + 1)
 
     def end(self) -> None:
-        """Finish the loop. A rank that leaves after the last round is not an error."""
+        """Finish the loop. It is not an error if another rank leaves after the last round."""
         self._reduce(0)
 
     def _reduce(self, number: int) -> int:
@@ -306,7 +297,7 @@ class StillHere:
 
 @dataclass(frozen=True)
 class _Failure:
-    """The text of an error, for the other ranks.
+    """The text of an error, which is sent to the other ranks.
 
     `user_error` is the class of the error if it is one of _USER_ERRORS, otherwise None.
     """
@@ -338,11 +329,11 @@ def _raise_any(what: str, by_rank: list[_Failure | None], cause: BaseException |
 
 
 def gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Return the values of all ranks, by rank; without a process group, only this rank's value.
+    """Return the values of all ranks, by rank (without a process group, only this rank's value).
 
     Raises:
-        RuntimeError: `group` was destroyed. Without this error, every rank would continue as the
-            only rank.
+        RuntimeError: `group` was destroyed. Without this error, every rank would continue as if it
+            were the only rank.
     """
     _check_alive(group)
     if not is_distributed():
@@ -391,7 +382,10 @@ def rank_of_launch() -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the class and text of an error; DCP's error has a class and text for each rank."""
+    """Return the class and the text of an error; an error of DCP has both for each rank.
+
+    Only the text of a ValueError is returned.
+    """
     if isinstance(error, CheckpointException):
         errors = [
             f"rank {rank}: {type(cause).__name__}: {cause}"

@@ -1,9 +1,9 @@
 """`Saver` and `SaveHandle`: save a checkpoint in the background, in one thread on every rank.
 
-Collectives of two threads on one process group would mix, so the save threads have a gloo group of
-their own. The threads write a copy of the model, which training does not change. `wait()` raises
-the error of a save. The error is also logged when it happens, because a script may not call
-`wait()` for its last save.
+If two threads ran collectives on one process group, a collective of one thread could match a
+collective of the other thread. The save threads therefore have a gloo group of their own. They
+write a copy of the model, which training does not change. `wait()` raises the error of a save. The
+error is also logged when it happens, because a script may not call `wait()` for its last save.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hf_moe_ep.ranks.all_ranks import one_line, this_rank, world_size
-from hf_moe_ep.ranks.missing import name_missing_ranks
+from hf_moe_ep.ranks.missing import explain_timeout
 from hf_moe_ep.upstream.gloo import one_worker_thread
 from hf_moe_ep.upstream.process_groups import default_timeout
 
@@ -63,7 +63,7 @@ def is_written(directory: Path) -> bool:
 
 @dataclass
 class SaveHandle:
-    """The handle of a save, which may still run in `_thread`."""
+    """Waits for a save, which may still run in `_thread`."""
 
     directory: Path
     _thread: _SaveThread | None = None
@@ -71,7 +71,7 @@ class SaveHandle:
     def wait(self) -> None:
         """Wait until the checkpoint is complete, or raise the error of the save.
 
-        Every rank raises the same error. A second call returns at once and raises nothing.
+        Every rank raises the same error. A second call returns at once, and raises nothing.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -82,23 +82,17 @@ class SaveHandle:
 
 
 def _create_group_of_saves(directory: Path, device: torch.device) -> dist.ProcessGroup:
-    """Create the gloo group of all ranks, with the timeout of the default group.
+    """Create a gloo group of all ranks, with the timeout of the default group.
 
     The group connects each rank with every other rank, and most runs save nothing in the
-    background. The group is therefore created by the first such save, not by sharding.
+    background. The first such save therefore creates the group, not the sharding of the model.
     """
-    try:
-        with one_worker_thread():
-            group: dist.ProcessGroup = dist.new_group(
-                backend="gloo", timeout=default_timeout(device), group_desc="hf_moe_ep_saves"
-            )
-    except RuntimeError as error:
-        missing = name_missing_ranks("the group of saves", None)
-        raise RuntimeError(
-            f"saving {directory} in the background: its process group could not be created; "
-            f"{missing} stopped, or did not start the same save within the process group's timeout "
-            f"({error})"
-        ) from error
+    place = f"saving {directory} in the background"
+    failure = ": its process group could not be created"
+    with explain_timeout(place, None, failure, goal="this save"), one_worker_thread():
+        group: dist.ProcessGroup = dist.new_group(
+            backend="gloo", timeout=default_timeout(device), group_desc="hf_moe_ep_saves"
+        )
     return group
 
 

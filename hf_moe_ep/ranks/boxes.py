@@ -1,7 +1,7 @@
-"""Compute with boxes: index ranges of a tensor, one [start, stop) per dim.
+"""Compute with boxes. A box has an index range [start, stop) for each dim of a tensor.
 
     a tensor [4, 6]                       overlap of both boxes     slices of the overlap in the
-    rank 1 holds     (2, 4), (0, 6)       (2, 4), (3, 6)            rank's local tensor:
+    rank 1 holds     (2, 4), (0, 6)       (2, 4), (3, 6)            local tensor of rank 1:
     a file holds     (0, 4), (3, 6)                                 rows 0:2, columns 3:6
 
 The mesh and the placements of a sharded tensor determine the box that each rank holds.
@@ -49,7 +49,8 @@ def number_elements(outer: Tensor, box: Sequence[tuple[int, int]], shape: Sequen
     The box (1, 3), (0, 2) of a tensor [3, 5] has the numbers 5, 6, 10, 11.
 
     Args:
-        outer: the positions along dims in front of those of the box (expert 2); 0 without any.
+        outer: the positions along dims in front of the dims of the box, such as the numbers of
+            experts; 0 if there are no such dims.
     """
     for (start, stop), size in zip(box, shape, strict=True):
         outer = outer.unsqueeze(-1) * size + torch.arange(start, stop, device=outer.device)
@@ -59,7 +60,7 @@ def number_elements(outer: Tensor, box: Sequence[tuple[int, int]], shape: Sequen
 def from_even_shards(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Make a DTensor of shards that all have the shape of `local`; the whole tensor is contiguous.
 
-    DTensor.from_local alone would guess the strides, wrongly where several dims have one element.
+    DTensor.from_local would guess the strides, and guess wrong if several dims have one element.
     """
     shape = list(local.shape)
     for axis, placement in enumerate(placements):
@@ -72,17 +73,17 @@ def from_even_shards(local: Tensor, mesh: DeviceMesh, placements: Sequence[Place
 
 
 def whole(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """Yield a tensor as a single slab, (box, values); the tensor must not be sharded."""
+    """Yield one pair (box, values) for a tensor that is not sharded."""
     yield whole_box(tensor.shape), tensor
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor; the memory is shared."""
+    """Return this rank's shard of a tensor, which shares the tensor's memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_box(tensor: Tensor) -> Box:
-    """Return the box of a tensor that this rank holds."""
+    """Return the box of this rank's shard of a tensor."""
     if not isinstance(tensor, DTensor):
         return whole_box(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -94,7 +95,7 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
-    """Return the box of a tensor that the rank at `coordinate` of its mesh holds."""
+    """Return the box of the shard that the rank at `coordinate` of the tensor's mesh holds."""
     cuts = [
         None if isinstance(placement, Replicate) else placement.dim  # type: ignore[attr-defined]
         for placement in tensor.placements

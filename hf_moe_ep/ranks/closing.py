@@ -8,16 +8,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# No other transfer has this tag, so nothing is received.
+# No other transfer has this tag, so a receive with this tag times out.
 _TAG = 2**31 - 1
 
 
 def close_group(group: dist.ProcessGroup) -> None:
-    """Close this rank's connections of a gloo group; nothing is done for other backends.
+    """Close this rank's connections of a gloo group; do nothing for other backends.
 
-    Whatever waits for this rank in the group, on any rank, raises RuntimeError at once, and so does
-    every later operation. gloo closes all connections of a group if a receive has timed out
-    (gloo/transport/tcp/unbound_buffer.cc), so this function starts such a receive.
+    Every operation of the group that waits for this rank raises RuntimeError at once, on every
+    rank, and so does every later operation. Gloo closes all connections of a group when a receive
+    times out (gloo/transport/tcp/unbound_buffer.cc), so this function starts a receive that does.
     """
     if "cpu:gloo" not in dist.get_backend_config(group):
         return

@@ -1,13 +1,13 @@
-"""The only collectives that this package runs inside forward and backward.
+"""Run the collectives of forward and backward, and name the layer and missing ranks in errors.
 
 start_counts         start an all-to-all of a few counts; `read` is a host sync
 gather_counts        all-gather a few counts, with a host sync
 start_all_to_all     start an all-to-all of rows; call `wait` where the rows are needed
-swap_slices          send a part to each rank by an all-to-all (sequence parallelism)
-all_gather           all-gather parts of equal size (sequence parallelism)
+swap_slices          send a slice to each rank by an all-to-all (sequence parallelism)
+all_gather           all-gather tensors of equal size (sequence parallelism)
 send_to_next         start to send a tensor to the next rank and to receive one (ring attention)
-sum_over_ranks       all-reduce a value that needs no gradient, to its sum
-max_over_ranks       all-reduce a value that needs no gradient, to its maximum
+sum_over_ranks       sum a value over the ranks, without a gradient
+max_over_ranks       compute the maximum of a value over the ranks, without a gradient
 
 Gloo raises an error when an exchange of counts or rows fails, either because a rank died or because
 a rank did not start the exchange within the timeout of the process group. Gloo's error names
@@ -15,9 +15,9 @@ neither the layer nor the rank. `start_counts`, `gather_counts`, `start_all_to_a
 `send_to_next` replace it by an error that names the missing ranks and the layer (`send_to_next`
 does not know the layer). The other functions leave gloo's error as it is.
 
-NCCL raises no Python error: its watchdog aborts the process after the same timeout and prints the
+NCCL raises no Python error. Its watchdog aborts the process after the same timeout, and prints the
 collective and the name of the process group. torch's flight recorder also records which collective
-each rank has reached. Switch it on before the run starts, and print its files with torchfrtrace:
+each rank has reached. Enable it before the run starts, and print its files with torchfrtrace:
 
     TORCH_FR_BUFFER_SIZE=20000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_FR_DUMP_TEMP_FILE=/tmp/fr/rank_ \\
         torchrun ...
@@ -26,7 +26,7 @@ each rank has reached. Switch it on before the run starts, and print its files w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,15 +35,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_moe_ep.ranks.missing import name_missing_ranks
+from hf_moe_ep.ranks.missing import explain_timeout
 
 # torch 2.13 renamed the function; its old name warns at every call.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
-class _TransferContext:
-    """The description of one exchange. To save time, it is formatted only for an error."""
+class _Exchange:
+    """Describes one exchange. The text is made only for an error, to save time."""
 
     where: object
     what: str
@@ -55,36 +55,47 @@ class _TransferContext:
 
 
 @contextmanager
-def _describe_errors(exchange: _TransferContext) -> Iterator[None]:
+def _describe_errors(exchange: _Exchange) -> Iterator[None]:
     """Replace an error that is raised inside the block by an error that names the exchange."""
+    failure, goal = ", could not be exchanged", "this layer"
     try:
-        yield
+        with explain_timeout(exchange, exchange.group, failure, goal=goal):
+            yield
     except torch.AcceleratorError as error:
         raise RuntimeError(
             f"{exchange}: the GPU of this rank stopped before this exchange, and the host noticed "
             f"it here; the cause is printed above on stderr, as `Assertion ... failed` if it was a "
             f"check of this package ({error})"
         ) from error
-    except RuntimeError as error:
-        missing = name_missing_ranks(str(exchange), exchange.group)
-        raise RuntimeError(
-            f"{exchange}, could not be exchanged; {missing} stopped, or never reached this layer "
-            f"within the process group's timeout ({error})"
-        ) from error
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """An all-to-all that may still run. It refers to its input and output, to keep them alive."""
+    """A transfer that may still run. It keeps the tensors alive that it reads and writes."""
 
-    _work: dist.Work
-    _tensors: tuple[Tensor, Tensor]
-    _exchange: _TransferContext
+    _works: Sequence[dist.Work]
+    _received: Tensor
+    _sent: Tensor
+    _exchange: _Exchange
 
-    def wait(self) -> None:
-        """Make later operators on this device wait for the rows; NCCL does not block the host."""
+    def wait(self) -> Tensor:
+        """Return the received tensor, which later operators on this device may read.
+
+        With NCCL, these operators wait for the transfer, and the host does not.
+        """
         with _describe_errors(self._exchange):
-            self._work.wait()
+            for work in self._works:
+                work.wait()
+        return self._received
+
+    def read(self, numbers: Tensor) -> list[Any]:
+        """Copy `numbers`, computed from the received tensor, to the host. This is a host sync.
+
+        A GPU error of the transfer may be raised only here.
+        """
+        with _describe_errors(self._exchange):
+            values: list[Any] = numbers.tolist()
+        return values
 
 
 def start_all_to_all(
@@ -102,13 +113,13 @@ def start_all_to_all(
     from rank s. The text of `where` names the layer for errors.
     """
     rows_NX = rows_NX.contiguous()
-    exchange = _TransferContext(where, "rows", group)
+    exchange = _Exchange(where, "rows", group)
     with _describe_errors(exchange):
         work = dist.all_to_all_single(
             received_RX, rows_NX, recv_counts, send_counts, group=group, async_op=True
         )
     assert work is not None
-    return Transfer(work, (received_RX, rows_NX), exchange)
+    return Transfer([work], received_RX, rows_NX, exchange)
 
 
 def swap_slices(slices: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -129,23 +140,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
-@dataclass(frozen=True)
-class RingTransfer:
-    """A transfer to the next rank and from the previous one. It keeps both tensors alive."""
-
-    _works: list[dist.Work]
-    _tensors: tuple[Tensor, Tensor]
-    _exchange: _TransferContext
-
-    def wait(self) -> Tensor:
-        """Return the tensor from the previous rank; NCCL does not block the host."""
-        with _describe_errors(self._exchange):
-            for work in self._works:
-                work.wait()
-        return self._tensors[0]
-
-
-def send_to_next(x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> RingTransfer:
+def send_to_next(x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> Transfer:
     """Start to send `x` to the next rank of `group`, and to receive the previous rank's tensor.
 
     Transfers that run at the same time need different tags. This function has no gradient.
@@ -153,58 +148,36 @@ def send_to_next(x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> RingTr
     x = x.contiguous()
     received = torch.empty_like(x)
     ranks = dist.get_process_group_ranks(group)
-    place = dist.get_rank(group)
-    after, before = ranks[(place + 1) % len(ranks)], ranks[place - 1]
+    position = dist.get_rank(group)
+    after, before = ranks[(position + 1) % len(ranks)], ranks[position - 1]
     operations = [
         dist.P2POp(dist.isend, x, after, group, tag),
         dist.P2POp(dist.irecv, received, before, group, tag),
     ]
-    exchange = _TransferContext("context parallelism", "a part of the ring", group)
+    exchange = _Exchange("context parallelism", "a part of the ring", group)
     with _describe_errors(exchange):
         works = dist.batch_isend_irecv(operations)
-    return RingTransfer(works, (received, x), exchange)
+    return Transfer(works, received, x, exchange)
 
 
-@dataclass(frozen=True)
-class CountsTransfer:
-    """An all-to-all of counts that may still run. It keeps its input and output alive."""
-
-    _work: dist.Work
-    _tensors: tuple[Tensor, Tensor]
-    _exchange: _TransferContext
-
-    def wait(self) -> Tensor:
-        """Return the counts that this rank receives, [D, X]; NCCL does not block the host."""
-        received_DX, _ = self._tensors
-        with _describe_errors(self._exchange):
-            self._work.wait()
-        return received_DX
-
-    def read(self, numbers: Tensor) -> list[Any]:
-        """Return a tensor that was computed from the received counts. This is a host sync."""
-        with _describe_errors(self._exchange):
-            values: list[Any] = numbers.tolist()
-        return values
-
-
-def start_counts(counts_DX: Tensor, group: dist.ProcessGroup, *, where: object) -> CountsTransfer:
-    """Start to send `counts_DX[r]` (int64) to each rank r of `group`.
+def start_counts(counts_DX: Tensor, group: dist.ProcessGroup, *, where: object) -> Transfer:
+    """Start to send the row `counts_DX[r]` (int64) to each rank r of `group`.
 
     The text of `where` names the layer for errors.
     """
     received_DX = torch.empty_like(counts_DX)
-    exchange = _TransferContext(where, "counts", group)
+    exchange = _Exchange(where, "counts", group)
     with _describe_errors(exchange):
         work = dist.all_to_all_single(received_DX, counts_DX, group=group, async_op=True)
     assert work is not None
-    return CountsTransfer(work, (received_DX, counts_DX), exchange)
+    return Transfer([work], received_DX, counts_DX, exchange)
 
 
 def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: object) -> list[list[int]]:
     """All-gather `counts` (an int64 vector) and return the counts of every rank, on the host."""
     counts = counts.contiguous()
     gathered = counts.new_empty(dist.get_world_size(group), len(counts))
-    with _describe_errors(_TransferContext(where, "counts", group)):
+    with _describe_errors(_Exchange(where, "counts", group)):
         _all_gather(gathered.view(-1), counts, group=group, async_op=True).wait()
         counts_by_rank: list[list[int]] = gathered.tolist()
     return counts_by_rank

@@ -4,7 +4,7 @@
     dense       dp_replicate x fsdp            non-expert parameters are sharded over fsdp
     experts     dp_replicate x ep_fsdp x ep    experts are split over ep; the weights of each rank's
                                                experts are then sharded over ep_fsdp
-    sequence    data x cp x sp                 the cp x sp ranks of a data index share a batch
+    sequence    data x cp x sp                 the cp x sp ranks with one data index share a batch
 
 dp_replicate is the number of copies of the sharded model (HSDP). The product of the axes of a mesh
 is the world size, so ep_fsdp = world / (dp_replicate x ep).
@@ -18,39 +18,39 @@ consecutive, and usually on one node:
 
 With 128 experts, rank 5 holds half (ep_fsdp 1) of each matrix of the experts 32..63 (ep 1). The
 ranks that share a batch are consecutive as well, and sp is innermost: with cp 2 and sp 2, the ranks
-0 to 3 share a batch, the sp groups are {0 1} {2 3}, and the cp groups {0 2} {1 3}. There are
+0 to 3 share a batch, the sp groups are {0 1} {2 3}, and the cp groups are {0 2} {1 3}. There are
 world / (cp x sp) different batches.
 
-With pp_size > 1 the ranks are divided into pipeline stages, of consecutive ranks. Everything above
-holds inside of each stage, and "world" means the ranks of one stage. A column consists of the ranks
+With pp_size > 1 the ranks are divided into pipeline stages of consecutive ranks. Everything above
+holds inside each stage, and "world" means the ranks of one stage. A column consists of the ranks
 with the same position in all stages. With pp_size 2 and ep_size 2 on 8 ranks:
 
     stage 0        stage 1
     0  1  2  3     4  5  6  7       ep groups  {0 1} {2 3} {4 5} {6 7}
                                     columns    {0 4} {1 5} {2 6} {3 7}
 
-`ep_outside=True` transposes the grid: ep groups {0 2 4 6} {1 3 5 7}, ep_fsdp groups {0 1} {2 3}
-{4 5} {6 7}. dp_replicate is always outermost.
+`ep_outside=True` transposes the grid. The groups of the first example are then ep {0 2 4 6}
+{1 3 5 7} and ep_fsdp {0 1} {2 3} {4 5} {6 7}. dp_replicate is always outermost.
 
-With dispatcher "hierarchical" an ep group on several nodes becomes a grid of nodes x ranks. On
-nodes of 2 ranks, the ep group {0 1 2 3} has these groups:
+With dispatcher "hierarchical" an ep group on several nodes becomes a grid of nodes x ranks. If a
+node has 2 ranks, the ep group {0 1 2 3} has these groups:
 
     inside a node    {0 1} {2 3}
     between nodes    {0 2} {1 3}      the ranks of a group have the same local index on their nodes
 
 With etp_size > 1 (expert tensor parallelism) the experts' mesh has one more axis, dp_replicate x
 ep_fsdp x ep x etp, and ep_fsdp = world / (dp_replicate x ep x etp). The ranks of an etp group share
-the same experts, so tokens are dispatched in a group of ep x etp ranks. 8 ranks with ep_size 2 and
-etp_size 2:
+the same experts, so tokens are dispatched in a group of ep x etp ranks. For example, 8 ranks with
+ep_size 2 and etp_size 2:
 
                  ep 0         ep 1
                  etp 0  etp 1 etp 0  etp 1    dispatch groups {0 1 2 3} {4 5 6 7}
     ep_fsdp 0      0     1     2     3        etp groups      {0 1} {2 3} {4 5} {6 7}
     ep_fsdp 1      4     5     6     7        ep groups       {0 2} {1 3} {4 6} {5 7}
 
-Expert weights are sharded over two or three axes. A sum over all of them, such as a gradient norm,
-uses one process group of ep_fsdp x ep (x etp) ranks. Our own clipping uses this group
-(`sharding/clip.py`), and so does DTensor when Accelerate or the Trainer clips.
+Expert weights are sharded over two or three axes. A sum over all these axes, such as a gradient
+norm, uses a single process group of ep_fsdp x ep (x etp) ranks. The clipping of this package uses
+this group (`sharding/clip.py`), and so does DTensor when Accelerate or the Trainer clips.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -109,14 +108,14 @@ class NodeMeshes:
 class Stages:
     """The process groups of a model with several pipeline stages.
 
-    Neighbours send hidden states in one group and gradients in another. In a single group, NCCL
-    would wait forever when two neighbours send to each other at the same time.
+    Neighbours send hidden states in one group and gradients in another group. In a single group,
+    NCCL would wait forever when two neighbours send to each other at the same time.
 
     Attributes:
         column: mesh ("pp",) of the ranks with the same position in each stage.
         group: group of the ranks of this stage.
         forwards: group of the column, for hidden states.
-        backwards: group of the column, for their gradients.
+        backwards: group of the column, for the gradients of hidden states.
     """
 
     column: DeviceMesh
@@ -155,7 +154,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class Meshes:
-    """The meshes of one model. With several pipeline stages, they are those of this rank's stage.
+    """The meshes of one model, or of this rank's stage if there are several pipeline stages.
 
     Attributes:
         dense: mesh of the non-expert parameters: ("fsdp",) or ("dp_replicate", "fsdp").
@@ -166,8 +165,8 @@ class Meshes:
             together hold one copy of all experts; None if this torch cannot create it.
         sp: mesh ("sp",) over which the heads of attention are split.
         cp: mesh ("cp",) over which a sequence is split in attention as well.
-        sequence: mesh of the cp x sp ranks that share a batch; its axis is "sequence", or "cp" or
-            "sp" if the other one has one rank.
+        sequence: mesh of the cp x sp ranks that share a batch. Its axis is "sequence" if both sizes
+            are > 1, else "cp" or "sp".
         world_size: the number of ranks of this rank's stage. Without stages these are all ranks of
             the default process group.
         device: the device of parameters and batches.
@@ -217,7 +216,7 @@ class Meshes:
         return self.ep.get_local_rank()
 
     def local_experts(self, num_experts: int) -> range:
-        """Return the slots of this rank, L = E / ep_size consecutive ones.
+        """Return the expert slots of this rank: L = E / ep_size consecutive numbers.
 
         Slot e has expert e, until `balance_experts` moves experts.
         """
@@ -234,7 +233,7 @@ class Meshes:
 
     @property
     def dispatch(self) -> DeviceMesh:
-        """The mesh of the ranks that send each other tokens: they together have all experts."""
+        """The mesh of the ranks that send each other tokens. Together they have all experts."""
         if self.dispatch_mesh is not None:
             return self.dispatch_mesh
         return self.ep if self.etp is None else self.etp
@@ -305,7 +304,7 @@ class Meshes:
 
 
 class SharedMeshes:
-    """The meshes of several models, such as a policy and its references, or the models of a search.
+    """The meshes of several models, such as a policy and its reference, or the models of a search.
 
     Models with equal layouts share their process groups, because torch keeps every group until the
     default group is destroyed. A copied model shares the groups of the original.
@@ -319,7 +318,7 @@ class SharedMeshes:
         return self
 
     def find_or_build(self, config: ParallelConfig, device: torch.device) -> Meshes:
-        """Return meshes of `config` over the present default group; every rank calls this."""
+        """Return meshes of `config` over the current default group; every rank calls this."""
         default_group = dist.group.WORLD
         assert default_group is not None
         if self._default_group is None or self._default_group() is not default_group:
@@ -353,45 +352,49 @@ def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> tuple[Meshes
     world_size = num_ranks // pp
     ep_fsdp = world_size // (replicate * ep * etp)
     ranks = torch.arange(num_ranks)
-    # With ep 1 the transposed grid has the same groups, but torch 2.11 cannot slice a mesh of it.
+    # With ep 1 the transposed grid has the same groups, but torch 2.11 cannot slice its mesh.
     if config.ep_outside and ep > 1:
         ranks = ranks.view(pp, replicate, ep, ep_fsdp, etp).transpose(2, 3).contiguous()
-    # Without etp_size the mesh has no axis etp, so that DTensors have one axis less.
+    # If etp_size is 1, the mesh has no axis etp, so that DTensors have one placement less.
     shape: tuple[int, ...] = (replicate, ep_fsdp, ep)
     names: tuple[str, ...] = (DP_REPLICATE, EP_FSDP, EP)
     if etp > 1:
         shape, names = (*shape, etp), (*names, ETP)
     ranks = ranks.view(pp, *shape)
-    world_group = _group_of_all(device)
-    own_group = world_group if world_group is not None and num_ranks == 1 else _group_of_one()
-    grid = partial(_grid, device=device, own_group=own_group, world_group=world_group)
-    experts = grid(_of_stages(ranks), _names(pp, *names))
+    world_group = _create_group_of_all(device)
+    own_group = world_group if world_group is not None and num_ranks == 1 else _create_own_group()
+
+    def create_mesh(ranks: torch.Tensor, *names: str) -> DeviceMesh:
+        """Create a mesh with these axes; the first dim of `ranks` counts the stages."""
+        axes = (PP, *names) if pp > 1 else names
+        return _create_mesh(ranks if pp > 1 else ranks[0], axes, device, own_group, world_group)
+
+    experts = create_mesh(ranks, *names)
     in_order = torch.arange(num_ranks).view(pp, -1)
-    dense = grid(_of_stages(in_order.view(pp, replicate, -1)), _names(pp, DP_REPLICATE, FSDP))
-    split = grid(_of_stages(in_order.view(pp, -1, cp, sp)), _names(pp, DATA, CP, SP))
+    dense = create_mesh(in_order.view(pp, replicate, -1), DP_REPLICATE, FSDP)
+    split = create_mesh(in_order.view(pp, -1, cp, sp), DATA, CP, SP)
     flat_experts = flatten_axes(experts, names[1:])
     every_mesh = [experts, dense, split, *([flat_experts] if flat_experts else [])]
     sequence = split[SP] if cp == 1 else split[CP]
     if cp > 1 and sp > 1:
-        batches = grid(_of_stages(in_order.view(pp, -1, cp * sp)), _names(pp, DATA, SEQUENCE))
+        batches = create_mesh(in_order.view(pp, -1, cp * sp), DATA, SEQUENCE)
         every_mesh.append(batches)
         sequence = batches[SEQUENCE]
     hsdp = replicate > 1
     dispatch_groups = ranks.reshape(-1, ep * etp)
     dispatch = None
     if ep > 1 and etp > 1:
-        groups = _of_stages(ranks.reshape(pp, -1, ep * etp))
-        dispatch = grid(groups, _names(pp, EP_GROUP, DISPATCH))
+        dispatch = create_mesh(ranks.reshape(pp, -1, ep * etp), EP_GROUP, DISPATCH)
         every_mesh.append(dispatch)
     nodes = None
     if config.dispatcher == "hierarchical" and ep * etp > 1:
-        node_grid = _grid_of_nodes(dispatch_groups, config.node_size, device)
+        node_grid = _create_node_mesh(dispatch_groups, config.node_size, device)
         if node_grid is not None:
             nodes = NodeMeshes(between=node_grid[EP_NODES], inside=node_grid[EP_IN_NODE])
             every_mesh.append(node_grid)
     stages = None
     if pp > 1:
-        pipeline = grid(in_order, (PP, STAGE))
+        pipeline = create_mesh(in_order, STAGE)
         every_mesh.append(pipeline)
         stages = _make_stages(pipeline, device)
     meshes = Meshes(
@@ -415,22 +418,12 @@ def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> tuple[Meshes
     return meshes, every_mesh
 
 
-def _names(pp_size: int, *names: str) -> tuple[str, ...]:
-    """Return the names of a mesh's axes. With several stages, the first axis is pp."""
-    return (PP, *names) if pp_size > 1 else names
-
-
-def _of_stages(ranks: torch.Tensor) -> torch.Tensor:
-    """Remove the first axis, of the stages, if there is only one stage."""
-    return ranks if len(ranks) > 1 else ranks[0]
-
-
 def _make_stages(pipeline: DeviceMesh, device: torch.device) -> Stages:
-    """Create the groups of the stages from a mesh ("pp", "stage") of all ranks."""
+    """Create the groups of the pipeline stages from a mesh ("pp", "stage") of all ranks."""
     column = pipeline[PP]
 
     def new_group(direction: str) -> dist.ProcessGroup:
-        # A transfer has the timeout with which its gloo group was created.
+        # The timeout is set here, because a gloo group uses the timeout of its creation.
         group: dist.ProcessGroup = dist.new_group(
             column.mesh.tolist(),
             timeout=default_timeout(device),
@@ -442,23 +435,23 @@ def _make_stages(pipeline: DeviceMesh, device: torch.device) -> Stages:
     return Stages(column, pipeline.get_group(STAGE), new_group("forwards"), new_group("backwards"))
 
 
-def _group_of_all(device: torch.device) -> dist.ProcessGroup | None:
+def _create_group_of_all(device: torch.device) -> dist.ProcessGroup | None:
     """Create a group of all ranks if the device is the CPU; otherwise return None.
 
     Without this group, a DeviceMesh over all ranks would use the default group, which the user has
-    created. With gloo the default group has two worker threads (upstream/gloo.py says why two
-    threads are unsafe).
+    created. A default group of gloo has two worker threads (upstream/gloo.py says why two threads
+    are unsafe).
     """
     if device.type != "cpu":
         return None
     return dist.new_group(group_desc="mesh_of_all_ranks")
 
 
-def _group_of_one() -> dist.ProcessGroup:
+def _create_own_group() -> dist.ProcessGroup:
     """Create a group of this rank alone, without communication.
 
-    All axes of size 1 use this group; otherwise torch would create, on every rank, a group for each
-    rank of the world. In a world of one rank, the default group is returned.
+    All axes of size 1 use this group. Otherwise every rank would create one group per rank of the
+    world. In a world of one rank, the default group is returned.
     """
     if dist.get_world_size() == 1:
         assert dist.group.WORLD is not None
@@ -469,7 +462,7 @@ def _group_of_one() -> dist.ProcessGroup:
     return group
 
 
-def _grid(
+def _create_mesh(
     ranks: torch.Tensor,
     names: tuple[str, ...],
     device: torch.device,
@@ -480,26 +473,26 @@ def _grid(
 
     Axes of size 1 use `own_group`. An axis with all ranks uses `world_group`, unless this is None.
     """
-    wide = tuple(name for name, size in zip(names, ranks.shape, strict=True) if size > 1)
-    if len(wide) == len(names):
+    wide_axes = tuple(name for name, size in zip(names, ranks.shape, strict=True) if size > 1)
+    if len(wide_axes) == len(names):
         return DeviceMesh(device.type, ranks, mesh_dim_names=names)
     groups = dict.fromkeys(names, own_group)
-    if len(wide) == 1 and world_group is not None:
-        groups |= {wide[0]: world_group}
-    elif wide:
-        wide_mesh = DeviceMesh(device.type, ranks.squeeze(), mesh_dim_names=wide)
-        groups |= {name: wide_mesh.get_group(name) for name in wide}
+    if len(wide_axes) == 1 and world_group is not None:
+        groups |= {wide_axes[0]: world_group}
+    elif wide_axes:
+        wide_mesh = DeviceMesh(device.type, ranks.squeeze(), mesh_dim_names=wide_axes)
+        groups |= {name: wide_mesh.get_group(name) for name in wide_axes}
     return DeviceMesh.from_group(
         list(groups.values()), device.type, mesh=ranks, mesh_dim_names=names
     )
 
 
-def _grid_of_nodes(
+def _create_node_mesh(
     ep_groups: torch.Tensor, node_size: int | None, device: torch.device
 ) -> DeviceMesh | None:
-    """Create the mesh of nodes x ranks of each ep group; `ep_groups` is [groups, ranks of a group].
+    """Create a mesh of ep groups x nodes x ranks; `ep_groups` is [groups, ranks of a group].
 
-    Return None if each node has only one rank of an ep group, or all ranks of an ep group.
+    Return None if a node has only one rank of an ep group, or if it has all of them.
     """
     in_node, ep = ranks_in_node(ep_groups.tolist(), node_size), ep_groups.shape[1]
     if in_node in (1, ep):
@@ -564,7 +557,7 @@ def check_stages(pp_size: int, num_ranks: int) -> None:
 def check_world(config: ParallelConfig, num_ranks: int) -> None:
     """Raise ValueError if the sizes do not divide the number of ranks.
 
-    The messages list valid sizes. The world size in them is that of one pipeline stage.
+    The messages list valid sizes. "world size" in a message is the number of ranks of one stage.
     """
     pp, replicate, ep, etp, cp, sp = config.sizes.values()
     check_stages(pp, num_ranks)

@@ -1,54 +1,91 @@
-"""`name_missing_ranks`: find out which ranks did not take part in a collective that failed.
+"""`explain_timeout`: name the ranks that did not take part in a collective that failed.
 
-The error of a backend names a socket, or no rank at all. So each rank whose collective failed
-appends a line to one key of the store, the key-value store of torch.distributed, and then reads the
-lines of the other ranks for a while. A rank without a line stopped, died, or is late. For example,
-rank 3 of four ranks died in MoE layer 7. Each line begins with the rank that wrote it:
+The error of a backend names a socket, or no rank at all. Each rank whose collective failed
+therefore appends a line to one key of the store, the key-value store of torch.distributed, and then
+reads the lines of the other ranks for a few seconds. A rank without a line stopped, died, or is
+late. For example, rank 3 of four ranks died in MoE layer 7. Each line begins with the rank that
+wrote it:
 
     0 MoE layer 7 of forward 12 (..): counts
     2 MoE layer 7 of forward 12 (..): counts
     1 MoE layer 7 of forward 12 (..): counts
 
-Ranks 0, 1 and 2 each raise "rank 3 stopped, or never reached this layer ..".
+Ranks 0, 1 and 2 each raise "MoE layer 7 .. could not be exchanged; rank 3 stopped, or never reached
+this layer within the process group's timeout (..)".
 
 The store works with gloo and with NCCL. `torch.distributed.monitored_barrier` needs gloo, and sends
 through the same connections that have just failed.
 
-A rank that has raised an error of its own can report it by `report_error`. Then the other ranks
-name this error instead of missing ranks.
+A rank that raises an error of its own can call `report_error`. The other ranks then name this error
+instead of the missing ranks.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from hf_moe_ep.upstream.process_groups import default_store
 
-# A rank reads until there was no new line for _QUIET seconds, but at most for _LONGEST seconds.
+# A rank reads lines until none has come for _QUIET seconds, but at most for _LONGEST seconds.
 _QUIET, _LONGEST = 3.0, 9.0
-# How many seconds a rank waits for an answer of the store.
+# The number of seconds for which a rank waits for an answer of the store.
 _STORE_TIMEOUT = 12.0
-# A line with this text has the error of a rank instead of a collective.
+# A line that begins with this text names the error of a rank instead of a collective.
 _ERROR = "error of "
 
 Answer = TypeVar("Answer")
 
 
-def name_missing_ranks(failed: str, group: dist.ProcessGroup | None) -> str:
+@contextmanager
+def explain_timeout(
+    place: object,
+    group: dist.ProcessGroup | None,
+    failure: str,
+    *,
+    goal: str = "this operation",
+    limit: str = "the process group's timeout",
+) -> Iterator[None]:
+    """Replace a RuntimeError of the block by an error that names the missing ranks of `group`.
+
+    The new text is "PLACE FAILURE; rank 3 stopped, or never reached GOAL within LIMIT (ERROR)".
+    An error of this rank's GPU is not replaced, and neither is an error that is raised after the
+    process group was destroyed.
+
+    Args:
+        place: names the collective, by the same text on every rank that has reached it. The text is
+            made only for an error.
+        group: None for the default group.
+        failure: begins with a space or with the punctuation behind the place.
+    """
+    try:
+        yield
+    except torch.AcceleratorError:
+        raise
+    except RuntimeError as error:
+        if not dist.is_initialized():
+            raise
+        missing = name_missing_ranks(str(place), group)
+        raise RuntimeError(
+            f"{place}{failure}; {missing} stopped, or never reached {goal} within {limit} ({error})"
+        ) from error
+
+
+def name_missing_ranks(place: str, group: dist.ProcessGroup | None) -> str:
     """Return the ranks of `group` that did not reach a collective, as the subject of a sentence.
 
-    `failed` describes the collective. If `group` is None, the default group is meant.
+    `place` names the collective. If `group` is None, the default group is meant.
     """
 
     def compare() -> str:
         try:
-            return _compare_lines(failed, group)
+            return _compare_lines(place, group)
         except RuntimeError:  # DistStoreError is a RuntimeError
             return "one of these ranks"
 
@@ -57,9 +94,9 @@ def name_missing_ranks(failed: str, group: dist.ProcessGroup | None) -> str:
 
 
 def report_error(text: str, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Let `find_error` and `name_missing_ranks` return `text` on the other ranks of `groups`.
+    """Make `find_error` and `name_missing_ranks` return `text` on the other ranks of `groups`.
 
-    `text` begins with the rank that has raised the error, and has one line.
+    `text` is a single line, which begins with the rank that has raised the error.
     """
 
     def report() -> None:
@@ -70,7 +107,7 @@ def report_error(text: str, groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def find_error(groups: Sequence[dist.ProcessGroup]) -> str | None:
-    """Return an error that a rank of `groups` has reported, without waiting; None without one."""
+    """Return the error that a rank of `groups` has reported so far, or None."""
 
     def find() -> str | None:
         store = default_store()
@@ -106,30 +143,30 @@ def _key(group: dist.ProcessGroup | None) -> str:
     return f"hf_moe_ep/failed/{name}"
 
 
-def _compare_lines(failed: str, group: dist.ProcessGroup | None) -> str:
+def _compare_lines(place: str, group: dist.ProcessGroup | None) -> str:
     ranks = dist.get_process_group_ranks(group)
-    failed_by_rank = _exchange_lines(_key(group), failed, ranks)
-    for line in failed_by_rank.values():
+    place_by_rank = _exchange_lines(_key(group), place, ranks)
+    for line in place_by_rank.values():
         if line.startswith(_ERROR):
             return line.removeprefix(_ERROR)
-    missing = [rank for rank in ranks if rank not in failed_by_rank]
+    missing = [rank for rank in ranks if rank not in place_by_rank]
     if missing:
         return f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-    elsewhere = [rank for rank in ranks if failed_by_rank[rank] != failed]
+    elsewhere = [rank for rank in ranks if place_by_rank[rank] != place]
     if elsewhere:
-        return f"rank {elsewhere[0]} ({failed_by_rank[elsewhere[0]]})"
+        return f"rank {elsewhere[0]} ({place_by_rank[elsewhere[0]]})"
     return "none of these ranks, but the network between them,"
 
 
-def _exchange_lines(key: str, failed: str, ranks: list[int]) -> dict[int, str]:
-    """Append the line of this rank to `key`, and return {rank: collective} of all lines."""
+def _exchange_lines(key: str, place: str, ranks: list[int]) -> dict[int, str]:
+    """Append the line of this rank to `key`, and return {rank: place} of all lines."""
     store = default_store()
-    store.append(key, f"{dist.get_rank()} {failed}\n")
+    store.append(key, f"{dist.get_rank()} {place}\n")
     lines = _parse(store.get(key))
     began = last_change = time.monotonic()
     while True:
-        # A rank that has all lines still waits a little: if it hosts the store and exits at once,
-        # the other ranks cannot read.
+        # A rank that has read all lines still waits a little, because the other ranks could not
+        # read any more if the rank that hosts the store exited at once.
         is_known = any(line.startswith(_ERROR) for line in lines.values())
         quiet = _QUIET if set(ranks) - lines.keys() and not is_known else _QUIET / 4
         if time.monotonic() > min(last_change + quiet, began + _LONGEST):
@@ -145,4 +182,4 @@ def _exchange_lines(key: str, failed: str, ranks: list[int]) -> dict[int, str]:
 
 def _parse(text: bytes) -> dict[int, str]:
     lines = (line.split(" ", 1) for line in text.decode().splitlines())
-    return {int(rank): failed for rank, failed in lines}
+    return {int(rank): place for rank, place in lines}

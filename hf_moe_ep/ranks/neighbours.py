@@ -1,12 +1,12 @@
 """Send lists of tensors from one pipeline stage to the next, or back.
 
-A `Channel` is one direction between two neighbouring stages: its `group` is used for nothing else.
+A `Channel` is one direction between two neighbouring stages. It has a process group of its own.
 Sends do not block, and receives are started early, so a transfer overlaps the computation.
 
 The receiver needs the shapes and dtypes before it can allocate the tensors. `send` and `receive`
-get a key that both sides know, such as the shape of the micro-batch. The first list of tensors with
-a key is preceded by a message that describes it; for later lists with this key nothing but the
-tensors is sent.
+get a key that both sides know, such as the shape of the micro-batch. In front of the first list of
+tensors with a key, `send` sends a message with their shapes and dtypes. Later lists with this key
+need no message.
 
 A transfer fails if the other rank died, or did not start it within the timeout of the group. The
 error names the stage, the operation and the rank.
@@ -14,8 +14,8 @@ error names the stage, the operation and the rank.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_moe_ep.ranks.missing import name_missing_ranks
+from hf_moe_ep.ranks.missing import explain_timeout
 
 _DTYPES = (
     torch.float64,
@@ -35,8 +35,8 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
-# The first message with a key: the number of tensors, then for each the number of dims, the index
-# in _DTYPES and the sizes.
+# The length of the message with shapes and dtypes: the number of tensors, and for each tensor the
+# number of its dims, the index of its dtype in _DTYPES, and its sizes.
 _HEADER_SIZE = 24
 
 
@@ -54,9 +54,8 @@ class Channel:
     Attributes:
         group: the process group of this direction.
         peer: the other rank.
-        device: the device of the tensors.
         where: names both stages in errors.
-        num_bytes: the bytes of all tensors that were sent, without the messages that describe them.
+        num_bytes: the bytes of all tensors that were sent, without the messages of shapes.
     """
 
     group: dist.ProcessGroup
@@ -68,20 +67,20 @@ class Channel:
     _sends: list[tuple[dist.Work, Tensor, str]] = field(default_factory=list)
 
     def knows(self, key: Hashable) -> bool:
-        """Return True if a list of tensors with this key has been sent or received."""
+        """Return True if a list of tensors with this key has been sent or received before."""
         return key in self._forms
 
     def send(self, tensors: Sequence[Tensor], key: Hashable, what: str) -> None:
-        """Start to send tensors; `what` names them in errors."""
+        """Start to send tensors. `what` names them in errors."""
         forms = [ShapeAndDtype(tuple(x.shape), x.dtype) for x in tensors]
         if key not in self._forms:
             self._forms[key] = forms
-            self._start_send(_describe(forms).to(self.device), what)
+            self._start_send(_encode_forms(forms).to(self.device), what)
         assert forms == self._forms[key], f"{self.where}: {what} are {forms} for the key {key}"
         self.send_known(tensors, what)
 
     def send_known(self, tensors: Sequence[Tensor], what: str) -> None:
-        """Start to send tensors whose forms the receiver knows."""
+        """Start to send tensors whose shapes and dtypes the receiver knows."""
         for tensor in tensors:
             self._start_send(tensor.detach().contiguous(), what)
             self.num_bytes += tensor.nbytes
@@ -94,44 +93,35 @@ class Channel:
         self._sends.append((work, tensor, what))
 
     def receive(self, key: Hashable, what: str) -> Arrival:
-        """Start to receive a list of tensors that `send` sends with the same key."""
+        """Start to receive the list of tensors that the other rank sends with this key."""
         if key not in self._forms:
             header = torch.zeros(_HEADER_SIZE, dtype=torch.int64, device=self.device)
             with self.describe_errors(what):
                 dist.recv(header, self.peer, group=self.group)
-                self._forms[key] = _read(header.tolist())
+                self._forms[key] = _decode_forms(header.tolist())
         return self.receive_known(self._forms[key], what)
 
     def receive_known(self, forms: Sequence[ShapeAndDtype], what: str) -> Arrival:
-        """Start to receive tensors of these forms."""
+        """Start to receive tensors of these shapes and dtypes."""
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in forms]
         with self.describe_errors(what):
             works = [dist.irecv(tensor, self.peer, group=self.group) for tensor in tensors]
         return Arrival(self, [work for work in works if work is not None], tensors, what)
 
     def finish(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all tensors are sent."""
         while self._sends:
             work, _, what = self._sends.pop()
             with self.describe_errors(what):
                 work.wait()
 
     def forget(self) -> None:
-        """Drop all sends, after an error."""
+        """Forget all sends after an error, without waiting for them."""
         self._sends.clear()
 
-    @contextmanager
-    def describe_errors(self, what: str) -> Iterator[None]:
+    def describe_errors(self, what: str) -> AbstractContextManager[None]:
         """Replace an error inside the block by one that names the stages and the operation."""
-        try:
-            yield
-        except RuntimeError as error:
-            text = f"{self.where}: {what}"
-            missing = name_missing_ranks(text, self.group)
-            raise RuntimeError(
-                f"{text} could not be transferred; {missing} stopped, or did not reach this "
-                f"operation within the process group's timeout ({error})"
-            ) from error
+        return explain_timeout(f"{self.where}: {what}", self.group, " could not be transferred")
 
 
 @dataclass
@@ -144,21 +134,24 @@ class Arrival:
     what: str
 
     def wait(self) -> list[Tensor]:
-        """Return the tensors when they have arrived; NCCL does not block the host."""
+        """Return the received tensors, which later operators on this device may read.
+
+        With NCCL, these operators wait for the transfer, and the host does not.
+        """
         with self.channel.describe_errors(self.what):
             for work in self.works:
                 work.wait()
         return self.tensors
 
 
-def _describe(forms: Sequence[ShapeAndDtype]) -> Tensor:
+def _encode_forms(forms: Sequence[ShapeAndDtype]) -> Tensor:
     numbers = [len(forms)]
     for shape, dtype in forms:
         numbers += [len(shape), _DTYPES.index(dtype), *shape]
     return torch.tensor(numbers + [0] * (_HEADER_SIZE - len(numbers)))
 
 
-def _read(numbers: Sequence[int]) -> list[ShapeAndDtype]:
+def _decode_forms(numbers: Sequence[int]) -> list[ShapeAndDtype]:
     count, *rest = numbers
     forms = []
     for _ in range(count):
@@ -173,10 +166,10 @@ def broadcast_tensor(
 ) -> Tensor:
     """Return the tensor of the rank `source` on every rank of `group`."""
     forms = [] if tensor is None else [ShapeAndDtype(tuple(tensor.shape), tensor.dtype)]
-    header = _describe(forms).to(device)
+    header = _encode_forms(forms).to(device)
     dist.broadcast(header, source, group=group)
     if tensor is None:
-        (form,) = _read(header.tolist())
+        (form,) = _decode_forms(header.tolist())
         tensor = torch.empty(form.shape, dtype=form.dtype, device=device)
     tensor = tensor.contiguous()
     if tensor.numel():

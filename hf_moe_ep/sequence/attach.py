@@ -1,27 +1,28 @@
-"""Register the hooks that split sequences (sp_size or cp_size > 1), and those of documents.
+"""Register the hooks that split sequences (sp_size or cp_size > 1) or separate packed documents.
 
 causal LM             hooks that split the sequences and gather the outputs; a loss for slices
 token classifier      the same
-every decoder layer   a pre-forward hook that slices the arguments with one entry per token; if the
-                      model keeps inputs of layers, a hook that joins the outputs, too; a hook that
+every decoder layer   a pre-forward hook that slices the arguments with one entry per token; a hook
+                      that gathers the outputs, if the model keeps inputs of layers; a hook that
                       forgets the slice
 attention modules     a copy of the config, which selects `split_attention` (ulysses.py: heads;
                       context.py: keys and values of other ranks, with cp_size > 1); for latent
                       attention, a hook that passes a cache, which gathers latents
                       (latent_cache.py)
 modules with masks    with cp_size > 1, a view of the config, which selects a function that builds
-                      only the rows of this rank (mask_rows.py)
+                      only the mask rows of this rank (mask_rows.py)
 mixers                hooks that gather the slices, and slice the output (mixers.py); attention
-                      with an indexer may gather only keys, and the forward of a mixer with a
-                      convolution may be replaced by one that keeps the slice
+                      with an indexer may gather only keys; the forward of a mixer with a
+                      convolution or recurrence may be replaced (recurrences.py)
 
-If sequences are not split, a model with mixers, or one whose masks do not separate documents, gets
-hooks that run packed documents one by one:
+If sequences are not split, a model with mixers, or a model whose masks do not separate documents,
+gets hooks that run packed documents one by one:
 
-causal LM             a pre-forward hook that finds the documents; a loss that ignores them
+causal LM             a pre-forward hook that finds the documents; a loss that drops the argument
+                      with the documents and calls the stock loss
 every decoder layer   a pre-forward hook that passes the bounds of the documents to its mixers, and
                       a hook that forgets them
-mixers                the hooks of sp_size > 1, which gather nothing
+mixers                the hooks of sp_size > 1, which gather nothing here
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from hf_moe_ep.derive import caches_latents, gathers_by_cache
 from hf_moe_ep.model_patches.standard import MASKS_WITHOUT_POSITIONS
 from hf_moe_ep.plan import as_pattern
 from hf_moe_ep.sequence.context_calls import MODULE_PATH
+from hf_moe_ep.sequence.kv_exchange import list_exchanges
 from hf_moe_ep.sequence.latent_cache import GatherLatents
-from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.mask_rows import attach_mask_rows
-from hf_moe_ep.sequence.mixer_arguments import mixer_arguments
+from hf_moe_ep.sequence.mixer_arguments import read_mixer_arguments
 from hf_moe_ep.sequence.mixers import (
     EndLayer,
     GatherArguments,
@@ -51,6 +52,7 @@ from hf_moe_ep.sequence.mixers import (
 )
 from hf_moe_ep.sequence.packed_rows import SeparateDocuments
 from hf_moe_ep.sequence.recurrences import run_slice
+from hf_moe_ep.sequence.slice_arguments import read_layer_arguments
 from hf_moe_ep.sequence.split import (
     EndForward,
     FindDocuments,
@@ -65,7 +67,6 @@ from hf_moe_ep.sequence.split import (
     split_token_loss,
 )
 from hf_moe_ep.sequence.ulysses import check_heads, wrap_attention
-from hf_moe_ep.sequence.ways import find_ways
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.attention_interface import (
     check_attention,
@@ -79,13 +80,13 @@ from hf_moe_ep.upstream.recurrences import has_convolution, has_recurrence
 
 
 def check(parts: Parts, state: ModelState) -> None:
-    """Raise ValueError if sp_size or cp_size > 1, and this model's sequences cannot be split."""
+    """Raise ValueError if sp_size or cp_size is > 1 and sequences of this model cannot be split."""
     config = state.config
     sp_size, cp_size = config.sp_size or 1, config.cp_size or 1
     if config.ranks_per_batch == 1:
         return
-    sizes, leave = _names_of_sizes(config)
-    if _owner_of_loss(parts) is None:
+    sizes, leave = _describe_sizes(config)
+    if _find_loss_owner(parts) is None:
         raise ValueError(
             f"{sizes} > 1 needs a model that computes a loss of its tokens, and "
             f"{type(parts.root).__name__} has no head that does; load it as a causal LM or for "
@@ -106,7 +107,7 @@ def check(parts: Parts, state: ModelState) -> None:
                 f"patch(model, plan=ModelPlan(..., {granted}=True))"
             )
     _check_mixers(parts, sizes, leave)
-    attention = attention_by_heads(parts)
+    attention = find_split_attention(parts)
     if not attention and not any(parts.mixers):
         raise ValueError(
             f"{sizes} > 1 splits attention, and no module in the layers of "
@@ -124,7 +125,7 @@ def check(parts: Parts, state: ModelState) -> None:
                 f"the last ones; load the model with attn_implementation='sdpa', or {leave}"
             )
     for layer in parts.layers:
-        arguments = arguments_of(layer, sizes)
+        arguments = read_layer_arguments(layer, sizes)
         if arguments.model_keeps_inputs and not parts.final_norm:
             raise ValueError(
                 f"{sizes} > 1 slices the output of the final norm, because "
@@ -133,8 +134,8 @@ def check(parts: Parts, state: ModelState) -> None:
             )
 
 
-def _names_of_sizes(config: ParallelConfig) -> tuple[str, str]:
-    """Return "sp_size (2)" and "leave sp_size at 1" for the sizes that are used, for errors."""
+def _describe_sizes(config: ParallelConfig) -> tuple[str, str]:
+    """Return the texts "sp_size (2)" and "leave sp_size at 1" of the sizes > 1, for errors."""
     sizes = {"cp_size": config.cp_size or 1, "sp_size": config.sp_size or 1}
     used = {name: size for name, size in sizes.items() if size > 1}
     text = " and ".join(f"{name} ({size})" for name, size in used.items())
@@ -142,7 +143,7 @@ def _names_of_sizes(config: ParallelConfig) -> tuple[str, str]:
 
 
 def _check_mixers(parts: Parts, sizes: str, leave: str) -> None:
-    """Raise ValueError if a mixer cannot run on whole sequences while its layer has a slice."""
+    """Raise ValueError if a mixer cannot get whole sequences while its layer gets a slice."""
     experts = set(parts.experts.values())
     for mixers in parts.mixers:
         for name, module in mixers.items():
@@ -159,40 +160,40 @@ def _check_mixers(parts: Parts, sizes: str, leave: str) -> None:
             )
 
 
-def attention_by_heads(parts: Parts) -> list[nn.Module]:
-    """List the attention modules that get whole sequences of some heads.
+def find_split_attention(parts: Parts) -> list[nn.Module]:
+    """List the attention modules whose heads are split over the ranks.
 
-    The others are inside of modules that get whole sequences of all heads.
+    Every other attention module is part of a mixer, which computes all heads.
     """
-    whole = {
+    in_mixers = {
         inner for mixers in parts.mixers for child in mixers.values() for inner in child.modules()
     }
-    return [module for module in parts.attention if module not in whole]
+    return [module for module in parts.attention if module not in in_mixers]
 
 
 def takes_zigzag_order(parts: Parts) -> bool:
     """Return True if cp ranks get the tokens of a sequence in zigzag order (`slices.py`).
 
-    This order divides the work of causal attention evenly. Attention without a causal mask has even
-    work in any order. Attention with an indexer or a compressor numbers the queries of its rank, so
-    they must be consecutive. All layers have the same order: in a model that mixes windows and full
-    attention, a second order would exchange all tokens between the layers.
+    This order divides the work of causal attention evenly. Without a causal mask, the work is even
+    in every order. Attention with an indexer or a compressor takes the queries of a rank for
+    consecutive tokens. All layers have the same order: in a model with both sliding windows and
+    full attention, a second order would need an exchange of all tokens between the layers.
     """
     if MixerSplit.QUERIES in mixers_by_split(parts):
         return False
-    return any(getattr(module, "is_causal", True) for module in attention_by_heads(parts))
+    return any(getattr(module, "is_causal", True) for module in find_split_attention(parts))
 
 
 def mixers_by_split(parts: Parts) -> dict[MixerSplit, tuple[tuple[str, str], ...]]:
-    """Return the (pattern of the names, class) of all mixers, by how they are divided."""
+    """Return (pattern of the names, class) of all mixers, grouped by how they are divided."""
     names: dict[MixerSplit, set[tuple[str, str]]] = {split: set() for split in MixerSplit}
     for mixers in parts.mixers:
         for name, module in mixers.items():
-            names[_split_of(module, parts)].add((as_pattern(name), type(module).__name__))
+            names[_find_split(module, parts)].add((as_pattern(name), type(module).__name__))
     return {split: tuple(sorted(found)) for split, found in names.items() if found}
 
 
-def _split_of(module: nn.Module, parts: Parts) -> MixerSplit:
+def _find_split(module: nn.Module, parts: Parts) -> MixerSplit:
     if parts.plan.splits_mixers and has_recurrence(module):
         return MixerSplit.HEADS
     if parts.plan.splits_mixers and has_convolution(module):
@@ -203,13 +204,13 @@ def _split_of(module: nn.Module, parts: Parts) -> MixerSplit:
 
 
 def attach(parts: Parts, state: ModelState) -> None:
-    """Register the hooks, the loss and the attention function of the module docstring."""
+    """Register the hooks, the loss and the attention function that the module docstring lists."""
     splits = mixers_by_split(parts)
     layer_slices = [LayerSlice() for _ in parts.layers]
     for layer_slice, mixers in zip(layer_slices, parts.mixers, strict=True):
         for name, module in mixers.items():
-            arguments = mixer_arguments(name, module)
-            split = _split_of(module, parts)
+            arguments = read_mixer_arguments(name, module)
+            split = _find_split(module, parts)
             gather = GatherArguments(layer_slice, arguments, split)
             if split in (MixerSplit.HEADS, MixerSplit.HALO) and state.config.ranks_per_batch > 1:
                 stock = module.forward
@@ -228,10 +229,10 @@ def attach(parts: Parts, state: ModelState) -> None:
     if (state.config.cp_size or 1) > 1:
         _attach_context(parts, state, zigzag)
     state.mixers = {split.value: names for split, names in splits.items()}
-    select_attention(attention_by_heads(parts), state, wrap_attention)
+    select_attention(find_split_attention(parts), state, wrap_attention)
     running = RunningSlice()
     for index, layer in enumerate(parts.layers):
-        layer_arguments = arguments_of(layer, state.config.sequence_sizes)
+        layer_arguments = read_layer_arguments(layer, state.config.sequence_sizes)
         gets_whole = index == 0 or layer_arguments.model_keeps_inputs
         take_slice = TakeSlice(layer_arguments, layer_slices[index], gets_whole=gets_whole)
         layer.register_forward_pre_hook(take_slice, with_kwargs=True)
@@ -240,7 +241,7 @@ def attach(parts: Parts, state: ModelState) -> None:
             if index == len(parts.main_layers) - 1:
                 parts.final_norm[0].register_forward_hook(SliceNorm(running, parts.root))
     _end_layers(parts, layer_slices)
-    owner = _owner_of_loss(parts)
+    owner = _find_loss_owner(parts)
     split_sequence = SplitSequence(state, running, separates=separates, zigzag=zigzag)
     owner.register_forward_pre_hook(split_sequence, with_kwargs=True)
     owner.register_forward_hook(JoinLogits(state), with_kwargs=True)
@@ -249,14 +250,14 @@ def attach(parts: Parts, state: ModelState) -> None:
 
 
 def _end_layers(parts: Parts, layer_slices: list[LayerSlice]) -> None:
-    """Make the layers forget their slices, after all other hooks of theirs that read them."""
+    """Make the layers forget their slices. This hook must run after all hooks that read slices."""
     for layer, layer_slice in zip(parts.layers, layer_slices, strict=True):
         layer.register_forward_hook(EndLayer(layer_slice), always_call=True)
 
 
 def _attach_context(parts: Parts, state: ModelState, zigzag: bool) -> None:
-    """Gather latents, build masks of own rows, and store how attention gets keys of other ranks."""
-    attention = attention_by_heads(parts)
+    """Attach what only cp_size > 1 needs, and store for `describe` how keys are exchanged."""
+    attention = find_split_attention(parts)
     attach_mask_rows(parts, state)
     for module in filter(caches_latents, attention):
         module.register_forward_pre_hook(GatherLatents(), with_kwargs=True)
@@ -264,39 +265,39 @@ def _attach_context(parts: Parts, state: ModelState, zigzag: bool) -> None:
     named = [(canonical_name(names[id(module)]), module) for module in attention]
     for name, module in named:
         state.replace(module, MODULE_PATH, name)
-    state.context = (zigzag, find_ways(named, state.config.sp_size or 1))
+    state.context = (zigzag, list_exchanges(named, state.config.sp_size or 1))
 
 
 def _separate_documents(parts: Parts, layer_slices: list[LayerSlice]) -> None:
-    """Make the attention modules outside of mixers separate packed documents."""
-    attention = attention_by_heads(parts)
+    """Make attention modules outside mixers separate packed documents."""
+    attention = find_split_attention(parts)
     for layer, layer_slice in zip(parts.layers, layer_slices, strict=True):
         inner = set(layer.modules())
         for module in attention:
             if module in inner:
-                arguments = mixer_arguments(type(module).__name__, module)
+                arguments = read_mixer_arguments(type(module).__name__, module)
                 separate = SeparateDocuments(layer_slice, arguments)
                 module.register_forward_pre_hook(separate, with_kwargs=True)
 
 
 def _attach_documents(parts: Parts, state: ModelState, layer_slices: list[LayerSlice]) -> None:
-    """Without sequence parallelism, make mixers run packed documents one by one."""
+    """Make mixers run packed documents one by one in a model whose sequences are not split."""
     for layer, layer_slice in zip(parts.layers, layer_slices, strict=True):
         layer.register_forward_pre_hook(PassDocuments(layer_slice), with_kwargs=True)
-    owner = _owner_of_loss(parts)
+    owner = _find_loss_owner(parts)
     first = parts.root if owner is None else owner
     first.register_forward_pre_hook(FindDocuments(), with_kwargs=True)
     if parts.causal_lm is not None:
         _replace_loss(parts, state, RunningSlice())
 
 
-def _owner_of_loss(parts: Parts) -> Any:
+def _find_loss_owner(parts: Parts) -> Any:
     """Return the module whose forward computes the loss of tokens, or None."""
     return parts.classifier if parts.causal_lm is None else parts.causal_lm
 
 
 def _replace_loss(parts: Parts, state: ModelState, running: RunningSlice) -> None:
-    owner = _owner_of_loss(parts)
+    owner = _find_loss_owner(parts)
     loss = partial(split_loss, owner.loss_function)
     if parts.causal_lm is None:
         loss = partial(split_token_loss, owner.loss_function, running)
@@ -309,8 +310,8 @@ def select_attention(
 ) -> None:
     """Give attention modules a config that selects `wrap(stock function)`.
 
-    `frames` is True for a vision tower, whose attention stays within a frame: a picture, or one
-    picture of a video.
+    `frames` is True for a vision tower. Its queries see only keys of the same frame, which is a
+    picture, or one picture of a video.
     """
     stock = {id(module.config): module.config for module in modules}  # layers may differ
     ours = {key: own_attention_config(config, wrap, frames=frames) for key, config in stock.items()}

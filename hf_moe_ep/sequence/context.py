@@ -1,17 +1,17 @@
-"""Context parallelism: attention of a rank's queries to the keys and values of all cp ranks.
+"""Context parallelism: compute attention of this rank's queries to the keys of all cp ranks.
 
 Each cp rank keeps the queries of its own tokens, and receives keys and values of the other ranks.
-Heads of keys and values are sent before they are repeated for the heads of queries. With cp 2 and
-16 tokens in zigzag order (`slices.py`), stock attention code runs twice per rank:
+Key and value heads are sent before they are repeated for the query heads. With cp 2 and 16 tokens
+in zigzag order (`slices.py`), stock attention code runs twice per rank:
 
     rank 0    queries 0-3     keys 0-3          queries 12-15    keys 0-15
     rank 1    queries 4-7     keys 0-7          queries 8-11     keys 0-11
 
 Each call gets only the keys that its queries can see, so both ranks compute the same number of
 scores. `context_calls.py` plans the calls. If a rank needs all keys, keys and values are
-all-gathered (`slices.py`), or they travel from rank to rank if the model uses FlexAttention, which
-returns its log-sum-exp (`ring.py`). Otherwise, with sliding windows or with packed documents, each
-rank sends a piece only to the ranks that need it:
+all-gathered (`slices.py`), or sent from rank to rank if the model uses FlexAttention, which returns
+its log-sum-exp (`ring.py`). Otherwise, with sliding windows or with packed documents, each rank
+sends a piece only to the ranks that need it:
 
     window of 4      rank 0 needs tokens 9-15    from rank 1: 8-11
                      rank 1 needs tokens 1-11    from rank 0: 0-3
@@ -21,13 +21,13 @@ Latent attention gathers its latents before it computes keys and values (`latent
 For kv heads of width d, an all-gather sends (cp - 1) * 2 * kv * d values per token of a slice in
 forward, and as many gradients in backward. A rank saves only its own queries, keys and values for
 backward, which gathers keys and values again and computes the attention a second time (under
-activation checkpointing, as a part of the layer). Flash attention is the exception. It is not
+activation checkpointing, as a part of the layer). Flash attention is an exception: it is not
 computed again, and keeps the gathered keys and values of the whole sequence until backward.
 
 `torch.distributed.tensor.experimental.context_parallel` is not used. It is a prototype that
 replaces scaled_dot_product_attention for the whole process and reorders buffers in place. It
-accepts no mask, so there are no padding, packed documents or windows, and no other attention
-function, such as one with sinks.
+accepts no mask, so it excludes padding, packed documents and windows, and it supports no other
+attention function, such as one with sinks.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def attend(
     Args:
         stock: the attention function of the model.
         module: the attention module, with its stock config.
-        attention_mask: that of the whole sequence.
-        gather: False if keys and values are those of all tokens (latent_cache.py).
-        kwargs: other arguments of `stock`; `position_ids` are those of the whole sequence.
+        attention_mask: the mask of the whole sequence, or its rows of this rank (mask_rows.py).
+        gather: False if `key` and `value` already have all tokens (latent_cache.py).
+        kwargs: other arguments of `stock`, with the `position_ids` of the whole sequence.
 
     Raises:
         ValueError: FlexAttention was asked for dropout, which it does not have.
@@ -83,8 +83,8 @@ def attend(
                 f"FlexAttention has no dropout, and attention_dropout is {kwargs['dropout']}; set "
                 f"config.attention_dropout = 0, or load the model with attn_implementation='sdpa'"
             )
-        needed = [_pieces_of(calls, context.piece) for calls in by_rank]
-        if _needs_everything(needed, context):
+        needed = [_list_pieces(calls, context.piece) for calls in by_rank]
+        if _needs_all_keys(needed, context):
             cap, scale, options = map(kwargs.get, ("softcap", "scaling", "kernel_options"))
             scores = Scores(attention_mask, scale, cap, options)
             return attend_by_ring(query, key, value, scores, kwargs.get("s_aux"), context)
@@ -100,7 +100,7 @@ def attend(
 
 
 def _is_first_run() -> bool:
-    """Return True if autograd saves tensors of this forward that no checkpoint drops."""
+    """Return True if autograd saves the tensors of this forward outside any checkpoint."""
     return torch.is_grad_enabled() and not saved_tensors_are_hooked() and not backward_is_running()
 
 
@@ -117,22 +117,23 @@ def _attend_to_gathered(
 ) -> Tensor:
     pieces: Sequence[int] = range(_num_pieces(context))
     if gather:
-        pieces, key, value = _fetch(key, value, context, by_rank)
+        pieces, key, value = _fetch_keys_and_values(key, value, context, by_rank)
     calls = iter(by_rank[context.rank])
     outs = []
     for (start, stop), queries in zip(context.spans, query.split(context.piece, 2), strict=True):
         if start < stop:
             call = next(calls)
-            # The keys that were received are whole pieces; those of one call follow each other.
+            # The received keys are whole pieces. The keys of one call follow each other.
             piece, offset = divmod(call.first, context.piece)
             first = pieces.index(piece) * context.piece + offset
             seen = slice(first, first + call.last - call.first)
             args = queries[:, :, : stop - start], key[:, :, seen], value[:, :, seen]
             outs.append(_run(stock, module, call, *args))
-    # Without any token, the empty tensors are the only paths from the output to queries, keys,
-    # values and sinks. FSDP2 needs gradients for the same parameters on all ranks, and so does the
-    # exchange of keys and values. The square saves a tensor for backward: a checkpoint that saves
-    # no tensor is not computed again, so this rank would miss the exchange inside it.
+    # On a rank without tokens, only these empty tensors connect the output with queries, keys,
+    # values and sinks. Such a rank needs gradients as well, because all ranks take part in FSDP2's
+    # reductions and in the exchange of keys and values. The square saves a tensor for backward:
+    # torch does not recompute a checkpoint without saved tensors, so this rank would miss the
+    # exchange inside the checkpoint.
     size = (len(query), 0, query.shape[1], value.shape[-1])
     sinks = kwargs.get("s_aux")
     empty = [query[:, :, :0, :1].transpose(1, 2), value[:, :1, :0].transpose(1, 2).square()]
@@ -153,39 +154,39 @@ def _run(
     return out[0]
 
 
-def _fetch(
+def _fetch_keys_and_values(
     key: Tensor, value: Tensor, context: Slice, by_rank: Sequence[Sequence[Call]]
 ) -> tuple[Sequence[int], Tensor, Tensor]:
-    """Exchange keys and values (B, K, S / cp, W) for those of the pieces that this rank needs.
+    """Send this rank's keys and values (B, K, S / cp, W), and receive the pieces that it needs.
 
     Returns:
         The numbers of the pieces, and their keys and values, (B, K, tokens of the pieces, W).
     """
-    together = torch.cat([key, value], -1).transpose(1, 2)
-    needed = [_pieces_of(calls, context.piece) for calls in by_rank]
-    if _needs_everything(needed, context):
+    packed = torch.cat([key, value], -1).transpose(1, 2)
+    needed = [_list_pieces(calls, context.piece) for calls in by_rank]
+    if _needs_all_keys(needed, context):
         pieces: Sequence[int] = range(_num_pieces(context))
-        whole = gather_slices(together, context)
+        received = gather_slices(packed, context)
     else:
         pieces = needed[context.rank]
-        whole = _FetchPieces.apply(together, context, needed)
+        received = _FetchPieces.apply(packed, context, needed)
     widths = [key.shape[-1], value.shape[-1]]
-    keys, values = whole.transpose(1, 2).split(widths, -1)
+    keys, values = received.transpose(1, 2).split(widths, -1)
     return pieces, keys, values
 
 
-def _needs_everything(needed: Sequence[Sequence[int]], context: Slice) -> bool:
+def _needs_all_keys(needed: Sequence[Sequence[int]], context: Slice) -> bool:
     """Return True if at least one rank needs the keys of all tokens."""
     return any(len(pieces) == _num_pieces(context) for pieces in needed)
 
 
 def _num_pieces(context: Slice) -> int:
-    """Return the number of pieces that are not padding alone."""
+    """Return the number of pieces that contain at least one token besides padding."""
     return -(-context.length // context.piece)
 
 
-def _pieces_of(calls: Sequence[Call], piece: int) -> list[int]:
-    """Return the numbers of the pieces with keys of these calls, in ascending order."""
+def _list_pieces(calls: Sequence[Call], piece: int) -> list[int]:
+    """List the numbers of the pieces with keys of these calls, in ascending order."""
     return sorted({n for call in calls for n in range(call.first // piece, -(-call.last // piece))})
 
 
@@ -193,13 +194,13 @@ class _FetchPieces(torch.autograd.Function):
     """Send each piece of (B, S / cp, K, W) to the ranks that need it.
 
     `needed[r]` has the numbers of the pieces that rank r needs, in ascending order. The result has
-    those of this rank in the same order.
+    the pieces that this rank needs, in the same order.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: Slice, needed: list[list[int]]) -> Tensor:
-        # All layers of a kind need the same pieces. An index that is copied to a GPU makes the host
-        # wait for all earlier kernels, so it is made once per forward.
+        # All layers of one kind need the same pieces. Copying an index to a GPU makes the host wait
+        # for all earlier kernels, so the index is made once per forward.
         key = "pieces", x.device, tuple(map(tuple, needed))
         known = context.computed
         if key not in known:
@@ -217,25 +218,28 @@ class _FetchPieces(torch.autograd.Function):
         context: Slice = ctx.context
         piece, own = context.piece, len(context.pieces)
         grads = grad.unflatten(1, (-1, piece)).movedim(1, 0)
-        of_sent = exchange.send_back(grads[exchange.ascending.argsort()], context.group)
-        total = of_sent.new_zeros(own, *of_sent.shape[1:])
-        total.index_add_(0, exchange.sent, of_sent)
+        sent_grads = exchange.send_back(grads[exchange.ascending.argsort()], context.group)
+        total = sent_grads.new_zeros(own, *sent_grads.shape[1:])
+        total.index_add_(0, exchange.sent, sent_grads)
         return total.movedim(0, 1).flatten(1, 2), None, None
 
 
 class _PieceExchange:
-    """The all-to-all of `_FetchPieces`: which pieces go to which rank.
+    """The all-to-all of `_FetchPieces`: the pieces that this rank sends to each rank.
+
+    For example, rank 0 has the pieces 0 and 3, and needs both itself. Rank 1 needs only piece 3.
+    Then `sent` of rank 0 is [0, 1, 1], and its `send_counts` are [2, 1].
 
     Args:
         needed: the numbers of the pieces that each rank needs, in ascending order.
-        device: where `sent` and `ascending` are; an index on a CPU does not fit tensors of a GPU.
+        device: the device of `sent` and `ascending`, which must be the device of the tensors.
 
     Attributes:
-        sent: the positions, among the pieces of this rank, of those that it sends to all ranks in
-            turn.
-        ascending: the positions, among the pieces received from all ranks in turn, of those with
-            ascending numbers.
-        send_counts, recv_counts: the numbers of pieces that each rank gets, or sends.
+        sent: the indices of the pieces to send, in the order of the receiving ranks. An index
+            counts the pieces of this rank.
+        ascending: the indices that sort the received pieces by their numbers. The pieces are
+            received in the order of the sending ranks.
+        send_counts, recv_counts: the numbers of pieces for each rank and from each rank.
     """
 
     def __init__(self, context: Slice, needed: list[list[int]], device: torch.device) -> None:
@@ -245,7 +249,7 @@ class _PieceExchange:
         owners = [context.order[r * number : (r + 1) * number] for r in range(context.size)]
         from_rank = [[n for n in wanted if n in pieces] for pieces in owners]
         received = [n for pieces in from_rank for n in pieces]
-        sent = [place for places in by_rank for place in places]
+        sent = [index for indices in by_rank for index in indices]
         ascending = [received.index(n) for n in wanted]
         self.sent = torch.tensor(sent, dtype=torch.int64, device=device)
         self.ascending = torch.tensor(ascending, dtype=torch.int64, device=device)

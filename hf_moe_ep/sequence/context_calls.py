@@ -4,27 +4,30 @@ A call computes the attention of the queries `start` to `stop` - 1 to the keys `
 `last` - 1. Which keys these are, and how stock code learns which query sees which key, depends on
 the attention function:
 
-    a mask (B or 1, 1, S, S)    its rows of the queries and its columns of the keys. The keys are
-                                those between the first and the last one that any query sees, so a
-                                sliding window costs as much as in stock code. One host sync per
-                                mask and forward
-    a mask of this rank's rows  the same; ranks tell each other the first and the last key
-    (mask_rows.py)
-    a BlockMask                 a BlockMask of these queries, with the same function. The keys are
-                                those of the blocks that any query sees
-    sdpa without a mask         torch's causal_lower_right, with which the kernels of a GPU need no
-                                mask; nothing if the model is not causal
-    others without a mask       the rows of a causal mask; none if the model is not causal
-    eager without a mask        all keys
-    flash attention             no mask. It aligns the last query with the last key, so causal
-                                masks and windows are right if the keys end with the queries.
-                                Padding masks (B, S) are sliced. From each document of a packed
-                                row a call gets its queries and all keys up to the last of them
-    flash attention that is     the queries are padded to the length of the keys, since the last
-    not causal, with a window,  query is not that of the last key
+    a mask (B or 1, 1, S, S)    The call gets the mask's rows of its queries, and all keys from the
+                                first to the last key that one of its queries sees. A sliding
+                                window therefore costs as much as in stock code. There is one host
+                                sync per mask and forward.
+    a mask of this rank's rows  The same. The ranks exchange the numbers of these first and last
+    (mask_rows.py)              keys.
+    a BlockMask                 The call gets a BlockMask of its queries, with the same function,
+                                and all keys from the first to the last block that one of its
+                                queries sees.
+    sdpa without a mask         The call gets torch's causal_lower_right, which GPU kernels apply
+                                without building a mask; or no mask if the model is not causal.
+    others without a mask       The call gets the rows of a causal mask; or no mask if the model is
+                                not causal.
+    eager without a mask        The call gets all keys.
+    flash attention             The call gets no mask. Flash attention aligns the last query with
+                                the last key, so causal masks and windows are right if the keys end
+                                with the queries. Padding masks (B, S) are sliced. For a packed row
+                                the call gets, for each document with some of its queries, these
+                                queries and the document's keys up to the last of these queries.
+    flash attention that is     The queries are padded to the length of the keys, because the last
+    not causal, with a window,  query does not belong to the last key.
     a mask or documents
 
-Every rank plans the calls of all ranks, so it knows which keys and values the others need.
+Every rank plans the calls of all ranks, so it knows which keys and values the other ranks need.
 """
 
 from __future__ import annotations
@@ -42,13 +45,13 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from hf_moe_ep.ranks.collectives import gather_counts
 from hf_moe_ep.sequence.packed_rows import check_packed_flash, find_documents
-from hf_moe_ep.sequence.partial_attention import QueryKeyRange, once, slice_block_mask
+from hf_moe_ep.sequence.partial_attention import QueryKeyRange, compute_once, slice_block_mask
 from hf_moe_ep.sequence.slices import Slice
 from hf_moe_ep.upstream.attention_interface import is_eager, uses_flash_attention, uses_sdpa
 from hf_moe_ep.upstream.autograd_modes import hidden_from_modes
 
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# The attribute of an attention module that has its name in the model, for errors.
+# This attribute of an attention module has the name of the module in the model, for errors.
 MODULE_PATH = "_hf_moe_ep_path"
 # The first and the last token + 1 of each document.
 _Documents = list[tuple[int, int]]
@@ -59,7 +62,8 @@ class Call:
     """One call of stock attention code: queries `start` to `stop` - 1, keys `first` to `last` - 1.
 
     Attributes:
-        build_mask: returns the mask that stock code gets; only the rank that runs a call builds it.
+        build_mask: returns the mask that stock code gets, or None. Only the rank that runs the call
+            builds the mask.
         kwargs: other arguments of stock code.
         pads_queries: True if the queries are padded to the length of the keys.
     """
@@ -98,9 +102,9 @@ class _Layer:
         given = self.kwargs.get("is_causal")
         return bool(getattr(self.module, "is_causal", True) if given is None else given)
 
-    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """Return what was computed from this mask before in this forward, or compute it."""
-        return once(self.context.computed, key, self.mask, compute)
+    def compute_once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Return what was computed from this mask earlier in this forward, or compute it."""
+        return compute_once(self.context.computed, key, self.mask, compute)
 
 
 def plan_calls(
@@ -115,7 +119,7 @@ def plan_calls(
 
     Args:
         module: the attention module, with its stock config.
-        mask, kwargs: the arguments of the attention function for the whole sequence.
+        mask, kwargs: the arguments of the attention function, for the whole sequence.
         rows: the number of rows in the batch.
 
     Raises:
@@ -127,34 +131,36 @@ def plan_calls(
             f"{layer.name} adds a position_bias to its scores, which cp_size={context.size} does "
             f"not split; leave cp_size at 1"
         )
-    plan = _plan_flash if uses_flash_attention(module) else _plan
+    plan = _plan_flash_call if uses_flash_attention(module) else _plan_call
     return [
         [plan(layer, start, stop) for start, stop in context.spans_of(rank) if start < stop]
         for rank in range(context.size)
     ]
 
 
-def _plan(layer: _Layer, start: int, stop: int) -> Call:
+def _plan_call(layer: _Layer, start: int, stop: int) -> Call:
     mask, context = layer.mask, layer.context
     call = Call(start, stop, 0, context.length, lambda: None, layer.kwargs)
     if isinstance(mask, BlockMask):
-        first, last = layer.once(("blocks",), lambda: _find_seen_blocks(mask, context))[start]
+        bounds = layer.compute_once(("blocks",), lambda: _find_seen_blocks(mask, context))
+        first, last = bounds[start]
         box = QueryKeyRange(start, stop, first, last)
-        build = partial(layer.once, ("block", start), partial(slice_block_mask, mask, box))
+        build = partial(layer.compute_once, ("block", start), partial(slice_block_mask, mask, box))
         return replace(call, first=first, last=last, build_mask=build)
     if isinstance(mask, Tensor) and mask.ndim == 4 and _has_own_rows(mask, context):
-        first, last = layer.once(("seen",), lambda: _gather_seen_keys(mask, context))[start]
+        bounds = layer.compute_once(("seen",), lambda: _gather_seen_keys(mask, context))
+        first, last = bounds[start]
         return replace(
             call,
             first=first,
             last=last,
-            build_mask=lambda: _own_rows(mask, start, stop, context)[..., first:last],
+            build_mask=lambda: _take_own_rows(mask, start, stop, context)[..., first:last],
         )
     if isinstance(mask, Tensor) and mask.ndim == 4:
-        of_queries = mask.expand(-1, -1, context.length, -1)  # one row may be that of all queries
-        seen = layer.once(("seen",), lambda: _find_seen_keys(of_queries, context))
-        first, last = seen[start]
-        rows = of_queries[:, :, start:stop, first:last]  # a view
+        query_rows = mask.expand(-1, -1, context.length, -1)  # one row may hold for all queries
+        bounds = layer.compute_once(("seen",), lambda: _find_seen_keys(query_rows, context))
+        first, last = bounds[start]
+        rows = query_rows[:, :, start:stop, first:last]  # a view
         return replace(call, first=first, last=last, build_mask=lambda: rows)
     if mask is not None:
         shape = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -166,7 +172,8 @@ def _plan(layer: _Layer, start: int, stop: int) -> Call:
     if is_eager(layer.module) or not layer.is_causal:
         return call
     if start == 0 or stop - start == 1:
-        # Stock code masks as many queries as keys by itself, and a single query sees all keys.
+        # If there are as many queries as keys, stock code makes a causal mask itself. A single
+        # query sees all keys up to its own.
         return replace(call, last=stop)
     if uses_sdpa(layer.module):
         return replace(call, last=stop, build_mask=partial(_mask_lower_right, stop - start, stop))
@@ -175,28 +182,28 @@ def _plan(layer: _Layer, start: int, stop: int) -> Call:
         ones = torch.ones(1, 1, stop - start, stop, dtype=torch.bool, device=layer.device)
         return ones.tril(start)
 
-    return replace(call, last=stop, build_mask=partial(layer.once, ("causal", start), make))
+    return replace(call, last=stop, build_mask=partial(layer.compute_once, ("causal", start), make))
 
 
 def _mask_lower_right(queries: int, keys: int) -> Any:
     """Return torch's mask that aligns the last query with the last key.
 
-    Torch cannot create this subclass of a tensor inside of a dispatch mode, such as that of
-    selective activation checkpointing.
+    Torch cannot create this subclass of a tensor inside a dispatch mode, for example in selective
+    activation checkpointing.
     """
     with hidden_from_modes():
         return causal_lower_right(queries, keys)
 
 
 def _find_seen_blocks(mask: BlockMask, context: Slice) -> dict[int, tuple[int, int]]:
-    """Map the first query of each piece to (first key, last key + 1) of the blocks that it sees."""
+    """Map the first query of each piece to (first key, last key + 1) of the blocks it sees."""
     blocks = mask.to_dense().flatten(0, -3).any(0).cpu()
     query_block, key_block = mask.BLOCK_SIZE
     bounds = {}
     for start, stop in (s for rank in range(context.size) for s in context.spans_of(rank)):
         if start < stop:
-            of_queries = blocks[start // query_block : -(-stop // query_block)].any(0)
-            seen = of_queries.nonzero().flatten().tolist() or [0]
+            seen_blocks = blocks[start // query_block : -(-stop // query_block)].any(0)
+            seen = seen_blocks.nonzero().flatten().tolist() or [0]
             last = min((seen[-1] + 1) * key_block, context.length)
             bounds[start] = seen[0] * key_block, last
     return bounds
@@ -207,31 +214,31 @@ def _has_own_rows(mask: Tensor, context: Slice) -> bool:
     return context.has_mask_rows and mask.shape[2] == context.local
 
 
-def _own_rows(mask: Tensor, start: int, stop: int, context: Slice) -> Tensor:
+def _take_own_rows(mask: Tensor, start: int, stop: int, context: Slice) -> Tensor:
     """Return the rows `start` to `stop` - 1 of a mask that has only the rows of this rank."""
     first = list(context.pieces).index(start // context.piece) * context.piece
     return mask[:, :, first : first + stop - start]
 
 
 def _gather_seen_keys(mask: Tensor, context: Slice) -> dict[int, tuple[int, int]]:
-    """Return what `_find_seen_keys` does, for a mask that has only the rows of this rank."""
+    """Return the result of `_find_seen_keys` for a mask that has only the rows of this rank."""
     own = mask.new_zeros(len(context.pieces), 2, dtype=torch.int64)
-    for place, (start, stop) in enumerate(context.spans):
+    for index, (start, stop) in enumerate(context.spans):
         if start < stop:
-            own[place] = _bounds_of_seen(_own_rows(mask, start, stop, context))
+            own[index] = _count_unseen_keys(_take_own_rows(mask, start, stop, context))
     by_rank = gather_counts(own.flatten(), context.group, where="masks of context parallelism")
     return {
-        start: (numbers[2 * place], context.length - numbers[2 * place + 1])
+        start: (numbers[2 * index], context.length - numbers[2 * index + 1])
         for rank, numbers in enumerate(by_rank)
-        for place, (start, stop) in enumerate(context.spans_of(rank))
+        for index, (start, stop) in enumerate(context.spans_of(rank))
         if start < stop
     }
 
 
 def _find_seen_keys(mask: Tensor, context: Slice) -> dict[int, tuple[int, int]]:
-    """Map the first query of each piece to (first key, last key + 1) that its queries see."""
+    """Map the first query of each piece to (first, last + 1) of the keys that its queries see."""
     spans = [s for rank in range(context.size) for s in context.spans_of(rank) if s[0] < s[1]]
-    bounds = [_bounds_of_seen(mask[:, :, start:stop]) for start, stop in spans]
+    bounds = [_count_unseen_keys(mask[:, :, start:stop]) for start, stop in spans]
     firsts_and_behinds = torch.stack(bounds).tolist()
     return {
         start: (first, context.length - behind)
@@ -239,20 +246,20 @@ def _find_seen_keys(mask: Tensor, context: Slice) -> dict[int, tuple[int, int]]:
     }
 
 
-def _bounds_of_seen(mask: Tensor) -> Tensor:
-    """Return the numbers of keys in front of and behind those that queries see, int64 [2].
+def _count_unseen_keys(mask: Tensor) -> Tensor:
+    """Count the keys before the first and behind the last key that a query sees, int64 [2].
 
-    If a query sees no key, stock code may give it the mean of all values. Its piece therefore gets
-    all keys, as in stock code.
+    If a query sees no key, stock code may return the mean of all values for it. The result is then
+    [0, 0], so its piece gets all keys, as in stock code.
     """
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
     is_seen = seen.flatten(0, 2).any(0).to(torch.uint8)
     return torch.stack([is_seen.argmax(), is_seen.flip(0).argmax()]) * seen.any(-1).all()
 
 
-def _plan_flash(layer: _Layer, start: int, stop: int) -> Call:
+def _plan_flash_call(layer: _Layer, start: int, stop: int) -> Call:
     mask, context, causal = layer.mask, layer.context, layer.is_causal
-    documents = layer.once(("documents",), lambda: _find_flash_documents(layer))
+    documents = layer.compute_once(("documents",), lambda: _find_flash_documents(layer))
     window = layer.kwargs.get("sliding_window")
     first, last = 0, stop if causal else context.length
     if window is not None:
@@ -265,15 +272,15 @@ def _plan_flash(layer: _Layer, start: int, stop: int) -> Call:
         inside = [(max(a, first), min(b, last)) for a, b in documents if a < stop and b > start]
         first, last = inside[0][0], inside[-1][1]
         queries = inside if pads_queries else [(max(a, start), min(b, stop)) for a, b in inside]
-        lengths = partial(_lengths, queries, inside, layer.device)
-        kwargs |= layer.once(("lengths", start, first, last, pads_queries), lengths)
+        lengths = partial(_make_lengths, queries, inside, layer.device)
+        kwargs |= layer.compute_once(("lengths", start, first, last, pads_queries), lengths)
     elif mask is not None:
         mask = mask[:, first:last]
     return Call(start, stop, first, last, lambda: mask, kwargs, pads_queries)
 
 
-def _lengths(queries: _Documents, keys: _Documents, device: torch.device) -> dict[str, Any]:
-    """Return the arguments that tell flash attention the documents of its queries and keys."""
+def _make_lengths(queries: _Documents, keys: _Documents, device: torch.device) -> dict[str, Any]:
+    """Make the arguments that describe the documents of queries and keys to flash attention."""
     lengths: dict[str, Any] = {}
     for side, bounds in (("q", queries), ("k", keys)):
         sizes = [stop - start for start, stop in bounds]
@@ -283,7 +290,7 @@ def _lengths(queries: _Documents, keys: _Documents, device: torch.device) -> dic
 
 
 def _find_flash_documents(layer: _Layer) -> _Documents | None:
-    """Return the documents of a packed row, which flash attention finds by positions or lengths."""
+    """Return the documents of a packed row, as flash attention finds them; None if not packed."""
     if layer.mask is not None:
         return None
     ends = layer.kwargs.get("cu_seq_lens_q")

@@ -1,29 +1,30 @@
-"""`GatheringCache`: give local queries the keys of the whole sequence, through the cache argument.
+"""`GatheringCache`: give a rank's queries the keys of the whole sequence, by the cache argument.
 
 An attention module with an indexer first scores all earlier tokens, and then attends to the tokens
 with the highest scores. In generation such a module passes its new keys to a cache, which returns
-the keys of all tokens so far. In training it gets this class instead, whose methods all-gather the
-keys of the slices. The stock forward is unchanged, and its queries remain those of the slice:
+the keys of all tokens so far. In training it gets a `GatheringCache` instead, whose methods
+all-gather the keys of the slices. The stock forward is unchanged, and keeps the queries of its
+slice:
 
                keys of its slice     after cache.update       queries of its slice
     rank 0     k0 k1                 k0 k1 k2 k3              q0 q1
     rank 1     k2 k3                 k0 k1 k2 k3              q2 q3
 
-The queries, the scores of the indexer, the attention and its output are divided by sp_size. The
-keys and values are not, because every rank has those of the whole sequence. With latent attention
-only the latents are gathered, before the model computes keys and values from them. With context
-parallelism the same holds for all cp x sp ranks of a batch, whose slices are then consecutive. A
-rank sends (sp - 1) * (latent + rotary + indexer) values per token of its slice in forward, for
-example (sp - 1) * (512 + 64 + 128) for DeepSeek-V3.2. In backward it sends (sp - 1) * (latent +
-rotary) gradients, because the choice of tokens has no gradient.
+Each rank has 1 / sp_size of the queries, of the indexer's scores and of the attention, but the keys
+and values of the whole sequence. With latent attention only the latents are gathered, before the
+model computes keys and values from them. With context parallelism all cp x sp ranks of a batch
+gather keys in this way, and their slices are consecutive. A rank sends (sp - 1) * (latent + rotary
++ indexer) values per token of its slice in forward, for example (sp - 1) * (512 + 64 + 128) for
+DeepSeek-V3.2. In backward it sends (sp - 1) * (latent + rotary) gradients, because the choice of
+tokens has no gradient.
 
 A compressor (DeepSeek-V4) joins the keys of a window of tokens into one key. It passes its keys and
 gates to the cache, which gathers both, so that every rank compresses all windows of the sequence.
-Attention uses one tensor as its keys and as its values, which is gathered once. Let W be the width
-of a head, and C the width of the compressor's keys (2 W if windows overlap). For each token of its
-slice a rank sends (sp - 1) * (W + 2 C) values in forward, and as many in backward: attention's
-keys, and the compressor's keys and gates. The compressor of an indexer sends its keys and gates in
-forward, but not in backward.
+Attention uses the same tensor as keys and as values, and gathers it once. Let W be the width of a
+head, and C the width of the compressor's keys (2 W if windows overlap). For each token of its slice
+a rank sends (sp - 1) * (W + 2 C) values in forward, and as many in backward: attention's keys, and
+the compressor's keys and gates. The compressor of an indexer sends its keys and gates only in
+forward.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class GatheringCache:
     ) -> tuple[Tensor, Tensor]:
         """Gather keys and values, or both parts of the latents: (B, Q, S / sp, W) to (B, Q, S, W).
 
-        The other arguments are options of other caches.
+        Other caches use the remaining arguments.
         """
         self.keys = self.gather(keys)
         return self.keys, self.keys if values is keys else self.gather(values)
@@ -75,7 +76,7 @@ class GatheringCache:
 
 
 class _Layers:
-    """The layers of a cache, by their index."""
+    """The layers of a cache by their index."""
 
     def __init__(self, cache: GatheringCache) -> None:
         self._cache = cache
@@ -97,7 +98,7 @@ class _Layer:
         return self._cache.keys
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens up to the end of the slice, where the queries end."""
+        """Return the number of tokens up to the end of the slice, which has the last query."""
         part = self._cache.part
         assert part.is_in_order, "the queries of a slice are consecutive (sequence/attach.py)"
         return (part.rank + 1) * part.local
@@ -112,8 +113,8 @@ class _Layer:
         """Gather keys and gates, (B, S / sp, C) to (B, S, C).
 
         Returns:
-            The keys and the gates, without the last tokens that fill no window, and the position
-            of the first window, 0.
+            The keys and the gates, without the last tokens if these do not fill a window, and the
+            position of the first window (0).
         """
         part, rate = self._cache.part, self._cache.compress_rate
         stop = part.length // rate * rate
@@ -124,5 +125,5 @@ class _Layer:
         return None, None
 
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
-        """Return the compressed keys, which are those of the whole sequence."""
+        """Return the compressed keys unchanged; they already cover the whole sequence."""
         return compressed

@@ -1,18 +1,19 @@
-"""`LatentCache`: with cp_size > 1, gather latents in front of the keys and values made from them.
+"""`LatentCache`: with cp_size > 1, gather latents before keys and values are computed from them.
 
 Latent attention (MLA) computes the keys and values of all heads from one latent and one rotary key
-per token. In generation it stores these two in its cache, and computes keys and values afterwards.
-In training it gets this class instead, whose method all-gathers them over the cp group:
+per token. In generation it stores latents and rotary keys in its cache, and computes keys and
+values afterwards. In training it gets a `LatentCache`, whose method all-gathers latents and rotary
+keys over the cp group:
 
     stock code     latent, rotary key      for the tokens of this rank
     cache.update   all-gather              over the cp ranks
     stock code     keys, values            for all tokens
     attention      queries of this rank    (context.py)
 
-For DeepSeek-V3 a rank sends (cp - 1) * (512 + 64) values per token of its slice. The keys and
-values of its 128 heads would be (cp - 1) * 128 * (192 + 128). With sequence parallelism, too, a
-rank gathers the latents of the cp ranks with its own index in their sp groups. The keys and values
-are then exchanged for those of this rank's heads, as without context parallelism:
+For DeepSeek-V3 a rank sends (cp - 1) * (512 + 64) values per token of its slice, where the keys and
+values of its 128 heads would be (cp - 1) * 128 * (192 + 128) values. If sp_size is > 1 as well, the
+cp group of a rank has one rank of each sp group, so the first gather is incomplete. The all-to-all
+of sequence parallelism (`ulysses.py`) then completes the tokens, and divides the heads:
 
                           rank 0    rank 1    rank 2    rank 3        (cp 2 x sp 2, 16 tokens)
     tokens                0-3       12-15     4-7       8-11
@@ -20,7 +21,7 @@ are then exchanged for those of this rank's heads, as without context parallelis
                                     8-11                8-11
     after the exchange    0-15      0-15      0-15      0-15          half of the heads
 
-The order of the tokens is restored after the exchange (`whole_order`).
+`restore_order` sorts the tokens after the exchange.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from hf_moe_ep.upstream.models import CACHE_NAMES
 
 
 class LatentCache:
-    """The method of a cache that latent attention calls; `part` is the slice of this rank."""
+    """Replaces the cache of latent attention. `part` is the slice of this rank."""
 
     def __init__(self, part: Slice) -> None:
         self.part = part
@@ -45,22 +46,22 @@ class LatentCache:
     def update(
         self, latents: Tensor, rotary_keys: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Gather (B, Q, S / ranks, W) over the cp group; other arguments are for other caches."""
+        """Gather (B, Q, S / ranks, W) over the cp group. Other caches use the other arguments."""
         part = self.part
         assert part.context is not None
         context = part.context
         if part.heads.size > 1:
-            # One slice per cp rank, in turn.
+            # Without zigzag order: one slice per cp rank, which `restore_order` sorts later.
             context = Slice(context.group, context.rank, context.size, context.size * part.local)
-        together = torch.cat([latents, rotary_keys], -1).transpose(1, 2)
-        whole = gather_slices(together, context).transpose(1, 2)
+        packed = torch.cat([latents, rotary_keys], -1).transpose(1, 2)
+        gathered = gather_slices(packed, context).transpose(1, 2)
         part.keys_are_gathered = True
-        first, second = whole.split([latents.shape[-1], rotary_keys.shape[-1]], -1)
-        return first, second
+        all_latents, all_keys = gathered.split([latents.shape[-1], rotary_keys.shape[-1]], -1)
+        return all_latents, all_keys
 
 
 class GatherLatents(Ours):
-    """Pre-forward hook of latent attention: passes a `LatentCache` as its cache."""
+    """Pre-forward hook of latent attention, which passes a `LatentCache` as the cache."""
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -72,10 +73,10 @@ class GatherLatents(Ours):
         return args, kwargs | {name: cache for name in CACHE_NAMES if name in kwargs}
 
 
-def whole_order(x: Tensor, part: Slice) -> Tensor:
-    """Put the exchanged tokens (B, Q / sp, cp * S, W) of gathered slices into their order.
+def restore_order(x: Tensor, part: Slice) -> Tensor:
+    """Sort the tokens (B, Q / sp, tokens, W) that were gathered over cp and exchanged over sp.
 
-    The exchange has the slices of one sp rank after those of another one, each of all cp ranks.
+    They come ordered by sp rank, then by cp rank; `Slice.join` needs them by cp rank, then sp rank.
     """
     assert part.context is not None
     by_rank = x.unflatten(2, (part.heads.size, part.context.size, -1)).transpose(2, 3)

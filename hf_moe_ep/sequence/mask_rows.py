@@ -1,20 +1,21 @@
 """Build only the rows of attention masks that belong to the queries of this cp rank.
 
 For padded or packed batches and for sliding windows, Transformers builds masks (B, 1, S, S) of all
-queries and keys. A cp rank needs the rows of its own queries alone, which are S / cp of them. With
-cp 2 and 16 tokens in zigzag order (`slices.py`):
+queries and keys. A cp rank needs only the S / cp rows of its own queries. With cp 2 and 16 tokens
+in zigzag order (`slices.py`):
 
     rank 0    rows 0-3, rows 12-15     (B, 1, 8, 16)
     rank 1    rows 4-7, rows 8-11      (B, 1, 8, 16)
 
 The functions of transformers' masking_utils.py, such as `create_causal_mask`, decide which query
-sees which key, and call the mask function of the attention implementation with a number of queries
-and the number of the first one. The modules that call them get a view of their config, which names
-a mask function of ours. It calls the stock function once for each piece of this rank.
+sees which key. They call the mask function of the attention implementation with the number of
+queries and the position of the first query. The modules that call `create_causal_mask` get a view
+of their config that selects `MaskRows` as the mask function. `MaskRows` calls the stock function
+once for each piece of this rank.
 
-Masks stay whole if nothing is padded (then there is usually no mask at all), in models whose mixers
-contain attention, for packed rows of a model with mixers, and for FlexAttention and flash
-attention, which need no such masks. A mask that the caller has built is not changed.
+These cases are left to stock code: batches that need no mask, models whose mixers contain
+attention, packed rows of a model with mixers, and FlexAttention and flash attention, which need no
+such masks. A mask that the caller has built is not changed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hf_moe_ep.upstream.attention_interface import builds_dense_masks, config_wi
 
 
 class MaskRows(RunningSlice):
-    """Builds masks for the slice of the forward of a module that builds masks."""
+    """The mask function of a module that builds masks; `part` is the slice of its forward."""
 
     def applies(self) -> bool:
         """Return True in a forward whose sequences are split over cp ranks."""
@@ -43,14 +44,14 @@ class MaskRows(RunningSlice):
     def __call__(self, stock: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
         """Call a stock mask function for the rows of this rank, or for all rows.
 
-        The arguments are those of transformers' mask functions. The result is (B, 1, S / cp, S),
-        or None if the stock function would return None.
+        Returns:
+            (B, 1, S / cp, S), or the result of the stock function: None or (B, 1, S, S).
         """
         context = None if self.part is None else self.part.context
         if context is None or not _has_rows(self.part, kwargs) or _is_left_out(stock, kwargs):
             return stock(**kwargs)
         context.has_mask_rows = True
-        # Stock code could leave out the rows of one piece, which alone need no mask.
+        # With these flags stock code would return None for a piece whose rows need no mask.
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         rows = []
         for start, stop in context.spans:
@@ -69,7 +70,7 @@ class MaskRows(RunningSlice):
 
 
 def _has_rows(part: Slice | None, kwargs: dict[str, Any]) -> bool:
-    """Return True if a mask with rows for this rank can be told from a whole one by its shape."""
+    """Return True if the shape of a mask will show if it is whole or has only this rank's rows."""
     assert part is not None and part.context is not None
     lengths = [int(kwargs[name]) for name in ("q_length", "kv_length")]
     is_whole = lengths == [part.length] * 2 and int(kwargs.get("q_offset", 0)) == 0
@@ -77,10 +78,11 @@ def _has_rows(part: Slice | None, kwargs: dict[str, Any]) -> bool:
 
 
 def _is_left_out(stock: Callable[..., Tensor | None], kwargs: dict[str, Any]) -> bool:
-    """Return True if the stock function returns None, which it does if attention needs no mask.
+    """Return True if the stock function returns None because attention needs no mask.
 
-    This is found by a call with two tokens that are padded, and limited by a window, if the tokens
-    of the batch are.
+    A batch with padding always needs a mask. Otherwise the stock function is called with two tokens
+    instead of the batch. Their window is longer than two tokens if the window of the batch is
+    longer than its rows.
     """
     if not (kwargs.get("allow_is_causal_skip") or kwargs.get("allow_is_bidirectional_skip")):
         return False
@@ -98,7 +100,7 @@ def _sees_earlier(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tens
 
 
 class BeginMasks(Ours):
-    """Pre-forward hook of a module that builds masks: sets the slice of this forward."""
+    """Pre-forward hook of a module that builds masks, which sets the slice of this forward."""
 
     def __init__(self, rows: MaskRows) -> None:
         self.rows = rows
@@ -108,7 +110,7 @@ class BeginMasks(Ours):
 
 
 def attach_mask_rows(parts: Parts, state: ModelState) -> None:
-    """Give the modules around the decoder layers a config that builds the rows of this rank."""
+    """Give the modules around the decoder layers a config that selects `MaskRows`."""
     in_mixers = {m for mixers in parts.mixers for child in mixers.values() for m in child.modules()}
     if not in_mixers.isdisjoint(parts.attention):
         return

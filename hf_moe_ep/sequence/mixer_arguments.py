@@ -1,15 +1,15 @@
 """Find the arguments of a mixer that have one entry per token, to gather them or to cut documents.
 
-    argument                          a slice is gathered         a document is cut from
+    argument                          slices are gathered         a document is cut from
     hidden_states (B, S, ...)         yes                         dimensions 0 and 1
-    position_embeddings, ...          as `layer_arguments.py`     the dimensions given there
+    position_embeddings, ...          as `slice_arguments.py`     the dimensions given there
     masks (B, S) or (B, 1, S, S)      no, they are whole          dimension 1, or 2 and 3
     relative_distance (S, S)          no, it is whole             dimensions 0 and 1
-    any other                         no                          nothing
+    all others                        no                          no dimension
 
-Hidden states are all arguments of three or more dimensions that the signature of the module names,
-so the name does not matter. Tensors in the module's `**kwargs` are passed on unchanged, except the
-arguments that describe a packed row: a single document needs none.
+An argument counts as hidden states if the signature of the module names it and it has three or more
+dimensions; its name does not matter. Tensors in the module's `**kwargs` are passed on unchanged.
+Only the arguments that describe a packed row are dropped, because a single document needs none.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_moe_ep.sequence.layer_arguments import BY_TOKEN, named_parameters
+from hf_moe_ep.sequence.slice_arguments import BY_TOKEN, named_parameters
 
-# Arguments (S, S) with one entry per query and key, the same for all rows.
+# Arguments (S, S) with one entry per query and key, which all rows of the batch share.
 _BY_PAIR = {"relative_distance"}
 # A call of a module: its positional and its keyword arguments.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -45,7 +45,7 @@ class Document:
     stop: int
 
     def take(self, x: Tensor, *dims: int, batch_dim: int = 0) -> Tensor:
-        """Take the tokens in `dims`. A batch dimension of size 1 is shared by all rows."""
+        """Select the tokens in `dims`, and the row. All rows share a batch dimension of size 1."""
         if x.shape[batch_dim] == self.rows:
             x = x.narrow(batch_dim, self.row, 1)
         for dim in dims:
@@ -60,7 +60,7 @@ class MixerArguments:
     Attributes:
         name: the name of the module, for errors.
         names: the names in the signature.
-        positional: those of the positional arguments, in order.
+        positional: the names of the positional arguments, in order.
     """
 
     name: str
@@ -68,7 +68,7 @@ class MixerArguments:
     positional: tuple[str, ...]
 
     def change(self, call: Call, change: Callable[[str, Any], Any]) -> Call:
-        """Replace every tensor or other value `x` of a call by `change(name, x)`."""
+        """Replace each value `x` by `change(name, x)`, also in tuples, lists and dicts."""
         args, kwargs = call
         named = zip(self.positional, args, strict=False)
         return (
@@ -77,20 +77,20 @@ class MixerArguments:
         )
 
     def has_tokens(self, name: str, value: Any) -> bool:
-        """Return True if dimension 1 of an argument that is not a mask counts tokens."""
+        """Return True if an argument is not a mask and its dimension 1 counts tokens."""
         if not isinstance(value, Tensor) or name.endswith("mask"):
             return False
         return BY_TOKEN.get(name) == 1 or (name in self.names and value.ndim >= 3)
 
-    def of_document(self, call: Call, document: Document) -> Call:
-        """Return the call for one document of packed rows."""
+    def cut_document(self, call: Call, document: Document) -> Call:
+        """Cut one document of packed rows out of the arguments of a call."""
         args, kwargs = call
         kwargs = {name: value for name, value in kwargs.items() if name not in _DESCRIBE_PACKING}
         return self.change((args, kwargs), lambda name, x: self._cut(name, x, document))
 
     def _cut(self, name: str, value: Any, document: Document) -> Any:
         if isinstance(value, MutableMapping):
-            # Layers share keys and values in it. Each document gets a mapping of its own.
+            # Layers share keys and values in this mapping. Each document gets its own mapping.
             key = (document.row, document.start)
             return value.setdefault(key, type(value)())
         if name.endswith("mask") and value is not None:
@@ -103,7 +103,7 @@ class MixerArguments:
         if name in BY_TOKEN:
             dim = BY_TOKEN[name] % value.ndim
             is_shared = value.shape[dim] == 1
-            # Positions of three axes are (3, B, S).
+            # Positions with three axes are (3, B, S).
             batch_dim = 1 if name == "position_ids" and value.ndim == 3 else 0
             return value if is_shared else document.take(value, dim, batch_dim=batch_dim)
         return document.take(value, 1) if self.has_tokens(name, value) else value
@@ -119,7 +119,7 @@ class MixerArguments:
         )
 
 
-def mixer_arguments(name: str, module: nn.Module) -> MixerArguments:
+def read_mixer_arguments(name: str, module: nn.Module) -> MixerArguments:
     """Read the signature of a mixer; `name` is the module's name, for errors."""
     parameters = named_parameters(module)
     positional = (p.name for p in parameters if p.kind != p.KEYWORD_ONLY)
@@ -132,7 +132,7 @@ def describes_packing(kwargs: dict[str, Any]) -> bool:
 
 
 def _change(name: str, value: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Apply `change` to the values in tuples, lists and dicts, which have the name of the whole."""
+    """Apply `change` to a value, or to each element of a tuple, list or dict of this name."""
     if type(value) in (tuple, list):
         return type(value)(_change(name, element, change) for element in value)
     if type(value) is dict:

@@ -1,22 +1,22 @@
 """Run mixers on whole sequences: gather the slices, run the stock module, slice its output.
 
 A mixer is a module that mixes the tokens of a sequence without transformers' attention interface,
-such as a delta net, a Mamba, a short convolution or an indexer. In every decoder layer, the direct
-child that is or contains a mixer gets whole sequences. With 2 ranks and 8 tokens:
+such as a delta net, a Mamba block, a short convolution or an indexer. In every decoder layer, the
+direct child that is or contains a mixer gets whole sequences. With 2 ranks and 8 tokens:
 
     rank 0   tokens 0-3  |  tokens 0-7, all heads and channels  |  tokens 0-3
     rank 1   tokens 4-7  |  tokens 0-7, all heads and channels  |  tokens 4-7
              all-gather     stock code                             slice
 
-This works for any module, but it does not divide the computation and the activations of the mixer
+This works for every module, but it does not divide the computation and the activations of the mixer
 by sp. With hidden size H, every rank sends (sp - 1) * H values per token of its slice in forward,
-and (sp - 1) * H values of gradients in backward. Arguments that `TakeSlice` has sliced, such as
-position embeddings, are not sent, because every rank still has the whole tensors. The gradients of
-parameters need no collective of their own: each rank computes those of its slice of the output, and
-FSDP2 adds the gradients of all ranks. An attention module with an indexer may instead keep its
-slice of the queries, and gather only its keys (gathering_cache.py). The recurrence of a delta net
-or a state space model may be split by heads, and a convolution may get only the tokens in front of
-the slice (recurrences.py).
+and as many gradients in backward. Arguments that `TakeSlice` has sliced, such as position
+embeddings, are not sent, because every rank still has the whole tensors. The gradients of
+parameters need no collective of their own: each rank computes the gradients by its slice of the
+output, and FSDP2 adds the gradients of all ranks. Some mixers are divided instead: an attention
+module with an indexer keeps its slice of the queries, and gathers only its keys
+(gathering_cache.py). The recurrence of a delta net or a state space model is split by heads, and a
+convolution gets only the last tokens in front of the slice (recurrences.py).
 
 For packed rows, a mixer runs once per document (packed_rows.py).
 """
@@ -39,7 +39,7 @@ from hf_moe_ep.state import Ours
 from hf_moe_ep.upstream.models import CACHE_NAMES, compress_rate
 from hf_moe_ep.upstream.recurrences import convolution_width
 
-# The function with which transformers checkpoints a layer (modeling_layers.py).
+# This attribute of a layer has the function that checkpoints it (modeling_layers.py).
 _CHECKPOINT = "_gradient_checkpointing_func"
 
 
@@ -49,14 +49,15 @@ class LayerSlice:
 
     A layer does not pass its keyword arguments on to all its children. A pre-forward hook of the
     layer therefore calls `begin`. `EndLayer` calls `end`, which frees the masks of whole sequences
-    to which a slice refers. Newer transformers checkpoint the forward of a layer without its hooks.
-    The checkpointed function then sets the slice of its own forward in each recompute.
+    to which the slice refers. Newer versions of transformers checkpoint the forward of a layer
+    without its hooks. `begin` then wraps the checkpointing function, so that each recompute sets
+    the slice of its own forward.
 
     Attributes:
         part: the slice, while the layer runs.
-        given: the arguments of the layer before they were sliced. They keep whole tensors alive,
-            for mixers that get whole sequences.
-        other_documents: the calls of a mixer for all documents of packed rows but the first.
+        given: the arguments of the layer before they were sliced. This attribute keeps the whole
+            tensors alive, for mixers that get whole sequences.
+        other_documents: for packed rows, the calls of a mixer for the second and later documents.
     """
 
     part: Slice | None = None
@@ -69,25 +70,25 @@ class LayerSlice:
         checkpoint = vars(layer).get(_CHECKPOINT)
         if part is None or checkpoint is None or torch.compiler.is_compiling():
             return
-        if _own_checkpoint(layer) is None:
+        if _find_own_checkpoint(layer) is None:
             setattr(layer, _CHECKPOINT, partial(_checkpoint_slice, self, checkpoint))
 
     def end(self, layer: nn.Module) -> None:
         """Forget the slice, and restore the function that checkpoints the layer.
 
-        In a model that is compiled as a whole, `begin` has changed no function, so recomputes read
-        `part`. This method then leaves `part` set until the next forward.
+        In a model that is compiled as a whole, `begin` has not wrapped the function, so recomputes
+        read `part`. This method then leaves `part` set until the next forward.
         """
         if torch.compiler.is_compiling():
             return
         self.part, self.given, self.other_documents = None, None, []
-        own = _own_checkpoint(layer)
+        own = _find_own_checkpoint(layer)
         if own is not None:
             setattr(layer, _CHECKPOINT, own.args[1])
 
 
-def _own_checkpoint(layer: nn.Module) -> partial[Any] | None:
-    """Return the wrapper that `begin` has set as a layer's checkpointing function, or None."""
+def _find_own_checkpoint(layer: nn.Module) -> partial[Any] | None:
+    """Return the wrapper that `begin` has set around a layer's checkpointing function, or None."""
     checkpoint = vars(layer).get(_CHECKPOINT)
     is_own = isinstance(checkpoint, partial) and checkpoint.func is _checkpoint_slice
     return checkpoint if is_own else None
@@ -101,12 +102,12 @@ def _checkpoint_slice(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call the checkpointing function `checkpoint`, whose recompute gets the slice of this call."""
+    """Checkpoint `function`, so that its recompute gets the slice of this call."""
     return checkpoint(_WithSlice(layer, function), *args, **kwargs)
 
 
 class _WithSlice:
-    """Wraps a checkpointed function: each call runs with the slice of the first one."""
+    """Wraps a checkpointed function. Each recompute runs with the slice of the first run."""
 
     def __init__(self, layer: LayerSlice, function: Callable[..., Any]) -> None:
         self._layer, self._function, self._part = layer, function, layer.part
@@ -122,7 +123,7 @@ class _WithSlice:
 
 
 class EndLayer(Ours):
-    """Forward hook of a decoder layer, also after an error: forgets the slice of the layer."""
+    """Forward hook of a decoder layer that forgets its slice, also after an error."""
 
     def __init__(self, layer: LayerSlice) -> None:
         self.layer = layer
@@ -138,11 +139,13 @@ class EndLayer(Ours):
 class MixerSplit(Enum):
     """How a mixer is divided over the ranks of an sp group.
 
-    WHOLE: it gets whole sequences, so it is not divided.
-    QUERIES: it keeps its slice of the queries, and gathers keys.
-    HEADS: it keeps its slice. Only its recurrence gets something else: some heads of whole
-        sequences, or the states of other ranks, or all heads of whole sequences (recurrences.py).
-    HALO: it keeps its slice, and its convolution also gets the last tokens in front of each piece.
+    WHOLE: the mixer gets whole sequences, so it is not divided.
+    QUERIES: the mixer keeps its slice of the queries, and gathers keys.
+    HEADS: the mixer keeps its slice, except in its recurrence. The recurrence gets some heads of
+        whole sequences, or its slice and the state before it, or all heads of whole sequences
+        (recurrences.py).
+    HALO: the mixer keeps its slice, and its convolution also gets the last tokens in front of each
+        piece.
     """
 
     WHOLE = "whole"
@@ -152,14 +155,14 @@ class MixerSplit(Enum):
 
 
 class GatherArguments(Ours):
-    """Pre-forward hook of a mixer: gathers its arguments if the mixer is not split.
+    """Pre-forward hook of a mixer, which gathers its arguments if the mixer is not split.
 
     For packed rows, the hook returns the arguments of the first document. `SliceOutput` runs the
     other documents.
 
     Attributes:
-        split: how the mixer is divided, if its rows are not packed.
-        current_split: how it is divided in the current forward.
+        split: how the mixer is divided if its rows are not packed.
+        current_split: how the mixer is divided in the current forward.
     """
 
     def __init__(self, layer: LayerSlice, arguments: MixerArguments, split: MixerSplit) -> None:
@@ -172,7 +175,7 @@ class GatherArguments(Ours):
         part = self.layer.part
         if part is None:
             return None
-        # Attention inside of the mixer gets whole sequences, as if they were not split.
+        # Attention inside the mixer gets whole sequences, as if sequences were not split.
         kwargs = {name: value for name, value in kwargs.items() if name != SLICE}
         self.current_split = self._choose_split(module, part, kwargs)
         if self.current_split == MixerSplit.QUERIES:
@@ -189,7 +192,7 @@ class GatherArguments(Ours):
             for row, bounds in enumerate(part.documents)
             for start, stop in bounds
         ]
-        first, *others = [self.arguments.of_document(call, d) for d in documents]
+        first, *others = [self.arguments.cut_document(call, d) for d in documents]
         self.layer.other_documents = others
         return first
 
@@ -205,7 +208,7 @@ class GatherArguments(Ours):
         return self.split
 
     def _gather(self, name: str, value: Any, part: Slice) -> Any:
-        """Return the whole of an argument with one entry per token."""
+        """Return the whole tensor of an argument with one entry per token; gather it if needed."""
         if part.size == 1 or not isinstance(value, Tensor):
             return value
         whole = part.find_whole(value)
@@ -222,7 +225,7 @@ class GatherArguments(Ours):
 
 
 def _can_split_queries(part: Slice, kwargs: dict[str, Any]) -> bool:
-    """Return False if stock code would take the queries of a slice for the last of the sequence.
+    """Return False if stock code would take the slice's queries for the end of the sequence.
 
     Stock code does so for a single query, and if it is called with position_ids=None.
     """
@@ -230,9 +233,9 @@ def _can_split_queries(part: Slice, kwargs: dict[str, Any]) -> bool:
 
 
 def _slice_mask(part: Slice, name: str, value: Any) -> Any:
-    """Slice a mask (B, S) of tokens, or (B or 1, 1, S, S) of queries and keys, to this rank's rows.
+    """Slice a mask to the tokens (B, S) or query rows (B or 1, 1, S, S) of this rank.
 
-    Padding tokens see every token, because the output of a query that sees no token is NaN.
+    Padding queries see every key, because the output of a query that sees no key is NaN.
     """
     if not name.endswith("mask") or value is None:
         return value
@@ -242,9 +245,9 @@ def _slice_mask(part: Slice, name: str, value: Any) -> Any:
 
 
 class SliceOutput(Ours):
-    """Forward hook of a mixer: slices its output.
+    """Forward hook of a mixer, which slices its output.
 
-    The outputs of packed documents are joined to rows first.
+    For packed rows it first runs the other documents, and joins the outputs to rows.
     """
 
     def __init__(self, gather: GatherArguments) -> None:
@@ -263,14 +266,15 @@ class SliceOutput(Ours):
             return output
         if isinstance(output, Tensor):
             return part.take(output, 1)
-        return tuple(None if x is None else part.take(x, 1) for x in _per_token(output))
+        return tuple(None if x is None else part.take(x, 1) for x in _keep_token_outputs(output))
 
 
-def _per_token(outputs: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-    """Replace all outputs of a mixer that do not have one entry per token by None.
+def _keep_token_outputs(outputs: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """Replace the outputs of a mixer that do not have one entry per token by None.
 
-    The first output has the hidden states (B, S, H), and others (B, S, K) have the chosen tokens of
-    an indexer. Attention weights and states have four dimensions; layers ignore them.
+    The first output is the hidden states (B, S, H). Other outputs with three dimensions, (B, S, K),
+    are the tokens that an indexer has chosen. Attention weights and states have four dimensions,
+    and layers ignore them.
     """
     first, *others = outputs
     return first, *(x if isinstance(x, Tensor) and x.ndim == 3 else None for x in others)
@@ -279,7 +283,7 @@ def _per_token(outputs: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
 def _join_documents(outputs: list[Any], documents: list[list[tuple[int, int]]]) -> Any:
     """Join the outputs (1, length of the document, ...) of all documents to (B, S, ...)."""
     if isinstance(outputs[0], tuple):
-        by_position = zip(*map(_per_token, outputs), strict=True)
+        by_position = zip(*map(_keep_token_outputs, outputs), strict=True)
         return tuple(_join_documents(list(outputs), documents) for outputs in by_position)
     if outputs[0] is None:
         return None
@@ -289,10 +293,10 @@ def _join_documents(outputs: list[Any], documents: list[list[tuple[int, int]]]) 
 
 
 def _widen(x: Tensor, width: int) -> Tensor:
-    """Repeat the last column up to `width` columns.
+    """Repeat the last column until there are `width` columns.
 
-    An indexer chooses fewer tokens in a document that is shorter than its limit. To choose a token
-    twice changes nothing.
+    An indexer chooses fewer tokens in a document that is shorter than its limit. It does not matter
+    if a token is chosen twice.
     """
     missing = width - x.shape[-1]
     return torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], dim=-1) if missing else x

@@ -1,9 +1,9 @@
-"""Compute each document of packed rows as if it were alone, where stock would mix documents.
+"""Compute each document of packed rows as if it were alone, where stock code would mix documents.
 
 If several documents are packed into one row, stock mixers mix the documents silently. Here a mixer
-runs once per document (`mixers.py`), and the mask of attention separates the documents even if the
-model has built this mask without the position ids, as some models without mixers do
-(MASKS_WITHOUT_POSITIONS). This also applies to a model with sp_size=1, where nothing is gathered.
+runs once per document (`mixers.py`). Attention separates the documents even if the model has built
+its mask without the position ids, as some models without mixers do (MASKS_WITHOUT_POSITIONS). All
+this also holds for a model with sp_size=1, where nothing is gathered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_moe_ep.upstream.attention_interface import is_eager, uses_flash_attentio
 
 
 class SeparateDocuments(Ours):
-    """Pre-forward hook of an attention module: separates packed documents.
+    """Pre-forward hook of an attention module, which separates packed documents in its mask.
 
     Most models build a mask that separates documents whose position ids restart. Some models, such
     as GraniteMoeHybrid and gpt-oss, build all masks without position ids.
@@ -64,7 +64,7 @@ class SeparateDocuments(Ours):
                     separated: Any = _separate_blocks(value, part, hidden.device)
                 else:
                     separated = _separate(value, part, hidden.device, is_causal=is_causal)
-                if value is None and is_eager(module):  # which adds its mask to the scores
+                if value is None and is_eager(module):  # eager attention adds its mask to scores
                     separated = _as_numbers(separated, hidden.dtype)
                 part.separated[id(value)] = value, separated
             return part.separated[id(value)][1]
@@ -75,9 +75,9 @@ class SeparateDocuments(Ours):
 def _separate(
     mask: Tensor | None, part: Slice, device: torch.device, *, is_causal: bool = True
 ) -> Tensor:
-    """Hide all tokens of other documents in a mask (B or 1, 1, S, S) of attention.
+    """Hide all tokens of other documents in an attention mask (B or 1, 1, S, S).
 
-    None stands for a causal mask, or for none if attention is not causal.
+    `mask=None` means a causal mask, or, if attention is not causal, that every token is visible.
     """
     numbers = _number_documents(part).to(device)
     same = (numbers.unsqueeze(1) == numbers.unsqueeze(2)).unsqueeze(1)  # (B, 1, S, S)
@@ -86,8 +86,8 @@ def _separate(
     if mask.dtype != torch.bool:
         return mask.masked_fill(~same, torch.finfo(mask.dtype).min)
     separated = mask & same
-    # With a mask of the caller, a padding token may see only tokens of other documents. It sees
-    # every token then, because the output of a query that sees no token is NaN.
+    # In a mask of the caller, a padding token may see only tokens of other documents. It then gets
+    # to see every token, because the output of a query that sees no token is NaN.
     return separated | ~separated.any(-1, keepdim=True)
 
 
@@ -97,7 +97,7 @@ def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _separate_blocks(mask: BlockMask, part: Slice, device: torch.device) -> BlockMask:
-    """Return a mask of FlexAttention that also hides all tokens of other documents."""
+    """Build a mask of FlexAttention that also hides all tokens of other documents."""
     numbers = _number_documents(part).to(device)
 
     def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def _separate_blocks(mask: BlockMask, part: Slice, device: torch.device) -> Bloc
 
 
 def _number_documents(part: Slice) -> Tensor:
-    """Return the number of the document of each token, (B, S)."""
+    """Number the documents of each row, and return the number of each token's document, (B, S)."""
     assert part.documents is not None
     numbers = torch.zeros(len(part.documents), part.length, dtype=torch.int64)
     for row, bounds in enumerate(part.documents):
@@ -121,8 +121,8 @@ def _number_documents(part: Slice) -> Tensor:
 def text_positions(positions: Tensor) -> Tensor | None:
     """Return the text positions (B or 1, S), or None if there are only times, rows and columns.
 
-    Positions with axes have the text in front, (4, B or 1, S), or only the time, row and column of
-    each token, (3, B, S).
+    Positions with axes are (4, B or 1, S), with the text positions first, or (3, B, S), with only
+    the time, row and column of each token.
     """
     if positions.ndim < 3:
         return positions
@@ -130,7 +130,7 @@ def text_positions(positions: Tensor) -> Tensor | None:
 
 
 def check_packed_flash(rows: int) -> None:
-    """Raise ValueError if a batch for flash attention has several rows, and documents in a row."""
+    """Raise ValueError if a batch with packed documents for flash attention has several rows."""
     if rows > 1:
         raise ValueError(
             f"the batch has {rows} rows with packed documents, and flash attention separates "
@@ -146,8 +146,8 @@ def find_documents(
     The function copies the positions to the host.
 
     Args:
-        positions: (B or 1, S), or (4, B or 1, S) with the positions of the text first. Positions of
-            the shape (3, B, S) do not describe packed documents.
+        positions: position ids in a shape of `text_positions`. Positions (3, B, S) do not describe
+            packed documents.
         rows: the number of rows B.
         at_gaps: True if a document begins wherever the position is not the previous one plus 1, as
             in the masks of transformers (masking_utils.py, find_packed_sequence_indices). False if

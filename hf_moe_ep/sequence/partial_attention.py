@@ -1,18 +1,18 @@
-"""Attention to some of the keys, with the logarithm of the sum of its exponentials (log-sum-exp).
+"""Compute attention to some of the keys, and merge the results for several parts of the keys.
 
-If the keys are in parts, the attention to all of them is the mean of the attention to each part,
-weighted by the exponential of the part's log-sum-exp. For a query with scores s_k and values v_k:
+Attention to all keys is a weighted mean of the attention to each part of the keys. The weight of a
+part is the exponential of its log-sum-exp (lse). For a query with scores s_k and values v_k:
 
     out_p = sum_{k in p} exp(s_k) v_k / exp(lse_p)         lse_p = log sum_{k in p} exp(s_k)
     out   = sum_p exp(lse_p - lse) out_p                   lse   = log sum_p exp(lse_p)
 
-The gradients of the parts follow from those of `out` and `lse`, with w_p = exp(lse_p - lse):
+With w_p = exp(lse_p - lse), the gradients of a part follow from the gradients of `out` and `lse`:
 
     d out_p = w_p d out        d lse_p = w_p (d out . (out_p - out) + d lse)
 
-This is the merge of FlashAttention (arXiv 2205.14135) and of ring attention (arXiv 2310.01889).
-`attend_to_part` computes out_p and lse_p: by FlexAttention, which returns its log-sum-exp, or in
-plain PyTorch on a CPU, where FlexAttention has no backward.
+FlashAttention (arXiv 2205.14135) and ring attention (arXiv 2310.01889) merge in this way.
+`attend_to_part` computes out_p and lse_p by FlexAttention, which returns its log-sum-exp. On a CPU,
+where FlexAttention has no backward, it uses plain PyTorch.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Scores:
     """How scores are computed from queries and keys.
 
     Attributes:
-        mask: says which query of the whole sequence sees which key.
+        mask: determines which query of the whole sequence sees which key.
         scale: the factor of the scores; None for 1 / sqrt(width).
-        softcap: scores become softcap * tanh(score / softcap).
+        softcap: if it is a number, a score becomes softcap * tanh(score / softcap).
         kernel_options: options of FlexAttention.
     """
 
@@ -71,14 +71,16 @@ def attend_to_part(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention (B, Q, queries, W) to the keys of a box, and its log-sum-exp.
 
-    A query that sees no key of the box gets zeros, and a log-sum-exp of -inf.
+    If a query sees no key of the box, its attention is zero and its log-sum-exp is -inf.
 
     Args:
-        known: stores masks of boxes, which layers and steps share.
+        known: stores the masks of boxes, which the layers of one forward share.
     """
     if query.device.type == "cpu":
         return _attend_plainly(query, key, value, scores, box, known)
-    mask = once(known, ("flex", box), scores.mask, lambda: slice_block_mask(scores.mask, box))
+    mask = compute_once(
+        known, ("flex", box), scores.mask, lambda: slice_block_mask(scores.mask, box)
+    )
     out, aux = _compiled_flex_attention()(
         query,
         key,
@@ -106,7 +108,7 @@ def _attend_plainly(
         sizes = box.q_stop - box.q_start, box.k_stop - box.k_start
         return create_mask(_shift(scores.mask, box), rows, heads, *sizes, device=query.device)
 
-    visible = once(known, ("plain", box), scores.mask, make)
+    visible = compute_once(known, ("plain", box), scores.mask, make)
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
@@ -114,7 +116,8 @@ def _attend_plainly(
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
     sees_any = visible.any(-1, keepdim=True)
-    # Scores of -inf alone have gradients of NaN, so a query that sees nothing keeps its scores.
+    # If all scores of a query are -inf, its gradients are NaN. A query without visible keys
+    # therefore keeps its scores, and its result is overwritten below.
     logits = logits.masked_fill(~visible & sees_any, -torch.inf)
     lse = logits.logsumexp(-1, keepdim=True)
     out = (logits - lse).exp() @ value
@@ -122,33 +125,33 @@ def _attend_plainly(
 
 
 def merge(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the attention to two parts of the keys; both (B, Q, queries, W) and (B, Q, queries)."""
-    both = torch.logaddexp(lse, lse_part)
-    return weight(lse, both) * out + weight(lse_part, both) * out_part, both
+    """Merge the results for two parts of the keys: out (B, Q, queries, W), lse (B, Q, queries)."""
+    merged_lse = torch.logaddexp(lse, lse_part)
+    merged = weight(lse, merged_lse) * out + weight(lse_part, merged_lse) * out_part
+    return merged, merged_lse
 
 
 def weight(lse_part: Tensor, lse: Tensor) -> Tensor:
-    """Return exp(lse_part - lse) as (B, Q, queries, 1); 0 for queries that see no key at all."""
+    """Return exp(lse_part - lse), or 0 for queries that see no key at all: (B, Q, queries, 1)."""
     return (lse_part - lse).exp().masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
 
 
-def grads_of_part(
+def compute_part_grads(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    whole: tuple[Tensor, Tensor],
+    result: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
     attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of queries, keys and values by the attention to a part of the keys.
-
-    The attention to the part is computed again.
+    """Compute what one part of the keys adds to the gradients of queries, keys and values.
 
     Args:
-        whole: `out` and `lse` of all keys.
-        grads: their gradients.
+        result: `out` and `lse` of all keys.
+        grads: the gradients of `out` and `lse`.
+        attend: computes the attention to the part again.
     """
-    out, lse = whole
+    out, lse = result
     grad_out, grad_lse = grads
     with torch.enable_grad():
         inputs = tuple(x.detach().requires_grad_() for x in (query, key, value))
@@ -171,9 +174,9 @@ def slice_block_mask(mask: BlockMask, box: QueryKeyRange) -> BlockMask:
 
 
 def _shift(mask: BlockMask, box: QueryKeyRange) -> Callable[..., Tensor]:
-    """Return the function of a mask for numbers of queries and keys inside of a box."""
+    """Return the function of a mask for query and key indices that count from a box's start."""
     device = mask.kv_num_blocks.device
-    # Python numbers would cause a compilation for every box.
+    # With Python numbers, torch.compile would compile anew for every box.
     first_query = torch.tensor(box.q_start, device=device)
     first_key = torch.tensor(box.k_start, device=device)
 
@@ -192,15 +195,15 @@ def _soft_cap(cap: float) -> Callable[..., Tensor]:
 
 @cache
 def _compiled_flex_attention() -> Any:
-    """Return FlexAttention as a compiled kernel; without compilation it computes all scores."""
+    """Compile FlexAttention; without compilation it would compute and store all scores."""
     return torch.compile(flex_attention)
 
 
-def once(known: dict[Any, Any], key: Any, mask: Any, compute: Callable[[], Any]) -> Any:
+def compute_once(known: dict[Any, Any], key: Any, mask: Any, compute: Callable[[], Any]) -> Any:
     """Return what was computed from a mask (or from None) before, or compute it.
 
-    Masks are found by their ids, and are not kept alive; another mask with the id of an earlier one
-    is recognised by the weak reference.
+    `known` stores the id of a mask and a weak reference, which keeps no mask alive. The reference
+    detects a new mask that got the id of a deleted mask.
     """
     key = (*key, id(mask))
     found = known.get(key)

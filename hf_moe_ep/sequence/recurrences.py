@@ -1,29 +1,34 @@
-"""Split recurrences by heads: each rank runs those of some heads over the whole sequence.
+"""Split recurrences by heads: each rank runs the recurrence of some heads over the whole sequence.
 
-The forward of a delta net or a state space model is the stock code, but two functions that it calls
-are replaced:
+The forward of a delta net or a state space model is stock code, but two functions that it calls are
+replaced:
 
-    projections, gates            for the tokens of this rank            (stock)
-    causal convolution            for the tokens of this rank, behind the last tokens of the
-                                  rank that has those in front (the halo)  (`convolve_slice`)
-    recurrence                    for all tokens, some of the heads      (`run_recurrence`)
-    norm, output projection       for the tokens of this rank            (stock)
+    stage                      computes                                   replaced by
+    projections, gates         the tokens of this rank                    -
+    causal convolution         the tokens of this rank, behind the        `convolve_slice`
+                               last tokens of the previous piece (halo)
+    recurrence                 all tokens, for some of the heads          `run_recurrence`
+    norm, output projection    the tokens of this rank                    -
 
-With 2 ranks, 4 heads of values, and 8 tokens, the recurrence of rank 1 computes heads 2 and 3 of
-the tokens 0-7. If there are fewer heads of keys (in Mamba-2: fewer groups) than ranks, these heads
-are repeated, as in attention. A channel of Mamba-1 is a head here. If sp_size does not divide the
+With 2 ranks, 4 value heads, and 8 tokens, the recurrence of rank 1 computes heads 2 and 3 of the
+tokens 0-7. If there are fewer key heads (in Mamba-2: fewer groups) than ranks, these heads are
+repeated, as in attention. A channel of Mamba-1 counts as a head. If sp_size does not divide the
 number of heads, each rank scans its own tokens, and states are passed on (states.py). Mamba-1,
-whose function takes no state, then runs on whole sequences of all heads. Everything else is divided
-by sp_size in any case. With context parallelism, the heads are split over the cp x sp ranks of a
-batch. A module with a convolution and no recurrence, such as the short convolutions of LFM2, needs
-only the halo.
+whose function takes no state, then runs on whole sequences of all heads. All other computation is
+divided by sp_size in every case. With context parallelism, the heads are split over the cp x sp
+ranks of a batch. A module with a convolution and no recurrence, such as the short convolutions of
+LFM2, needs only the halo.
 
-For each token of its slice, a rank sends (sp - 1) / sp of the queries, keys, values, gates and
-outputs of all heads, and the same number of gradients in backward; in Mamba-2, of x, dt, B, C and
-the output; in Mamba-1, of x, dt, the gate and the output, and (sp - 1) times B and C. The halo is
-an all-gather of the last K - 1 tokens of each piece, for a kernel of K tokens. Parameters with one
-entry per head are sliced. Their gradients need no collective of their own, because FSDP2 adds the
-gradients of all ranks.
+For each token of its slice, a rank sends (sp - 1) / sp of these values in forward, and as many
+gradients in backward:
+
+    delta net    the queries, keys, values, gates and outputs of all heads
+    Mamba-2      x, dt, B, C and the output
+    Mamba-1      x, dt, the gate and the output; B and C are all-gathered, (sp - 1) times their size
+
+The halo is an all-gather of the last K - 1 tokens of each piece, for a kernel of K tokens.
+Parameters with one entry per head are sliced. Their gradients need no collective of their own,
+because FSDP2 adds the gradients of all ranks.
 
 Stock code finds the functions in the globals of its file: kernels of flash-linear-attention,
 causal-conv1d and mamba-ssm if they are installed, otherwise PyTorch. The replacements call the
@@ -57,10 +62,7 @@ from hf_moe_ep.upstream.recurrences import (
 def run_slice(
     module: nn.Module, gather: GatherArguments, stock: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a mixer for the slice of this rank, if its hook `gather` has chosen so.
-
-    This function replaces the forward of the mixer.
-    """
+    """Replace a mixer's forward; compute only the slice if the hook `gather` has chosen so."""
     part = gather.layer.part
     if part is None or gather.current_split not in (MixerSplit.HEADS, MixerSplit.HALO):
         return stock(*args, **kwargs)
@@ -76,7 +78,7 @@ def convolve_slice(
 ) -> Tensor:
     """Call the causal convolution for a slice (B, C, S / sp), with a halo in front of each piece.
 
-    The first piece has zeros in front, which is what the convolution itself would add.
+    The first piece gets zeros in front, as the convolution itself would add them.
     """
     width, pieces = weight.shape[-1] - 1, x_BCS.split(part.piece, dim=2)
     # The last tokens of all pieces, in the order of the ranks.
@@ -84,12 +86,12 @@ def convolve_slice(
     own_ends_BCS = torch.cat([piece[:, :, -width:] for piece in pieces], dim=2)
     all_ends_BSC = gather_slices(own_ends_BCS.transpose(1, 2), ends)
     by_piece = all_ends_BSC.unflatten(1, (len(part.order), width)).transpose(2, 3)
-    place = {piece: place for place, piece in enumerate(part.order)}
+    index_of_piece = {piece: index for index, piece in enumerate(part.order)}
     outs = []
     for number, x in zip(part.pieces, pieces, strict=True):
-        # Zeros of the first piece depend on the all-gather, because its backward needs every rank.
+        # The zeros of piece 0 are computed from the all-gather, whose backward needs every rank.
         is_first = x.new_full((), number == 0, dtype=torch.bool)
-        halo_BCS = by_piece[:, place[max(number, 1) - 1]].masked_fill(is_first, 0)
+        halo_BCS = by_piece[:, index_of_piece[max(number, 1) - 1]].masked_fill(is_first, 0)
         outs.append(stock(torch.cat([halo_BCS, x], dim=2), weight, *args, **kw)[:, :, width:])
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
@@ -97,17 +99,18 @@ def convolve_slice(
 def run_recurrence(
     part: Slice, recurrence: Recurrence, stock: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a recurrence for the heads or for the tokens of this rank, or else for everything.
+    """Call a recurrence for this rank's heads, for its tokens, or for all heads and tokens.
 
-    The tensors have the layouts that `recurrence` names, for the tokens of this rank.
+    The arguments have the tokens of this rank, in the layouts that `recurrence` names.
     """
     layouts = recurrence.layouts(args, kwargs)
     given: dict[int | str, Any] = dict(enumerate(args)) | kwargs
     tensors = {key: given[key] for key in layouts}
-    like = tensors[recurrence.like_output]
     layout = layouts[recurrence.like_output]
-    splits = _by_head(like, layout).shape[1] % part.size == 0 and all(
-        _can_split(_by_head(x, layouts[key]).shape[1], part.size)
+    splits = _put_heads_first(tensors[recurrence.like_output], layout).shape[
+        1
+    ] % part.size == 0 and all(
+        _can_split(_put_heads_first(x, layouts[key]).shape[1], part.size)
         for key, x in tensors.items()
         if layouts[key] in (Layout.HEADS, Layout.CHANNELS)
     )
@@ -116,9 +119,9 @@ def run_recurrence(
     given |= _exchange(tensors, layouts, part) if splits else _gather(tensors, layouts, part)
     out = stock(*(given[i] for i in range(len(args))), **{name: given[name] for name in kwargs})
     first, *others = out if isinstance(out, tuple) else (out,)
-    first_BSQW = _by_head(first, layout).transpose(1, 2)
+    first_BSQW = _put_heads_first(first, layout).transpose(1, 2)
     own_BSQW = exchange_for_tokens(first_BSQW, part) if splits else part.take(first_BSQW, 1)
-    own = _as_given(own_BSQW.transpose(1, 2), first, layout)
+    own = _restore_layout(own_BSQW.transpose(1, 2), first, layout)
     return (own, *others) if isinstance(out, tuple) else own
 
 
@@ -129,21 +132,21 @@ def _exchange(
 
     Tensors of one dtype are sent together. Parameters are sliced, and states are gathered.
     """
-    whole: dict[int | str, Tensor] = {}
+    results: dict[int | str, Tensor] = {}
     by_dtype: dict[torch.dtype, dict[int | str, Tensor]] = {}
     for key, x in tensors.items():
         if layouts[key] == Layout.PER_HEAD:
-            whole[key] = x.unflatten(0, (part.size, -1))[part.rank]
+            results[key] = x.unflatten(0, (part.size, -1))[part.rank]
         elif layouts[key] == Layout.STATES:
-            whole[key] = _gather_tokens(x, layouts[key], part)
+            results[key] = _gather_tokens(x, layouts[key], part)
         else:
-            heads = _repeat_heads(_by_head(x, layouts[key]), part.size)
+            heads = _repeat_heads(_put_heads_first(x, layouts[key]), part.size)
             by_dtype.setdefault(x.dtype, {})[key] = heads
-    for heads_of in by_dtype.values():
-        exchanged = exchange_for_heads([*heads_of.values()], part)
-        for key, x in zip(heads_of, exchanged, strict=True):
-            whole[key] = _as_given(x, tensors[key], layouts[key])
-    return whole
+    for heads_by_key in by_dtype.values():
+        exchanged = exchange_for_heads([*heads_by_key.values()], part)
+        for key, x in zip(heads_by_key, exchanged, strict=True):
+            results[key] = _restore_layout(x, tensors[key], layouts[key])
+    return results
 
 
 def _gather(
@@ -163,7 +166,7 @@ def _gather_tokens(x: Tensor, layout: Layout, part: Slice) -> Tensor:
     return gather_slices(x.transpose(1, 2), part).transpose(1, 2).contiguous()
 
 
-def _by_head(x: Tensor, layout: Layout) -> Tensor:
+def _put_heads_first(x: Tensor, layout: Layout) -> Tensor:
     """Return a tensor in the order (B, heads, S, W)."""
     if layout == Layout.CHANNELS:
         return x.unsqueeze(3)
@@ -171,8 +174,8 @@ def _by_head(x: Tensor, layout: Layout) -> Tensor:
     return x_BQSW if x.ndim == 4 else x_BQSW.unsqueeze(3)
 
 
-def _as_given(x_BQSW: Tensor, like: Tensor, layout: Layout) -> Tensor:
-    """Return the reverse of `_by_head`, with as many dimensions as `like`."""
+def _restore_layout(x_BQSW: Tensor, like: Tensor, layout: Layout) -> Tensor:
+    """Undo `_put_heads_first`; the result has as many dimensions as `like`."""
     if layout == Layout.CHANNELS:
         return x_BQSW.squeeze(3).contiguous()
     x_BSQW = x_BQSW.transpose(1, 2).contiguous()

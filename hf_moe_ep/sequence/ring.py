@@ -1,20 +1,20 @@
-"""Ring attention: keys and values travel from cp rank to cp rank while attention is computed.
+"""Ring attention: send keys and values from cp rank to cp rank while attention is computed.
 
-An all-gather keeps the keys and values of the whole sequence in memory until the backward of their
-layer. If an attention function returns its log-sum-exp (`partial_attention.py`), a rank can instead
-attend to the tokens of one rank at a time. With cp 4, rank 1 has the keys of these ranks:
+An all-gather stores the keys and values of the whole sequence on every rank. If an attention
+function returns its log-sum-exp (`partial_attention.py`), a rank can instead attend to the tokens
+of one rank at a time. With cp 4, rank 1 has the keys of these ranks:
 
     step           0          1          2          3
     attends to     rank 1     rank 0     rank 3     rank 2
     receives       rank 0     rank 3     rank 2     -            from rank 0, while it attends
 
-In zigzag order each rank has two pieces of the sequence, so a step computes up to four pairs of a
-piece of queries and a piece of keys. It leaves out a pair in which no query sees a key: with a
-causal mask 3 pairs remain at step 0, and 2 at every other step, on every rank.
+In zigzag order each rank has two pieces of the sequence. Each step therefore computes up to four
+pairs of a query piece and a key piece, and skips a pair in which no query sees a key: with a causal
+mask 3 pairs remain at step 0 and 2 at every other step, on every rank.
 
-In backward keys and values go around the ring again. Each rank adds its part of their gradients to
-the sums that it receives, and passes the sums on until they reach the owner of the keys. A rank
-computes half of its own pairs in the first step, and half in the last step, while the last
+Backward sends keys and values around the ring again. Each rank adds its contribution to the
+gradients that it receives, and passes the sum on until the sum reaches the owner of the keys. A
+rank computes half of its own pairs in the first step and half in the last one, while the last
 gradients are sent:
 
     step           0          1          2          3          4
@@ -22,10 +22,10 @@ gradients are sent:
     receives       rank 0     rank 3     rank 2     -          -          keys and values
     receives       -          -          rank 3     rank 2     rank 1     gradients from rank 0
 
-Only the keys and values of this rank are saved for backward. With kv heads of keys, each d wide, a
-rank sends (cp - 1) * 2 * kv * d values per token of its slice in forward and twice as many in
-backward, like an all-gather. Half of the values in backward are gradients, and the ring sends them
-in fp32: 4 bytes each, where an all-gather of bf16 sends 2.
+Only the keys and values of this rank are saved for backward. With kv key heads of width d, a rank
+sends (cp - 1) * 2 * kv * d values per token of its slice in forward and twice as many in backward,
+like an all-gather. Half of the values in backward are gradients in fp32: 4 bytes each, where an
+all-gather of bf16 sends 2.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.ranks.collectives import RingTransfer, send_to_next
+from hf_moe_ep.ranks.collectives import Transfer, send_to_next
 from hf_moe_ep.sequence.partial_attention import (
     QueryKeyRange,
     Scores,
     attend_to_part,
-    grads_of_part,
+    compute_once,
+    compute_part_grads,
     merge,
-    once,
 )
 from hf_moe_ep.sequence.slices import Slice
 
-# Messages of keys and values, and of their gradients, are told apart by these tags.
+# These tags distinguish messages with keys and values from messages with their gradients.
 _KEYS, _GRADIENTS = 0, 1
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """A piece of queries and a piece of keys that any of these queries sees.
+    """A query piece and a key piece, where at least one of the queries sees a key.
 
     Attributes:
-        queries, keys: the positions of the two pieces among the tokens of the ranks that have them.
+        queries, keys: the positions of each piece among the tokens of the rank that has it.
         box: the positions of the two pieces in the whole sequence.
     """
 
@@ -96,7 +96,7 @@ class _Ring(torch.autograd.Function):
         out_BSQW = query.new_zeros((rows, tokens, heads, value.shape[-1]), dtype=dtype)
         out = out_BSQW.transpose(1, 2)
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
-        for owner, keys, values in _travel(key, value, context):
+        for owner, keys, values in _circulate(key, value, context):
             for pair in _list_pairs(owner, scores, context):
                 part = attend_to_part(
                     query[:, :, pair.queries],
@@ -122,12 +122,12 @@ class _Ring(torch.autograd.Function):
         grad_query = torch.zeros_like(query, dtype=out.dtype)
         widths = [key.shape[-1], value.shape[-1]]
 
-        def add_grads(grad_both: Tensor, keys: Tensor, values: Tensor, pairs: list[_Pair]) -> None:
-            """Add the gradients of these pairs to `grad_query` and `grad_both`."""
-            grad_keys, grad_values = grad_both.split(widths, -1)
+        def add_grads(grad_kv: Tensor, keys: Tensor, values: Tensor, pairs: list[_Pair]) -> None:
+            """Add the gradients of these pairs to `grad_query` and `grad_kv`."""
+            grad_keys, grad_values = grad_kv.split(widths, -1)
             for pair in pairs:
                 rows, columns = (slice(None), slice(None), pair.queries), pair.keys
-                grads = grads_of_part(
+                grads = compute_part_grads(
                     query[rows],
                     keys[:, :, columns],
                     values[:, :, columns],
@@ -143,16 +143,16 @@ class _Ring(torch.autograd.Function):
         grad_own = key.new_zeros(shape, dtype=out.dtype)
         own_pairs = _list_pairs(context.rank, scores, context)
         middle = -(-len(own_pairs) // 2)
-        arriving: RingTransfer | None = None
-        for owner, keys, values in _travel(key, value, context):
+        arriving: Transfer | None = None
+        for owner, keys, values in _circulate(key, value, context):
             if owner == context.rank:
                 add_grads(grad_own, keys, values, own_pairs[:middle])
                 continue
-            grad_both = key.new_zeros(shape, dtype=out.dtype)
-            add_grads(grad_both, keys, values, _list_pairs(owner, scores, context))
+            grad_kv = key.new_zeros(shape, dtype=out.dtype)
+            add_grads(grad_kv, keys, values, _list_pairs(owner, scores, context))
             if arriving is not None:
-                grad_both += arriving.wait()
-            arriving = send_to_next(grad_both, context.group, tag=_GRADIENTS)
+                grad_kv += arriving.wait()
+            arriving = send_to_next(grad_kv, context.group, tag=_GRADIENTS)
         assert arriving is not None, "a ring has at least two ranks"
         add_grads(grad_own, key, value, own_pairs[middle:])
         grad_own += arriving.wait()
@@ -161,25 +161,25 @@ class _Ring(torch.autograd.Function):
         return grad_query.to(query.dtype), grad_key, grad_value, None, None
 
 
-def _travel(key: Tensor, value: Tensor, context: Slice) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _circulate(key: Tensor, value: Tensor, context: Slice) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield the cp ranks in the order of the steps, with their keys and values.
 
     The next keys and values are received while the caller uses the current ones.
     """
     widths = [key.shape[-1], value.shape[-1]]
-    both = torch.cat([key, value], -1)
+    packed = torch.cat([key, value], -1)
     for step in range(context.size):
         is_last = step == context.size - 1
-        transfer = None if is_last else send_to_next(both, context.group, tag=_KEYS)
-        keys, values = both.split(widths, -1)
+        transfer = None if is_last else send_to_next(packed, context.group, tag=_KEYS)
+        keys, values = packed.split(widths, -1)
         yield (context.rank - step) % context.size, keys, values
         if transfer is not None:
-            both = transfer.wait()
+            packed = transfer.wait()
 
 
 def _list_pairs(owner: int, scores: Scores, context: Slice) -> list[_Pair]:
-    """List the pairs of pieces of this rank's queries and of the keys of the rank `owner`."""
-    seen = find_seen_pieces(scores, context)
+    """List the pairs of this rank's query pieces and the key pieces of the rank `owner`."""
+    seen = _find_seen_pairs(scores, context)
     own, others = context.spans_of(context.rank), context.spans_of(owner)
     return [
         _Pair(
@@ -193,10 +193,11 @@ def _list_pairs(owner: int, scores: Scores, context: Slice) -> list[_Pair]:
     ]
 
 
-def find_seen_pieces(scores: Scores, context: Slice) -> set[tuple[int, int]]:
-    """Return (first query, first key) of each pair of pieces in which a query sees a key.
+def _find_seen_pairs(scores: Scores, context: Slice) -> set[tuple[int, int]]:
+    """Return (first query, first key) of each pair of pieces in which a query may see a key.
 
-    The blocks of the BlockMask are larger than a token, so pieces may be listed that see nothing.
+    A block of the BlockMask has many tokens, and only some of them may be in the pieces. Pairs may
+    therefore be listed in which no query sees a key.
     """
 
     def find() -> set[tuple[int, int]]:
@@ -213,4 +214,4 @@ def find_seen_pieces(scores: Scores, context: Slice) -> set[tuple[int, int]]:
             ].any()
         }
 
-    return once(context.computed, ("seen pieces",), scores.mask, find)
+    return compute_once(context.computed, ("seen pieces",), scores.mask, find)

@@ -1,9 +1,10 @@
 """Check that ranks that share a batch were given the same batch (sp_size or cp_size > 1).
 
 Every rank of the group computes a slice of the batch. With different batches the model would train
-on sequences that are joined from parts of several samples. The check runs in each forward and
-compares the names, sizes and checksums of all tensors. `check_sizes` then compares labels and masks
-with the tokens: stock code finds wrong sizes in whole sequences, but a slice of them may fit.
+on sequences that are joined from slices of several samples. `check_same_batch` runs in each forward
+and compares the names, sizes and checksums of all tensors. `check_sizes` then compares the sizes of
+labels and masks with the tokens. Stock code finds wrong sizes in whole sequences, but a slice of a
+tensor that is too long may have the right size.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessG
     """Raise ValueError on every rank of `group` if the batches differ.
 
     Args:
-        given: the arguments of the forward by name; all tensors among them are compared.
+        given: the arguments of the forward by name. All tensors among them are compared.
         tokens: token ids (B, S) or embeddings (B, S, H), for the sizes in the error.
     """
     numbers = batch_numbers(given, tokens)
@@ -36,7 +37,7 @@ def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessG
 
 
 def batch_numbers(given: dict[str, Any], tokens: Tensor) -> Tensor:
-    """Return four int64 numbers: rows, tokens per row, and two checksums of names and values."""
+    """Return four int64 numbers: rows, tokens per row, a checksum of names, and one of values."""
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     names = sorted(tensors)
     checksum_of_names = zlib.crc32(
@@ -51,7 +52,7 @@ def batch_numbers(given: dict[str, Any], tokens: Tensor) -> Tensor:
 
 
 def find_other_batch(by_rank: list[list[int]], ranks: list[int], sharing: str) -> ValueError | None:
-    """Return the error for ranks with different batches; None if all are equal.
+    """Return the error for ranks with different batches, or None if all batches are equal.
 
     Args:
         by_rank: the `batch_numbers` of each of `ranks`, which share a batch.
@@ -75,7 +76,8 @@ def find_other_batch(by_rank: list[list[int]], ranks: list[int], sharing: str) -
 def check_sizes(given: dict[str, Any], tokens: Tensor) -> None:
     """Raise ValueError if labels, or a mask with two dims, do not have one entry per token.
 
-    The arguments are those of `check_same_batch`, so all ranks that share the batch raise it.
+    `check_same_batch` has compared these arguments, so all ranks that share the batch raise the
+    error.
     """
     rows, length = tokens.shape[:2]
     for name in _PER_TOKEN:
@@ -90,7 +92,7 @@ def check_sizes(given: dict[str, Any], tokens: Tensor) -> None:
 
 
 def _compute_checksum(x: Tensor) -> Tensor:
-    """Return an int64 checksum, which depends on the order of integers but not of floats."""
+    """Return an int64 checksum of the values. It depends on their order only for integers."""
     if x.is_floating_point():
         return x.detach().sum(dtype=torch.float64).view(torch.int64)
     positions = torch.arange(1, x.numel() + 1, device=x.device)

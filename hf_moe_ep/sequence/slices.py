@@ -1,22 +1,23 @@
-"""Slices of sequences, one per rank that shares a batch, and the collectives that join them.
+"""Slice sequences over the ranks that share a batch, and gather the slices again.
 
 With N ranks and sequences of S tokens, every rank has ceil(S / N) tokens of each row of the batch;
-the last tokens are padding. Both collectives are differentiable:
+if N does not divide S, the last tokens are padding. Both collectives are differentiable:
 
     gather_slices   (B, S / N, ...)       to   (B, S, ...) on every rank
     sum_slices      one number per slice  to   their sum on every rank
 
-With sequence parallelism alone, the slices are consecutive. With context parallelism a rank keeps
-its tokens in causal attention as well, where the last token of a sequence has S times the work of
-the first one. The sequence is therefore cut into 2 x cp chunks, and cp rank i gets the chunks i and
-2 x cp - 1 - i (zigzag order). Its sp ranks divide these tokens. With cp 2 and 16 tokens:
+With sequence parallelism alone, the slices are consecutive. With context parallelism a rank also
+computes causal attention only for its own tokens, and the last token of a sequence has S times the
+work of the first one. The sequence is therefore cut into 2 x cp chunks, and cp rank i gets the
+chunks i and 2 x cp - 1 - i (zigzag order). Its sp ranks divide these tokens. With cp 2 and 16
+tokens:
 
              sp 1                        sp 2
     rank 0   tokens 0-3, tokens 12-15    rank 0   tokens 0-3      rank 2   tokens 4-7
     rank 1   tokens 4-7, tokens 8-11     rank 1   tokens 12-15    rank 3   tokens 8-11
 
-A `Slice` therefore consists of pieces, all of the same length: two per rank in zigzag order, else
-one. The exchanges of attention are in `ulysses.py` (heads) and `context.py` (keys and values).
+A `Slice` therefore consists of pieces of equal length: two per rank in zigzag order, else one. The
+exchanges of attention are in `ulysses.py` (heads) and `context.py` (keys and values).
 """
 
 from __future__ import annotations
@@ -39,15 +40,17 @@ SLICE = "hf_moe_ep_slice"
 
 
 class Slice:
-    """The slice of one rank: a part of the `length` tokens of each row.
+    """The tokens of one rank, which are some of the `length` tokens of each row.
 
-    This is not a dataclass, because FSDP2 copies every dataclass among the arguments of a unit.
+    This class is not a dataclass, because FSDP2 copies every dataclass among a unit's arguments.
 
     Args:
-        group, rank, size: the ranks that share the sequence, and the index and number of this rank.
+        group: the process group of the ranks that share the sequence.
+        rank: the index of this rank in the group.
+        size: the number of ranks in the group.
         length: the number of tokens in a row.
-        unit: the number of tokens in a piece is a multiple of it.
-        order: the numbers of the pieces in the order of their ranks; None: rank r has piece r.
+        unit: the number of tokens in a piece is a multiple of `unit`.
+        order: the numbers of the pieces in the order of their ranks; None if rank r has piece r.
 
     Attributes:
         context: the tokens of this rank's sp group, as a slice of the cp group; None without
@@ -69,35 +72,36 @@ class Slice:
         self.is_in_order = order is None
         self.context: Slice | None = None
         self._heads: Slice | None = None
-        # True between a cache's gather of latents and the attention to the keys computed from them.
+        # True after a cache has gathered latents, until attention uses the keys made from them.
         self.keys_are_gathered = False
-        # The position ids of the whole sequence, where flash attention finds packed documents.
+        # The position ids of the whole sequence. Flash attention finds packed documents in them.
         self.positions: Tensor | None = None
-        # The first and the last token + 1 of each document, for each row; None if the rows are not
-        # packed. Only set if hooks separate them (mixers.py, packed_rows.py).
+        # For each row, (first token, last token + 1) of each document; None if the rows are not
+        # packed. It is set only if hooks separate the documents (mixers.py, packed_rows.py).
         self.documents: list[list[tuple[int, int]]] | None = None
-        # For packed rows: id of a mask -> (mask, mask that separates the documents).
+        # For packed rows: {id of a mask: (mask, mask that separates the documents)}.
         self.separated: dict[int, tuple[Any, Any]] = {}
         # True if masks have only the rows of this rank (sequence/mask_rows.py).
         self.has_mask_rows = False
-        # Results computed from a mask or from positions, which layers share (sequence/context.py).
+        # Results that were computed from a mask or from positions, and that layers share.
         self.computed: dict[Any, Any] = {}
-        # For tensors that all layers receive: id of the whole tensor -> (reference to it, slice).
-        # FSDP2 may cast an argument anew for each layer, so whole tensors are not kept alive.
+        # For tensors that all layers receive: {id of the whole tensor: (reference to it, slice)}.
+        # The references are weak, because FSDP2 may cast an argument anew for each layer.
         self._shared: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-        # For each device: the positions of all tokens in the order of ranks, and the reverse.
+        # For each device: the positions of all tokens in the order of the ranks, and the inverse of
+        # this permutation.
         self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
     def heads(self) -> Slice:
-        """The slice of this rank in its sp group, among the tokens of its cp rank.
+        """This rank's slice of the tokens of its cp rank, which its sp group shares.
 
-        Attention exchanges it for some of the heads. Without context parallelism it is this slice.
+        Attention exchanges these tokens for heads. Without context parallelism, `heads` is `self`.
         """
         return self if self._heads is None else self._heads
 
     def divide(self, sp_mesh: DeviceMesh, cp_mesh: DeviceMesh) -> None:
-        """Set `heads` and `context` if several sp groups share the batch."""
+        """Set `heads` and `context`, if cp_size is > 1."""
         sp, cp = sp_mesh.size(), cp_mesh.size()
         if cp == 1:
             return
@@ -126,7 +130,7 @@ class Slice:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The first and the last token + 1 of each piece of this rank, without padding."""
+        """(first token, last token + 1) of each piece of this rank, without padding."""
         return self.spans_of(self.rank)
 
     def spans_of(self, rank: int) -> list[tuple[int, int]]:
@@ -138,18 +142,18 @@ class Slice:
 
     def take(self, x: Tensor, dim: int, *, fill: float = 0) -> Tensor:
         """Return this rank's slice of a whole tensor, padded with `fill`."""
-        parts = [x.narrow(dim, start, stop - start) for start, stop in self.spans]
-        missing = self.local - sum(part.shape[dim] for part in parts)
-        if not missing and len(parts) == 1:
-            # A view would keep the whole tensor alive. In a dimension of size 1 it also has the
-            # stride of the whole tensor, for which torch.compile would make other graphs.
-            return parts[0].clone(memory_format=torch.contiguous_format)
+        pieces = [x.narrow(dim, start, stop - start) for start, stop in self.spans]
+        missing = self.local - sum(piece.shape[dim] for piece in pieces)
+        if not missing and len(pieces) == 1:
+            # A view would keep the whole tensor alive. In a dimension of size 1, a view also has
+            # the stride of the whole tensor, for which torch.compile would make another graph.
+            return pieces[0].clone(memory_format=torch.contiguous_format)
         shape = list(x.shape)
         shape[dim] = missing
-        return torch.cat([*parts, x.new_full(shape, fill)], dim)
+        return torch.cat([*pieces, x.new_full(shape, fill)], dim)
 
     def take_shared(self, whole: Tensor, dim: int, *, fill: float = 0) -> Tensor:
-        """Return the slice of a tensor that all layers receive, and reuse it if possible."""
+        """Return this rank's slice of a tensor that all layers receive; reuse it if possible."""
         if whole.requires_grad:  # each recompute in backward needs a graph of its own
             return self.take(whole, dim, fill=fill)
         known = self._shared.get(id(whole))
@@ -160,17 +164,17 @@ class Slice:
         return known[1]
 
     def find_whole(self, x: Tensor) -> Tensor | None:
-        """Return the whole tensor that `take_shared` has sliced to `x`; None if it is not alive."""
-        return next((whole() for whole, part in self._shared.values() if part is x), None)
+        """Return the whole tensor from which `take_shared` made the slice `x`, if it is alive."""
+        return next((whole() for whole, own in self._shared.values() if own is x), None)
 
     def join(self, x: Tensor, dim: int) -> Tensor:
-        """Return the whole of a tensor that has the slices of all ranks in turn along `dim`."""
+        """Restore the order of the tokens in a tensor with the slices of all ranks along `dim`."""
         if self.is_in_order:
             return x.narrow(dim, 0, self.length)
         return x.index_select(dim, self._find_indices(x.device)[1])
 
     def arrange(self, x: Tensor, dim: int) -> Tensor:
-        """Return the slices of all ranks in turn, padded with zeros: the reverse of `join`."""
+        """Undo `join`: return the slices of all ranks, one behind the other, padded with zeros."""
         missing = self.local * self.size - self.length
         padded = functional.pad(x, (*(0, 0) * (x.ndim - 1 - dim % x.ndim), 0, missing))
         if self.is_in_order:
@@ -181,13 +185,16 @@ class Slice:
         if device not in self._indices:
             pieces = torch.arange(len(self.order) * self.piece).view(-1, self.piece)
             by_rank = pieces[torch.tensor(list(self.order))].flatten()
-            reverse = by_rank.argsort()[: self.length]
-            self._indices[device] = by_rank.to(device), reverse.to(device)
+            inverse = by_rank.argsort()[: self.length]
+            self._indices[device] = by_rank.to(device), inverse.to(device)
         return self._indices[device]
 
 
 def zigzag_order(cp_size: int, sp_size: int = 1) -> list[int]:
-    """Return the numbers of the pieces by rank, in zigzag order; see the module docstring."""
+    """Return the numbers of the pieces in the order of the ranks, for zigzag order.
+
+    For cp_size=2 the result is [0, 3, 1, 2], and for sp_size=2 as well [0, 1, 6, 7, 2, 3, 4, 5].
+    """
     return [
         chunk * sp_size + piece
         for rank in range(cp_size)
@@ -197,17 +204,17 @@ def zigzag_order(cp_size: int, sp_size: int = 1) -> list[int]:
 
 
 def gather_slices(x: Tensor, part: Slice) -> Tensor:
-    """All-gather slices (B, S / N, ...) to (B, S, ...); backward adds the gradients of all ranks.
+    """All-gather slices (B, S / N, ...) to (B, S, ...). Backward adds the gradients of all ranks.
 
     Every rank sends N - 1 tensors of the size of `x` in forward, and as many in backward.
     """
-    if part.size == 1:  # packed rows that are not split (split.py); there is no group
+    if part.size == 1:  # packed rows that are not split (split.py) have no group
         return x
     return _Gather.apply(x, part)
 
 
 def sum_slices(x: Tensor, part: Slice) -> Tensor:
-    """Sum a scalar over the group; backward adds the gradients of all ranks as well."""
+    """Sum a scalar over the group. Backward adds the gradients of all ranks as well."""
     return _Sum.apply(x, part)
 
 
@@ -215,9 +222,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, part: Slice) -> Tensor:
         ctx.part = part
-        whole = part.join(all_gather(x, part.group).movedim(0, 1).flatten(1, 2), 1)
+        gathered = part.join(all_gather(x, part.group).movedim(0, 1).flatten(1, 2), 1)
         # An in-place operator on a view would lose the hook that FSDP2 registers on the output.
-        return whole.clone() if is_view(whole) else whole
+        return gathered.clone() if is_view(gathered) else gathered
 
     @staticmethod
     @once_differentiable
@@ -231,14 +238,14 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, part: Slice) -> Tensor:
         ctx.part = part
-        return _sum(x, part)
+        return _sum_in_rank_order(x, part)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum(grad, ctx.part), None
+        return _sum_in_rank_order(grad, ctx.part), None
 
 
-def _sum(x: Tensor, part: Slice) -> Tensor:
-    """Sum a scalar over the group. After the all-gather, all ranks add in the same order."""
+def _sum_in_rank_order(x: Tensor, part: Slice) -> Tensor:
+    """Sum a scalar over the group; all ranks add the gathered numbers in the same order."""
     return all_gather(x, part.group).sum()

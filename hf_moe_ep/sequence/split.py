@@ -1,19 +1,19 @@
-"""Split a forward into slices of its sequence, and join its outputs.
+"""Split the sequences of a forward over ranks, and gather its outputs.
 
 The model is a causal LM or a token classifier.
 
-    before the causal LM  SplitSequence: checks that the ranks which share a sequence have the same
+    before the model      SplitSequence checks that the ranks which share a sequence have the same
                           batch, and adds a `Slice` to the arguments
-    causal LM             stock code computes masks and positions of whole sequences
+    model                 stock code computes masks and positions of whole sequences
     decoder layers        TakeSlice: the first layer slices the hidden states, and every layer
                           slices its other arguments with one entry per token. If the model keeps
-                          inputs of layers, every layer slices its hidden states, GatherOutput joins
-                          the slices of its output, and SliceNorm slices the final norm's output
-    mixers in layers      GatherArguments and SliceOutput (mixers.py): gather the slices around
-                          modules that mix tokens without the attention interface
-    loss                  split_loss: labels are shifted, then sliced; the losses of all slices are
-                          summed. split_token_loss: the same for a classifier, without the shift
-    after the causal LM   JoinLogits: gathers the outputs if no loss is computed
+                          inputs of layers, every layer slices its hidden states, GatherOutput
+                          gathers its output, and SliceNorm slices the final norm's output
+    mixers in layers      GatherArguments and SliceOutput (mixers.py) gather the slices for modules
+                          that mix tokens without the attention interface
+    loss                  split_loss shifts labels, slices them, and sums the losses of all slices;
+                          split_token_loss does the same for a classifier, without the shift
+    after the model       JoinLogits gathers the outputs if no loss is computed
 
 The `Slice` of a forward is passed as a keyword argument from the causal LM down to attention and
 loss, so a layer that is recomputed in backward gets the slice of its own forward.
@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_moe_ep.sequence.layer_arguments import LayerArguments
 from hf_moe_ep.sequence.mixer_arguments import describes_packing
 from hf_moe_ep.sequence.mixers import LayerSlice
 from hf_moe_ep.sequence.packed_rows import check_packed_flash, find_documents, text_positions
 from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
+from hf_moe_ep.sequence.slice_arguments import LayerArguments
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices, zigzag_order
 from hf_moe_ep.state import ModelState, OfModel, Ours, StateHook
 from hf_moe_ep.upstream.attention_interface import model_uses_flash_attention
@@ -51,19 +51,19 @@ from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 
 @dataclass
 class RunningSlice:
-    """The slice of the current forward, for modules outside of the decoder layers.
+    """The slice of the current forward, for modules outside the decoder layers.
 
     Attributes:
-        part: None outside of a forward that is split.
+        part: the slice; None while no forward runs that is split.
     """
 
     part: Slice | None = None
 
 
 class SplitSequence(Ours):
-    """Pre-forward hook of the causal LM: splits a forward in training mode or with labels.
+    """Pre-forward hook of the model, which splits a forward in training mode or with labels.
 
-    Any other forward is split only if it has `use_cache=False` and no `logits_to_keep`. The
+    Every other forward is split only if it has `use_cache=False` and no `logits_to_keep`. The
     forwards of `generate` are therefore not split. With `separates`, hooks of modules separate the
     documents of packed rows (`packed_rows.py`), also in a forward that is not split.
     """
@@ -86,7 +86,7 @@ class SplitSequence(Ours):
         meshes = self.state.meshes
         if meshes is None or meshes.ranks_per_batch == 1:
             return None
-        self.running.part = None  # torch calls no `EndForward` after Ctrl-C
+        self.running.part = None  # after Ctrl-C torch skips hooks, so `EndForward` has not run
         given = bind_forward(model, args, kwargs)
         keep = given.get("logits_to_keep", 0)
         selects_positions = isinstance(keep, Tensor) or bool(keep)
@@ -132,8 +132,8 @@ class SplitSequence(Ours):
         if is_fused_head(given):
             labels = given.get("labels") if given.get("shift_labels") is None else None
             given["shift_labels"] = _slice_next_labels(labels, given.get("shift_labels"), part)
-            # TRL's head ignores `labels` now. JoinLogits reads from it who has shifted the labels:
-            # it is None if the caller has.
+            # TRL's head ignores `labels` now. JoinLogits reads them: they are None if the caller
+            # has shifted the labels.
             given["labels"] = labels
         given["use_cache"] = False
         _check_axes(given, separates=self.separates)
@@ -148,7 +148,7 @@ class SplitSequence(Ours):
 
 
 class EndForward(Ours):
-    """Forward hook, also after an error: forgets the slice of the forward that has ended."""
+    """Forward hook that forgets the slice of the forward, also after an error."""
 
     def __init__(self, running: RunningSlice) -> None:
         self.running = running
@@ -158,10 +158,10 @@ class EndForward(Ours):
 
 
 class FindDocuments(Ours):
-    """Pre-forward hook of a model with sp_size=1 whose hooks separate documents: finds them.
+    """Pre-forward hook that finds packed documents in a model whose sequences are not split.
 
     A forward with packed rows gets a `Slice` of the whole sequence, so that mixers run once per
-    document. Any other forward is not changed.
+    document. Every other forward is not changed.
     """
 
     separates = True
@@ -181,8 +181,8 @@ def _with_documents(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments of a forward with packed rows, or None if the rows are not packed.
 
-    Such a forward has no cache, because a mixer would begin each document with the state that the
-    cache has from the previous one.
+    The forward gets no cache, because a mixer would begin each document with the state that the
+    cache has from the previous document.
     """
     positions, tokens = given.get("position_ids"), find_tokens(given)
     if tokens is None:
@@ -203,9 +203,10 @@ def _find_packed_documents(
 ) -> list[list[tuple[int, int]]] | None:
     """Return the documents of packed rows, or None; `mask` is what `_choose_mask` has returned.
 
-    Rows with a mask (B, S) are padded and not packed. Any other mask of the caller, such as one of
-    queries and keys, may separate documents in attention, but not in mixers. With such a mask, or
-    with flash attention, a gap between positions begins no document.
+    Rows with a mask (B, S) are padded and not packed. A mask of the caller with another shape, such
+    as (B, 1, S, S), may separate documents in attention, but not in mixers. With such a mask, or
+    with flash attention, a document begins only where positions do not increase. Otherwise a
+    document also begins behind a gap between positions.
 
     Raises:
         ValueError: flash attention would mix the documents of several rows.
@@ -219,7 +220,10 @@ def _find_packed_documents(
 
 
 class PassDocuments(Ours):
-    """Pre-forward hook of a decoder layer with sp_size=1: passes the documents to its mixers."""
+    """Pre-forward hook of a decoder layer that passes the packed documents to its mixers.
+
+    It is used in a model whose sequences are not split.
+    """
 
     def __init__(self, layer: LayerSlice) -> None:
         self.layer = layer
@@ -232,9 +236,9 @@ class PassDocuments(Ours):
 
 
 class JoinLogits(StateHook):
-    """Forward hook of the causal LM: gathers the outputs.
+    """Forward hook of the model, which gathers the outputs.
 
-    If there is a loss, the outputs are dropped, unless `gather_logits` is set.
+    If the caller has passed labels, the outputs are dropped instead, unless `gather_logits` is set.
     """
 
     @torch.compiler.disable
@@ -254,7 +258,7 @@ class JoinLogits(StateHook):
             )
         gather_outputs = kwargs.get("labels") is None
         gather_outputs |= self.state.config.gather_logits or self.state.gather_logits
-        # Outputs that are not gathered become None: a metric of a slice would silently be wrong.
+        # Outputs that are not gathered become None. A metric of a slice would silently be wrong.
         return replace(
             output,
             **{
@@ -278,10 +282,10 @@ def _join(x: Any, part: Slice) -> Any:
 
 
 class TakeSlice(Ours):
-    """Pre-forward hook of a decoder layer: slices the arguments with one entry per token.
+    """Pre-forward hook of a decoder layer, which slices the arguments with one entry per token.
 
-    `layer_arguments.py` lists these arguments, such as position embeddings. Masks stay whole.
-    `gets_whole` is True if the hidden states are those of whole sequences.
+    `slice_arguments.py` lists these arguments, such as position embeddings. Masks stay whole.
+    `gets_whole` is True if the hidden states have all tokens and must be sliced, too.
     """
 
     def __init__(self, arguments: LayerArguments, layer: LayerSlice, *, gets_whole: bool) -> None:
@@ -291,7 +295,7 @@ class TakeSlice(Ours):
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         part: Slice | None = kwargs.get(SLICE)
-        # Of the hidden states only the slice is kept; no mixer looks for all of them.
+        # The whole hidden states in args[0] are not kept alive, because no mixer looks for them.
         self.layer.begin(layer, part, (args[1:], kwargs))
         if part is None:
             return None
@@ -310,11 +314,11 @@ class TakeSlice(Ours):
 
 
 class GatherOutput(Ours):
-    """Forward hook of a decoder layer whose model keeps inputs of layers: joins the slices.
+    """Forward hook of a decoder layer of a model that keeps inputs of layers; gathers its output.
 
     Between the layers every rank has the hidden states (B, S, H) of whole sequences, and computes
-    the same from them. A rank sends (sp - 1) * H values per token of its slice and layer in
-    forward, and as many in backward.
+    the same results from them. In each layer a rank sends (sp - 1) * H values per token of its
+    slice in forward, and as many in backward.
     """
 
     def __init__(self, layer: LayerSlice) -> None:
@@ -326,7 +330,7 @@ class GatherOutput(Ours):
 
 
 class SliceNorm(OfModel):
-    """Forward hook of the final norm of a model that keeps inputs of layers: slices its output."""
+    """Forward hook of the final norm of a model that keeps inputs of layers; slices its output."""
 
     def __init__(self, running: RunningSlice, root: nn.Module) -> None:
         super().__init__(root)
@@ -343,8 +347,8 @@ def split_loss(
     """Return the loss of the whole sequence, equal on all ranks, from this rank's logits.
 
     Backward multiplies the gradient of this rank's logits by the number of ranks that share the
-    sequence (`sum_slices`): FSDP2 averages the gradients of parameters over all ranks, but those of
-    the slices of one sequence must be added up.
+    sequence (`sum_slices`). FSDP2 averages the gradients of parameters over all ranks, but the
+    gradients of the slices of one sequence must be added.
     """
     part: Slice | None = kw.pop(SLICE, None)
     if part is None or part.size == 1:
@@ -384,10 +388,10 @@ def split_token_loss(
 
 
 def _pop_count(kw: dict[str, Any]) -> Tensor | int | None:
-    """Take the number of labels from the arguments of a loss.
+    """Take the number of labels from the arguments of a loss, as a scalar.
 
-    Some callers pass a tensor of shape [1]. The loss of a slice would then have this shape as well,
-    but `sum_slices` returns a scalar gradient, which autograd would refuse.
+    Some callers pass a tensor of shape [1]. The loss of a slice would then also have this shape,
+    and autograd would refuse the scalar gradient that `sum_slices` returns for the loss.
     """
     count: Tensor | int | None = kw.pop("num_items_in_batch", None)
     return count.squeeze() if isinstance(count, Tensor) else count
@@ -406,8 +410,8 @@ def _slice_next_labels(
 def _join_fused(output: Any, part: Slice, length: int) -> Any:
     """Gather the outputs of TRL's fused head for `length` tokens, and drop the loss of the slice.
 
-    As in TRL without sp, the last token has no label and is not counted in `length`, unless the
-    caller has shifted the labels.
+    As in TRL without sequence parallelism, `length` does not count the last token, which has no
+    label, unless the caller has shifted the labels.
     """
     gathered = {
         name: _gather_numbers(x, part, length)
@@ -420,13 +424,13 @@ def _join_fused(output: Any, part: Slice, length: int) -> Any:
 def _gather_numbers(x: Tensor, part: Slice, length: int) -> Tensor:
     """Gather slices (B, S / sp) of numbers or flags to (B, length)."""
     numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
-    whole = gather_slices(numbers.unsqueeze(-1), part).squeeze(-1)[:, :length]
+    gathered = gather_slices(numbers.unsqueeze(-1), part).squeeze(-1)[:, :length]
     # The result is a copy, because FSDP2 warns about an output that is a view.
-    return whole.to(x.dtype, copy=True)
+    return gathered.to(x.dtype, copy=True)
 
 
 def _choose_mask(positions: Tensor | None, mask: Any) -> Any:
-    """Return the mask; None for a mask (B, S) if the positions restart within a row.
+    """Return the mask, or None if it is (B, S) and the positions restart within a row.
 
     If several documents are packed into one row, the positions restart at each document. With a
     mask, transformers would ignore the positions, and the documents would silently attend to each
@@ -450,10 +454,11 @@ def _choose_mask(positions: Tensor | None, mask: Any) -> Any:
 def _check_axes(given: dict[str, Any], *, separates: bool) -> None:
     """Raise ValueError if positions (3, B, S) of time, row and column restart within a row.
 
-    Stock code reads documents only from the positions of the text, which these lack, so it would
-    mix the documents silently. Only the first token of a document has position 0 on every axis:
-    the tokens of a picture or video begin behind the text in front of them, and get no lower
-    position. Attention may also get the documents from lengths, or from a mask of queries and keys.
+    Stock code finds documents only by the positions of the text. Positions (3, B, S) lack them, so
+    stock code would mix the documents silently. Only the first token of a document has position 0
+    on every axis, because a picture or video has larger positions than the text in front of it.
+    A batch that describes its documents by lengths, or by a mask of queries and keys, is accepted
+    if no hook has to separate documents.
     """
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     if positions is None or text_positions(positions) is not None:
@@ -474,6 +479,6 @@ def _check_axes(given: dict[str, Any], *, separates: bool) -> None:
 
 
 def check_packed_rows(given: dict[str, Any], *, separates: bool) -> None:
-    """Raise the errors of this module's hooks for packed documents that cannot be separated."""
+    """Raise ValueError, as the hooks of this module do, for documents that cannot be separated."""
     _check_axes(given, separates=separates)
     _choose_mask(given.get("position_ids"), given.get("attention_mask"))

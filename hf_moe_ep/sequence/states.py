@@ -4,27 +4,27 @@ A recurrence with a linear state, such as a delta net, KDA or Mamba-2, takes the
 tokens, and returns outputs and the state after these tokens. In one head a key has N elements, a
 value has V elements, and a state is a matrix (N, V):
 
-    out_t = out0_t + reads_t state          out0_t (V), S0 (N, V): the results for a state of zeros
-    after = S0 + M state                    reads_t (N), M (N, N): the same for every state
+    out_t = out0_t + reads_t state     out0_t (V) and S0 (N, V) are the results for a zero state
+    after = S0 + M state               reads_t (N) and M (N, N) do not depend on the state
 
-One call of the stock function computes all four. Each value gets N more elements, which are zero,
-and the initial state is [zeros (N, V) | identity (N, N)]. A column of the values is scanned with
-the same column of the state, independently of all other columns, so the call returns
+One call of the stock function computes out0, reads, S0 and M. Each value gets N more elements,
+which are zero, and the initial state is [zeros (N, V) | identity (N, N)]. The recurrence computes
+each column of the values from the same column of the state alone, so the call returns
 
     [out0_t | reads_t]                      (N = 2, V = 3:  o o o | r r)
     [S0 | M]
 
 Each rank calls the stock function once, with its pieces (`slices.py`) as rows of the batch. Then
 [S0 | M] of all pieces is all-gathered. Every rank computes the states before its own pieces, and
-adds reads_t state to its outputs. With cp 2 in zigzag order, S0_i and M_i of piece i, and state_i
-before piece i:
+adds reads_t state to its outputs. For example, with cp 2 in zigzag order (S0_i and M_i belong to
+piece i, and state_i is the state before piece i):
 
     rank 0    scans pieces 0 and 3    state_0 = 0,  state_3 = S0_2 + M_2 (S0_1 + M_1 S0_0)
     rank 1    scans pieces 1 and 2    state_1 = S0_0,  state_2 = S0_1 + M_1 S0_0
 
-For P pieces per rank, a rank sends (ranks - 1) * P * heads * N * (V + N) numbers of each row in
-forward, for any number of tokens, and as many gradients in backward. The scan computes and saves
-values of N + V elements, where stock code has V.
+For P pieces per rank, a rank sends (ranks - 1) * P * heads * N * (V + N) values per row in forward,
+for any number of tokens, and as many gradients in backward. The scan computes and saves values of
+N + V elements, where stock code has V.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _Given = dict[int | str, Any]
 def passes_states(recurrence: Recurrence, given: _Given) -> bool:
     """Return True if `run_pieces` can run this call.
 
-    The stock function must be able to start from a state. The call must pass both arguments for
-    states, but no state (None), and must not ask for the final one (False). With a gate inside of
-    the function (`z` of Mamba-2) the result is False, because the gate would have to multiply what
-    `run_pieces` adds to the outputs.
+    The stock function must be able to start from a state. The call must pass both arguments of
+    states: the initial state must be None, and the flag for the final state must be False. If the
+    function applies a gate (`z` of Mamba-2), the result is False, because the gate would also have
+    to multiply the numbers that `run_pieces` adds to the outputs.
     """
     state = recurrence.state
     if state is None or state.initial not in given or state.final not in given:
@@ -64,11 +64,11 @@ def run_pieces(
     given: _Given,
     layouts: Mapping[int | str, Layout],
 ) -> Any:
-    """Call a recurrence for the pieces of this rank, and pass states on to later pieces.
+    """Call a recurrence for the pieces of this rank, and add the effect of earlier pieces.
 
     Args:
-        given: the arguments of `stock`, by position or name, for the tokens of this rank.
-        layouts: the layout of each tensor in `given`, under the same position or name.
+        given: the arguments of `stock` by position or name, for the tokens of this rank.
+        layouts: the layout of each tensor in `given`, by the same position or name.
     """
     state = recurrence.state
     assert state is not None
@@ -86,43 +86,43 @@ def run_pieces(
     identity = torch.eye(size, dtype=dtype, device=values_BSQV.device)
     initial = functional.pad(identity, (width, 0)).expand(rows, heads, -1, -1)
     call: dict[Any, Any] = {**given, **pieces, state.final: True}
-    call[state.initial] = _as_stock(initial, state).contiguous()
+    call[state.initial] = _transpose_state(initial, state).contiguous()
     num_positional = sum(isinstance(key, int) for key in call)
     positional = [call.pop(index) for index in range(num_positional)]
     out, final = stock(*positional, **call)
-    states = _find_states(_as_stock(final, state), width, part)
+    states = _find_states(_transpose_state(final, state), width, part)
     out0, reads = out.split([width, size], -1)
     # (B, S, Q, N) x (B, Q, N, V)
     added = torch.einsum("bsqn,bqnv->bsqv", reads.to(states.dtype), states)
-    whole = torch.cat((out0 + added).to(out.dtype).chunk(number), 1)
-    return (whole, None) if state.returns_pair else whole
+    outputs = torch.cat((out0 + added).to(out.dtype).chunk(number), 1)
+    return (outputs, None) if state.returns_pair else outputs
 
 
 def _split(x: Tensor, number: int) -> Tensor:
-    """Turn the pieces of rows (B, S / ranks, ...) into rows: first the first piece of each row."""
+    """Make a row of each piece of (B, S / ranks, ...); the first pieces of all rows come first."""
     return torch.cat(x.chunk(number, 1))
 
 
-def _as_stock(x: Tensor, state: StateArguments) -> Tensor:
-    """Return a state (B, Q, N, V) in the layout of the stock function, or the reverse."""
+def _transpose_state(x: Tensor, state: StateArguments) -> Tensor:
+    """Convert a state (B, Q, N, V) to the layout of the stock function, or back."""
     return x.mT if state.values_first else x
 
 
 def _find_states(finals: Tensor, width: int, part: Slice) -> Tensor:
-    """Return the states (B, Q, N, V) in front of the pieces of this rank.
+    """Compute the states (B, Q, N, V) before the pieces of this rank.
 
     Args:
-        finals: [S0 | M] of these pieces, (B, Q, N, V + N), with the pieces as rows.
+        finals: [S0 | M] of the pieces of this rank, (B, Q, N, V + N), with the pieces as rows.
     """
     number = len(part.pieces)
     by_piece = Slice(part.group, part.rank, part.size, length=len(part.order))
     gathered = gather_slices(torch.stack(finals.chunk(number), 1), by_piece)
-    place = {piece: place for place, piece in enumerate(part.order)}
-    # Piece 0 starts with zeros that depend on the all-gather, whose backward needs every rank.
+    index_of_piece = {piece: index for index, piece in enumerate(part.order)}
+    # The zeros before piece 0 are computed from the all-gather, whose backward needs every rank.
     everywhere = gathered.new_ones((), dtype=torch.bool)
     before = [gathered[:, 0, ..., :width].masked_fill(everywhere, 0)]
     for piece in range(max(part.pieces)):
         widths = [width, finals.shape[-1] - width]
-        behind, transition = gathered[:, place[piece]].split(widths, -1)
-        before.append(behind + transition @ before[piece])
+        zero_state, transition = gathered[:, index_of_piece[piece]].split(widths, -1)
+        before.append(zero_state + transition @ before[piece])
     return torch.cat([before[piece] for piece in part.pieces])

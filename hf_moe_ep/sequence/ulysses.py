@@ -1,14 +1,14 @@
 """Ulysses sequence parallelism: split the sequence over ranks, and attention over its heads.
 
 Every rank of an sp group gets the same batch. Stock code computes masks, positions and embeddings
-of the whole sequence; then each rank keeps one slice. With 2 ranks, 4 heads and 8 tokens:
+of the whole sequence; then each rank keeps a slice. With 2 ranks, 4 heads and 8 tokens:
 
     rank 0   tokens 0-3  |  heads 0 1 of tokens 0-7  |  tokens 0-3
     rank 1   tokens 4-7  |  heads 2 3 of tokens 0-7  |  tokens 4-7
              projections    attention, stock code       projection, experts, head, loss
 
 Each layer has two all-to-alls: one for queries, keys and values, and one for the results. With
-context parallelism (cp) the ranks of an sp group exchange the tokens of their cp rank only, and
+context parallelism (cp) the ranks of an sp group exchange only the tokens of their cp rank, and
 `context.py` computes their attention to the tokens of the other cp ranks. If sp does not divide the
 length, the last slices are padded; attention does not see the padding. If there are fewer key and
 value heads than ranks, these heads are repeated until there is one per rank.
@@ -16,9 +16,10 @@ value heads than ranks, these heads are repeated until there is one per rank.
     exchange_for_heads     (B, Q, S / sp, W)   to   (B, Q / sp, S, W)      Q heads of width W
     exchange_for_tokens    (B, S, Q / sp, W)   to   (B, S / sp, Q, W)
 
-Both functions are differentiable; the backward of one function makes the exchange of the other. W
-may differ between tensors: values may be narrower than queries. Attention sinks (one number per
-head) are sliced to the heads of the rank. Source: DeepSpeed-Ulysses, arXiv 2309.14509.
+Both functions are differentiable, and the backward of each function makes the exchange of the
+other. W may differ between tensors, because values may be narrower than queries. Attention sinks
+(one number per head) are sliced to the heads of the rank. Source: DeepSpeed-Ulysses, arXiv
+2309.14509.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from hf_moe_ep.ranks.collectives import swap_slices
 from hf_moe_ep.sequence.context import attend
-from hf_moe_ep.sequence.latent_cache import whole_order
-from hf_moe_ep.sequence.partial_attention import once
+from hf_moe_ep.sequence.latent_cache import restore_order
+from hf_moe_ep.sequence.partial_attention import compute_once
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.upstream.attention_interface import stock_attention
 
@@ -51,7 +52,7 @@ def split_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention over the whole sequence for the heads of this rank.
+    """Compute attention of the whole sequence for the heads of this rank.
 
     This function is registered with transformers' attention interface.
     """
@@ -70,10 +71,10 @@ def split_attention(
     is_gathered, part.keys_are_gathered = part.keys_are_gathered, False
     if heads.size > 1 and is_gathered:
         query, key, value = _HeadsToSequence.apply(heads, query, key, value)
-        key, value = whole_order(key, part), whole_order(value, part)
+        key, value = restore_order(key, part), restore_order(value, part)
     elif heads.size > 1:
         query, key, value = exchange_for_heads([query, key, value], heads)
-    # Stock code reads from the module how often each key and value head is repeated.
+    # Stock code reads from this attribute how often it must repeat each key and value head.
     module.num_key_value_groups = query.shape[1] // key.shape[1]
     if part.context is None:
         out_BSQW, _ = stock(module, query, key, value, attention_mask, **kwargs)
@@ -87,11 +88,11 @@ def split_attention(
 def exchange_for_heads(tensors: Sequence[Tensor], part: Slice) -> tuple[Tensor, ...]:
     """Exchange all heads of this rank's tokens for this rank's heads of all tokens.
 
-    The tensors are (B, Q, S / sp, W), the results (B, Q / sp, S, W). All have one dtype, and are
-    exchanged in one all-to-all; sp_size must divide the heads of each.
+    The tensors are (B, Q, S / sp, W), the results (B, Q / sp, S, W). All tensors have one dtype and
+    are exchanged in one all-to-all. sp_size must divide the number of heads Q of each tensor.
     """
-    whole: tuple[Tensor, ...] = _HeadsToSequence.apply(part, *tensors)
-    return tuple(part.join(x, 2) for x in whole)
+    exchanged: tuple[Tensor, ...] = _HeadsToSequence.apply(part, *tensors)
+    return tuple(part.join(x, 2) for x in exchanged)
 
 
 def exchange_for_tokens(out_BSQW: Tensor, part: Slice) -> Tensor:
@@ -120,8 +121,8 @@ def wrap_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _slice_sinks(module: Any, kwargs: dict[str, Any], part: Slice) -> None:
     """Slice the attention sinks to the heads of this rank (one sink per head).
 
-    Flash attention takes the sinks as an argument. Eager attention reads them from the module,
-    which is a copy here (models/gpt_oss/modeling_gpt_oss.py).
+    Flash attention takes the sinks as an argument. Eager attention reads them from the module
+    (models/gpt_oss/modeling_gpt_oss.py). `module` is a copy, so this function may change it.
     """
     sinks = kwargs.get("s_aux")
     if sinks is None:
@@ -135,14 +136,15 @@ def _slice_sinks(module: Any, kwargs: dict[str, Any], part: Slice) -> None:
 def _slice_mask(mask: Any, part: Slice, computed: dict[Any, Any]) -> Any:
     """Slice a mask (B, Q, S, S) with one entry per head to the heads of this rank.
 
-    Masks that transformers builds are the same for all heads. One of the caller may not be.
+    Masks that transformers builds are the same for all heads. A mask of the caller may differ from
+    head to head.
     """
     if part.size == 1 or not isinstance(mask, Tensor | BlockMask):
         return mask
     if len(mask.shape) != 4 or mask.shape[1] == 1:
         return mask
     if isinstance(mask, BlockMask):
-        return once(computed, ("heads",), mask, partial(_slice_block_mask, mask, part))
+        return compute_once(computed, ("heads",), mask, partial(_slice_block_mask, mask, part))
     return mask.unflatten(1, (part.size, -1))[:, part.rank]
 
 
@@ -198,8 +200,8 @@ class _SequenceToHeads(torch.autograd.Function):
         ctx.part = part
         by_owner = part.arrange(out, 1).unflatten(1, (part.size, -1)).movedim(1, 0)
         received = swap_slices(by_owner, part.group)
-        # Stock code calls view on the result, and with one head per rank flatten returns a strided
-        # tensor.
+        # Stock code calls view on the result, which needs contiguous memory. With one head per rank
+        # flatten returns a strided view.
         return received.movedim(0, 2).flatten(2, 3).contiguous()
 
     @staticmethod

@@ -1,36 +1,34 @@
 """Register the hooks of models with pictures or sound.
 
-The owner of a tower or of encoders is the module whose forward runs them and then the language
-model. `generate` calls a method of the root to encode pictures and sound before its first forward.
+The owner of a tower or of encoders is the module whose forward runs first the tower or the encoders
+and then the language model. `generate` calls a method of the root to encode pictures and sound
+before its first forward. This call gets a wrapper that does the same as the first hook of each
+list.
 
 If the blocks of a vision tower are FSDP2 units of their own:
 
-owner of the tower    pre-forward hook: either all ranks run the tower, or no rank does
-root                  a wrapper around the call by `generate` does the same
-with sp_size > 1      hooks on the tower take slices of the patches and gather the features; the
-                      tower's attention modules get a config that selects our attention
-if ranks share a      hook on the language model: take a slice of the deepstack features
-batch
+owner of the tower      pre-forward hook: run the tower on all ranks or on no rank
+tower                   with sp_size > 1, hooks that slice the patches and gather the features
+tower's attention       with sp_size > 1, a config that selects `patch_attention`
+language model          if ranks share a batch, pre-forward hook: slice the deepstack features
 
-If there are encoders of any other class:
+If there are encoders of other classes:
 
-owner of the encoders pre-forward hook: gather all encoders if any rank has input
-decoder               pre-forward hook: give every rank gradients for the same parameters
-                      with sp_size > 1, take a slice of the deepstack features
-every encoder         pre-forward hook: raise an error if the encoder is not gathered
-                      forward hook: record if an output requires a gradient
-                      with sp_size > 1, pre-forward hook: encode all pictures, not a slice of them
-root                  a wrapper around the call by `generate` gathers all encoders
+owner of the encoders   pre-forward hook: gather all encoders if at least one rank has input
+decoder                 pre-forward hook: give every rank gradients for the same parameters
+                        if ranks share a batch, pre-forward hook: slice the deepstack features
+every encoder           pre-forward hook: raise an error if the encoder is not gathered
+                        forward hook: record if an output requires a gradient
+                        if ranks share a batch, pre-forward hook: encode all pictures
 
 If layers have additional experts that only tokens of pictures use:
 
-decoder               pre-forward hook: mark a rank without pictures if another rank has pictures
-block of such a layer forward hook: on a marked rank, run these experts on an empty tensor
+decoder                 pre-forward hook: mark a rank without pictures if another rank has pictures
+block of such a layer   forward hook: on a marked rank, run these experts on an empty tensor
 
 If the model takes pictures or sound, but no encoder was found:
 
-root                  pre-forward hook: raise an error if ranks have different kinds of input
-                      a wrapper around the call by `generate` does the same
+root                    pre-forward hook: raise an error if ranks have different kinds of input
 """
 
 from __future__ import annotations
@@ -72,11 +70,10 @@ from hf_moe_ep.vision.tower import TowerOnce
 
 
 def check(parts: Parts, state: ModelState) -> None:
-    """With sp_size > 1, refuse a vision tower whose attention cannot be split.
+    """Raise ValueError if sp_size is > 1 and the attention of the vision tower cannot be split.
 
-    Raises:
-        ValueError: sp_size does not divide the heads of the tower; the tower uses eager attention,
-            or a function that is not in transformers' attention interface.
+    The reason is that sp_size does not divide the heads of the tower, or that the tower uses eager
+    attention, or a function that is not in transformers' attention interface.
     """
     if state.config.sp_size == 1 or parts.tower is None:
         return

@@ -1,14 +1,16 @@
 """Run experts for picture tokens on ranks whose batch has no picture.
 
-Some layers have one set of experts for text and one for pictures, and stock code skips the second
-set if a batch has no picture tokens. With expert parallelism and FSDP2 all ranks must run both
-sets, or the ranks with pictures wait forever. Before the decoder runs, the ranks therefore count
-how many of them have picture tokens. If any rank has some, every rank without them runs the second
-set on an empty tensor: it takes part in every exchange, and its gradients are exact zeros.
+Some layers have one set of experts for text and another for pictures, and stock code skips the
+second set if a batch has no picture tokens. With expert parallelism and FSDP2 all ranks must run
+both sets, or the ranks with pictures wait forever. Before the decoder runs, the ranks therefore
+count how many of them have picture tokens. If at least one rank has picture tokens, every rank
+without them runs the second set on an empty tensor. Such a rank takes part in every exchange, and
+its gradients are exact zeros.
 
-The decision is stored as an attribute of the tensor of token types, which has a number for the kind
-of each token: text or picture. Every layer receives this tensor, also in a recompute in backward.
-With sp_size > 1 the decision is about the tokens in the slice of a rank, and is stored with them.
+The decision is stored as an attribute of the tensor of token types, which has the kind of each
+token: text or picture. Every layer receives this tensor, also in a recompute in backward. If ranks
+share a batch, the decision depends on the tokens in the slice of a rank, and is stored in the slice
+of the token types.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _ONLY_OTHERS_HAVE_PICTURES = "_hf_moe_ep_others_see"
 
 
 class MarkTextOnlyRanks(ShardedOnly):
-    """Pre-forward hook of the decoder: marks the token types if only other ranks have pictures."""
+    """Pre-forward hook of the decoder that marks the types if only other ranks have pictures."""
 
     def run(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -43,7 +45,7 @@ class MarkTextOnlyRanks(ShardedOnly):
         has_pictures = torch.zeros((), dtype=torch.int64, device=meshes.device)
         if kinds_BS is not None:
             has_pictures = has_pictures + _own_kinds(kinds_BS, part).any()
-        # This is a host sync. Stock code has a host sync in every layer.
+        # This is one host sync per forward. Stock code has a host sync in every layer.
         counts = torch.stack([has_pictures, sum_over_ranks(has_pictures)])
         has_own, ranks_with_pictures = counts.tolist()
         if has_own or ranks_with_pictures == 0:
@@ -57,12 +59,12 @@ class MarkTextOnlyRanks(ShardedOnly):
 
 
 def _own_kinds(kinds_BS: Tensor, part: Slice | None) -> Tensor:
-    """Return the token types that the layers of this rank receive: a slice with sp_size > 1."""
+    """Return the token types that the layers of this rank receive, which may be a slice."""
     return kinds_BS if part is None else part.take_shared(kinds_BS, 1)
 
 
 class RunPictureExperts(ShardedOnly):
-    """Forward hook of a block: on a marked rank, runs the experts for pictures on no rows."""
+    """Forward hook of a block that, on a marked rank, runs the experts for pictures on no rows."""
 
     def run(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any

@@ -1,4 +1,4 @@
-"""`RefuseDifferentInputs`: raise on every rank if only some ranks have pictures or sound.
+"""`RefuseDifferentInputs`: raise an error on every rank if only some ranks have pictures or sound.
 
 This hook is for models in which no tower was found. If such a model has towers, they belong to the
 FSDP2 unit of the root, so either all ranks or no rank must run the towers. Otherwise the ranks
@@ -19,10 +19,10 @@ from hf_moe_ep.vision.encoders import encode_before_generate, sum_on_host
 
 
 class RefuseDifferentInputs(ShardedOnly):
-    """Pre-forward hook of the root: checks that all ranks were given the same arguments of `names`.
+    """Pre-forward hook of the root that compares which arguments of `names` the ranks were given.
 
     Raises:
-        ValueError: on every rank, if some ranks were given an argument and others were not.
+        ValueError: only some ranks were given an argument. Every rank raises the error.
     """
 
     def __init__(self, state: ModelState, names: list[str]) -> None:

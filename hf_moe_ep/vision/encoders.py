@@ -1,18 +1,19 @@
 """Run encoders of any class for pictures, videos or sound if ranks have different inputs.
 
-The owner is the module that holds the encoders and the decoder. Each child of the owner, except the
-decoder, is one FSDP2 unit, sharded over all ranks. A rank without a picture does not run the
+The owner is the module that contains the encoders and the decoder. Each child of the owner, except
+the decoder, is one FSDP2 unit, sharded over all ranks. A rank without a picture does not run the
 encoder, so an all-gather inside the encoder's forward would make the other ranks wait forever.
-Encoders are therefore gathered outside of their forward. The ranks exchange information twice:
+Encoders are therefore gathered outside their forward. The ranks communicate twice:
 
-    before the encoders  Does any rank have pictures or sound? If so, all ranks gather all encoders,
-                         and each rank runs them as often as it has input, as in stock code.
-    after the encoders   Which parameters get a gradient on any rank? If the loss of a rank does not
-                         depend on such a parameter, `ZeroGradients` gives the parameter exact zeros
-                         on this rank. A parameter that no rank uses gets no gradient, as in stock
-                         code, so weight decay does not change it. The graph inside a reentrant
-                         checkpoint is unknown before the recompute, so all parameters that the
-                         checkpoint may use get zeros in addition.
+    before the encoders  The ranks count how many of them have pictures or sound. If there is at
+                         least one, all ranks gather all encoders, and each rank runs them as often
+                         as it has input, as in stock code.
+    after the encoders   The ranks find the parameters that get a gradient on at least one rank. If
+                         the loss of a rank does not depend on such a parameter, `ZeroGradients`
+                         gives the parameter exact zeros on this rank. A parameter that no rank uses
+                         gets no gradient, as in stock code, so weight decay does not change it. The
+                         graph inside a reentrant checkpoint is unknown before the recompute, so all
+                         parameters that the checkpoint may use get zeros in addition.
 
 FSDP2 reduces the gradients at the end of the backward, unit by unit, and skips units without
 gradients. Because of the zeros all ranks reduce the same units in the same order.
@@ -41,16 +42,16 @@ from hf_moe_ep.upstream.sharded_models import is_gathered, reshard_unit, stock_c
 from hf_moe_ep.upstream.towers import TOWER_OUTPUTS, is_encoder_input
 from hf_moe_ep.vision.zero_gradients import ZeroGradients
 
-# A parameter counts 2 on a rank where it gets a gradient, 1 where a checkpoint may use it, else 0.
+# A rank counts 2 for a parameter that gets a gradient, 1 if a checkpoint may use it, else 0.
 _HAS_GRADIENT = 2
 
 
 class GatherEncoders(ShardedOnly):
-    """Pre-forward hook of the owner: gathers all encoders if any rank has input for an encoder."""
+    """Pre-forward hook of the owner that gathers all encoders if at least one rank has input."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
-        # The units gathered for the current forward; None if no rank has input.
+        # The units that were gathered for the current forward; None if no rank has input.
         self.gathered: list[FSDPModule] | None = None
         # True once an encoder returned a tensor that requires a gradient in the current forward.
         self.in_graph = False
@@ -66,7 +67,7 @@ class GatherEncoders(ShardedOnly):
 
 
 class AlignGradients(ShardedOnly):
-    """Pre-forward hook of the decoder: gives all ranks gradients for the same parameters."""
+    """Pre-forward hook of the decoder that gives all ranks gradients for the same parameters."""
 
     def __init__(self, state: ModelState, owner: nn.Module, encoders: GatherEncoders) -> None:
         self.state, self.owner, self.encoders = state, owner, encoders
@@ -80,7 +81,7 @@ class AlignGradients(ShardedOnly):
             return None
         given = bind_forward(decoder, args, kwargs)
         with_grad = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
-        trained = self._trained_parameters()
+        trained = self._list_trained_parameters()
         reached, hidden = reached_parameters(with_grad, trained)
         counts = [_HAS_GRADIENT if id(p) in reached else int(id(p) in hidden) for p in trained]
         # Backward also runs through a frozen encoder whose inputs require a gradient.
@@ -90,7 +91,7 @@ class AlignGradients(ShardedOnly):
             for unit in gathered:
                 unit.reshard()
             return None
-        # With a sum of 0 no rank has a gradient. With the largest sum every rank has a gradient.
+        # If a sum is 0, no rank has a gradient. If it is the largest sum, every rank has one.
         differs = [0 < total < _HAS_GRADIENT * meshes.world_size for total in sums]
         rows = zip(trained, counts, differs, strict=True)
         missing = [p for p, count, differ in rows if differ and count < _HAS_GRADIENT]
@@ -106,7 +107,7 @@ class AlignGradients(ShardedOnly):
         replaced = {id(tensor): output for tensor, output in zip(inputs, outputs, strict=True)}
         return (), with_tensors(given, replaced)
 
-    def _trained_parameters(self) -> list[nn.Parameter]:
+    def _list_trained_parameters(self) -> list[nn.Parameter]:
         """List the trainable parameters of the encoders, in the same order on every rank."""
         groups = [unit.parameters() for unit in self.state.encoders]
         groups.append(self.owner.parameters(recurse=False))
@@ -114,7 +115,7 @@ class AlignGradients(ShardedOnly):
 
 
 class RefuseShardedEncoder(Ours):
-    """Pre-forward hook of an encoder: raises ValueError if the encoder is not gathered."""
+    """Pre-forward hook of an encoder that raises ValueError if the encoder is not gathered."""
 
     def __call__(self, encoder: nn.Module, args: tuple[Any, ...]) -> None:
         if isinstance(encoder, FSDPModule) and not is_gathered(encoder):
@@ -126,9 +127,9 @@ class RefuseShardedEncoder(Ours):
 
 
 class DropSlice(Ours):
-    """Pre-forward hook of an encoder: removes the slice of the text from the arguments.
+    """Pre-forward hook of an encoder that removes the slice of the text from the arguments.
 
-    All ranks of an sp group have the same pictures and sound, and each rank encodes all of them.
+    Ranks that share a batch have the same pictures and sound, and each rank encodes all of them.
     """
 
     def __call__(
@@ -138,7 +139,7 @@ class DropSlice(Ours):
 
 
 class RecordGraph(OfModel):
-    """Forward hook of an encoder: records if an output of the encoder requires a gradient."""
+    """Forward hook of an encoder that records if one of its outputs requires a gradient."""
 
     def __init__(self, encoders: GatherEncoders, root: nn.Module) -> None:
         super().__init__(root)
@@ -154,18 +155,18 @@ def encode_before_generate(
     stock: Callable[[dict[str, Any]], Any],
     model_kwargs: dict[str, Any],
 ) -> Any:
-    """Gather the encoders on all ranks, then call `stock`, with which `generate` runs the encoders.
+    """Gather the encoders on all ranks, and call `stock`, by which `generate` runs the encoders.
 
-    The root is gathered too, because some parameters belong to no encoder, such as a separator
-    between rows of a picture. FSDP2 casts inputs only in the root's forward, so pixels and sound
-    are cast here.
+    The root is gathered as well, because some parameters belong to no encoder, such as a separator
+    between rows of a picture. FSDP2 casts inputs only in the root's forward, so this function casts
+    pixels and sound.
     """
     if state.meshes is None or not _any_rank_has_input(state, model_kwargs):
         return stock(model_kwargs)
     model_kwargs = _cast_inputs(state, model_kwargs)
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            reshard_unit(module)  # an earlier forward may have left it gathered
+            reshard_unit(module)  # the unit may still be gathered from an earlier forward
     gathered = _gather_encoders(state)
     if isinstance(root, FSDPModule):
         root.unshard()
@@ -178,7 +179,7 @@ def encode_before_generate(
 
 
 def _gather_encoders(state: ModelState) -> list[FSDPModule]:
-    """Gather all encoders on every rank, and return the encoders that were sharded before."""
+    """Gather all encoders on every rank, and return the encoders that were still sharded."""
     sharded = [unit for unit in state.encoders if not is_gathered(unit)]
     for unit in sharded:
         unit.unshard()
@@ -199,10 +200,10 @@ def _cast_inputs(state: ModelState, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _any_rank_has_input(state: ModelState, given: dict[str, Any]) -> bool:
-    """Return True if the arguments on any rank have a tensor for an encoder.
+    """Return True if the arguments of at least one rank have a tensor for an encoder.
 
-    The outputs of an encoder count, too: `generate` passes them to the forward, where Llama-4
-    projects them.
+    The outputs of an encoder count as well, because `generate` passes them to the forward, where
+    Llama-4 projects them.
     """
     has_input = any(
         (is_encoder_input(name) or name == TOWER_OUTPUTS) and bool(tensors_in(value))

@@ -1,19 +1,19 @@
 """Split the patches of pictures over the ranks of an sp group.
 
-All ranks of an sp group have the same pictures. With context parallelism, each sp group encodes
-all of them, as each data rank does. Each rank of the group takes a slice of all patches, in whole
-merge units (2 x 2 patches become one token). In attention each rank computes some of the heads over
-whole pictures (`sequence/ulysses.py`). The merged features are all-gathered once, after the tower.
-With 2 ranks, picture A of 3 tokens and picture B of 2 tokens:
+All ranks of an sp group have the same pictures. With context parallelism, each sp group encodes all
+pictures of its batch. Each rank of the group takes a slice of all patches, in whole merge units
+(2 x 2 patches become one token). In attention each rank computes some of the heads over whole
+pictures (`sequence/ulysses.py`). The merged features are all-gathered once, after the tower. With
+2 ranks, picture A of 3 tokens and picture B of 2 tokens:
 
              patches, blocks, mergers      after the all-gather
     rank 0   AAAA AAAA AAAA                features of A and B
     rank 1   BBBB BBBB (padding)           features of A and B
 
 The model inserts the features into the embeddings of the whole sequence, which is split later. The
-tower also returns deepstack features: outputs of blocks in its middle, which the first layers of
-the language model add to the tokens of pictures. This happens after the split, so each rank keeps
-the rows of these features that belong to its slice of the text.
+tower also returns deepstack features: these are outputs of its middle blocks, which the first
+layers of the language model add to the tokens of pictures. The layers run after the split, so each
+rank keeps the rows of these features that belong to its slice of the text.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from hf_moe_ep.upstream.towers import tower_tables
 
 
 class PatchSlice(Slice):
-    """One rank's slice of the patches of all pictures.
+    """The slice of one rank, of the patches of all pictures.
 
     Attributes:
-        frames: the number of patches in each frame. A picture is one frame, a video several.
+        frames: the number of patches in each frame. A picture has one frame, a video has several.
     """
 
     def __init__(self, sequence: Slice, frames: list[int], unit: int) -> None:
@@ -50,7 +50,7 @@ class PatchSlice(Slice):
 
 
 class TakePatches(Ours):
-    """Pre-forward hook of the tower: slices the pixels and the tables computed from `grid_thw`."""
+    """Pre-forward hook of the tower that slices the pixels and the tables made from `grid_thw`."""
 
     @torch.compiler.disable
     def __call__(
@@ -61,13 +61,13 @@ class TakePatches(Ours):
             return None
         tables = tower_tables(tower, kwargs["grid_thw"])
         slices: dict[str, Any] = {name: part.take(table, 0) for name, table in tables.items()}
-        # This is a Python number, so that no layer has to read it from the device.
+        # This is a Python number, so that layers need not read it from the device.
         slices["max_seqlen"] = max(part.frames)
         return (part.take(args[0], 0), *args[1:]), {**kwargs, **slices}
 
 
 class JoinFeatures(Ours):
-    """Forward hook of the tower: gathers the features of all slices in one all-gather."""
+    """Forward hook of the tower that gathers the features of all slices in one all-gather."""
 
     @torch.compiler.disable
     def __call__(
@@ -84,7 +84,7 @@ class JoinFeatures(Ours):
 
 
 class TakeDeepstack(Ours):
-    """Pre-forward hook of the language model: slices the deepstack features like the text."""
+    """Pre-forward hook of the language model that slices the deepstack features like the text."""
 
     @torch.compiler.disable
     def __call__(
@@ -129,9 +129,9 @@ def patch_attention(
         stock: the attention function that the user chose.
         varlen: True if `stock` itself separates frames by `cu_seq_lens_q`. Otherwise `stock` is
             called once per frame.
-        module: the attention module, with our config.
+        module: the attention module, whose config selects this function.
         query, key, value: (1, heads, patches of this rank, head width).
-        cu_seq_lens_q: (frames + 1,): the start of each frame, and the end of the last frame.
+        cu_seq_lens_q: (frames + 1,), the start of each frame and the end of the last frame.
 
     Returns:
         The output (1, patches of this rank, heads, head width), and None for the weights.

@@ -1,14 +1,15 @@
 """`PositionCollator`: compute the position ids of vision-language batches in the data loader.
 
 Tokens of a picture have a time, a row and a column. Stock code computes these three numbers in
-forward, on the training device, and reads the frames, height and width of each picture on the host,
+forward, on the training device. It reads the frames, height and width of each picture on the host,
 which takes at least three host syncs per picture. A worker of the data loader has the sizes of the
-pictures on the CPU, so `PositionCollator` computes the numbers there:
+pictures on the CPU, so `PositionCollator` computes the numbers in the worker:
 
     DataLoader(dataset, collate_fn=PositionCollator(model, collate), num_workers=4)
     Trainer(model, args, data_collator=PositionCollator(model, collate), ...)
 
-Example: two tokens of text, a picture of 2 x 2 tokens, and one token of text.
+For example, two tokens of text, a picture of 2 x 2 tokens, and one token of text have these
+positions:
 
     time     0 1 2 2 2 2 4
     row      0 1 2 2 3 3 4
@@ -16,7 +17,7 @@ Example: two tokens of text, a picture of 2 x 2 tokens, and one token of text.
 
 The numbers come from the model's own `get_rope_index` (transformers, models/qwen3_vl_moe). Stock
 code does not call this function for a batch without pictures, so the collator returns such a batch
-unchanged. The model's outputs are therefore bit-equal to those without the collator.
+unchanged. The model's outputs are therefore bit-equal with and without the collator.
 
 Do not use the collator with a loader that slices whole batches along their first dimension
 (`dispatch_batches` of Accelerate): the first dimension of `position_ids` holds the three numbers.
@@ -47,8 +48,8 @@ class PositionCollator:
             function that can be pickled.
 
     Raises:
-        ValueError: the model has no `get_rope_index`, or numbers pictures together with sound; or,
-            when the collator is called, the batch has pictures but no `mm_token_type_ids`.
+        ValueError: the model has no `get_rope_index`, or numbers pictures together with sound. A
+            call of the collator raises it for a batch with pictures but no `mm_token_type_ids`.
     """
 
     def __init__(self, model: nn.Module, collate: Callable[[list[Any]], Any]) -> None:
@@ -94,7 +95,7 @@ def _find_inner(model: nn.Module) -> nn.Module:
 
 
 def _make_without_weights(inner: nn.Module) -> Any:
-    """Return an instance of the same class that holds only the config."""
+    """Make an instance of the same class that has only the config."""
     # FSDP2 replaces the class of a module by a subclass that no worker can import.
     stock: Any = stock_class(type(inner))
     bare: Any = stock.__new__(stock)

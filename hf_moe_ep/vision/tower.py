@@ -1,15 +1,15 @@
 """Run a vision tower whose blocks are sharded, if ranks have different pictures and videos.
 
-The blocks of the tower are FSDP2 units over all ranks, so either all ranks must run the tower or
-none: if one rank skipped the tower, the other ranks would wait for it in an all-gather. Before the
-language model runs, the ranks count how many of them have pixels:
+The blocks of the tower are FSDP2 units over all ranks, so either all ranks or no rank must run the
+tower. If one rank skipped the tower, the other ranks would wait for this rank in an all-gather.
+Before the language model runs, the ranks count how many of them have pixels:
 
-    no rank has pixels    no rank runs the tower; the tower's parameters get no gradient, as in
-                          stock code
-    any rank has pixels   every rank runs the tower once: on its images and videos together, or on
-                          one picture of zeros. `ZeroGradients` then connects the outputs for the
-                          zeros to the text embeddings: they change no value, and receive exact
-                          zeros in backward
+    no rank              No rank runs the tower. The tower's parameters get no gradient, as in stock
+                         code.
+    at least one rank    Every rank runs the tower once, either on its images and videos together or
+                         on one picture of zeros. `ZeroGradients` then connects the outputs for the
+                         picture of zeros to the text embeddings. These outputs change no value, and
+                         receive exact zeros in backward.
 
 The outputs of the tower are passed to the model's own forward as `mm_encoder_outputs`, so images
 and videos may be distributed over ranks in any way. `generate` encodes pictures before its first
@@ -41,8 +41,8 @@ from hf_moe_ep.upstream.towers import (
 from hf_moe_ep.vision.patches import PatchSlice
 from hf_moe_ep.vision.zero_gradients import ZeroGradients
 
-# By modality: the arguments with pixels and sizes of the inner model's forward, and the name of the
-# modality's token in the model's config.
+# For each modality: two arguments of the inner model's forward, the pixels and the sizes, and the
+# name of the modality's token in the model's config.
 _MODALITIES = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
@@ -50,11 +50,12 @@ _MODALITIES = {
 
 
 class TowerOnce(ShardedOnly):
-    """Pre-forward hook of the tower's owner: runs the tower on all ranks or on none."""
+    """Pre-forward hook of the tower's owner that runs the tower on all ranks or on no rank."""
 
     def __init__(self, state: ModelState, tower: nn.Module, num_layers: int) -> None:
         self.state, self.tower, self.num_layers = state, tower, num_layers
-        # A hook on the text embedding, registered for one forward on a rank without pixels.
+        # The handle of a hook on the text embedding, which is registered for a single forward on a
+        # rank without pixels.
         self.embedding_hook: RemovableHandle | None = None
 
     def run(
@@ -95,7 +96,7 @@ class TowerOnce(ShardedOnly):
         stock: Callable[[dict[str, Any]], Any],
         model_kwargs: dict[str, Any],
     ) -> Any:
-        """Call `stock`, with which `generate` runs the tower; every rank runs it equally often."""
+        """Call `stock`, by which `generate` runs the tower, so that every rank runs it as often."""
         meshes = self.state.meshes
         if meshes is None or meshes.world_size == 1:
             return stock(model_kwargs)
@@ -108,7 +109,8 @@ class TowerOnce(ShardedOnly):
     def _connect(self, inner: nn.Module, given: dict[str, Any], features: list[Tensor]) -> None:
         """Make the backward of the text embeddings run through `features`, with gradients of zero.
 
-        Otherwise this rank would skip the backward of the tower, where other ranks wait for it.
+        Otherwise this rank would skip the backward of the tower, in which other ranks wait for this
+        rank.
         """
 
         def connect(embeds_BSH: Tensor) -> Tensor:
@@ -132,10 +134,11 @@ class TowerOnce(ShardedOnly):
     def _seen_anywhere(
         self, inner: nn.Module, given: dict[str, Any], device: torch.device
     ) -> list[bool]:
-        """Return, for each modality, True if any rank has pixels.
+        """Return, for each modality, True if at least one rank has pixels.
 
         Raises:
-            ValueError: on every rank, if the pixels of a rank do not fit their grids or its text.
+            ValueError: the pixels of a rank do not fit their grids or its text. Every rank raises
+                the error.
         """
         pairs = list(self._list_size_pairs(inner, given, device))
         zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -161,10 +164,10 @@ class TowerOnce(ShardedOnly):
     def _list_size_pairs(
         self, inner: nn.Module, given: dict[str, Any], device: torch.device
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (text, left, right): two scalars on `device` that must be equal, and an error text.
+        """Yield (text, left, right): an error text, and two scalars on `device` that must be equal.
 
         The text has a `{}` for each number. If the tower has already run, nothing is yielded,
-        because the arguments hold no pixels.
+        because the arguments have no pixels.
         """
         if given.get(TOWER_OUTPUTS):
             return
@@ -193,7 +196,7 @@ class TowerOnce(ShardedOnly):
         return {SLICE: PatchSlice(sequence, frames, merge**2)}
 
     def _make_picture_of_zeros(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return pixels and grid of the smallest picture: its patches are merged into one token."""
+        """Make pixels and grid of the smallest picture, whose patches are merged into one token."""
         merge, values = tower_sizes(self.tower)
         pixels = torch.zeros(merge * merge, values, device=device)
         return pixels, torch.tensor([[1, merge, merge]], device=device)

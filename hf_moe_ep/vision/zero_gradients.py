@@ -1,4 +1,4 @@
-"""`ZeroGradients` makes backward run through modules that the loss of this rank does not depend on.
+"""`ZeroGradients`: make backward run through modules that do not affect the loss of this rank.
 
 The loss of another rank depends on these modules. In the backward of the modules, the other rank
 waits for this rank in an all-gather or a reduce-scatter.
@@ -22,9 +22,9 @@ class ZeroGradients(torch.autograd.Function):
     Backward first calls `before_backward`. Then it passes on the gradients of the first `count`
     tensors. With `fill`, zeros replace a missing gradient of these tensors.
 
-    Forward saves a tensor that backward reads, because under activation checkpointing the first
-    read of a saved tensor starts the recompute. This rank therefore recomputes at the same point as
-    the ranks that use the other tensors, and all ranks run their collectives in the same order.
+    Forward saves a tensor, and backward reads it. Under activation checkpointing, the first read of
+    a saved tensor starts the recompute. This rank therefore recomputes at the same point as the
+    ranks that use the other tensors, and all ranks run their collectives in the same order.
     """
 
     @staticmethod

@@ -22,7 +22,7 @@ class NotPickled:
         raise TypeError("this was sent to other ranks")
 
 
-def _values(rank: int, world: int) -> dict[str, Any]:
+def _collect_values(rank: int, world: int) -> dict[str, Any]:
     value = NotPickled()
     assert run_on_all("keeping", lambda: value) is value
     called = []
@@ -35,8 +35,8 @@ def _values(rank: int, world: int) -> dict[str, Any]:
     }
 
 
-def test_which_rank_gets_which_value() -> None:
-    assert run_ranks(_values, 3) == [
+def test_each_rank_gets_its_values() -> None:
+    assert run_ranks(_collect_values, 3) == [
         {
             "run_on_all": 10 + rank,
             "gather_from_all": [10, 11, 12],
@@ -47,7 +47,7 @@ def test_which_rank_gets_which_value() -> None:
     ]
 
 
-def _errors(rank: int, world: int) -> dict[str, tuple[str, str]]:
+def _collect_errors(rank: int, world: int) -> dict[str, tuple[str, str]]:
     def fail(failing: dict[int, Exception]) -> None:
         if rank in failing:
             raise failing[rank]
@@ -70,7 +70,7 @@ def _errors(rank: int, world: int) -> dict[str, tuple[str, str]]:
     return errors
 
 
-def test_an_error_of_one_rank_is_an_error_of_all() -> None:
+def test_all_ranks_raise_the_error_of_one_rank() -> None:
     errors = {
         "one user's": ("ValueError", "sizes 3 and 4"),
         "two users'": ("ValueError", "of 1"),
@@ -84,10 +84,10 @@ def test_an_error_of_one_rank_is_an_error_of_all() -> None:
     by_case["on_first: user's"] = ("ValueError", "no folder")
     disk = "saving failed on rank 0: OSError: [Errno 28] full"
     by_case["on_first: disk"] = ("RuntimeError", disk)
-    assert run_ranks(_errors, 3) == [by_case] * 3
+    assert run_ranks(_collect_errors, 3) == [by_case] * 3
 
 
-def test_one_process_without_a_process_group() -> None:
+def test_one_process_needs_no_process_group() -> None:
     assert run_on_all("counting", lambda: 3) == 3
     assert gather_from_all("counting", lambda: 3) == [3]
     assert run_on_first("counting", lambda: 3) == 3

@@ -24,7 +24,7 @@ EXCHANGES: dict[str, Callable[[Tensor], Any]] = {
 
 
 def gpu_errors_do_not_blame_another_rank(rank: int, world: int) -> None:
-    """A device-side assertion that failed earlier is raised by the next collective."""
+    """If a device-side assertion has failed earlier, the next collective raises its error."""
 
     def fail(*_: object, **__: object) -> None:
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")

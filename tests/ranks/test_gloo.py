@@ -19,7 +19,7 @@ from hf_moe_ep.ranks.mesh import build_meshes
 from hf_moe_ep.upstream.gloo import one_worker_thread
 
 CPU = torch.device("cpu")
-# One rank, two ranks on an ep or sp axis, and four ranks on two axes.
+# The layouts have one rank, two ranks on an ep or sp axis, and four ranks on two axes.
 LAYOUTS = [
     (1, ParallelConfig()),
     (2, ParallelConfig(ep_size=2)),
@@ -27,7 +27,8 @@ LAYOUTS = [
     (4, ParallelConfig(ep_size=2, dp_replicate_size=2)),
 ]
 
-# One rank gathers as DTensor does, for some seconds. With several processes the race is likelier.
+# In this script one rank gathers as DTensor does, for some seconds. The race is more likely if
+# several processes run it at the same time.
 GATHERS = """
 import contextlib, sys, time
 import torch
@@ -56,8 +57,11 @@ def _count_threads(group: dist.ProcessGroup) -> int:
 
 
 def _count_by_group(rank: int, world_size: int, config: ParallelConfig) -> dict[str, int]:
-    """Create the default group again as users do, with two workers, and build meshes from it."""
-    dist.barrier()  # a faster rank would close connections that others still open
+    """Count the worker threads of the groups of meshes.
+
+    The default group is created again as users create it, with two workers.
+    """
+    dist.barrier()  # a faster rank would close connections that other ranks still open
     store = dist.PrefixStore("stock", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

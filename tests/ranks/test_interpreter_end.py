@@ -10,8 +10,8 @@ import pytest
 TESTS = Path(__file__).parents[1]
 
 
-def _exit_codes(runs: int, *arguments: str) -> list[str]:
-    """Return the exit codes of both ranks, one line per run."""
+def _run_and_list_exit_codes(runs: int, *arguments: str) -> list[str]:
+    """Run two ranks several times, and return their exit codes, one line per run."""
     command = [sys.executable, "-m", "support.jobs.interpreter_end", str(runs), *arguments]
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     result = subprocess.run(
@@ -23,12 +23,13 @@ def _exit_codes(runs: int, *arguments: str) -> list[str]:
 
 @pytest.mark.slow
 def test_ranks_exit_with_code_0() -> None:
-    assert _exit_codes(2) == ["0 0"] * 2
+    assert _run_and_list_exit_codes(2) == ["0 0"] * 2
 
 
 @pytest.mark.slow
 def test_stock_ranks_abort() -> None:
-    """If this fails, torch has fixed the abort: ranks/interpreter_end.py can be removed with the
-    test above. On a busy machine half of the runs end without an abort.
+    """On a busy machine half of the runs end without an abort.
+
+    If this test fails, torch has fixed the abort. Then ranks/interpreter_end.py can be removed.
     """
-    assert "-6" in " ".join(_exit_codes(15, "stock"))
+    assert "-6" in " ".join(_run_and_list_exit_codes(15, "stock"))

@@ -1,7 +1,7 @@
-"""The meshes of 8 ranks, such as the example of mesh.py, with torch's fake process group.
+"""The meshes of 8 ranks have the expected groups, for example those in the docstring of mesh.py.
 
-Every rank builds its meshes, and the ranks in its groups are compared. The parity tests show that
-collectives in these groups give the right numbers.
+With torch's fake process group every rank builds its meshes, and the ranks in its groups are
+compared. The parity tests show that collectives in these groups give the right numbers.
 """
 
 import copy
@@ -41,7 +41,7 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Expected groups. The index of a rank in its group is its local rank in the mesh."""
+    """The expected groups. The index of a rank in its group is its local rank in the mesh."""
 
     config: ParallelConfig
     ep: Groups
@@ -104,13 +104,13 @@ LAYOUTS = {
 }
 
 
-def _members(mesh: DeviceMesh, axis: int) -> list[int]:
+def _list_members(mesh: DeviceMesh, axis: int) -> list[int]:
     return dist.get_process_group_ranks(mesh.get_group(axis))
 
 
 def _check_axis(mesh: DeviceMesh, axis: int, rank: int, groups: Groups) -> None:
     group_of_rank = next(group for group in groups if rank in group)
-    assert _members(mesh, axis) == group_of_rank, (rank, mesh)
+    assert _list_members(mesh, axis) == group_of_rank, (rank, mesh)
     assert mesh.size(axis) == len(group_of_rank)
     assert mesh.get_local_rank(axis) == group_of_rank.index(rank)
 
@@ -126,9 +126,9 @@ def _check_rank(layout: Layout, meshes: Meshes, rank: int) -> None:
         names = ("dp_replicate", "fsdp"), ("dp_replicate", "ep_fsdp")
     assert (meshes.dense.mesh_dim_names, meshes.ep_fsdp.mesh_dim_names) == names
     assert meshes.ep.mesh_dim_names == ("ep",)
-    if meshes.experts is not None:  # torch up to 2.11 cannot create it with ep_outside
+    if meshes.experts is not None:  # up to torch 2.11 it cannot be created with ep_outside
         replica = next(group for group in layout.fsdp if rank in group)
-        assert sorted(_members(meshes.experts, 0)) == replica
+        assert sorted(_list_members(meshes.experts, 0)) == replica
     else:
         assert layout.config.ep_outside
     ep_group = next(group for group in layout.ep if rank in group)
@@ -140,27 +140,27 @@ def _check_rank(layout: Layout, meshes: Meshes, rank: int) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_groups_of_every_rank(name: str) -> None:
+def test_every_rank_has_the_groups_of_the_layout(name: str) -> None:
     layout = LAYOUTS[name]
     for rank in range(8):
         with _as_rank(rank, 8):
             _check_rank(layout, build_meshes(layout.config, CPU), rank)
 
 
-def test_a_world_size_that_is_no_power_of_two() -> None:
-    """6 ranks are 2 replicas, each with an ep group of 3."""
+def test_the_world_size_need_not_be_a_power_of_two() -> None:
+    """6 ranks are 2 replicas, each with an ep group of 3 ranks."""
     for rank in range(6):
         with _as_rank(rank, 6):
             meshes = build_meshes(ParallelConfig(ep_size=3, dp_replicate_size=2), CPU)
-            assert _members(meshes.ep, 0) == ([0, 1, 2] if rank < 3 else [3, 4, 5])
-            assert _members(meshes.dense, 0) == [rank % 3, rank % 3 + 3]
+            assert _list_members(meshes.ep, 0) == ([0, 1, 2] if rank < 3 else [3, 4, 5])
+            assert _list_members(meshes.dense, 0) == [rank % 3, rank % 3 + 3]
 
 
 def test_two_models_have_separate_meshes() -> None:
     with _as_rank(5, 8):
         wide = build_meshes(ParallelConfig(ep_size=4), CPU)
         narrow = build_meshes(ParallelConfig(ep_size=2), CPU)
-        assert _members(wide.ep, 0) == [4, 5, 6, 7] and _members(narrow.ep, 0) == [4, 5]
+        assert _list_members(wide.ep, 0) == [4, 5, 6, 7] and _list_members(narrow.ep, 0) == [4, 5]
 
 
 def test_models_share_groups_until_the_default_group_is_destroyed() -> None:
@@ -184,28 +184,28 @@ def test_sp_groups_are_consecutive_ranks() -> None:
     for rank in range(8):
         with _as_rank(rank, 8):
             meshes = build_meshes(ParallelConfig(ep_size=4, sp_size=2, dp_replicate_size=2), CPU)
-            assert _members(meshes.sp, 0) == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert _list_members(meshes.sp, 0) == [rank // 2 * 2, rank // 2 * 2 + 1]
     match = r"sp_size \(8\).*8 / 2 = 4.*try 1, 2, 4"
     with _as_rank(0, 8), pytest.raises(ValueError, match=match):
         build_meshes(ParallelConfig(sp_size=8, dp_replicate_size=2), CPU)
 
 
-def test_sp_is_innermost_and_cp_next() -> None:
+def test_sp_is_the_innermost_axis_and_cp_the_next() -> None:
     """With cp 2 and sp 2, the ranks 0-3 share a batch, and so do the ranks 4-7."""
     cp_groups = ([0, 2], [1, 3], [4, 6], [5, 7])
     for rank in range(8):
         with _as_rank(rank, 8):
             config = ParallelConfig(ep_size=4, sp_size=2, cp_size=2, dp_replicate_size=2)
             meshes = build_meshes(config, CPU)
-            assert _members(meshes.sp, 0) == [rank // 2 * 2, rank // 2 * 2 + 1]
-            assert _members(meshes.cp, 0) == next(g for g in cp_groups if rank in g)
-            assert _members(meshes.sequence, 0) == [*range(rank // 4 * 4, rank // 4 * 4 + 4)]
+            assert _list_members(meshes.sp, 0) == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert _list_members(meshes.cp, 0) == next(g for g in cp_groups if rank in g)
+            assert _list_members(meshes.sequence, 0) == [*range(rank // 4 * 4, rank // 4 * 4 + 4)]
             assert (meshes.ranks_per_batch, meshes.data_parallel_size) == (4, 2)
             assert meshes.fit(config, CPU)
             assert not meshes.fit(replace(config, cp_size=1), CPU)
     with _as_rank(3, 4):
         alone = build_meshes(ParallelConfig(cp_size=2), CPU)
-        assert _members(alone.sequence, 0) == _members(alone.cp, 0) == [2, 3]
+        assert _list_members(alone.sequence, 0) == _list_members(alone.cp, 0) == [2, 3]
 
 
 CP_REFUSED = [
@@ -215,7 +215,9 @@ CP_REFUSED = [
 
 
 @pytest.mark.parametrize(("sizes", "match"), CP_REFUSED)
-def test_context_sizes_that_do_not_divide_the_world(sizes: dict[str, int], match: str) -> None:
+def test_context_sizes_that_do_not_divide_the_world_are_refused(
+    sizes: dict[str, int], match: str
+) -> None:
     with _as_rank(0, 8), pytest.raises(ValueError, match=match):
         build_meshes(ParallelConfig(**sizes), CPU)
 
@@ -255,7 +257,7 @@ STAGES: dict[str, tuple[ParallelConfig, Groups, Groups, Groups, Groups]] = {
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_groups_of_stages(name: str) -> None:
+def test_stages_have_the_expected_groups(name: str) -> None:
     config, ep, ep_fsdp, fsdp, columns = STAGES[name]
     pp_size = config.pp_size or 1
     for rank in range(8):
@@ -277,15 +279,15 @@ def test_groups_of_stages(name: str) -> None:
             assert [stages.rank_in(stage) for stage in range(pp_size)] == column
             assert (stages.is_first, stages.is_last) == (rank == column[0], rank == column[-1])
             if config.dp_replicate_size:
-                assert _members(meshes.dense, 0) == [own[0] + rank % 2, own[0] + rank % 2 + 2]
+                assert _list_members(meshes.dense, 0) == [own[0] + rank % 2, own[0] + rank % 2 + 2]
 
 
-def test_data_ranks_of_stages() -> None:
+def test_stages_have_their_own_data_ranks_and_refuse_wrong_sizes() -> None:
     config = ParallelConfig(pp_size=2, ep_size=2, sp_size=2)
     for rank in range(8):
         with _as_rank(rank, 8):
             meshes = build_meshes(config, CPU)
-            assert _members(meshes.sp, 0) == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert _list_members(meshes.sp, 0) == [rank // 2 * 2, rank // 2 * 2 + 1]
             assert (meshes.data_parallel_size, meshes.data_parallel_rank) == (2, rank % 4 // 2)
     with _as_rank(0, 8):
         with pytest.raises(ValueError, match=r"pp_size \(3\).*number of ranks \(8\); try 1, 2, 4"):
@@ -294,48 +296,48 @@ def test_data_ranks_of_stages() -> None:
             build_meshes(ParallelConfig(pp_size=2, ep_size=8), CPU)
 
 
-def _by_nodes(node_size: int, **sizes: Any) -> ParallelConfig:
+def _make_hierarchical(node_size: int, **sizes: Any) -> ParallelConfig:
     return ParallelConfig(dispatcher="hierarchical", node_size=node_size, **sizes)
 
 
-# name: (config, groups between nodes, groups inside a node); None if there is no node mesh.
+# name: (config, groups between nodes, groups inside a node). Without a node mesh, groups are None.
 NODES: dict[str, tuple[ParallelConfig, Groups | None, Groups | None]] = {
     "docstring": (
-        _by_nodes(2, ep_size=4),
+        _make_hierarchical(2, ep_size=4),
         [[0, 2], [1, 3], [4, 6], [5, 7]],
         [[0, 1], [2, 3], [4, 5], [6, 7]],
     ),
     "2 nodes of 4": (
-        _by_nodes(4, ep_size=8),
+        _make_hierarchical(4, ep_size=8),
         [[0, 4], [1, 5], [2, 6], [3, 7]],
         [[0, 1, 2, 3], [4, 5, 6, 7]],
     ),
     "4 nodes of 2": (
-        _by_nodes(2, ep_size=8),
+        _make_hierarchical(2, ep_size=8),
         [[0, 2, 4, 6], [1, 3, 5, 7]],
         [[0, 1], [2, 3], [4, 5], [6, 7]],
     ),
     # An ep group has every second rank: 2 ranks on each node.
     "ep_outside": (
-        _by_nodes(4, ep_size=4, ep_outside=True),
+        _make_hierarchical(4, ep_size=4, ep_outside=True),
         [[0, 4], [2, 6], [1, 5], [3, 7]],
         [[0, 2], [4, 6], [1, 3], [5, 7]],
     ),
     "HSDP": (
-        _by_nodes(2, ep_size=4, dp_replicate_size=2),
+        _make_hierarchical(2, ep_size=4, dp_replicate_size=2),
         [[0, 2], [1, 3], [4, 6], [5, 7]],
         [[0, 1], [2, 3], [4, 5], [6, 7]],
     ),
-    "a node holds ep groups": (_by_nodes(4, ep_size=2), None, None),
-    "a node is the world": (_by_nodes(8, ep_size=8), None, None),
-    "a rank on each node": (_by_nodes(2, ep_size=4, ep_outside=True), None, None),
-    "nodes of one": (_by_nodes(1, ep_size=8), None, None),
-    "no ep": (_by_nodes(4), None, None),
+    "a node holds ep groups": (_make_hierarchical(4, ep_size=2), None, None),
+    "a node is the world": (_make_hierarchical(8, ep_size=8), None, None),
+    "a rank on each node": (_make_hierarchical(2, ep_size=4, ep_outside=True), None, None),
+    "nodes of one": (_make_hierarchical(1, ep_size=8), None, None),
+    "no ep": (_make_hierarchical(4), None, None),
 }
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_node_groups_of_every_rank(name: str) -> None:
+def test_every_rank_has_the_expected_node_groups(name: str) -> None:
     config, between, inside = NODES[name]
     for rank in range(8):
         with _as_rank(rank, 8):
@@ -358,11 +360,11 @@ def test_node_groups_of_every_rank(name: str) -> None:
 
 NO_NODES = [
     (
-        _by_nodes(4, ep_size=6),
+        _make_hierarchical(4, ep_size=6),
         r"node_size \(4\) .* ranks 0, 1, 2, 3, 4, 5 into 4 \+ 2 ranks.*try node_size 1, 2, 3, 6,",
     ),
     (
-        _by_nodes(3, ep_size=2),
+        _make_hierarchical(3, ep_size=2),
         r"node_size \(3\) .* ranks 2, 3 into 1 \+ 1 ranks.*try node_size 1, 2, 4, 6,",
     ),
     (
@@ -373,14 +375,16 @@ NO_NODES = [
 
 
 @pytest.mark.parametrize(("config", "match"), NO_NODES)
-def test_nodes_that_split_an_ep_group_unevenly(config: ParallelConfig, match: str) -> None:
+def test_nodes_that_split_an_ep_group_unevenly_are_refused(
+    config: ParallelConfig, match: str
+) -> None:
     for rank in (0, 5):
         with _as_rank(rank, 6), pytest.raises(ValueError, match=match):
             build_meshes(config, CPU)
 
 
 def test_groups_have_the_timeout_of_the_default_group() -> None:
-    """torch gives new groups 30 minutes, whatever `ddp_timeout` or `init_process_group` set."""
+    """torch gives new groups 30 minutes, and ignores `ddp_timeout` and `init_process_group`."""
 
     def timeouts(mesh: DeviceMesh) -> set[timedelta]:
         return {group._get_backend(CPU).options._timeout for group in mesh.get_all_groups()}
@@ -400,7 +404,7 @@ def test_groups_have_the_timeout_of_the_default_group() -> None:
 
 
 def test_groups_are_described_by_their_axis() -> None:
-    """NCCL's watchdog prints the description of a group that times out."""
+    """When a group times out, NCCL's watchdog prints the description of the group."""
     with _as_rank(0, 8):
         meshes = build_meshes(ParallelConfig(ep_size=2, sp_size=2, dp_replicate_size=2), CPU)
         described = {
@@ -425,12 +429,15 @@ def _count_new_groups(world: int, config: ParallelConfig) -> int:
         return int(direct.call_count + by_meshes.call_count)
 
 
-def test_groups_of_one_rank_are_made_by_that_rank_alone() -> None:
-    """New groups: each of ep, each of ep_fsdp, this rank, all ranks. torch alone creates more."""
+def test_only_the_rank_itself_creates_its_group_of_one() -> None:
+    """A rank creates each ep group, each ep_fsdp group, and the groups of itself and of all ranks.
+
+    torch alone would also create a group for each rank of the world.
+    """
     assert _count_new_groups(64, ParallelConfig(ep_size=8)) == 64 // 8 + 8 + 1 + 1
     assert _count_new_groups(256, ParallelConfig(ep_size=8)) == 256 // 8 + 8 + 1 + 1
     assert _count_new_groups(64, ParallelConfig()) == 1 + 1
-    # Data groups and sp groups. The ep group is the group of all ranks.
+    # The rank creates data groups and sp groups. The ep group is the group of all ranks.
     assert _count_new_groups(64, ParallelConfig(ep_size=64, sp_size=4)) == 4 + 64 // 4 + 1 + 1
     assert _count_new_groups(1, ParallelConfig()) == 1
 
@@ -446,7 +453,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("ep", "replicate", "world", "match"), REFUSED)
-def test_sizes_that_do_not_divide_the_world(
+def test_sizes_that_do_not_divide_the_world_are_refused(
     ep: int, replicate: int, world: int, match: str
 ) -> None:
     with pytest.raises(ValueError, match=match):
@@ -489,28 +496,28 @@ SHARED_EXPERTS: dict[str, tuple[ParallelConfig, Groups, Groups, Groups, Groups]]
 
 
 @pytest.mark.parametrize("name", SHARED_EXPERTS)
-def test_groups_of_ranks_that_share_experts(name: str) -> None:
+def test_ranks_that_share_experts_have_the_expected_groups(name: str) -> None:
     config, *groups = SHARED_EXPERTS[name]
     for rank in range(8):
         with _as_rank(rank, 8):
             meshes = build_meshes(config, CPU)
             assert meshes.etp is not None and meshes.fit(config, CPU)
             assert not meshes.fit(replace(config, etp_size=None), CPU)
-            for mesh, of_axis in zip(
+            for mesh, axis_groups in zip(
                 (meshes.dispatch, meshes.etp, meshes.ep, meshes.ep_fsdp), groups, strict=True
             ):
-                _check_axis(mesh, -1 % mesh.ndim, rank, of_axis)
+                _check_axis(mesh, -1 % mesh.ndim, rank, axis_groups)
             assert meshes.etp_rank == meshes.dispatch.get_local_rank() % meshes.etp_size
 
 
-def test_ep_times_etp_must_divide_a_replica() -> None:
+def test_ep_times_etp_must_divide_the_ranks_of_a_replica() -> None:
     match = r"etp_size \(4\) times ep_size \(4\).*8 / 1 = 8.*ep_size 4 try etp_size 1, 2,.*16 proc"
     with pytest.raises(ValueError, match=match):
         check_world(ParallelConfig(ep_size=4, etp_size=4), 8)
 
 
 def test_a_fake_group_leaves_no_mesh_in_the_cache_of_dtensor() -> None:
-    """The cache would give the mesh of a destroyed group to the sums of a later, equal mesh."""
+    """A later sum on an equal mesh would otherwise get the mesh of the destroyed group."""
     for _ in range(2):
         with fake_group(0, 4):
             mesh = init_device_mesh("cpu", (4,))

@@ -1,4 +1,4 @@
-"""A rank that agrees with the others receives the same number of bytes in a world of any size."""
+"""If no rank fails or differs, a rank receives as many bytes in a world of 8 and of 1024 ranks."""
 
 import pickle
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ WORLDS = (8, 1024)
 
 @contextmanager
 def _record_collectives() -> Iterator[list[tuple[str, int]]]:
-    """Record the name and the bytes, on this rank, of collectives that together.py uses."""
+    """Record the names of the collectives that all_ranks.py uses, and their bytes on this rank."""
     collectives: list[tuple[str, int]] = []
     reduce, gather = dist.all_reduce, dist.all_gather_object
     broadcast, gather_to_first = dist.broadcast_object_list, dist.gather_object
@@ -60,18 +60,18 @@ def _record_collectives() -> Iterator[list[tuple[str, int]]]:
         yield collectives
 
 
-def _agree(model: nn.Module) -> None:
+def _check_model(model: nn.Module) -> None:
     policy, masters = default_policy(model)
     options = ShardOptions(policy, OffloadPolicy(), masters, reshard_after_forward=True)
     check_ranks_agree(model, patched_state(model), options)
 
 
 def test_bytes_do_not_depend_on_the_world_size(tmp_path: Any) -> None:
-    """The calls on rank 0 of 8 and of 1024 ranks have the same collectives and bytes."""
+    """Rank 0 of 8 ranks and rank 0 of 1024 ranks run the same collectives with as many bytes."""
     model = patch(tiny(), ParallelConfig(ep_size=2))
     calls = {
         "arguments": lambda: check_alike("load_checkpoint", verify=True, directory="x" * 1000),
-        "models": lambda: _agree(model),
+        "models": lambda: _check_model(model),
         "errors": lambda: run_on_all("reading", lambda: "x" * 1000),
         "a choice": lambda: run_on_first("looking", lambda: "x" * 1000),
     }
@@ -103,7 +103,7 @@ def _write_manifest(rank: int, world: int, folder: str) -> list[str]:
 def _compare_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     differ = differing(("a", rank // 2))
     equal = differing(("a", "b"))
-    # 1 and True are equal with different reprs: they are gathered, and no error is raised.
+    # 1 and True are equal, but have different reprs: they are gathered, and no error is raised.
     check_alike("save", number=1 if rank else True)
     messages = []
     for values in (["x", "x", "y"], ["x", "y", "y"]):
@@ -126,7 +126,7 @@ def _compare_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def test_errors_name_the_ranks_that_differ(tmp_path: Any) -> None:
-    """If any one rank differs, all ranks raise the same error and stay synchronised."""
+    """If one rank differs, all ranks raise the same error, and later collectives still match."""
     called = (
         "ranks called save with different values of directory: rank 0 with 'x', rank {} with 'y'"
     )

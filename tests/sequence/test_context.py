@@ -1,7 +1,7 @@
-"""Context parallelism (cp_size), compared with stock in one process in fp64.
+"""Models with cp_size > 1 compute the same as stock in one process, in fp64.
 
-Gradients, their norm, parameters after three steps, the loss and logits are compared. All types of
-models are compared in test_context_of_types.py.
+The tests compare the loss, logits, gradients, their norm, and parameters after three steps.
+test_context_of_types.py compares all types of models.
 """
 
 import re
@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_moe_ep import apply_ep_fsdp2, describe
 from hf_moe_ep.sequence import slices
 
-# A length that no cp_size > 1 divides, and documents in a row of 19 tokens.
+# No cp_size > 1 divides this length. The documents fill a row of 19 tokens.
 LENGTH, DOCUMENTS = 13, (5, 3, 9, 2)
 packed = partial(split_rows.packed, DOCUMENTS)
 packed_by_lengths = partial(split_rows.packed_by_lengths, DOCUMENTS)
@@ -91,7 +91,7 @@ def test_more_layouts_equal_one_process(found: Found, claim: Check) -> None:
 
 
 def logits_are_in_the_order_of_the_tokens(rank: int, world: int) -> None:
-    """A forward with labels returns the loss alone, or with gather_logits the logits as well."""
+    """A forward with labels returns only the loss; with gather_logits also the logits."""
     reference = tiny(seed=0)
     micro = batch(reference, 2, 13)
     want = reference(**micro)
@@ -107,19 +107,21 @@ def logits_are_in_the_order_of_the_tokens(rank: int, world: int) -> None:
     hidden = model(input_ids=micro["input_ids"], use_cache=False, output_hidden_states=True)
     with torch.no_grad():
         stock = reference(input_ids=micro["input_ids"], output_hidden_states=True)
-    for state, other in zip(hidden.hidden_states, stock.hidden_states, strict=True):
-        assert_close("hidden states", state, other, FP64_MODEL)
+    for got_states, want_states in zip(hidden.hidden_states, stock.hidden_states, strict=True):
+        assert_close("hidden states", got_states, want_states, FP64_MODEL)
 
 
 def every_rank_generates_its_own_text(rank: int, world: int) -> None:
-    """generate() splits no prompt, so each rank may have its own, with and without a cache."""
+    """generate() does not split prompts, so each rank may have another prompt."""
     model, reference = tiny(seed=rank), tiny(seed=0).eval()
     apply_ep_fsdp2(model, ep_size=2, cp_size=2).eval()
     prompt = batch(reference, 1, 4, seed=rank)["input_ids"]
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     for use_cache in (True, False):
-        both = (m.generate(prompt, **settings, use_cache=use_cache) for m in (model, reference))
-        assert torch.equal(*both), f"use_cache={use_cache}"
+        got, want = (
+            m.generate(prompt, **settings, use_cache=use_cache) for m in (model, reference)
+        )
+        assert torch.equal(got, want), f"use_cache={use_cache}"
 
 
 def use_masks_of_keys(model: Any) -> None:
@@ -158,8 +160,10 @@ def wrong_batches_are_refused(rank: int, world: int) -> None:
 
 
 def describe_says_what_is_sent(rank: int, world: int) -> None:
-    """Sent in forward are, with sdpa, 2 x 2 heads of 8 values per token, and latents with a rotary
-    key in DeepSeek-V3. Sent in backward are gradients, and keys again if they were not kept.
+    """A line of `describe` has the bytes that a rank sends in forward and in backward.
+
+    In forward it sends 2 x 2 heads of 8 values per token with sdpa, and latents with a rotary key
+    in DeepSeek-V3. In backward it sends gradients, and keys again if they were not kept.
     """
     for kind, is_checkpointed in product(("sdpa", "flash", "latents"), (False, True)):
         model = tiny_of("deepseek_v3") if kind == "latents" else tiny()
@@ -173,17 +177,17 @@ def describe_says_what_is_sent(rank: int, world: int) -> None:
         forward, backward, *more = (int(x.replace(",", "")) for x in _SENT.findall(line))
         assert bool(more) == (kind != "sdpa")
         want = [forward, more[0] if is_checkpointed and more else backward]
-        assert _sent_per_token(model, layers) == want, f"{kind}, {is_checkpointed=}: {line}"
+        assert _count_sent_per_token(model, layers) == want, f"{kind}, {is_checkpointed=}: {line}"
         if kind == "sdpa":
             assert want == [256, 512]
 
 
-# The numbers of bytes in a line of `describe`.
+# This pattern finds the numbers of bytes in a line of `describe`.
 _SENT = re.compile(r"([0-9,]+) (?:bytes per token|in backward|with activation)")
 
 
-def _sent_per_token(model: nn.Module, layers: int) -> list[int]:
-    """Return the bytes per token and layer that a rank sends in forward and in backward."""
+def _count_sent_per_token(model: nn.Module, layers: int) -> list[int]:
+    """Count the bytes per token and layer that a rank sends in forward and in backward."""
     micro = batch(model, 2, 16)
     sent = 0
 
@@ -203,10 +207,10 @@ def _sent_per_token(model: nn.Module, layers: int) -> list[int]:
         forward = sent
         loss.backward()
     # The losses of the slices are gathered as well, and so are their gradients.
-    both = forward - loss.nbytes, sent - forward - loss.nbytes
+    totals = forward - loss.nbytes, sent - forward - loss.nbytes
     tokens = layers * 2 * 8
-    assert [n % tokens for n in both] == [0, 0]
-    return [n // tokens for n in both]
+    assert [n % tokens for n in totals] == [0, 0]
+    return [n // tokens for n in totals]
 
 
 CASES = [

@@ -1,7 +1,7 @@
-"""Context parallelism of every model type for which it is enabled (CONTEXT_PARALLEL).
+"""Every model type with context parallelism (CONTEXT_PARALLEL) computes the same as stock.
 
 Each type splits its sequences over two cp ranks and is compared with stock on the whole batch:
-logits, loss, every gradient, their norm and one step of AdamW, at 1e-10. test_context.py has more
+logits, loss, every gradient, their norm and one step of AdamW, at 1e-10. test_context.py tests more
 layouts.
 """
 
@@ -24,7 +24,7 @@ from support.parity import OF_ONE_SIZE
 from hf_moe_ep.model_patches.standard import CONTEXT_PARALLEL, MASKS_WITHOUT_POSITIONS
 
 GRANTED = sorted(CONTEXT_PARALLEL & set(MODEL_TYPES))
-# The fast tests: attention sinks and windows, and a delta net.
+# The types of the fast tests: attention sinks and windows, and a delta net.
 FAST = ("gpt_oss", "qwen3_5_moe_text")
 # These types are compared in more layouts and with more batches.
 MORE = (
@@ -37,7 +37,7 @@ MORE = (
     "nemotron_h",
     "openai_privacy_filter",
 )
-# Stock mixes packed documents in these types; see test_mixers.py.
+# Stock mixes packed documents in these types (test_mixers.py tests them).
 NOT_PACKED = {*MIXERS, *MASKS_WITHOUT_POSITIONS}
 compare = partial(equals_stock, sp=1, cp=2)
 
@@ -127,5 +127,5 @@ def test_flash_attention_equals_stock(found: Found, claim: Check) -> None:
 
 
 @pytest.mark.parametrize("claim", [check.as_parameter() for check in FOUR_RANKS])
-def test_on_four_ranks(found: Found, claim: Check) -> None:
+def test_types_on_four_ranks_equal_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

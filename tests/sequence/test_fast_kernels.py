@@ -1,6 +1,6 @@
-"""Mixers that are divided call the kernels of other packages as stock code does.
+"""Mixers that are divided call the kernels of other packages with the arguments of stock code.
 
-The kernels need a GPU, so stand-ins record their arguments (support/fakes/kernels.py).
+The kernels need a GPU, so fake kernels record their arguments (support/fakes/kernels.py).
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ from hf_moe_ep import apply_ep_fsdp2
 
 Recorded = dict[str, list[dict[str, Any]]]
 BATCH, LENGTH = 2, 12
-# Kernel -> its arguments with one entry per head, and the dimension that counts heads.
+# For each kernel: {argument with one entry per head: the dimension that counts heads}.
 HEADS = {
     "chunk_gated_delta_rule": dict.fromkeys(("q", "k", "v", "g", "beta"), 2),
     "chunk_kda": dict.fromkeys(("q", "k", "v", "g", "beta"), 2),
@@ -32,7 +32,7 @@ HEADS = {
     "causal_conv1d_fn": {},
 }
 FUSED = "mamba_split_conv1d_scan_combined"
-# Model type -> the kernels that its forward calls.
+# For each model type, the kernels that its forward calls.
 TYPES = {
     "qwen3_next": {"causal_conv1d_fn", "chunk_gated_delta_rule"},
     "kimi_linear": {"causal_conv1d_fn", "chunk_kda"},
@@ -43,37 +43,38 @@ TYPES = {
 }
 
 
-def _record(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Recorded]:
+def _record_calls(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Recorded]:
     kernels.calls.clear()
     loss = loss_of_sum(model, inputs | {"use_cache": False}, inputs["labels"].ne(-100).sum())
     return loss, {name: [dict(call) for call in calls] for name, calls in kernels.calls.items()}
 
 
-def _calls_as_stock_does(model_type: str, rank: int, world: int) -> None:
-    """Every call has the same flags, and tensors of half of the heads of all tokens.
+def _compare_calls(model_type: str, rank: int, world: int) -> None:
+    """Compare the arguments of each call with stock code.
 
-    The convolution gets half of the tokens behind the halo.
+    Flags must be equal, and tensors must have half of the heads and all tokens. The convolution
+    gets half of the tokens, behind the halo.
     """
     kernels.install()
     with FP64():
         stock, model = build(model_type), build(model_type, seed=rank)
         kernels.current.append(kernels.file_of(stock))
         inputs = batch(stock, BATCH, LENGTH)
-        want_loss, want = _record(stock, inputs)
+        want_loss, want = _record_calls(stock, inputs)
         apply_ep_fsdp2(model, sp_size=world)
-        loss, got = _record(model, inputs)
+        loss, got = _record_calls(model, inputs)
     assert_close("loss", loss, want_loss, FP64_MODEL)
     assert want.keys() - {FUSED} == TYPES[model_type] == got.keys(), "the fused kernel has no heads"
     for kernel, calls in got.items():
         for call, like in zip(calls, want[kernel], strict=True):
             expected = {
-                name: _shape(kernel, name, like, world) if isinstance(x, torch.Size) else x
+                name: _find_shape(kernel, name, like, world) if isinstance(x, torch.Size) else x
                 for name, x in like.items()
             }
             assert call == expected, f"{kernel}: {call}, want {expected}"
 
 
-def _shape(kernel: str, name: str, like: dict[str, Any], world: int) -> Any:
+def _find_shape(kernel: str, name: str, like: dict[str, Any], world: int) -> Any:
     shape = like[name]
     if kernel == "causal_conv1d_fn" and name == "x":
         width = like["weight"][1]
@@ -89,7 +90,7 @@ CHECKS = [
     Check(
         name,
         2,
-        partial(_calls_as_stock_does, name),
+        partial(_compare_calls, name),
         slow=name not in FAST,
         skip="" if SINCE_5_23 else "older transformers finds the kernels in another way",
     ).as_parameter()

@@ -1,4 +1,4 @@
-"""Sequence parallelism of every model type for which it is enabled (SEQUENCE_PARALLEL).
+"""Every model type with sequence parallelism (SEQUENCE_PARALLEL) computes the same as stock.
 
 Each type splits its sequences over two ranks and is compared with stock on the whole batch: logits,
 loss, every gradient, their norm and one step of AdamW, at 1e-10. test_refused.py tests all other
@@ -31,19 +31,19 @@ from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.model_patches.standard import MASKS_WITHOUT_POSITIONS, SEQUENCE_PARALLEL
 
 GRANTED = sorted(SEQUENCE_PARALLEL & set(MODEL_TYPES))
-# The fast tests: a delta net, and an indexer in attention with shared keys.
-# test_context_of_types.py has fast tests of attention sinks and of latent attention.
+# The type of the fast tests, which has delta nets. test_context_of_types.py has a fast test of
+# attention sinks and windows.
 FAST = ("qwen3_5_moe_text",)
-# Types with sliding windows, attention sinks, MLA, or other numbers of heads in full layers.
+# Types with sliding windows, attention sinks, latent attention, or layers with more heads.
 WINDOWS_SINKS_OR_LATENT = ("gpt_oss", "deepseek_v3", "gemma4_text", "mimo_v2_flash")
-# Its layers share keys, and stock itself cannot train it with reentrant checkpointing.
+# The layers of this type share keys, and stock cannot train it with reentrant checkpointing.
 NOT_REENTRANT = ("mistral_large4",)
 # Stock has no gradient checkpointing for this type.
 NOT_CHECKPOINTED = ("jetmoe",)
-# Stock scales the queries of a packed document by the numbers of their tokens in the row.
+# Stock scales a query by its token number in the row, not in the packed document.
 NUMBERS_TOKENS_OF_ROWS = ("llama4", "llama4_text")
-# Layers have 4 or 6 heads, or 4 or 2, so 2 is the only sp_size > 1 that divides both. All layers of
-# JetMoE have 6.
+# The layers of a type have 4 and 6 heads, or 4 and 2, so 2 is the only sp_size > 1 that divides
+# both. All layers of JetMoE have 6.
 SP_2_ALONE = ("dots3_note", "dots3_note_text", "jetmoe", "laguna", "step3p7")
 
 
@@ -71,7 +71,7 @@ def train_evaluate_generate(model_type: str, rank: int, world: int) -> None:
         assert_same(model_type, continuations(model, rank), continuations(stock, rank))
 
 
-# Stock attends to padding, whose rows the experts of a patched model do not compute.
+# Stock attends to padding there, and the experts of a patched model do not compute padding.
 STOCK_IS_WRONG = {} if SINCE_5_23 else {"glm_moe_dsa": "this stock code adds boolean masks"}
 TWO_RANKS = [
     Check(
@@ -86,7 +86,7 @@ TWO_RANKS = [
 PACKED = [
     Check(f"{name}, packed", 2, partial(equals_stock, name, make=packed), slow=True).as_parameter()
     for name in GRANTED
-    # Stock mixes packed documents there; see test_mixers.py.
+    # Stock mixes packed documents in these types (test_mixers.py tests them).
     if name not in {*MIXERS, *MASKS_WITHOUT_POSITIONS, *NUMBERS_TOKENS_OF_ROWS}
 ]
 UNPADDED = [
@@ -141,7 +141,7 @@ FOUR_RANKS += [
     }.items()
     if "packed" not in kind or name not in MASKS_WITHOUT_POSITIONS
 ]
-# A type of each way in which mixers are divided: by heads, a halo, keys, and not at all.
+# One type for each division of mixers: by heads (two types), a halo, only keys, not divided.
 FOUR_RANKS += [
     Check(f"{name}, {kind}", 4, partial(equals_stock, name, **options), slow=True).as_parameter()
     for name in ("qwen3_5_moe_text", "nemotron_h", "lfm2_moe", "glm_moe_dsa", "minimax")
@@ -160,18 +160,18 @@ def test_every_granted_type_equals_stock(found: Found, claim: Check) -> None:
 
 
 @pytest.mark.parametrize("claim", CHECKPOINTED)
-def test_checkpointed_equals_stock(found: Found, claim: Check) -> None:
+def test_checkpointed_types_equal_stock(found: Found, claim: Check) -> None:
     """Layers are recomputed in backward with the same slices as in forward."""
     found.raise_if_failed(claim)
 
 
 @pytest.mark.parametrize("claim", [check.as_parameter() for check in UNPADDED])
-def test_without_a_mask(found: Found, claim: Check) -> None:
+def test_batches_without_a_mask_equal_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
 @pytest.mark.parametrize("claim", PADDED_LEFT)
-def test_padded_left(found: Found, claim: Check) -> None:
+def test_batches_padded_left_equal_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
@@ -182,11 +182,11 @@ def test_packed_rows_and_flash_attention_equal_stock(found: Found, claim: Check)
 
 
 @pytest.mark.parametrize("claim", TRAINED)
-def test_evaluates_and_generates_after_a_step(found: Found, claim: Check) -> None:
+def test_evaluation_and_generation_after_a_step_equal_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
 @pytest.mark.parametrize("claim", FOUR_RANKS)
-def test_on_four_ranks(found: Found, claim: Check) -> None:
-    """sp 2 has two sp groups; sp 4 has one, with more ranks than key-value heads."""
+def test_types_on_four_ranks_equal_stock(found: Found, claim: Check) -> None:
+    """With sp 2 there are two sp groups; with sp 4 there are more ranks than key-value heads."""
     found.raise_if_failed(claim)

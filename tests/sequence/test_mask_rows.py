@@ -1,4 +1,4 @@
-"""Masks of this rank's rows (cp_size > 1): the rows of the stock masks, and their bytes."""
+"""With cp_size > 1 a rank builds only its own rows of the stock masks, in as many bytes."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,19 +22,19 @@ from hf_moe_ep.upstream.attention_interface import config_with_own_masks
 
 ROWS = 3
 causal = masking_utils.create_causal_mask
-# The argument of these functions for a cache, whose name differs between versions.
+# These functions have an argument for a cache, whose name differs between versions.
 WITHOUT_CACHE = {n: None for n in ("cache", "past_key_values") if n in signature(causal).parameters}
 
 
-def _padding(length: int) -> Tensor:
-    """Return a mask whose first row begins with padding, and whose second row ends in it."""
+def _make_padding(length: int) -> Tensor:
+    """Make a mask whose first row begins with padding, and whose second row ends with padding."""
     mask = torch.ones(ROWS, length, dtype=torch.int64)
     mask[0, :2] = 0
     mask[1, -3:] = 0
     return mask
 
 
-def _ones(length: int) -> Tensor:
+def _make_ones(length: int) -> Tensor:
     return torch.ones(ROWS, length, dtype=torch.int64)
 
 
@@ -42,12 +42,12 @@ def _sees_token_1(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return (k == 1) & (q >= 0)
 
 
-# Function of masking_utils, and makers of its arguments for a length.
+# For each kind, the function of masking_utils, and a function that makes its arguments.
 KINDS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
-    "causal, padded": ("causal", lambda n: {"attention_mask": _padding(n)}),
-    "causal, mask of ones": ("causal", lambda n: {"attention_mask": _ones(n)}),
+    "causal, padded": ("causal", lambda n: {"attention_mask": _make_padding(n)}),
+    "causal, mask of ones": ("causal", lambda n: {"attention_mask": _make_ones(n)}),
     "causal": ("causal", lambda n: {}),
-    "window, padded": ("sliding_window_causal", lambda n: {"attention_mask": _padding(n)}),
+    "window, padded": ("sliding_window_causal", lambda n: {"attention_mask": _make_padding(n)}),
     "window": ("sliding_window_causal", lambda n: {}),
     "packed": (
         "causal",
@@ -56,16 +56,16 @@ KINDS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
     "own function": ("causal", lambda n: {"or_mask_function": _sees_token_1}),
     "never left out": ("causal", lambda n: {"allow_is_causal_skip": False}),
     "not causal": ("bidirectional", lambda n: {}),
-    "not causal, padded": ("bidirectional", lambda n: {"attention_mask": _padding(n)}),
+    "not causal, padded": ("bidirectional", lambda n: {"attention_mask": _make_padding(n)}),
 }
 
 
-def _config(stock: str = "sdpa") -> Qwen3MoeConfig:
+def _make_config(stock: str = "sdpa") -> Qwen3MoeConfig:
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     return Qwen3MoeConfig(**window, attn_implementation=stock)
 
 
-def _part(rank: int, cp: int, length: int) -> Slice:
+def _make_slice(rank: int, cp: int, length: int) -> Slice:
     part = Slice(None, rank, cp, length, order=zigzag_order(cp))
     part.context = Slice(None, rank, cp, length, order=zigzag_order(cp))
     return part
@@ -74,8 +74,8 @@ def _part(rank: int, cp: int, length: int) -> Slice:
 @pytest.mark.parametrize("stock", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("cp", "length"), [(2, 16), (4, 13), (4, 5), (3, 12)])
-def test_rows_are_those_of_the_stock_mask(kind: str, stock: str, cp: int, length: int) -> None:
-    config = _config(stock)
+def test_rows_equal_those_of_the_stock_mask(kind: str, stock: str, cp: int, length: int) -> None:
+    config = _make_config(stock)
     rows = MaskRows()
     view = config_with_own_masks(config, rows)
     name, make = KINDS[kind]
@@ -87,7 +87,7 @@ def test_rows_are_those_of_the_stock_mask(kind: str, stock: str, cp: int, length
     want, own = (create(x, embeds, **given) for x in (config, view))
     assert want is None is own or torch.equal(want, own)
     for rank in range(cp):
-        rows.part = _part(rank, cp, length)
+        rows.part = _make_slice(rank, cp, length)
         context = rows.part.context
         assert context is not None
         got = create(view, embeds, **given)
@@ -96,44 +96,47 @@ def test_rows_are_those_of_the_stock_mask(kind: str, stock: str, cp: int, length
             assert got is None
             continue
         assert got.shape == (ROWS, 1, context.local, length) and got.dtype == want.dtype
-        for place, (start, stop) in enumerate(context.spans):
-            first = place * context.piece
+        for index, (start, stop) in enumerate(context.spans):
+            first = index * context.piece
             assert torch.equal(got[:, :, first : first + stop - start], want[:, :, start:stop])
 
 
-def test_a_piece_that_needs_no_mask_alone_gets_its_rows() -> None:
-    """Everything behind the first piece of 4 tokens is padding, so it needs a causal mask alone."""
+def test_a_piece_gets_rows_even_if_it_alone_would_need_no_mask() -> None:
+    """All tokens behind the first piece of 4 tokens are padding.
+
+    The first piece alone would therefore need only a causal mask.
+    """
     rows = MaskRows()
-    rows.part = _part(0, 2, 16)
-    view, embeds = config_with_own_masks(_config(), rows), torch.zeros(ROWS, 16, 2)
+    rows.part = _make_slice(0, 2, 16)
+    view, embeds = config_with_own_masks(_make_config(), rows), torch.zeros(ROWS, 16, 2)
     mask = (torch.arange(16) < 4).expand(ROWS, -1)
     got = causal(view, embeds, attention_mask=mask, **WITHOUT_CACHE)
-    want = causal(_config(), embeds, attention_mask=mask, **WITHOUT_CACHE)
+    want = causal(_make_config(), embeds, attention_mask=mask, **WITHOUT_CACHE)
     assert torch.equal(got, torch.cat([want[:, :, :4], want[:, :, 12:]], 2))
 
 
-def test_no_whole_mask_is_built_on_the_way() -> None:
+def test_no_whole_mask_is_built_temporarily() -> None:
     rows = MaskRows()
-    rows.part = _part(1, 4, 256)
-    view, embeds = config_with_own_masks(_config(), rows), torch.zeros(ROWS, 256, 2)
+    rows.part = _make_slice(1, 4, 256)
+    view, embeds = config_with_own_masks(_make_config(), rows), torch.zeros(ROWS, 256, 2)
     with LargestTensor([]) as largest:
-        causal(view, embeds, attention_mask=_padding(256), **WITHOUT_CACHE)
+        causal(view, embeds, attention_mask=_make_padding(256), **WITHOUT_CACHE)
     assert largest.nbytes == ROWS * 64 * 256
 
 
 def test_masks_with_a_cache_or_of_another_length_stay_whole() -> None:
     rows = MaskRows()
-    view = config_with_own_masks(_config(), rows)
-    rows.part = _part(0, 2, 16)
+    view = config_with_own_masks(_make_config(), rows)
+    rows.part = _make_slice(0, 2, 16)
     masks = [
         causal(view, torch.zeros(3, n, 2), attention_mask=mask, **WITHOUT_CACHE)
-        for n, mask in ((12, _padding(12)), (8, _padding(16)))
+        for n, mask in ((12, _make_padding(12)), (8, _make_padding(16)))
     ]
     assert [tuple(mask.shape) for mask in masks] == [(3, 1, 12, 12), (3, 1, 8, 16)]
 
 
 def test_a_view_shares_the_attributes_of_its_config() -> None:
-    config = _config()
+    config = _make_config()
     rows = MaskRows()
     view = config_with_own_masks(config, rows)
     config.use_cache = False
@@ -144,12 +147,12 @@ def test_a_view_shares_the_attributes_of_its_config() -> None:
     assert other.to_dict() == config.to_dict()
 
 
-def test_a_view_names_our_masks_in_split_forwards_only() -> None:
+def test_a_view_names_our_masks_only_in_split_forwards() -> None:
     """Gemma-4 cuts queries if the name is not "sdpa", which would be wrong in other forwards."""
-    config, rows = _config(), MaskRows()
+    config, rows = _make_config(), MaskRows()
     view = config_with_own_masks(config, rows)
     assert view._attn_implementation == "sdpa"
-    rows.part = _part(0, 2, 16)
+    rows.part = _make_slice(0, 2, 16)
     assert view._attn_implementation != "sdpa" == config._attn_implementation
     # A copy of a model has its own slice.
     other = deepcopy(view)
@@ -166,29 +169,28 @@ def test_unpatch_restores_the_config() -> None:
     assert inner.config is model.config and not inner._forward_hooks_always_called
 
 
-def masks_have_the_rows_of_a_rank(rank: int, world: int) -> dict[str, int]:
-    """Return the bytes of the masks of a padded batch of 3 rows of 256 tokens."""
+def masks_of_a_rank_have_its_rows(rank: int, world: int) -> dict[str, int]:
+    """Measure the bytes of the masks of a padded batch of 3 rows of 256 tokens."""
     model = apply_ep_fsdp2(tiny(seed=rank), ep_size=2, cp_size=2)
     micro = batch(model, 3, 256, pad=30)
     found: dict[str, int] = {}
     stock = mock.patch.object(MaskRows, "__call__", lambda self, stock, **kw: stock(**kw))
-    for when in ("before", "after"):
+    for kind in ("stock", "rows"):
         masks: list[Tensor] = []
 
         def keep(layer: nn.Module, args: Any, kwargs: dict[str, Any], masks: Any = masks) -> None:
             masks.append(kwargs["attention_mask"])
 
         hook = model.model.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
-        with stock if when == "before" else nullcontext():
+        with stock if kind == "stock" else nullcontext():
             model(**micro, use_cache=False).loss.backward()
         hook.remove()
-        found[when] = masks[0].untyped_storage().nbytes()
+        found[kind] = masks[0].untyped_storage().nbytes()
     return found
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, masks_have_the_rows_of_a_rank))
-def test_masks_of_a_padded_batch(found: Found, claim: Check) -> None:
-    for bytes_of in found.values(claim):
-        print(bytes_of)
-        assert bytes_of["before"] == 3 * 256 * 256
-        assert bytes_of["after"] == 3 * 128 * 256
+@pytest.mark.parametrize("claim", on_ranks(2, masks_of_a_rank_have_its_rows))
+def test_masks_of_a_padded_batch_have_half_the_bytes(found: Found, claim: Check) -> None:
+    for mask_bytes in found.values(claim):
+        assert mask_bytes["stock"] == 3 * 256 * 256
+        assert mask_bytes["rows"] == 3 * 128 * 256

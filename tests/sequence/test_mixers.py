@@ -1,8 +1,8 @@
-"""Types in which stock mixes packed documents, and what is refused.
+"""Packed documents are alone in types in which stock mixes them; other batches are refused.
 
 `test_granted.py` compares these types with stock on padded rows. Stock mixes packed documents in
-modules that mix tokens outside of the attention interface, and in attention whose mask is built
-without positions, so here each document is compared with stock's run of it alone.
+modules that mix tokens without the attention interface, and in attention whose mask is built
+without positions. These tests therefore compare each document with a stock run of this document.
 """
 
 import gc
@@ -41,37 +41,37 @@ from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, describe, patch, unpatch
 from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.model_patches.standard import MASKS_WITHOUT_POSITIONS, SEQUENCE_PARALLEL
 from hf_moe_ep.sequence import slices
-from hf_moe_ep.sequence.mixer_arguments import Document, MixerArguments, mixer_arguments
+from hf_moe_ep.sequence.mixer_arguments import Document, MixerArguments, read_mixer_arguments
 from hf_moe_ep.sequence.mixers import LayerSlice
 from hf_moe_ep.sequence.packed_rows import SeparateDocuments
 from hf_moe_ep.sequence.slices import Slice
 
 Batch = dict[str, Tensor]
-# The attention of Llama-4 numbers the tokens of its input, so it gets documents like a mixer.
+# The attention of Llama-4 numbers the tokens of its input, so it runs once per document.
 LLAMA_4 = {"llama4", "llama4_text"}
 GRANTED = sorted(
     (MIXERS.keys() & SEQUENCE_PARALLEL | LLAMA_4 | MASKS_WITHOUT_POSITIONS) & set(MODEL_TYPES)
 )
-# Fast tests: a delta net, and an indexer inside of an attention.
+# The type of the fast tests, which has delta nets.
 FAST = ("qwen3_next",)
 # Lengths of the documents in two rows. At sp_size 2 a document of each row continues on rank 1.
 DOCUMENTS = ((9, 3, 7), (2, 11, 6))
 
 
-def documents(model: nn.Module) -> list[Batch]:
-    """Make the documents of all rows as batches of their own. First tokens have no label."""
+def make_documents(model: nn.Module) -> list[Batch]:
+    """Make a batch of each document. The first token of a document has no label."""
     lengths = [length for row in DOCUMENTS for length in row]
-    return [_document(model, length, seed) for seed, length in enumerate(lengths)]
+    return [_make_document(model, length, seed) for seed, length in enumerate(lengths)]
 
 
-def _document(model: nn.Module, length: int, seed: int) -> Batch:
+def _make_document(model: nn.Module, length: int, seed: int) -> Batch:
     made = batch(model, 1, length, seed=seed)
     made["labels"][:, 0] = -100
     return made
 
 
-def documents_with_pictures(model: Any) -> list[Batch]:
-    """Make two documents with a picture and one without, for one row."""
+def make_documents_with_pictures(model: Any) -> list[Batch]:
+    """Make two documents with a picture, and one without a picture, for one row."""
     alone = [mixed_batch(model, [n], text=4, seed=seed) for seed, n in enumerate((1, 0, 1))]
     for document in alone:
         del document["attention_mask"]
@@ -79,7 +79,7 @@ def documents_with_pictures(model: Any) -> list[Batch]:
     return alone
 
 
-def packed(alone: list[Batch], row_sizes: tuple[int, ...] = tuple(map(len, DOCUMENTS))) -> Batch:
+def pack(alone: list[Batch], row_sizes: tuple[int, ...] = tuple(map(len, DOCUMENTS))) -> Batch:
     """Pack the documents into rows, whose position_ids restart at 0 in each document.
 
     `row_sizes` are the numbers of documents of the rows.
@@ -96,7 +96,7 @@ def packed(alone: list[Batch], row_sizes: tuple[int, ...] = tuple(map(len, DOCUM
     return {name: torch.cat(values) for name, values in rows.items()}
 
 
-# Stock then adds a mask of booleans to the scores of its indexer.
+# In old versions, stock adds a mask of booleans to the scores of its indexer.
 STOCK_IS_WRONG = {} if SINCE_5_23 else {"deepseek_v32": "this stock code adds boolean masks"}
 
 
@@ -109,9 +109,9 @@ def assert_documents_are_alone(
     with_pictures: bool = False,
     with_cache: bool = True,
 ) -> None:
-    """Compare loss, logits and gradients of packed rows with stock's run of each document."""
-    alone = documents_with_pictures(stock) if with_pictures else documents(stock)
-    rows = packed(alone, (len(alone),)) if with_pictures else packed(alone)
+    """Compare loss, logits and gradients of packed rows with stock runs of each document."""
+    alone = make_documents_with_pictures(stock) if with_pictures else make_documents(stock)
+    rows = pack(alone, (len(alone),)) if with_pictures else pack(alone)
     if masked:
         rows["attention_mask"] = torch.ones_like(rows["input_ids"])
     num_tokens = sum(document["labels"][:, 1:].ne(-100).sum() for document in alone)
@@ -142,7 +142,7 @@ def assert_documents_are_alone(
 
 
 def assert_no_slice_is_alive() -> None:
-    """A slice refers to masks of the whole sequence, so it must not outlive the graph."""
+    """Check that no slice outlives the graph, because a slice refers to whole masks."""
     gc.collect()
     assert not [x for x in gc.get_objects() if type(x) is Slice]
 
@@ -155,9 +155,9 @@ def assert_no_slice_is_alive() -> None:
     ],
 )
 def test_packed_documents_are_alone_without_sequence_parallelism(model_type: str) -> None:
-    """Where our hooks separate the documents, neither a mask of ones nor a cache hides the packing.
+    """Where our hooks separate documents, they do so beside a mask of ones or a cache as well.
 
-    All types are tested, so that one in which neither stock nor our hooks separate them is found.
+    All types are tested, to find a type in which neither stock nor our hooks separate documents.
     """
     if model_type in STOCK_IS_WRONG:
         pytest.skip(STOCK_IS_WRONG[model_type])
@@ -168,7 +168,7 @@ def test_packed_documents_are_alone_without_sequence_parallelism(model_type: str
             assert_documents_are_alone(model_type, model, stock, masked=masked, with_cache=by_hooks)
 
 
-# Rows of 7 and 12 tokens, whose second documents begin at token 4 and at token 5.
+# The rows have 7 and 12 tokens. Their second documents begin at token 4 and at token 5.
 POSITIONS = (torch.tensor([[*range(4), *range(3)]]), torch.tensor([[*range(5), *range(7)]]))
 
 
@@ -177,7 +177,7 @@ DICT = pytest.param("a dict", marks=pytest.mark.skipif(not SINCE_5_24, reason="n
 
 @pytest.mark.parametrize("kind", ["booleans", "numbers", DICT])
 def test_documents_are_alone_beside_a_mask_of_the_caller(kind: str) -> None:
-    """The mask hides later tokens, and not the other documents."""
+    """The mask hides later tokens, but not the other documents."""
     model, stock = patch(build("qwen3_next")).eval(), build("qwen3_next").eval()
     inputs = batch(stock, 1, 7)["input_ids"]
     visible = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
@@ -215,7 +215,7 @@ def test_booleans_that_eager_attention_would_add_are_refused() -> None:
 
 
 def test_masks_of_flex_attention_hide_other_documents() -> None:
-    """The mask of the model hides later tokens. The second row is one document."""
+    """The model's own mask hides later tokens. The second row has one document."""
     part = Slice(None, 0, 1, length=7)
     part.documents = [[(0, 4), (4, 7)], [(0, 7)]]
     module: Any = nn.Linear(2, 2)
@@ -235,7 +235,7 @@ def test_masks_of_flex_attention_hide_other_documents() -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_positions_of_three_axes_that_restart_are_refused(masked: bool) -> None:
-    """With the positions of the text in front of the axes, each document is alone."""
+    """With text positions in front of the axes, each document is alone."""
     model, stock = (build("qwen3_5_moe_text").eval() for _ in range(2))
     patch(model)
     inputs = batch(stock, 1, 7)["input_ids"]
@@ -248,8 +248,8 @@ def test_positions_of_three_axes_that_restart_are_refused(masked: bool) -> None:
     assert_close("logits", got, torch.cat(want, 1), FP32_INSIDE)
 
 
-def test_routes_of_packed_documents_are_recorded_without_process_groups() -> None:
-    """The record is that of each document alone."""
+def test_routes_of_packed_documents_equal_those_of_each_document_alone() -> None:
+    """The routes are recorded in one process, without process groups."""
     model = patch(build("qwen3_next"))
     inputs, replay = batch(model, 1, 7)["input_ids"], RoutingReplay(model)
     ids = []
@@ -263,7 +263,7 @@ def test_routes_of_packed_documents_are_recorded_without_process_groups() -> Non
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_forwards_before_one_backward_keep_their_documents(use_reentrant: bool | None) -> None:
-    """Recomputed layers get the documents of their own forward, and nothing is alive afterwards."""
+    """Recomputed layers get the documents of their own forward; no slice is alive afterwards."""
     model, stock = build("qwen3_next"), build("qwen3_next")
     for trained in (model, stock):
         if use_reentrant is not None:
@@ -278,7 +278,7 @@ def test_forwards_before_one_backward_keep_their_documents(use_reentrant: bool |
         torch.stack(losses).sum().backward()
         for x, starts in zip(inputs, ((0, 4, 7), (0, 5, 12)), strict=True):
             for start, stop in pairwise(starts):
-                # The label of a document's last token is the first token of the next one.
+                # The label of a document's last token is the first token of the next document.
                 labels = torch.cat([x, x[:, -1:] * 0 - 100], 1)[:, start + 1 : stop + 1]
                 stock(
                     input_ids=x[:, start:stop],
@@ -303,7 +303,7 @@ def test_an_interrupted_forward_leaves_no_wrapper_after_unpatch() -> None:
     layer = model.model.layers[0]
     stock = layer._gradient_checkpointing_func
     patch(model)
-    inputs = packed(documents(model))
+    inputs = pack(make_documents(model))
     for _ in range(2):
         hook = layer.mlp.register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -313,7 +313,7 @@ def test_an_interrupted_forward_leaves_no_wrapper_after_unpatch() -> None:
     assert layer._gradient_checkpointing_func is stock
 
 
-def _packed_on_ranks(
+def _compare_packed_rows(
     model_type: str,
     rank: int,
     world: int,
@@ -336,7 +336,7 @@ PACKED = [
     Check(
         name,
         2,
-        partial(_packed_on_ranks, name),
+        partial(_compare_packed_rows, name),
         slow=name != FAST[0],
         skip=STOCK_IS_WRONG.get(name, ""),
     ).as_parameter()
@@ -350,19 +350,19 @@ PACKED += [
     Check(
         f"llama4 with pictures, {layout}",
         2,
-        partial(_packed_on_ranks, "llama4", with_pictures=True, **options),
+        partial(_compare_packed_rows, "llama4", with_pictures=True, **options),
         slow=True,
         skip="" if "llama4" in GRANTED else "this version of transformers has no plan of llama4",
     ).as_parameter()
     for layout, options in WITH_PICTURES.items()
 ]
-# Layers of this type share keys, and stock itself cannot train it with reentrant checkpointing.
+# The layers of this type share keys, and stock cannot train it with reentrant checkpointing.
 NOT_REENTRANT = ("mistral_large4",)
 CHECKPOINTED: list[Any] = [
     Check(
         f"{name}, {'reentrant' if use_reentrant else 'not reentrant'}",
         2,
-        partial(_packed_on_ranks, name, use_reentrant=use_reentrant),
+        partial(_compare_packed_rows, name, use_reentrant=use_reentrant),
         slow=True,
     ).as_parameter()
     for name in GRANTED
@@ -372,7 +372,7 @@ CHECKPOINTED: list[Any] = [
 # Types with an indexer, a delta net, state spaces, lightning attention, and sinks and windows.
 CONTEXT = [
     Check(
-        f"{name}, {layout}", 4, partial(_packed_on_ranks, name, **options), slow=True
+        f"{name}, {layout}", 4, partial(_compare_packed_rows, name, **options), slow=True
     ).as_parameter()
     for name in ("glm_moe_dsa", "qwen3_5_moe_text", "nemotron_h", "minimax", "gpt_oss")
     for layout, options in {
@@ -400,39 +400,39 @@ def test_packed_documents_are_alone_on_four_ranks(found: Found, claim: Check) ->
 
 
 def test_flash_attention_without_positions_is_refused() -> None:
-    """GraniteMoeHybrid passes no positions to attention, and GLM-4.5V none of the text."""
+    """GraniteMoeHybrid passes no positions to attention; GLM-4.5V passes no text positions."""
     for name in ("granitemoehybrid", "glm4v_moe"):
         model = build(name)
         use_fake_flash(model)
         patch(model)
-        rows = {name: x[:1] for name, x in packed(documents(model)).items()}
+        rows = {name: x[:1] for name, x in pack(make_documents(model)).items()}
         with pytest.raises(ValueError, match="Attention gets no positions of the text, so flash"):
             model(**rows)
 
 
 def test_several_packed_rows_are_refused_with_flash_attention() -> None:
-    """Flash attention would mix the documents, while the delta nets run them one by one."""
+    """Flash attention would mix the documents, although the delta nets run them one by one."""
     model = build("qwen3_next")
     use_fake_flash(model)
     patch(model)
-    rows = packed(documents(model))
+    rows = pack(make_documents(model))
     with pytest.raises(ValueError, match=r"2 rows with packed documents.*in a batch of one"):
         model(**rows)
     model(**{name: x[:1] for name, x in rows.items()})
-    # A gap between positions begins no document there.
+    # With flash attention, a gap between positions does not begin a document.
     gaps = torch.tensor([[0, 1, 2, 7, 8, 9]]).expand(2, -1)
     model(input_ids=rows["input_ids"][:, :6], position_ids=gaps)
 
 
 def test_masks_that_cannot_be_cut_into_documents_are_refused() -> None:
-    arguments = mixer_arguments("layers.0.mixer", nn.Linear(2, 2))
+    arguments = read_mixer_arguments("layers.0.mixer", nn.Linear(2, 2))
     document = Document(row=0, rows=1, start=0, stop=2)
     with pytest.raises(ValueError, match=r"attention_mask of layers.0.mixer \(shape \(3,\)\) cann"):
-        arguments.of_document(((), {"attention_mask": torch.ones(3)}), document)
+        arguments.cut_document(((), {"attention_mask": torch.ones(3)}), document)
 
 
 def test_a_mixer_beside_experts_is_refused_by_its_path() -> None:
-    """The plan of this test says that the parent of the experts mixes tokens."""
+    """The plan of this test names the parent of the experts as a module that mixes tokens."""
     model = build("mixtral")
     plan = replace(find_plan(model), mixers=("layers.*.mlp",), origin="given")
     with pytest.raises(
@@ -460,8 +460,8 @@ def test_describe_says_how_mixers_are_divided(model_type: str) -> None:
     assert "  sequence" not in describe(patch(build("mixtral"), sp_size=2))
 
 
-def _adapted_on_two_ranks(model_type: str, rank: int, world: int) -> None:
-    """Train adapters on experts and on the linear layers, also on those inside of mixers."""
+def _compare_adapters(model_type: str, rank: int, world: int) -> None:
+    """Train adapters on experts and on all linear layers, also inside mixers."""
     with FP64():
         model, stock = build_adapted(model_type, seed=rank), build_adapted(model_type, seed=0)
         apply_ep_fsdp2(model, ep_size=2, sp_size=world)
@@ -476,7 +476,7 @@ def _adapted_on_two_ranks(model_type: str, rank: int, world: int) -> None:
 
 
 ADAPTED = [
-    Check(name, 2, partial(_adapted_on_two_ranks, name), slow=True).as_parameter()
+    Check(name, 2, partial(_compare_adapters, name), slow=True).as_parameter()
     for name in ("qwen3_next", "glm_moe_dsa", "lfm2_moe", "minimax", "nemotron_h")
 ]
 
@@ -486,11 +486,12 @@ def test_adapters_equal_stock_peft(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _bytes_of_a_step(
+def _compare_bytes_of_a_step(
     model_type: str, values: Callable[[Any], tuple[Any, Any]], rank: int, world: int
 ) -> None:
-    """The docstrings of these mechanisms count the values sent per token: mixers.py,
-    gathering_cache.py, and GatherOutput in split.py.
+    """Compare the bytes of a step with the values per token that the docstrings count.
+
+    The docstrings are in mixers.py, gathering_cache.py, and GatherOutput in split.py.
     """
     with exactly(model_type):
         model = build(model_type, seed=rank)
@@ -503,7 +504,7 @@ def _bytes_of_a_step(
         stock = getattr(slices, name)
 
         def call(x: Tensor, group: Any) -> Tensor:
-            # An all-gather sends `x` to each other rank, and a swap all parts except the own one.
+            # An all-gather sends `x` to each other rank. A swap sends each part but its own.
             sent[name] += x.nbytes * (world - 1 if name == "all_gather" else (world - 1) / world)
             return stock(x, group)
 
@@ -515,18 +516,18 @@ def _bytes_of_a_step(
         forward = dict(sent)
         loss.backward()
     in_forward, in_backward = (8 * (world - 1) * tokens * n for n in values(model))
-    of_loss = (world - 1) * loss.element_size()
-    assert forward == {"all_gather": in_forward + of_loss, "swap_slices": 0}
+    loss_bytes = (world - 1) * loss.element_size()
+    assert forward == {"all_gather": in_forward + loss_bytes, "swap_slices": 0}
     assert sent["swap_slices"] == in_backward
 
 
-def _hidden_states(model: Any) -> tuple[int, int]:
+def _count_hidden_states(model: Any) -> tuple[int, int]:
     """Count the values per token in forward and in backward."""
     number = model.config.layer_types.count("linear_attention")
     return number * model.config.hidden_size, number * model.config.hidden_size
 
 
-def _layers(model: Any) -> tuple[Fraction, Fraction]:
+def _count_layer_outputs(model: Any) -> tuple[Fraction, Fraction]:
     """Count the inputs of attention, three in full attention, and the outputs of all layers.
 
     Two convolutions per layer get halos of two tokens, for slices of six tokens.
@@ -539,8 +540,11 @@ def _layers(model: Any) -> tuple[Fraction, Fraction]:
     return values, values
 
 
-def _compressed(model: Any) -> tuple[int, int]:
-    """Count keys, and the keys and gates of compressors; those of indexers have no gradient."""
+def _count_compressed_keys(model: Any) -> tuple[int, int]:
+    """Count keys, and the keys and gates of compressors.
+
+    Keys and gates of an indexer's compressor have no gradient.
+    """
     config = model.config
     kinds = config.layer_types
     overlapping = kinds.count("compressed_sparse_attention")
@@ -550,18 +554,18 @@ def _compressed(model: Any) -> tuple[int, int]:
     return values + 4 * overlapping * config.index_head_dim, values
 
 
-def _keys(model: Any) -> tuple[int, int]:
-    """Count latents, rotary keys and, in forward, the keys of indexers, which get no gradient."""
+def _count_keys(model: Any) -> tuple[int, int]:
+    """Count latents and rotary keys, and in forward the keys of indexers, without gradients."""
     config = model.config
     values = (config.kv_lora_rank + config.qk_rope_head_dim) * config.num_hidden_layers
     return values + config.index_head_dim * config.num_hidden_layers, values
 
 
 BYTES: dict[str, Any] = {
-    "whole sequences": partial(_bytes_of_a_step, "minimax", _hidden_states),
-    "only keys": partial(_bytes_of_a_step, "deepseek_v32", _keys),
-    "outputs of layers": partial(_bytes_of_a_step, "inkling2_text", _layers),
-    "keys of compressors": partial(_bytes_of_a_step, "deepseek_v4", _compressed),
+    "whole sequences": partial(_compare_bytes_of_a_step, "minimax", _count_hidden_states),
+    "only keys": partial(_compare_bytes_of_a_step, "deepseek_v32", _count_keys),
+    "outputs of layers": partial(_compare_bytes_of_a_step, "inkling2_text", _count_layer_outputs),
+    "keys of compressors": partial(_compare_bytes_of_a_step, "deepseek_v4", _count_compressed_keys),
 }
 
 
@@ -569,5 +573,5 @@ BYTES: dict[str, Any] = {
 @pytest.mark.parametrize(
     "claim", on_ranks(2, {k: x for k, x in BYTES.items() if x.args[0] in MODEL_TYPES})
 )
-def test_as_many_bytes_are_sent_as_the_docstring_says(found: Found, claim: Check) -> None:
+def test_as_many_bytes_are_sent_as_the_docstrings_say(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

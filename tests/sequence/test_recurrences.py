@@ -1,6 +1,7 @@
-"""Recurrences that are split by heads: any number of heads and tokens, and the bytes that are sent.
+"""Recurrences that are split by heads equal stock, and send as many bytes as the docstring says.
 
-`test_granted.py` compares all types that have a recurrence with stock code.
+The tests vary the number of heads and tokens. `test_granted.py` compares all types that have a
+recurrence with stock code.
 """
 
 import inspect
@@ -33,7 +34,7 @@ _NAMES = inspect.unwrap(stock_file.Qwen3NextGatedDeltaNet.forward).__code__.co_n
 RECURRENCE = next((name for name in RECURRENCES if name in _NAMES), "")
 SKIP = "" if RECURRENCE else "this transformers' delta nets call attributes and get whole sequences"
 SKIP_COUNTS = SKIP or ("" if SINCE_5_23 else "older delta nets repeat the heads of their keys")
-# The tiny model has 4 heads of values, 2 heads of keys, and convolutions of 3 tokens.
+# The tiny model has 4 value heads, 2 key heads, and convolutions of 3 tokens.
 LENGTH = 11
 
 
@@ -79,9 +80,9 @@ class Sent:
     """The values that the mixers of a model send, as the docstring of recurrences.py counts them.
 
     Attributes:
-        swapped: values per token whose heads are exchanged, outputs included.
-        gathered: values per token that are gathered.
-        halos: channels of each convolution, in the order of the layers.
+        swapped: the values per token whose heads are exchanged, with the outputs.
+        gathered: the values per token that are gathered.
+        halos: the channels of each convolution, in the order of the layers.
     """
 
     swapped: int
@@ -89,8 +90,8 @@ class Sent:
     halos: list[int]
 
 
-def _delta_net(config: Any) -> Sent:
-    """Queries, keys, values, outputs, and two gates per head."""
+def _count_delta_net(config: Any) -> Sent:
+    """Count queries, keys, values, outputs, and two gates per head."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     number = config.layer_types.count("linear_attention")
@@ -98,8 +99,8 @@ def _delta_net(config: Any) -> Sent:
     return Sent(number * per_layer, 0, [2 * keys + values] * number)
 
 
-def _mamba_2(config: Any) -> Sent:
-    """x, the output, dt, B and C."""
+def _count_mamba_2(config: Any) -> Sent:
+    """Count x, the output, dt, B and C."""
     values = config.mamba_num_heads * config.mamba_head_dim
     groups = config.n_groups * config.ssm_state_size
     number = config.layers_block_type.count("linear_attention")
@@ -107,21 +108,23 @@ def _mamba_2(config: Any) -> Sent:
     return Sent(number * per_layer, 0, [values + 2 * groups] * number)
 
 
-def _mamba_1(config: Any) -> Sent:
-    """u, delta, the gate and the output; B and C are gathered."""
+def _count_mamba_1(config: Any) -> Sent:
+    """Count u, delta, the gate and the output as swapped, and B and C as gathered."""
     channels = config.mamba_expand * config.hidden_size
     number = sum(kind != "full_attention" for kind in config.layer_types)
     per_token = 2 * number * config.mamba_d_state
     return Sent(4 * channels * number, per_token, [channels] * number)
 
 
-def _short_convolution(config: Any) -> Sent:
+def _count_short_convolution(config: Any) -> Sent:
     return Sent(0, 0, [config.hidden_size] * config.layer_types.count("conv"))
 
 
-def _bytes_sent(model_type: str, count: Any, rank: int, world: int) -> None:
-    """A rank exchanges the values of its tokens, and gathers a few tokens per slice for halos. The
-    gradients are as many in backward.
+def _compare_bytes(model_type: str, count: Any, rank: int, world: int) -> None:
+    """Compare the bytes that a rank sends with the counts of the docstring.
+
+    A rank exchanges the values of its tokens, and gathers a few tokens per slice for the halos. In
+    backward it sends as many gradients.
     """
     model = build(model_type, seed=rank)
     config = model.config
@@ -146,16 +149,16 @@ def _bytes_sent(model_type: str, count: Any, rank: int, world: int) -> None:
     tokens = 2 * 6 * 8
     assert sum(forward["swap"]) == tokens * (sent.swapped + attention)
     assert sum(sizes["swap"]) == 2 * sum(forward["swap"])
-    (*others, of_loss) = forward["gather"]
-    width = 2  # tokens in front of the last one of a kernel
+    (*others, loss_bytes) = forward["gather"]
+    width = 2  # the tokens of a kernel in front of its last token
     halos = sum(2 * width * channels * 8 for channels in sent.halos)
-    assert sum(others) == halos + tokens * sent.gathered and of_loss in (4, 8)
+    assert sum(others) == halos + tokens * sent.gathered and loss_bytes in (4, 8)
     assert not forward["gather, backward"]
     assert sum(sizes["gather, backward"]) == world * sum(others), "one part for each rank"
-    assert sizes["gather"] == [*others, of_loss, of_loss]
+    assert sizes["gather"] == [*others, loss_bytes, loss_bytes]
 
 
-def _equals_stock(
+def _compare_with_stock(
     length: int,
     options: dict[str, int],
     rank: int,
@@ -182,30 +185,30 @@ def _equals_stock(
 
 
 BYTES: dict[str, Any] = {
-    f"bytes of {name}": partial(_bytes_sent, name, count)
+    f"bytes of {name}": partial(_compare_bytes, name, count)
     for name, count in {
-        "qwen3_next": _delta_net,
-        "nemotron_h": _mamba_2,
-        "jamba": _mamba_1,
-        "lfm2_moe": _short_convolution,
+        "qwen3_next": _count_delta_net,
+        "nemotron_h": _count_mamba_2,
+        "jamba": _count_mamba_1,
+        "lfm2_moe": _count_short_convolution,
     }.items()
     if name in MODEL_TYPES
 }
-# Ranks do not divide three heads, whose states are passed on instead (test_states.py).
+# The number of ranks does not divide three heads, so states are passed on (test_states.py).
 THREE_HEADS = {"linear_num_value_heads": 3, "linear_num_key_heads": 3}
 SIZES: dict[str, Any] = {
-    "heads that 2 does not divide": partial(_equals_stock, LENGTH, THREE_HEADS),
-    "one head of keys": partial(_equals_stock, LENGTH, {"linear_num_key_heads": 1}),
-    "a slice shorter than the halo": partial(_equals_stock, 3, {}),
-    "the shortest slice with a halo": partial(_equals_stock, 6, {}),
+    "heads that 2 does not divide": partial(_compare_with_stock, LENGTH, THREE_HEADS),
+    "one key head": partial(_compare_with_stock, LENGTH, {"linear_num_key_heads": 1}),
+    "a slice shorter than the halo": partial(_compare_with_stock, 3, {}),
+    "the shortest slice with a halo": partial(_compare_with_stock, 6, {}),
 }
 STATES: dict[str, Any] = {
-    "delta net, cp 4": partial(_equals_stock, 29, THREE_HEADS, cp=4),
+    "delta net, cp 4": partial(_compare_with_stock, 29, THREE_HEADS, cp=4),
     "delta net, cp 2 x sp 2, checkpoint": partial(
-        _equals_stock, 29, THREE_HEADS, cp=2, use_reentrant=False
+        _compare_with_stock, 29, THREE_HEADS, cp=2, use_reentrant=False
     ),
     "Mamba-2, cp 4, reentrant": partial(
-        _equals_stock,
+        _compare_with_stock,
         29,
         {"mamba_num_heads": 3, "n_groups": 1},
         model_type="nemotron_h",
@@ -228,13 +231,13 @@ def test_states_are_passed_in_models(found: Found, claim: Check) -> None:
         *on_ranks(2, kernels_get_heads_and_flags, BYTES, skip=SKIP_COUNTS),
     ],
 )
-def test_recurrence(found: Found, claim: Check) -> None:
+def test_recurrences_equal_stock_and_send_the_counted_bytes(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
 @pytest.mark.skipif(bool(SKIP), reason=SKIP)
 def test_a_mixer_whose_forward_was_replaced_gets_whole_sequences() -> None:
-    """A kernel for a whole mixer replaces its forward, and cannot be run for some heads."""
+    """A kernel for a whole mixer may replace its forward. It cannot run for some of the heads."""
     model: Any = build("qwen3_next")
     mixer = model.model.layers[0].linear_attn
     assert has_recurrence(mixer)

@@ -1,8 +1,8 @@
 """The modules that mix along the sequence are found, and some model types refuse sp_size > 1.
 
-For modules that mix tokens outside of the attention interface, such as convolutions, state space
-models and indexers, sequences are gathered. If the plan missed such a module, it would silently
-compute on slices.
+Sequences are gathered for modules that mix tokens without the attention interface, such as
+convolutions, state space models and indexers. If the plan missed such a module, the module would
+silently compute on slices.
 """
 
 from typing import Any
@@ -23,15 +23,15 @@ from hf_moe_ep.derive import is_mixer
 from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 from hf_moe_ep.plan import matches
 
-# A text model without a head: sp_size > 1 needs a loss of tokens.
+# This text model has no head, but sp_size > 1 needs a loss of tokens.
 WITHOUT_HEAD = {"diffusion_gemma_text"} & {*MODEL_TYPES}
-# The second tower attends to the tokens of the first, and their layers share all parameters.
+# The second tower attends to the tokens of the first tower, and their layers share all parameters.
 TWO_TOWERS = {"diffusion_gemma"} & {*MODEL_TYPES}
-# No module mixes in these types. They are refused only because no test compares them with stock.
+# No module of these types mixes. They are refused only because no test compares them with stock.
 NOT_COMPARED = set(MODEL_TYPES) - SEQUENCE_PARALLEL - WITHOUT_HEAD - TWO_TOWERS
 
 
-def layers_of(model: nn.Module) -> list[str]:
+def list_layers(model: nn.Module) -> list[str]:
     layers = parts_of(model).plan.layers
     return [name for name, _ in model.named_modules() if matches(layers, name)]
 
@@ -50,8 +50,8 @@ def test_the_plan_names_all_mixing_modules(model_type: str) -> None:
     assert names_and_classes == MIXERS[model_type]
 
 
-# Routers of JetMoE return the tokens sorted by their experts, so outputs of a token that is changed
-# move those of other tokens. Two towers have tokens of their own.
+# Routers of JetMoE return the tokens sorted by their experts, so a token that is changed moves the
+# outputs of other tokens. In types with two towers, each tower has its own tokens.
 NOT_IN_ORDER = (*TWO_TOWERS, "jetmoe")
 
 
@@ -59,11 +59,9 @@ NOT_IN_ORDER = (*TWO_TOWERS, "jetmoe")
     "model_type", few_fast(name for name in MODEL_TYPES if name not in NOT_IN_ORDER)
 )
 def test_the_table_lists_exactly_the_mixing_modules(model_type: str) -> None:
-    """`mixing` changes one token and finds the modules that change at other tokens. It must find no
-    module in the types that may split their sequences.
-    """
+    """`mixing` changes one token, and finds the modules whose outputs change at other tokens."""
     model = tiny(model_type).eval()
-    assert mixing(model, layers_of(model)) == MIXERS.get(model_type, set())
+    assert mixing(model, list_layers(model)) == MIXERS.get(model_type, set())
 
 
 class PassesNothingOn(Qwen3MoeForCausalLM):

@@ -1,6 +1,6 @@
-"""Ring attention equals attention to the whole sequence, and its gradients, in fp64.
+"""Ring attention and its gradients equal attention to the whole sequence, in fp64.
 
-On a CPU it computes in plain PyTorch, because FlexAttention has no backward there.
+On a CPU the ring computes in plain PyTorch, because FlexAttention has no backward there.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ from hf_moe_ep.sequence.ring import attend_by_ring
 from hf_moe_ep.sequence.slices import Slice, zigzag_order
 
 ROWS, HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 2, 4, 2, 6, 5
-# Documents of a packed row.
+# The first tokens of the documents of a packed row.
 STARTS = (0, 5, 6, 17)
 
 
@@ -65,7 +65,7 @@ def documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def padded(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Row 1 begins with 3 tokens of padding, which see nothing."""
+    """Row 1 begins with 3 tokens of padding, which see no token."""
     return (q >= k) & (k >= 3 * b)
 
 
@@ -96,16 +96,16 @@ KINDS = {
 
 
 def test_dropout_is_refused_as_in_stock() -> None:
-    """Stock's function of FlexAttention raises a ValueError, too, which the ring would skip."""
+    """Stock's function of FlexAttention also raises a ValueError, but the ring does not call it."""
     module = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flex_attention"))
     mask = create_block_mask(causal, 1, 1, 8, 8, device="cpu")
     whole = Slice(cast(Any, None), 0, 2, 8, order=zigzag_order(2))
-    query, key, value, _, _ = _inputs(4)
+    query, key, value, _, _ = _make_inputs(4)
     with pytest.raises(ValueError, match=r"no dropout, and attention_dropout is 0.1; set config"):
         attend(flex_attention, module, query, key, value, mask, whole, dropout=0.1)
 
 
-def _inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _make_inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     sizes = ((HEADS, WIDTH), (KV_HEADS, WIDTH), (KV_HEADS, VALUE_WIDTH), (HEADS, VALUE_WIDTH))
     query, key, value, grad = (
@@ -116,8 +116,10 @@ def _inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return query, key, value, grad, sinks
 
 
-def _dense(kind: Kind, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-    """Compute attention to the whole sequence as the formula says."""
+def _compute_dense(
+    kind: Kind, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """Compute attention to the whole sequence by the formula."""
     visible = create_mask(kind.mask, ROWS, 1, kind.length, kind.length, device="cpu")
     key, value = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (key, value))
     scores = query @ key.mT / WIDTH**0.5
@@ -133,7 +135,7 @@ def _dense(kind: Kind, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor 
 
 def ring_equals_dense(name: str, rank: int, world: int) -> None:
     kind = KINDS[name]
-    query, key, value, grad, sinks = _inputs(kind.length)
+    query, key, value, grad, sinks = _make_inputs(kind.length)
     order = zigzag_order(world) if kind.zigzag else None
     assert dist.group.WORLD is not None
     context = Slice(dist.group.WORLD, rank, world, kind.length, order=order)
@@ -171,32 +173,31 @@ def ring_equals_dense(name: str, rank: int, world: int) -> None:
         (out * context.take(grad, 2).transpose(1, 2)).sum().backward()
     whole = [x.requires_grad_() for x in (query, key, value)]
     whole_sinks = sinks.requires_grad_() if kind.sinks else None
-    want = _dense(kind, *whole, whole_sinks)
+    want = _compute_dense(kind, *whole, whole_sinks)
     (want * grad).sum().backward()
     real = sum(stop - start for start, stop in context.spans)
     got = out.detach().transpose(1, 2)
     if real:
         want_own = context.take(want.detach(), 2)
         pieces = zip(got.split(context.piece, 2), want_own.split(context.piece, 2), strict=True)
-        for (start, stop), (mine, other) in zip(context.spans, pieces, strict=True):
+        for (start, stop), (got_piece, want_piece) in zip(context.spans, pieces, strict=True):
             if start < stop:
-                assert_close(
-                    name, mine[:, :, : stop - start], other[:, :, : stop - start], FP64_MODEL
-                )
-    for which, mine, other in zip("qkv", own, whole, strict=True):
-        assert mine.grad is not None and other.grad is not None
-        assert_close(f"{name}: {which}", mine.grad, context.take(other.grad, 2), FP64_MODEL)
+                real_tokens = (slice(None), slice(None), slice(stop - start))
+                assert_close(name, got_piece[real_tokens], want_piece[real_tokens], FP64_MODEL)
+    for letter, x, whole_x in zip("qkv", own, whole, strict=True):
+        assert x.grad is not None and whole_x.grad is not None
+        assert_close(f"{name}: {letter}", x.grad, context.take(whole_x.grad, 2), FP64_MODEL)
     if own_sinks is not None and own_sinks.grad is not None:
         dist.all_reduce(own_sinks.grad)
         assert sinks.grad is not None
         assert_close(f"{name}: sinks", own_sinks.grad, sinks.grad, FP64_MODEL)
-    # The bytes and the pairs of pieces that the docstring of ring.py counts.
+    # The docstring of ring.py counts these values and pairs of pieces.
     values = ROWS * KV_HEADS * (WIDTH + VALUE_WIDTH) * context.local
     assert forward_sent == (world - 1) * values
     assert sum(sent) - forward_sent == 2 * (world - 1) * values
     if name == "causal":
         assert forward_calls == 3 + 2 * (world - 1)
-        # Attention is computed during each of the transfers, also during the last one of backward.
+        # Attention is computed during each transfer, also during the last transfer of backward.
         for number in range(len(sent)):
             during = events[events.index(("begin", number)) : events.index(("end", number))]
             assert ("attend", 0) in during, f"transfer {number} of {len(sent)}"
@@ -217,9 +218,9 @@ def test_ring_of_four_ranks_equals_dense_attention(found: Found, claim: Check) -
     found.raise_if_failed(claim)
 
 
-def test_plain_attention_to_a_part_is_that_of_flex_attention() -> None:
-    """FlexAttention runs on a CPU without gradients. Here it is not compiled."""
-    query, key, value, _, _ = _inputs(24)
+def test_plain_attention_to_a_part_equals_flex_attention() -> None:
+    """FlexAttention runs on a CPU, but without gradients. In this test it is not compiled."""
+    query, key, value, _, _ = _make_inputs(24)
     for kind in KINDS.values():
         mask = create_block_mask(kind.mask, ROWS, 1, 24, 24, device="cpu", BLOCK_SIZE=2)
         box = QueryKeyRange(7, 15, 2, 11)
@@ -232,7 +233,7 @@ def test_plain_attention_to_a_part_is_that_of_flex_attention() -> None:
         assert_close("log-sum-exp", got[1].exp(), aux.lse.exp(), 1e-6)  # flex returns it in fp32
 
 
-def test_a_query_that_sees_nothing_in_both_parts_gets_zeros() -> None:
+def test_a_query_that_sees_no_key_in_both_parts_gets_zeros() -> None:
     zeros, nothing = torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf)
     out, lse = merge(zeros, nothing, zeros, nothing)
     assert torch.equal(out, zeros) and torch.equal(lse, nothing)
@@ -242,11 +243,11 @@ def use_sdpa(reference: nn.Module) -> None:
     reference.set_attn_implementation("sdpa")
 
 
-def flex_padded(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+def make_padded(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
     return [batch(model, 3, 13, seed=10 * step + rank, pad=7)]
 
 
-def flex_packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+def make_packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
     micro = batch(model, 1, 19, seed=10 * step + rank)
     del micro["attention_mask"]
     positions = torch.cat([torch.arange(n) for n in (5, 3, 9, 2)]).unsqueeze(0)
@@ -269,8 +270,8 @@ def run_model(case: Case, rank: int, world: int) -> None:
         parity.run_case(case, rank, world)
 
 
-def sinks_of_gpt_oss(use_reentrant: bool | None, rank: int, world: int) -> None:
-    """The window is longer than the rows, so all layers use the ring."""
+def compare_gpt_oss(use_reentrant: bool | None, rank: int, world: int) -> None:
+    """Compare a model with attention sinks. Its window exceeds the rows, so layers use the ring."""
     window = {"sliding_window": 64}
     stock = build("gpt_oss", **window)
     model = build("gpt_oss", seed=rank, attn_implementation="flex_attention", **window)
@@ -289,19 +290,19 @@ def sinks_of_gpt_oss(use_reentrant: bool | None, rank: int, world: int) -> None:
 
 FLEX = {"model": {"attn_implementation": "flex_attention"}, "change_reference": use_sdpa}
 MODELS = [
-    Case("flex, padded", 2, 2, cp=2, micro_batches=flex_padded).with_(**FLEX),
+    Case("flex, padded", 2, 2, cp=2, micro_batches=make_padded).with_(**FLEX),
     Case("flex, checkpoint", 2, 2, cp=2, prepare=CHECKPOINT).with_(**FLEX),
     Case("flex, reentrant", 2, 2, cp=2, prepare=REENTRANT).with_(**FLEX),
     Case("flex, compiled", 2, 2, cp=2).with_config(compile_layers="aot_eager").with_(**FLEX),
-    Case("flex, packed", 4, 2, cp=4, micro_batches=flex_packed).with_(**FLEX),
-    Case("flex, ep 4 x cp 4", 4, 4, cp=4, micro_batches=flex_padded).with_(**FLEX),
+    Case("flex, packed", 4, 2, cp=4, micro_batches=make_packed).with_(**FLEX),
+    Case("flex, ep 4 x cp 4", 4, 4, cp=4, micro_batches=make_padded).with_(**FLEX),
     Case("flex, hierarchical", 4, 4, cp=2)
     .with_config(dispatcher="hierarchical", node_size=2)
     .with_(**FLEX),
     Case("flex, cp 2 x sp 2", 4, 4, cp=2, sp=2).with_(**FLEX),
 ]
 SINKS = {
-    f"gpt_oss{name}": partial(sinks_of_gpt_oss, mode)
+    f"gpt_oss{name}": partial(compare_gpt_oss, mode)
     for name, mode in {"": None, ", checkpoint": False, ", reentrant": True}.items()
 }
 
@@ -319,8 +320,10 @@ def test_models_with_flex_attention_equal_stock(found: Found, claim: Check) -> N
 
 
 def test_describe_says_what_a_ring_sends() -> None:
-    """Two key-value heads of 8 values: keys and values again in backward, and gradients in fp32 or
-    more. An all-gather sends 384 bytes in backward in bf16, the ring 576.
+    """A rank sends keys and values of two heads of 8 values in forward and again in backward.
+
+    In backward it also sends gradients in fp32 or fp64. In bf16 an all-gather would send 384 bytes
+    in backward, and the ring sends 576.
     """
     for dtype, sent in ((torch.float64, (768, 1_536, 2_304)), (torch.bfloat16, (192, 576, 768))):
         model = tiny(attn_implementation="flex_attention", dtype=dtype)

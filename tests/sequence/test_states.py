@@ -25,13 +25,13 @@ from hf_moe_ep.sequence.recurrences import run_recurrence
 from hf_moe_ep.sequence.slices import Slice, zigzag_order
 from hf_moe_ep.upstream.recurrences import RECURRENCES, Layout
 
-# Two ranks divide no three heads. Sizes of keys, values and states differ.
+# Two ranks cannot divide three heads. The sizes of keys, values and states differ.
 ROWS, HEADS, KEYS, VALUES = 2, 3, 4, 6
-# Four pieces of 6 tokens, of which the last one has 3, and chunks of 4 tokens.
+# Rows have four pieces of 6 tokens, of which the last piece has 3. Chunks have 4 tokens.
 LENGTH, CHUNK = 21, 4
 
 
-def _delta_net(draw: Callable[..., Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
+def _make_delta_net(draw: Callable[..., Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
     vectors = [draw(HEADS, width) for width in (KEYS, KEYS, VALUES)]
     gates = {"g": -functional.softplus(draw(HEADS)), "beta": draw(HEADS).sigmoid()}
     return vectors, gates | {
@@ -42,14 +42,14 @@ def _delta_net(draw: Callable[..., Tensor]) -> tuple[list[Tensor], dict[str, Any
     }
 
 
-def _kimi(draw: Callable[..., Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
-    """Here each value of a key has a decay of its own."""
-    vectors, named = _delta_net(draw)
+def _make_kda(draw: Callable[..., Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
+    """Make arguments of KDA, in which each value of a key has its own decay."""
+    vectors, named = _make_delta_net(draw)
     return vectors, named | {"g": -functional.softplus(draw(HEADS, KEYS))}
 
 
-def _mamba(draw: Callable[..., Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
-    """All heads share one group of B and C."""
+def _make_mamba(draw: Callable[..., Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
+    """Make arguments of Mamba-2, in which all heads share one group of B and C."""
     per_head = draw(HEADS)[0, 0]
     positional = [draw(HEADS, VALUES), draw(HEADS), -per_head.exp(), draw(1, KEYS), draw(1, KEYS)]
     return positional, {
@@ -71,7 +71,7 @@ class Kind:
 
     @property
     def function(self) -> Callable[..., Any] | None:
-        """Transformers' function, or None if the installed version has no such function."""
+        """The function of transformers, or None if the installed version has no such function."""
         folder = f"transformers.models.{self.model_type}"
         if importlib.util.find_spec(folder) is None:
             return None
@@ -80,14 +80,14 @@ class Kind:
 
 
 KINDS = {
-    "delta net": Kind("torch_chunk_gated_delta_rule", "qwen3_next", _delta_net),
-    "KDA": Kind("chunk_kimi_delta_attention", "kimi_linear", _kimi),
-    "Mamba-2": Kind("mamba2_chunk_scan", "nemotron_h", _mamba),
+    "delta net": Kind("torch_chunk_gated_delta_rule", "qwen3_next", _make_delta_net),
+    "KDA": Kind("chunk_kimi_delta_attention", "kimi_linear", _make_kda),
+    "Mamba-2": Kind("mamba2_chunk_scan", "nemotron_h", _make_mamba),
 }
 
 
 def states_are_passed(kind: str, zigzag: bool, rank: int, world: int) -> None:
-    """Compare outputs and gradients of all arguments, and count the bytes."""
+    """Compare the output and the gradients of all arguments, and count the values sent."""
     chosen = KINDS[kind]
     recurrence, stock = RECURRENCES[chosen.name], chosen.function
     assert stock is not None
@@ -125,15 +125,23 @@ def states_are_passed(kind: str, zigzag: bool, rank: int, world: int) -> None:
         (got * part.take(grad, 1)).sum().backward()
     assert passed.call_count == 1
     assert sent == [len(part.pieces) * ROWS * HEADS * KEYS * (VALUES + KEYS)]
-    assert_close(f"{kind}: out", _real(got, part), _real(part.take(want, 1), part), FP64_MODEL)
+    assert_close(
+        f"{kind}: out",
+        _drop_padding(got, part),
+        _drop_padding(part.take(want, 1), part),
+        FP64_MODEL,
+    )
     for key, layout in layouts.items():
-        mine, other = own[key].grad, whole[key].grad
-        assert mine is not None and other is not None
+        got_grad, want_grad = own[key].grad, whole[key].grad
+        assert got_grad is not None and want_grad is not None
         if layout == Layout.PER_HEAD:
-            dist.all_reduce(mine)
+            dist.all_reduce(got_grad)
         else:
-            mine, other = _real(mine, part), _real(part.take(other, 1), part)
-        assert_close(f"{kind}: gradient of {key}", mine, other, FP64_MODEL)
+            got_grad, want_grad = (
+                _drop_padding(got_grad, part),
+                _drop_padding(part.take(want_grad, 1), part),
+            )
+        assert_close(f"{kind}: gradient of {key}", got_grad, want_grad, FP64_MODEL)
 
 
 def _call(function: Callable[..., Any], given: dict[int | str, Any]) -> Tensor:
@@ -145,8 +153,8 @@ def _call(function: Callable[..., Any], given: dict[int | str, Any]) -> Tensor:
     return out
 
 
-def _real(x: Tensor, part: Slice) -> Tensor:
-    """Return the tokens of a slice that are not padding, which only its last piece has."""
+def _drop_padding(x: Tensor, part: Slice) -> Tensor:
+    """Return the tokens of a slice without padding, which only the last piece has."""
     number = sum(stop - start for start, stop in part.spans)
     return x.detach()[:, :number]
 

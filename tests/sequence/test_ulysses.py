@@ -1,6 +1,6 @@
-"""Sequence parallelism, compared with stock in one process in fp64.
+"""Models with sp_size > 1 compute the same as stock in one process, in fp64.
 
-Gradients, parameters after three steps, the loss and logits are compared.
+The tests compare the loss, logits, gradients, and parameters after three steps.
 """
 
 import gc
@@ -27,7 +27,7 @@ from hf_moe_ep.sequence.slices import Slice
 from hf_moe_ep.sequence.ulysses import _slice_mask
 from hf_moe_ep.upstream.attention_interface import stock_attention
 
-# A length that no sp_size > 1 divides, and documents in a row of 12 tokens.
+# No sp_size > 1 divides this length. The documents fill a row of 12 tokens.
 LENGTH, DOCUMENTS = 11, (5, 3, 4)
 packed = partial(split_rows.packed, DOCUMENTS)
 packed_by_lengths = partial(split_rows.packed_by_lengths, DOCUMENTS)
@@ -72,7 +72,7 @@ def test_more_splits_equal_one_process(found: Found, claim: Check) -> None:
 
 
 def embeddings_of_the_whole_sequence_are_freed(rank: int, world: int) -> None:
-    """A checkpointed layer keeps its arguments, but of the hidden states only a slice."""
+    """A checkpointed layer keeps its arguments, but only a slice of the hidden states."""
     model = apply_ep_fsdp2(tiny(seed=rank), sp_size=2)
     parity.checkpointing(model, False)
     model.train()
@@ -86,7 +86,7 @@ def embeddings_of_the_whole_sequence_are_freed(rank: int, world: int) -> None:
 
 
 def a_packed_row_has_the_loss_of_its_documents(rank: int, world: int) -> None:
-    """Stock runs each document alone."""
+    """The stock model runs each document alone."""
     model, reference = tiny(seed=rank), tiny(seed=0)
     apply_ep_fsdp2(model, ep_size=2, sp_size=2)
     (micro,) = packed(reference, 0, 1, 0)
@@ -103,7 +103,7 @@ def a_packed_row_has_the_loss_of_its_documents(rank: int, world: int) -> None:
 
 
 def aux_loss_counts_no_padding(rank: int, world: int) -> None:
-    """Slices are padded, but loss and router gradients equal stock's."""
+    """Loss and router gradients equal those of stock, although slices are padded."""
     sizes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     model, reference = tiny(seed=rank, **sizes), tiny(seed=0, **sizes)
     apply_ep_fsdp2(model, ep_size=2, sp_size=2)
@@ -143,8 +143,9 @@ def unsupported_arguments_raise(rank: int, world: int) -> None:
 
 
 def shifted_labels_and_states_equal_stock(rank: int, world: int) -> None:
-    """The caller may shift the labels. With labels the output has only the loss, and without labels
-    hidden states and router logits are those of the whole sequence.
+    """With labels, which the caller may shift, the output has only the loss.
+
+    Without labels it has hidden states and router logits of the whole sequence.
     """
     model, reference = tiny(seed=rank), tiny(seed=0).eval()
     apply_ep_fsdp2(model, ep_size=2, sp_size=2)
@@ -162,8 +163,8 @@ def shifted_labels_and_states_equal_stock(rank: int, world: int) -> None:
     assert got.router_logits[0].shape[0] == micro["input_ids"].numel()
 
 
-def a_mask_per_head(rank: int, world: int) -> None:
-    """The caller may pass a mask (B, Q, S, S), here with another window for every head."""
+def a_mask_per_head_equals_stock(rank: int, world: int) -> None:
+    """The caller may pass a mask (B, Q, S, S). This mask has another window for every head."""
     model, reference = tiny(seed=rank), tiny(seed=0)
     apply_ep_fsdp2(model, ep_size=2, sp_size=2)
     micro = batch(reference, 2, 9)
@@ -179,8 +180,8 @@ def a_mask_per_head(rank: int, world: int) -> None:
         assert_close(name, grad, parameter.grad, FP64_MODEL)
 
 
-def a_custom_ignore_index(rank: int, world: int) -> None:
-    """Stock passes `ignore_index` on to its loss, and so must we, with shifted labels as well."""
+def a_custom_ignore_index_equals_stock(rank: int, world: int) -> None:
+    """Stock passes `ignore_index` on to its loss, also with shifted labels."""
     model, reference = tiny(seed=rank), tiny(seed=0)
     apply_ep_fsdp2(model, ep_size=2, sp_size=2)
     micro = batch(reference, 2, 9)
@@ -192,18 +193,20 @@ def a_custom_ignore_index(rank: int, world: int) -> None:
 
 
 def every_rank_generates_its_own_text(rank: int, world: int) -> None:
-    """generate() does not split the prompt, so each rank may have its own."""
+    """generate() does not split prompts, so each rank may have another prompt."""
     model, reference = tiny(seed=rank), tiny(seed=0).eval()
     apply_ep_fsdp2(model, ep_size=2, sp_size=2).eval()
     prompt = batch(reference, 1, 4, seed=rank)["input_ids"]
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     for use_cache in (True, False):
-        both = (m.generate(prompt, **settings, use_cache=use_cache) for m in (model, reference))
-        assert torch.equal(*both), f"use_cache={use_cache}"
+        got, want = (
+            m.generate(prompt, **settings, use_cache=use_cache) for m in (model, reference)
+        )
+        assert torch.equal(got, want), f"use_cache={use_cache}"
 
 
 def compiled_equals_stock(rank: int, world: int) -> None:
-    """Compile a checkpointed model; graphs break at exchanges. Two batches differ in length."""
+    """A checkpointed model is compiled, with graph breaks at exchanges, for two batch lengths."""
     reference, model = tiny(seed=0), tiny(seed=rank)
     CHECKPOINT(model)
     apply_ep_fsdp2(model, ep_size=2, sp_size=2)
@@ -222,14 +225,14 @@ def compiled_equals_stock(rank: int, world: int) -> None:
 
 
 ON_TWO_RANKS = [
-    # Earlier transformers checkpoint a layer with its hooks, and so keep its whole inputs.
+    # Older versions of transformers checkpoint a layer with its hooks, and keep its whole inputs.
     *([embeddings_of_the_whole_sequence_are_freed] if SINCE_5_23 else []),
     a_packed_row_has_the_loss_of_its_documents,
     aux_loss_counts_no_padding,
     unsupported_arguments_raise,
     shifted_labels_and_states_equal_stock,
-    a_mask_per_head,
-    a_custom_ignore_index,
+    a_mask_per_head_equals_stock,
+    a_custom_ignore_index_equals_stock,
     every_rank_generates_its_own_text,
 ]
 
@@ -247,7 +250,7 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 
 @pytest.mark.parametrize("size", ["sp_size", "cp_size"])
 def test_another_attention_after_patch_is_refused(size: str) -> None:
-    """Masks would be built for the new one, and the old one would compute with them."""
+    """Masks would be built for the new function, but the old function would get them."""
     model = patch(tiny(), **{size: 2})
     attention = model.model.layers[0].self_attn
     stock_attention(attention)

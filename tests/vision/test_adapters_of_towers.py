@@ -1,8 +1,8 @@
-"""LoRA on types with pictures or sound, compared with stock PEFT on stock in one process.
+"""LoRA on types with pictures or sound equals PEFT on the stock model in one process.
 
-Adapters are on each stacked expert matrix, including experts for pictures, and on every linear
-layer of the decoder and the towers. In the first step all ranks have text, and in the other steps
-one rank has pictures or sound.
+The models have adapters on each stacked expert matrix, including experts for pictures, and on every
+linear layer of the decoder and the towers. In the first step all ranks have text, and in the other
+steps one rank has pictures or sound.
 """
 
 import warnings
@@ -38,20 +38,20 @@ from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.upstream.models import output_head
 
 
-def adapters_everywhere(name: str, seed: int) -> PeftModel:
-    """Add random adapters to all experts and to all linear layers, including the towers'."""
+def build_with_adapters_everywhere(name: str, seed: int) -> PeftModel:
+    """Add random adapters to all experts and to all linear layers, also in the towers."""
     model = build(name)
     head = output_head(model)
-    # PEFT gets whole names: a linear layer in a Sequential may be called 0, like other modules.
+    # PEFT gets whole names, because the last part of a name may be 0 for several modules.
     linear = [n for n, m in model.named_modules() if type(m) is nn.Linear and m is not head]
     return _add_adapters(model, seed, target_modules=linear)
 
 
-def adapters_on_experts(name: str, seed: int) -> PeftModel:
+def build_with_adapters_on_experts(name: str, seed: int) -> PeftModel:
     return _add_adapters(build(name), seed)
 
 
-def with_a_trained_projector(name: str, seed: int) -> PeftModel:
+def build_with_trained_projector(name: str, seed: int) -> PeftModel:
     """Add adapters to experts, and let PEFT train a copy of the projector (modules_to_save)."""
     model = build(name)
     *_, projector = parts(model)
@@ -67,11 +67,11 @@ def _add_adapters(model: nn.Module, seed: int, **options: Any) -> PeftModel:
 def assert_equals_peft(build_adapted: Any, name: str, rank: int, world: int) -> list[float]:
     """Compare losses, gradients and AdamW steps with stock PEFT; return the errors."""
     with exactly(name):
-        return _errors_of_steps(build_adapted, name, rank, world)
+        return _compare_steps(build_adapted, name, rank, world)
 
 
-def _errors_of_steps(build_adapted: Any, name: str, rank: int, world: int) -> list[float]:
-    # FSDP2 warns of views of a module's outputs, which nobody modifies in place.
+def _compare_steps(build_adapted: Any, name: str, rank: int, world: int) -> list[float]:
+    # FSDP2 warns of views among a module's outputs. Nothing modifies these views in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     model, stock = build_adapted(name, seed=rank), build_adapted(name, seed=0)
     bare = stock.get_base_model()
@@ -109,7 +109,7 @@ def _compare(
         if want is None or key not in got:
             assert want is None and key not in got, f"{where} {key}: only one model has it"
             continue
-        # AdamW divides each gradient by its own magnitude: see support/parity.py.
+        # AdamW divides each gradient by its own magnitude (support/parity.py explains the factor).
         allowed = budget(name) * (100 if attribute == "data" and budget(name) >= FP32_INSIDE else 1)
         errors.append(assert_close(f"{where} {key}", got[key], want, allowed))
     return errors
@@ -123,18 +123,20 @@ def _run(build_adapted: Any, name: str, rank: int, world: int) -> None:
         errors += assert_equals_peft(build_adapted, name, rank, world)
 
 
-def _checks() -> list[Any]:
-    runs = {name: partial(_run, adapters_everywhere, name) for name in (*TYPES, *COMPOSITES)}
+def _list_checks() -> list[Any]:
+    runs = {
+        name: partial(_run, build_with_adapters_everywhere, name) for name in (*TYPES, *COMPOSITES)
+    }
     for name in ("qwen3_vl_moe", "ernie4_5_vl_moe", "kimi_k25"):
-        runs[f"{name}: experts alone"] = partial(_run, adapters_on_experts, name)
+        runs[f"{name}: experts alone"] = partial(_run, build_with_adapters_on_experts, name)
     for name in ("gemma4", "kimi_k25"):
-        runs[f"{name}: whole projector"] = partial(_run, with_a_trained_projector, name)
+        runs[f"{name}: whole projector"] = partial(_run, build_with_trained_projector, name)
     return [
         Check(name, 2, run, slow=True, timeout=120.0).as_parameter() for name, run in runs.items()
     ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("claim", _checks())
+@pytest.mark.parametrize("claim", _list_checks())
 def test_adapters_on_ranks_with_different_inputs_equal_peft(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -1,7 +1,7 @@
-"""`generate` and evaluation if only one rank has pictures: each rank gets stock's results.
+"""If only one rank has pictures, `generate` and evaluation return stock's results on every rank.
 
-Each rank also asks for another number of new tokens. A rank that has all of its tokens continues
-with forwards until the other one has finished.
+Each rank also asks for another number of new tokens. A rank that has all its tokens continues with
+forwards until the other rank has finished.
 """
 
 from collections.abc import Callable
@@ -35,19 +35,20 @@ from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2
 
-# generate() of this type is a loop of its own, which calls parts of the model by themselves. It
-# does not run on a sharded model (docs/limits.md).
+# generate() of this type is another loop, which calls some modules of the model directly. It does
+# not run on a sharded model (docs/limits.md).
 OWN_LOOP = {"diffusion_gemma"}
-# Stock's beams do not repeat the pictures of this type. Without TOWER_IN_BLOCKS, of no type.
+# Stock's beam search does not repeat the pictures of this type. Without TOWER_IN_BLOCKS it repeats
+# the pictures of no type.
 NO_BEAMS = {"llama4"}
 
 
-def without_labels(make: Make, model: nn.Module, seed: int) -> Batch:
+def make_without_labels(make: Make, model: nn.Module, seed: int) -> Batch:
     return {name: x for name, x in make(model, seed).items() if name != "labels"}
 
 
-def sharded_and_stock(name: str, rank: int) -> tuple[Any, Any]:
-    """Return a sharded model of type `name` and stock, both in evaluation mode."""
+def build_sharded_and_stock(name: str, rank: int) -> tuple[Any, Any]:
+    """Build a sharded model and a stock model of type `name`, both in evaluation mode."""
     model, stock = build(name, seed=rank), build(name)
     apply_ep_fsdp2(model, ep_size=2)
     return model.eval(), stock.eval()
@@ -61,10 +62,10 @@ def assert_generates(model: Any, stock: Any, inputs: Batch, rank: int, **options
 
 
 def a_picture_on_rank_1(name: str, rank: int, world: int) -> None:
-    """generate() is the first call of the model, and the second call uses beams."""
+    """generate() is the first call of the model. The second call uses beam search."""
     with FP64():
-        model, stock = sharded_and_stock(name, rank)
-        inputs = without_labels((text, image)[rank], stock, 5)
+        model, stock = build_sharded_and_stock(name, rank)
+        inputs = make_without_labels((text, image)[rank], stock, 5)
         assert_generates(model, stock, inputs, rank)
         if TOWER_IN_BLOCKS and name not in NO_BEAMS:
             assert_generates(model, stock, inputs, rank, num_beams=2, num_return_sequences=2)
@@ -72,41 +73,41 @@ def a_picture_on_rank_1(name: str, rank: int, world: int) -> None:
 
 def without_a_cache(name: str, rank: int, world: int) -> None:
     """Every forward gets the whole prompt with its pictures."""
-    model, stock = sharded_and_stock(name, rank)
-    inputs = without_labels((text, image)[rank], stock, 5)
+    model, stock = build_sharded_and_stock(name, rank)
+    inputs = make_without_labels((text, image)[rank], stock, 5)
     assert_generates(model, stock, inputs, rank, use_cache=False)
 
 
 def every_kind_of_input(name: str, rank: int, world: int) -> None:
     """Ranks have images and videos, then both in one prompt, then sound if the model takes it."""
-    model, stock = sharded_and_stock(name, rank)
+    model, stock = build_sharded_and_stock(name, rank)
     makes = [(video, images), (both, text)]
     if takes_sound(stock):
         makes.append((text, sound_and_image))
     for seed, by_rank in enumerate(makes):
-        assert_generates(model, stock, without_labels(by_rank[rank], stock, seed), rank)
+        assert_generates(model, stock, make_without_labels(by_rank[rank], stock, seed), rank)
 
 
 def between_steps_of_training(name: str, rank: int, world: int) -> None:
     """Forwards without a backward, with or without a graph, do not change later gradients."""
-    model, stock = sharded_and_stock(name, rank)
+    model, stock = build_sharded_and_stock(name, rank)
     by_rank: tuple[Make, Make] = (images, text)
     for seed, guard in enumerate((torch.no_grad, torch.enable_grad, torch.inference_mode)):
-        inputs = without_labels(by_rank[rank], stock, seed)
+        inputs = make_without_labels(by_rank[rank], stock, seed)
         with guard():
             got, want = model(**inputs).logits, stock(**inputs).logits
         assert_close(f"{guard.__name__}: logits", got, want, 10 * FP32_INSIDE)
     everyone = [make(stock, 7 + i) for i, make in enumerate((text, image))]
     (loss_of(model.train(), everyone[rank]) * world).backward()
-    assert_generates(model.eval(), stock, without_labels(by_rank[rank], stock, 9), rank)
+    assert_generates(model.eval(), stock, make_without_labels(by_rank[rank], stock, 9), rank)
     for x in everyone:
         loss_of(stock.train(), x).backward()
     assert_same_gradients(name, model, stock, lambda key: max(budget(name, key), FP32_INSIDE))
 
 
 def pictures_that_do_not_fit_their_grid_stop_every_rank(rank: int, world: int) -> None:
-    model, stock = sharded_and_stock("qwen3_vl_moe", rank)
-    inputs = without_labels((text, image)[rank], stock, 5)
+    model, stock = build_sharded_and_stock("qwen3_vl_moe", rank)
+    inputs = make_without_labels((text, image)[rank], stock, 5)
     if rank == 1:
         inputs["pixel_values"] = inputs["pixel_values"][:-1]
     message = "has 8 patches, pixel_values has 7 rows" if rank == 1 else "another rank's images"
@@ -115,7 +116,7 @@ def pictures_that_do_not_fit_their_grid_stop_every_rank(rank: int, world: int) -
 
 
 FAST = "a_picture_on_rank_1: qwen3_vl_moe"
-EVERY_WAY = (
+TYPES_OF_ALL_INPUTS = (
     "qwen3_vl_moe",
     "kimi_k25",
     "ernie4_5_vl_moe",
@@ -125,12 +126,12 @@ EVERY_WAY = (
 RUNS: dict[Callable[..., None], tuple[str, ...]] = {
     a_picture_on_rank_1: (*(name for name in TYPES if name not in OWN_LOOP), *COMPOSITES),
     without_a_cache: ("qwen3_vl_moe", "kimi_k25"),
-    every_kind_of_input: EVERY_WAY,
-    between_steps_of_training: EVERY_WAY,
+    every_kind_of_input: TYPES_OF_ALL_INPUTS,
+    between_steps_of_training: TYPES_OF_ALL_INPUTS,
 }
 
 
-def _checks() -> list[Any]:
+def _list_checks() -> list[Any]:
     runs: dict[str, Callable[..., None]] = {
         f"{run.__name__}: {name}": partial(run, name)
         for run, names in RUNS.items()
@@ -145,6 +146,6 @@ def _checks() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("claim", _checks())
+@pytest.mark.parametrize("claim", _list_checks())
 def test_ranks_with_different_prompts_equal_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -1,8 +1,8 @@
 """Ranks with different kinds of input reduce the gradients of their towers in the same order.
 
 FSDP2 reduces one unit after the other, and a rank skips units without gradients. If one rank has
-sound and another one pictures, both therefore need gradients for both towers. With reentrant
-checkpointing, the graph before backward does not show which parameters a tower will use.
+sound and another rank has pictures, both ranks therefore need gradients for both towers. With
+reentrant checkpointing, the graph before backward does not show which parameters a tower will use.
 """
 
 import warnings
@@ -45,7 +45,7 @@ STEPS: list[tuple[Make, Make]] = [
 
 
 class RecordReduceScatter:
-    """Replace a unit's reduce-scatter: record its name and size without communication."""
+    """Replaces a unit's reduce-scatter. It records name and size, and sends nothing."""
 
     def __init__(self, name: str, records: list[tuple[str, int]]) -> None:
         self.name, self.records = name, records
@@ -57,12 +57,12 @@ class RecordReduceScatter:
         self.records.append((self.name, input_tensor.numel()))
 
 
-def not_checkpointed(model: nn.Module) -> None:
+def leave_uncheckpointed(model: nn.Module) -> None:
     """Change nothing: every node of a tower is in the graph."""
 
 
-def checkpointed_behind_a_function(model: Any) -> None:
-    """Checkpoint a lambda: unlike a bound method, it does not show which module it runs."""
+def checkpoint_behind_a_function(model: Any) -> None:
+    """Checkpoint a lambda, which does not show which module it runs, unlike a bound method."""
     checkpointing(model, use_reentrant=True)
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
@@ -73,25 +73,25 @@ def _checkpoint(run: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(lambda *inputs: run(*inputs), *args, use_reentrant=True)
 
 
-WAYS: dict[str, Callable[[Any], None]] = {
-    "no checkpoint": not_checkpointed,
+CHECKPOINTING: dict[str, Callable[[Any], None]] = {
+    "no checkpoint": leave_uncheckpointed,
     "checkpoint": partial(checkpointing, use_reentrant=False),
     "reentrant": partial(checkpointing, use_reentrant=True),
-    "reentrant function": checkpointed_behind_a_function,
+    "reentrant function": checkpoint_behind_a_function,
 }
 
 
-def one_order(name: str, way: str, rank: int, world: int) -> None:
+def towers_are_reduced_in_one_order(name: str, mode: str, rank: int, world: int) -> None:
     model = build(name)
-    WAYS[way](model)
-    _assert_one_order(model, rank, STEPS, unused=way != "reentrant function")
+    CHECKPOINTING[mode](model)
+    _assert_one_order(model, rank, STEPS, unused=mode != "reentrant function")
 
 
-def fewer_layers_than_features(name: str, way: str, rank: int, world: int) -> None:
+def fewer_layers_than_features(name: str, mode: str, rank: int, world: int) -> None:
     """The tower has features for two layers, but the decoder has only one layer to use them."""
     options = {"num_hidden_layers": 1, "mlp_only_layers": [], "output_router_logits": False}
     model = tiny(name, **options)
-    WAYS[way](model)
+    CHECKPOINTING[mode](model)
     steps = STEPS if takes_sound(model) else [(image, text), (text, images)]
     _assert_one_order(model, rank, steps, unused=False)
 
@@ -99,10 +99,12 @@ def fewer_layers_than_features(name: str, way: str, rank: int, world: int) -> No
 def _assert_one_order(
     model: Any, rank: int, steps: list[tuple[Make, Make]], *, unused: bool
 ) -> None:
-    """Compare the order and the sizes of reduced units over ranks. With `unused`, a tower that no
-    rank used must have no gradient, because weight decay would change it otherwise.
+    """Compare the order and the sizes of reduced units over ranks.
+
+    With `unused`, a tower that no rank used must have no gradient, because weight decay would
+    otherwise change it.
     """
-    # FSDP2 warns of views of a module's outputs, which nobody modifies in place.
+    # FSDP2 warns of views among a module's outputs. Nothing modifies these views in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     towers = parts(model)
     everyone = [
@@ -131,13 +133,13 @@ def _assert_one_order(
 WITH_SOUND = ("qwen3_omni_moe_thinker", "muse_spark", "inkling_mm_model", "dots3_note")
 WITH_FEATURES = ("qwen3_omni_moe_thinker", "qwen3_vl_moe")
 CHECKS = [
-    Check(f"{name}, {what}: {way}", 2, partial(run, name, way), slow=True)
+    Check(f"{name}, {what}: {mode}", 2, partial(run, name, mode), slow=True)
     for run, what, names in (
-        (one_order, "every tower", WITH_SOUND),
+        (towers_are_reduced_in_one_order, "every tower", WITH_SOUND),
         (fewer_layers_than_features, "fewer layers", WITH_FEATURES),
     )
     for name in names
-    for way in WAYS
+    for mode in CHECKPOINTING
 ]
 
 
@@ -148,7 +150,7 @@ def test_ranks_reduce_towers_in_one_order(found: Found, claim: Check) -> None:
 
 
 class Tower(nn.Module):
-    """A module with two layers that run and one that does not."""
+    """A module with two layers that run, and one layer that does not run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,8 +176,9 @@ def _run_checkpointed(run: Any, x_BH: Tensor) -> Tensor:
     ids=["module", "method", "partial of a method", "partial of a function", "function"],
 )
 def test_a_reentrant_checkpoint_hides_the_parameters_of_its_modules(run: Any, hides: str) -> None:
-    """The graph before backward does not show which parameters a reentrant checkpoint will use. All
-    parameters of its modules count as hidden, or all candidates if its modules are unknown.
+    """All parameters of its modules count as hidden, or all candidates if its modules are unknown.
+
+    The graph before backward does not show which parameters a reentrant checkpoint will use.
     """
     tower, other, before = Tower(), Tower(), nn.Linear(3, 3)
     out_BH = _run_checkpointed(run(tower), before(torch.ones(2, 3)))

@@ -1,4 +1,4 @@
-"""PositionCollator computes position ids in the data loader. Outputs equal stock's bit by bit."""
+"""PositionCollator computes position ids in the data loader; outputs are bit-equal to stock's."""
 
 import pickle
 from typing import Any
@@ -35,7 +35,7 @@ def first_sample(samples: list[Batch]) -> Batch:
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 @pytest.mark.parametrize("rows", ROWS)
 def test_outputs_equal_stock(rows: str, left: bool) -> None:
-    """And no row is taken for packed documents, whose positions restart."""
+    """`check_packed_rows` accepts the batch, because it does not take a picture for a document."""
     model = tiny(**MODEL)
     batch = vision_batch(model, ROWS[rows], left=left)
     collated = PositionCollator(model, first_sample)([batch])
@@ -53,7 +53,7 @@ def test_outputs_equal_stock(rows: str, left: bool) -> None:
     assert not torch.equal(with_wrong_positions.logits, want.logits)
 
 
-def test_positions_of_an_example() -> None:
+def test_positions_equal_an_example_by_hand() -> None:
     """Row 0 has two text tokens, a picture of 2 x 2 tokens, and text. Row 1 is shorter."""
     model = tiny(**MODEL)
     batch = vision_batch(model, [[2, (4, 4), 1], [3]])
@@ -67,7 +67,7 @@ def test_positions_of_an_example() -> None:
     assert got.tolist() == want
 
 
-def test_without_attention_mask() -> None:
+def test_a_batch_needs_no_attention_mask() -> None:
     model = tiny(**MODEL)
     batch = vision_batch(model, [ROWS["image"][0]])
     del batch["attention_mask"]
@@ -103,7 +103,7 @@ def _assert_same(got: Batch, want: Batch) -> None:
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def _after_sharding(rank: int, world: int) -> None:
+def _compare_after_sharding(rank: int, world: int) -> None:
     stock = tiny(**MODEL)
     batch = vision_batch(stock, ROWS["both"])
     want = PositionCollator(stock, first_sample)([batch])
@@ -113,12 +113,12 @@ def _after_sharding(rank: int, world: int) -> None:
         _assert_same(collator([batch]), want)
 
 
-def test_a_collator_of_a_sharded_model() -> None:
-    run_ranks(_after_sharding, 1)
+def test_a_collator_of_a_sharded_model_computes_the_same_positions() -> None:
+    run_ranks(_compare_after_sharding, 1)
 
 
 @pytest.mark.parametrize("name", ["", "model"], ids=["with head", "without"])
-def test_a_collator_of_a_peft_model(name: str) -> None:
+def test_a_collator_of_a_peft_model_computes_the_same_positions(name: str) -> None:
     stock = tiny(**MODEL)
     batch = vision_batch(stock, ROWS["both"])
     wrapped = get_peft_model(
@@ -136,7 +136,7 @@ def test_a_text_model_is_refused() -> None:
 
 
 def test_a_model_with_sound_is_refused() -> None:
-    """Its forward computes the lengths of sound, which no batch has."""
+    """The forward computes the lengths of audio, so the collator cannot read them from a batch."""
     with pytest.raises(ValueError, match="numbers the tokens of pictures together with those of"):
         PositionCollator(tiny_of_type("qwen3_omni_moe_thinker"), list)
 

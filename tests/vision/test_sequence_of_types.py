@@ -1,8 +1,8 @@
-"""Sequence and context parallelism of types with pictures or sound, compared with stock in fp64.
+"""Types with pictures or sound equal stock with sequence and context parallelism, in fp64.
 
 The rows of a group of ranks have pictures in front of, on and behind the cuts between slices. One
-rank of a group may therefore have all pictures, and a whole group only text. With cp_size=2 there
-are three cuts.
+rank of a group may therefore have all pictures, and a whole group may have only text. With
+cp_size=2 there are three cuts.
 """
 
 from collections.abc import Sequence
@@ -29,31 +29,32 @@ from hf_moe_ep.ranks.collectives import sum_over_ranks
 
 Batch = dict[str, Tensor]
 GRANTED = [name for name in TYPES if name in SEQUENCE_PARALLEL]
-# The fast test is that of a delta net with positions of three axes.
+# The type of the fast test has delta nets, and positions of three axes.
 FAST = "qwen3_5_moe"
-# The gradient of a bias of attention's keys is 0 in exact arithmetic, and rounding errors here.
-NOTHING = 1e-15
+# In exact arithmetic, the gradient of a bias of attention's keys is 0. Rounding errors are smaller
+# than this number.
+ROUNDING_ERROR = 1e-15
 # AdamW divides each gradient by its own size, and some gradients of this type are close to zero.
 AFTER_STEP = {"inkling2_loop": 10 * FP64_MODEL}
-# Stock itself cannot train them with reentrant checkpointing. Layers of mistral_large4 share keys;
-# llama4's vision encoder passes hidden states by keyword, so what is before it gets no gradient.
+# Stock cannot train these types with reentrant checkpointing. Layers of mistral_large4 share keys.
+# The vision encoder of llama4 passes hidden states by keyword, so earlier modules get no gradient.
 NOT_REENTRANT = ("llama4", "mistral_large4")
 
 
 def one_and_none(model: nn.Module, seed: int) -> Batch:
-    """Return two rows. The first row has a picture in its middle, which both slices share."""
+    """Make two rows. The first row has a picture in its middle, which both slices share."""
     return mixed_batch(model, [1, 0], seed=seed)
 
 
 def at_the_end(model: nn.Module, seed: int) -> Batch:
-    """Return one row with two pictures behind a long text: most tokens of rank 0 are text."""
+    """Make one row with two pictures behind a long text. Most tokens of rank 0 are text."""
     return mixed_batch(model, [2], text=3, seed=seed)
 
 
-def steps(model: nn.Module, groups: int) -> list[list[Any]]:
+def list_steps(model: nn.Module, groups: int) -> list[list[Any]]:
     """List the functions that make the batches of all sp groups, one list for each step."""
     found: list[list[Any]] = [[one_and_none, text], [text, at_the_end], [text, text]]
-    forward = {name for module in model.modules() for name in _arguments(module)}
+    forward = {name for module in model.modules() for name in _list_arguments(module)}
     if "pixel_values_videos" in forward:
         found.append([video, image])
     if takes_sound(model):
@@ -61,12 +62,12 @@ def steps(model: nn.Module, groups: int) -> list[list[Any]]:
     return [makes[:groups] for makes in found]
 
 
-def _arguments(module: nn.Module) -> tuple[str, ...]:
+def _list_arguments(module: nn.Module) -> tuple[str, ...]:
     code = getattr(module.forward, "__wrapped__", module.forward).__code__
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def equals_stock(
+def compare_with_stock(
     name: str,
     rank: int,
     world: int,
@@ -80,8 +81,8 @@ def equals_stock(
 ) -> None:
     """Compare losses, gradients and their norm in each step, and the parameters after AdamW.
 
-    AdamW steps once, at the end, or after each step with `every_step`. `config` has other fields of
-    ParallelConfig.
+    AdamW updates the parameters once, at the end, or in each step with `every_step`. `config` has
+    other fields of ParallelConfig.
     """
     column = "sp" if cp == 1 else "cp"
     with recording(name, column, gathered_names(build(name))) as errors, FP64():
@@ -94,7 +95,7 @@ def equals_stock(
         optimizers = [
             torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=False) for m in (model, stock)
         ]
-        all_steps = steps(stock, groups)
+        all_steps = list_steps(stock, groups)
         for step, makes in enumerate(all_steps):
             where = f"{name}, step {step}, " + " and ".join(make.__name__ for make in makes)
             everyone = [make(stock, 10 * step + i) for i, make in enumerate(makes)]
@@ -123,23 +124,25 @@ def equals_stock(
 
 
 def _compare(where: str, got: Tensor | None, want: Tensor | None) -> list[float]:
-    """Compare gradients. A gradient of None equals zeros, as for an expert without tokens."""
+    """Compare gradients. None equals zeros, for example for an expert without tokens."""
     if got is None or want is None:
-        other = want if got is None else got
-        assert other is None or not other.any(), f"{where}: only one model has a gradient"
+        existing = want if got is None else got
+        assert existing is None or not existing.any(), f"{where}: only one model has a gradient"
         return []
-    if max(got.abs().max(), want.abs().max()) < NOTHING:
+    if max(got.abs().max(), want.abs().max()) < ROUNDING_ERROR:
         return []
     return [assert_close(where, got, want, FP64_MODEL)]
 
 
-def _checks(world: int, slow: bool, names: Sequence[str] = GRANTED, **options: Any) -> list[Any]:
+def _list_checks(
+    world: int, slow: bool, names: Sequence[str] = GRANTED, **options: Any
+) -> list[Any]:
     kind = ", ".join([f"{world} ranks", *(f"{n}={x}" for n, x in options.items())])
     return [
         Check(
             f"{name}, {kind}",
             world,
-            partial(equals_stock, name, **options),
+            partial(compare_with_stock, name, **options),
             slow=slow or name != FAST,
             timeout=600.0 if "compile_layers" in options else 240.0,
             group_timeout=300.0 if "compile_layers" in options else 60.0,
@@ -149,21 +152,21 @@ def _checks(world: int, slow: bool, names: Sequence[str] = GRANTED, **options: A
     ]
 
 
-ONE_GROUP = _checks(2, slow=False)
-TWO_GROUPS = _checks(4, slow=True)
-CONTEXT = _checks(2, slow=True, sp=1, cp=2) + _checks(4, slow=True, sp=1, cp=2)
-# A delta net, and a blockwise mask of pictures.
+ONE_GROUP = _list_checks(2, slow=False)
+TWO_GROUPS = _list_checks(4, slow=True)
+CONTEXT = _list_checks(2, slow=True, sp=1, cp=2) + _list_checks(4, slow=True, sp=1, cp=2)
+# These types have a delta net, and a blockwise mask of pictures.
 FOUR = ("qwen3_5_moe", "gemma4")
 CONTEXT_OF_FOUR = [
-    *_checks(4, True, FOUR, sp=1, cp=4),
-    *_checks(4, True, FOUR, sp=1, cp=4, use_reentrant=True),
-    *_checks(4, True, FOUR, sp=2, cp=2, use_reentrant=False),
-    *_checks(4, True, FOUR[:1], sp=2, cp=2, compile_layers=OF_ONE_SIZE),
-    *_checks(4, True, FOUR[:1], sp=1, cp=4, ep=4, every_step=True),
-    *_checks(4, True, FOUR[:1], sp=2, cp=2, ep=4, every_step=True),
-    *_checks(4, True, FOUR[:1], sp=1, cp=4, ep=4, dispatcher="hierarchical", node_size=2),
+    *_list_checks(4, True, FOUR, sp=1, cp=4),
+    *_list_checks(4, True, FOUR, sp=1, cp=4, use_reentrant=True),
+    *_list_checks(4, True, FOUR, sp=2, cp=2, use_reentrant=False),
+    *_list_checks(4, True, FOUR[:1], sp=2, cp=2, compile_layers=OF_ONE_SIZE),
+    *_list_checks(4, True, FOUR[:1], sp=1, cp=4, ep=4, every_step=True),
+    *_list_checks(4, True, FOUR[:1], sp=2, cp=2, ep=4, every_step=True),
+    *_list_checks(4, True, FOUR[:1], sp=1, cp=4, ep=4, dispatcher="hierarchical", node_size=2),
 ]
-CHECKPOINTED = _checks(2, slow=True, use_reentrant=False) + _checks(
+CHECKPOINTED = _list_checks(2, slow=True, use_reentrant=False) + _list_checks(
     2, slow=True, use_reentrant=True
 )
 
@@ -175,29 +178,31 @@ needs_arguments_of_loss = pytest.mark.skipif(
 
 @needs_arguments_of_loss
 @pytest.mark.parametrize("claim", ONE_GROUP)
-def test_pictures_in_one_group(found: Found, claim: Check) -> None:
+def test_pictures_in_one_group_equal_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
 @needs_arguments_of_loss
 @pytest.mark.parametrize("claim", TWO_GROUPS)
-def test_one_group_has_pictures_and_the_other_has_text(found: Found, claim: Check) -> None:
+def test_a_group_with_pictures_and_a_group_with_text_equal_stock(
+    found: Found, claim: Check
+) -> None:
     found.raise_if_failed(claim)
 
 
 @needs_arguments_of_loss
 @pytest.mark.parametrize("claim", CONTEXT)
-def test_pictures_with_context_parallelism(found: Found, claim: Check) -> None:
+def test_pictures_with_context_parallelism_equal_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
 @needs_arguments_of_loss
 @pytest.mark.parametrize("claim", CONTEXT_OF_FOUR)
-def test_pictures_of_one_batch_on_four_ranks(found: Found, claim: Check) -> None:
+def test_pictures_of_one_batch_on_four_ranks_equal_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
 @needs_arguments_of_loss
 @pytest.mark.parametrize("claim", CHECKPOINTED)
-def test_checkpointed(found: Found, claim: Check) -> None:
+def test_checkpointed_types_equal_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

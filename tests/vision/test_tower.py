@@ -1,6 +1,6 @@
-"""Qwen3-VL-MoE on ranks that differ in modality, compared with stock in one process, in fp64.
+"""Qwen3-VL-MoE on ranks with different modalities equals stock in one process, in fp64.
 
-Stock computes the tower's rotary embedding in fp32 in a model of any dtype (transformers,
+Stock computes the tower's rotary embedding in fp32, whatever the dtype of the model (transformers,
 modeling_qwen3_vl_moe.py, apply_rotary_pos_emb_vision). A value that is rounded to another fp32
 number changes by 6e-8, so the budget of cases with pixels is FP32_INSIDE.
 """
@@ -37,7 +37,7 @@ DATA: dict[str, tuple[list[Row], ...]] = {
     "both on one, nothing on another": ([BOTH], [TEXT]),
     "several images": ([IMAGES, IMAGE], [TEXT], [IMAGES]),
 }
-# For sp 2 and 4: pictures that begin, end or continue at the edge of a slice, and a slice that
+# These rows are for sp 2 and 4: pictures begin, end or continue at the edge of a slice, and a slice
 # consists of one picture.
 EDGES: dict[str, tuple[list[Row], ...]] = {
     "image at the edge of a slice": ([[2, (4, 4), 6]], [[5, (4, 6), 1]]),
@@ -45,8 +45,8 @@ EDGES: dict[str, tuple[list[Row], ...]] = {
 }
 
 
-def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Pack three documents, two of them with images, in one row; position ids separate them."""
+def make_packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    """Pack three documents into one row. Two have images, and position ids separate them."""
     rows: list[Row] = [IMAGE, [5 + rank], [2, (2, 4), 3]]
     parts = [vision_batch(model, [row], seed=10 * step + i) for i, row in enumerate(rows)]
     positions = []
@@ -65,18 +65,18 @@ def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
     return [{**joined, "position_ids": torch.cat(positions, 2), "use_cache": False}]
 
 
-def left_padded(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+def make_left_padded(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
     rows: list[Row] = [IMAGES, TEXT, [2, (2, 4), 4 + rank]]
     return [vision_batch(model, rows, seed=10 * step + rank, left=True)]
 
 
 BY_STEP = {"model": MODEL, "micro_batches": modality_by_step, "budget": FP32_INSIDE}
-PACKED = {"model": MODEL, "micro_batches": packed, "budget": FP32_INSIDE}
-LEFT = {"model": MODEL, "micro_batches": left_padded, "budget": FP32_INSIDE}
+PACKED = {"model": MODEL, "micro_batches": make_packed, "budget": FP32_INSIDE}
+LEFT = {"model": MODEL, "micro_batches": make_left_padded, "budget": FP32_INSIDE}
 FROZEN = {"freeze": ("model.visual",), **BY_STEP}
 
 
-def _cases(
+def _list_cases(
     world: int,
     ep: int,
     replicate: int = 1,
@@ -93,12 +93,12 @@ def _cases(
     ]
 
 
-def _all_cases(world: int, ep: int, replicate: int = 1, sp: int = 1) -> list[Case]:
-    """List the cases of one layout: all data, packed and padded, frozen, checkpointed."""
+def _list_all_cases(world: int, ep: int, replicate: int = 1, sp: int = 1) -> list[Case]:
+    """List the cases of one layout: all data, packed, padded, frozen and checkpointed cases."""
     layout = (world, ep, replicate, sp)
     where = f"{world} ranks, ep {ep}, sp {sp}, {replicate} replicas"
     return [
-        *_cases(*layout, data=DATA | EDGES),
+        *_list_cases(*layout, data=DATA | EDGES),
         Case(f"packed: {where}", *layout).with_(**PACKED),
         Case(f"padded left: {where}", *layout).with_(**LEFT),
         Case(f"frozen tower: {where}", *layout).with_(**FROZEN),
@@ -117,7 +117,7 @@ TWO_RANKS_SP = [
 TWO_RANKS_SP_MORE = [
     Case("sp 2, flash", 2, 2, sp=2, prepare=use_fake_flash).with_(**BY_STEP),
     Case("sp 2, modality by step", 2, 1, sp=2).with_(**BY_STEP),
-    *_cases(2, 2, sp=2)[-1:],
+    *_list_cases(2, 2, sp=2)[-1:],
 ]
 FOUR_RANKS = [
     Case("frozen tower", 4, 2).with_(**FROZEN),
@@ -125,24 +125,24 @@ FOUR_RANKS = [
 FOUR_RANKS_SP = [
     Case("sp 2, modality by step, checkpoint", 4, 2, sp=2, prepare=CHECKPOINT).with_(**BY_STEP),
 ]
-TWO_RANKS_MORE = [*_all_cases(2, 1, sp=2), *_cases(2, 2)]
+TWO_RANKS_MORE = [*_list_all_cases(2, 1, sp=2), *_list_cases(2, 2)]
 FOUR_RANKS_MORE = [
-    *_all_cases(4, 2),
+    *_list_all_cases(4, 2),
     Case("modality by step, reentrant", 4, 2, prepare=REENTRANT).with_(**BY_STEP),
     Case("modality by step", 4, 2).with_(**BY_STEP),
     Case("frozen language model", 4, 2, freeze=("model.language_model",)).with_(**BY_STEP),
-    *_cases(4, 4),
+    *_list_cases(4, 4),
     Case("modality by step, HSDP", 4, 2, 2).with_(**BY_STEP),
     Case("3 chunks", 4, 2).with_config(dispatch_chunks=3).with_(**BY_STEP),
 ]
 FOUR_RANKS_SP_MORE = [
-    *_all_cases(4, 2, sp=2),
-    *_cases(4, 4, sp=2, data=EDGES),
-    *_cases(4, 2, sp=4, data=DATA | EDGES),
+    *_list_all_cases(4, 2, sp=2),
+    *_list_cases(4, 4, sp=2, data=EDGES),
+    *_list_cases(4, 2, sp=4, data=DATA | EDGES),
 ]
 EIGHT_RANKS = [
     Case("8 ranks, ep 2, HSDP", 8, 2, 2).with_(**BY_STEP),
-    *_all_cases(8, 2, 2, sp=2),
+    *_list_all_cases(8, 2, 2, sp=2),
 ]
 
 
@@ -159,23 +159,23 @@ SLOW_CASES = (
 )
 
 
-def _with_needs(cases: list[Case]) -> list[Case]:
-    """Mark cases with sp > 1: there our code calls the tower, which needs a recent transformers."""
+def _mark_needs(cases: list[Case]) -> list[Case]:
+    """Mark cases with sp > 1. They call the tower in our code, which needs new transformers."""
     return [case if case.sp == 1 else case.with_(needs=NO_TOWER_IN_BLOCKS) for case in cases]
 
 
-@pytest.mark.parametrize("claim", on_ranks(_with_needs(FAST_CASES)))
+@pytest.mark.parametrize("claim", on_ranks(_mark_needs(FAST_CASES)))
 def test_ranks_with_different_modalities_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-@pytest.mark.parametrize("claim", on_ranks(_with_needs(SLOW_CASES), slow=True))
+@pytest.mark.parametrize("claim", on_ranks(_mark_needs(SLOW_CASES), slow=True))
 def test_more_layouts_and_data_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _sixty_steps(rank: int, world: int) -> None:
-    """Each rank draws a modality in every step; in some steps all ranks have text only."""
+def _train_sixty_steps(rank: int, world: int) -> None:
+    """Each rank draws a modality in every step. In some steps all ranks have only text."""
     model, reference = tiny(seed=rank, **MODEL), tiny(seed=0, **MODEL)
     apply_ep_fsdp2(model, ep_size=2)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
@@ -184,8 +184,8 @@ def _sixty_steps(rank: int, world: int) -> None:
     assert (draws < 4).all(1).any() and not (draws < 4).all()
     for step, row in enumerate(draws.tolist()):
         everyone = [
-            vision_batch(reference, [kinds[draw]], seed=step * world + other)
-            for other, draw in enumerate(row)
+            vision_batch(reference, [kinds[draw]], seed=step * world + drawing_rank)
+            for drawing_rank, draw in enumerate(row)
         ]
         num_tokens = global_token_count(model, everyone[rank]["labels"])
         loss = model(**everyone[rank], num_items_in_batch=num_tokens).loss
@@ -204,11 +204,11 @@ def _sixty_steps(rank: int, world: int) -> None:
 
 @pytest.mark.slow
 def test_sixty_steps_of_random_modalities_equal_one_process() -> None:
-    run_ranks(_sixty_steps, 4, timeout=240)
+    run_ranks(_train_sixty_steps, 4, timeout=240)
 
 
 def broken_pictures_stop_every_rank(rank: int, world: int) -> None:
-    """If the batch of rank 1 is wrong, both ranks raise before they exchange any features."""
+    """If the batch of rank 1 is wrong, both ranks raise an error before they exchange features."""
     model = tiny(seed=rank, **MODEL)
     apply_ep_fsdp2(model, ep_size=2)
     good = vision_batch(model, [IMAGE], seed=rank)
@@ -225,9 +225,7 @@ def broken_pictures_stop_every_rank(rank: int, world: int) -> None:
 
 
 def a_new_embedding_keeps_the_tower_in_the_graph(rank: int, world: int) -> None:
-    """A rank without pixels connects its tower to the text embeddings (ZeroGradients), also if the
-    embedding was replaced after patch().
-    """
+    """A rank without pixels connects its tower to an embedding that was set after patch()."""
     model = tiny(seed=rank, **MODEL)
     patch(model, ep_size=2)
     model.set_input_embeddings(copy.deepcopy(model.get_input_embeddings()))
@@ -237,7 +235,7 @@ def a_new_embedding_keeps_the_tower_in_the_graph(rank: int, world: int) -> None:
 
 
 def a_frozen_tower_keeps_nothing_for_backward(rank: int, world: int) -> None:
-    """Ranks without pixels run a frozen tower as well. Its outputs need no gradient."""
+    """Ranks without pixels also run a frozen tower. Its outputs need no gradient."""
     model = tiny(seed=rank, **MODEL)
     model.model.visual.requires_grad_(False)
     apply_ep_fsdp2(model, ep_size=2)

@@ -1,8 +1,9 @@
-"""Every MoE type with pictures or sound, compared with stock in one process.
+"""Every MoE type with pictures or sound equals stock in one process.
 
-The two ranks get any mix of text, pictures and sound; one tiny fp64 model runs all mixes, with
-experts split over the ranks. (`support.architectures.precision` lists what stock computes in fp32.)
-A gradient that is None in stock must be None here, so that weight decay changes no unused tower.
+The two ranks get all mixes of text, pictures and sound. A tiny fp64 model of each type runs all
+mixes, with experts split over the ranks (`support.architectures.precision` lists what stock
+computes in fp32). A gradient that is None in stock must also be None in the patched model, so that
+weight decay does not change unused towers.
 """
 
 import copy
@@ -51,12 +52,12 @@ def assert_equals_stock(
     data: Callable[[nn.Module], list[tuple[Make, Make]]] = mixes,
     **config: Any,
 ) -> list[float]:
-    """Compare losses and gradients of every mix, and weights after one more step, with stock."""
+    """Compare losses and gradients of every mix with stock, and the weights after an SGD step."""
     with exactly(name):
-        return _errors_of_steps(name, rank, world, prepare, data, config)
+        return _compare_steps(name, rank, world, prepare, data, config)
 
 
-def _errors_of_steps(
+def _compare_steps(
     name: str,
     rank: int,
     world: int,
@@ -64,7 +65,7 @@ def _errors_of_steps(
     data: Callable[[nn.Module], list[tuple[Make, Make]]],
     config: dict[str, Any],
 ) -> list[float]:
-    # FSDP2 warns of views of a module's outputs, which nobody modifies in place.
+    # FSDP2 warns of views among a module's outputs. Nothing modifies these views in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     errors = []
     model, stock = build(name, seed=rank), build(name)
@@ -93,36 +94,36 @@ def _errors_of_steps(
     return errors
 
 
-def frozen_towers(model: nn.Module) -> None:
+def freeze_towers(model: nn.Module) -> None:
     for name in parts(model):
         model.get_submodule(name).requires_grad_(False)
 
 
-def frozen_towers_before_a_trained_projector(model: nn.Module) -> None:
-    """The first stage of many recipes trains only the projector; the language model is frozen."""
+def freeze_all_but_the_projector(model: nn.Module) -> None:
+    """Freeze all but the projector, as the first stage of many recipes does."""
     model.requires_grad_(False)
     *_, projector = parts(model)
     model.get_submodule(projector).requires_grad_(True)
 
 
-def frozen_text(model: nn.Module) -> None:
+def freeze_text(model: nn.Module) -> None:
     names = parts(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(names))
 
 
-def with_input_gradients(model: Any) -> None:
-    """PEFT calls enable_input_require_grads() for reentrant checkpointing."""
-    frozen_towers(model)
+def require_input_gradients(model: Any) -> None:
+    """Let inputs require gradients, as PEFT does for reentrant checkpointing."""
+    freeze_towers(model)
     model.enable_input_require_grads()
 
 
-def _only_images(model: nn.Module) -> list[tuple[Make, Make]]:
+def _list_image_mixes(model: nn.Module) -> list[tuple[Make, Make]]:
     return [(image, text), (text, images)]
 
 
 def two_forwards_before_backward(rank: int, world: int) -> None:
-    """The second forward's backward reshards the towers; the first one's gathers them again."""
+    """The second forward's backward reshards the towers; the first forward's gathers them again."""
     model, stock = build("kimi_k25", seed=rank), build("kimi_k25")
     apply_ep_fsdp2(model, ep_size=2)
     everyone = [[image(stock, 1), text(stock, 2)], [text(stock, 3), images(stock, 4)]]
@@ -164,8 +165,10 @@ def a_tower_called_on_its_own_is_refused(rank: int, world: int) -> None:
 
 
 def undeclared_towers_refuse_ranks_that_differ(rank: int, world: int) -> None:
-    """Without `encoders` in the plan, all ranks need the same kinds of input: otherwise every rank
-    raises, in training and in `generate`. If they have the same kinds, they equal stock.
+    """Without `encoders` in the plan, all ranks need the same kinds of input.
+
+    Otherwise every rank raises an error, in training and in `generate`. Ranks with the same kinds
+    equal stock.
     """
     model, stock = build("kimi_k25", seed=rank), build("kimi_k25")
     patch(model, ep_size=2, plan=replace(derive_plan(model), encoders=()))
@@ -194,33 +197,34 @@ ON_TWO_RANKS = [
     a_tower_called_on_its_own_is_refused,
     undeclared_towers_refuse_ranks_that_differ,
 ]
-WAYS = {
+PREPARED = {
     "checkpoint": partial(checkpointing, use_reentrant=False),
     "reentrant": partial(checkpointing, use_reentrant=True),
-    "frozen towers": frozen_towers,
-    "input gradients": with_input_gradients,
+    "frozen towers": freeze_towers,
+    "input gradients": require_input_gradients,
 }
 WITHOUT_TEXT = {
-    "frozen text": frozen_text,
-    "projector alone": frozen_towers_before_a_trained_projector,
+    "frozen text": freeze_text,
+    "projector alone": freeze_all_but_the_projector,
 }
 
 
-def _checks() -> list[Any]:
-    runs = {name: partial(_any_mix, name) for name in (*TYPES, *COMPOSITES)}
-    every_way = ("kimi_k25", "qwen3_omni_moe_thinker", "ernie4_5_vl_moe", "gemma4")
-    for name in every_way:
-        for way, prepare in WAYS.items():
-            runs[f"{name}: {way}"] = partial(_any_mix, name, prepare=prepare, data=mixes)
-        for way, prepare in WITHOUT_TEXT.items():
-            runs[f"{name}: {way}"] = partial(_any_mix, name, prepare=prepare, data=_only_images)
-    runs["kimi_k25: FSDP2 alone"] = partial(_any_mix, "kimi_k25", ep_size=1)
+def _list_checks() -> list[Any]:
+    runs = {name: partial(_compare_mixes, name) for name in (*TYPES, *COMPOSITES)}
+    for name in ("kimi_k25", "qwen3_omni_moe_thinker", "ernie4_5_vl_moe", "gemma4"):
+        for kind, prepare in PREPARED.items():
+            runs[f"{name}: {kind}"] = partial(_compare_mixes, name, prepare=prepare, data=mixes)
+        for kind, prepare in WITHOUT_TEXT.items():
+            runs[f"{name}: {kind}"] = partial(
+                _compare_mixes, name, prepare=prepare, data=_list_image_mixes
+            )
+    runs["kimi_k25: FSDP2 alone"] = partial(_compare_mixes, "kimi_k25", ep_size=1)
     return [
         Check(name, 2, run, slow=True, timeout=120.0).as_parameter() for name, run in runs.items()
     ]
 
 
-def _any_mix(name: str, rank: int, world: int, **options: Any) -> None:
+def _compare_mixes(name: str, rank: int, world: int, **options: Any) -> None:
     if options or name not in MODEL_TYPES:
         assert_equals_stock(name, rank, world, **options)
         return
@@ -228,7 +232,7 @@ def _any_mix(name: str, rank: int, world: int, **options: Any) -> None:
         errors += assert_equals_stock(name, rank, world)
 
 
-@pytest.mark.parametrize("claim", _checks())
+@pytest.mark.parametrize("claim", _list_checks())
 def test_any_mix_over_ranks_equals_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
@@ -245,17 +249,17 @@ def test_sequence_parallelism_is_refused_with_gathered_towers() -> None:
 
 
 def test_a_copied_module_belongs_to_the_model_of_its_original() -> None:
-    """PEFT copies a projector that it trains (modules_to_save). Its hooks lead to the model."""
+    """PEFT copies a projector that it trains (modules_to_save); the copy shares its hooks."""
     model = patch(build("kimi_k25"))
-    (projector, hook), *_ = _recording(model)
-    (_, of_copy) = _recording(copy.deepcopy(projector))[0]
-    assert of_copy is hook and hook.encoders.state is find_state(model)
-    whole = copy.deepcopy(model)
-    assert all(h.encoders.state is find_state(whole) for _, h in _recording(whole))
-    assert all(h.encoders.state is find_state(model) for _, h in _recording(model))
+    (projector, hook), *_ = _list_recording_hooks(model)
+    (_, hook_of_copy) = _list_recording_hooks(copy.deepcopy(projector))[0]
+    assert hook_of_copy is hook and hook.encoders.state is find_state(model)
+    copied = copy.deepcopy(model)
+    assert all(h.encoders.state is find_state(copied) for _, h in _list_recording_hooks(copied))
+    assert all(h.encoders.state is find_state(model) for _, h in _list_recording_hooks(model))
 
 
-def _recording(model: nn.Module) -> list[tuple[nn.Module, RecordGraph]]:
+def _list_recording_hooks(model: nn.Module) -> list[tuple[nn.Module, RecordGraph]]:
     return [
         (module, hook)
         for module in model.modules()

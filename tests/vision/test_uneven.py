@@ -1,7 +1,7 @@
 """Gradient accumulation on ranks with different numbers and sizes of pictures equals stock.
 
-Each of two rounds has three micro-batches, and FSDP2 reduces gradients only after the last one. In
-the second round, the last micro-batch of all ranks is text.
+Each of two rounds has three micro-batches, and FSDP2 reduces gradients only after the last
+micro-batch. In the second round, the last micro-batch of all ranks is text.
 """
 
 from collections.abc import Callable
@@ -27,38 +27,42 @@ from hf_moe_ep.sharding.units import reshard
 Prepare = Callable[[nn.Module], None]
 
 
-def many(model: Any, seed: int) -> Batch:
-    """Return two rows, with three pictures and with one picture."""
+def three_and_one(model: Any, seed: int) -> Batch:
+    """Make two rows, the first with three pictures and the second with one picture."""
     return mixed_batch(model, [3, 1], text=3, seed=seed)
 
 
 ROUNDS: list[list[tuple[Make, ...]]] = [
-    [(images, text, many, video), (text, image, text, text), (image, many, images, text)],
-    [(many, image, text, text), (text, images, image, text), (text, text, text, text)],
+    [
+        (images, text, three_and_one, video),
+        (text, image, text, text),
+        (image, three_and_one, images, text),
+    ],
+    [(three_and_one, image, text, text), (text, images, image, text), (text, text, text, text)],
 ]
 
 
-def unchanged(model: nn.Module) -> None:
-    """Change nothing: every parameter is trained, in fp64."""
+def leave_unchanged(model: nn.Module) -> None:
+    """Leave the model leave_unchanged, so that every parameter is trained in fp64."""
 
 
-def frozen_tower(model: nn.Module) -> None:
+def freeze_tower(model: nn.Module) -> None:
     for name in parts(model):
         model.get_submodule(name).requires_grad_(False)
 
 
-def tower_in_fp32(model: nn.Module) -> None:
+def cast_tower_to_fp32(model: nn.Module) -> None:
     for name in parts(model):
         model.get_submodule(name).float()
 
 
-def frozen_tower_in_fp32(model: nn.Module) -> None:
-    frozen_tower(model)
-    tower_in_fp32(model)
+def freeze_and_cast_tower_to_fp32(model: nn.Module) -> None:
+    freeze_tower(model)
+    cast_tower_to_fp32(model)
 
 
 def accumulate_gradients(
-    name: str, rank: int, world: int, prepare: Prepare = unchanged, **config: Any
+    name: str, rank: int, world: int, prepare: Prepare = leave_unchanged, **config: Any
 ) -> None:
     model, stock = build(name, seed=rank), build(name)
     for prepared in (model, stock):
@@ -84,7 +88,7 @@ def accumulate_gradients(
 
 
 def pictures_without_a_label(name: str, rank: int, world: int) -> None:
-    """Only rank 1 has pictures, and all its labels are ignored: gradients of its tower are zero."""
+    """Only rank 1 has pictures, but all its labels are ignored, so tower gradients are zero."""
     model, stock = build(name, seed=rank), build(name)
     apply_ep_fsdp2(model, ep_size=2)
     everyone = [text(stock, 1), images(stock, 2)]
@@ -108,8 +112,9 @@ def _assert_same_grads(name: str, model: nn.Module, stock: nn.Module) -> None:
 
 
 def generate_in_low_precision(name: str, rank: int, world: int) -> None:
-    """An fp32 model that computes in bf16 gets fp32 pixels. The first token that it generates must
-    be the one with the largest logit in a forward.
+    """The first token that a model generates must have the largest logit of a forward.
+
+    The fp32 model computes in bf16, and gets fp32 pixels.
     """
     model = build(name, seed=rank)
     inputs = {key: x for key, x in (text, image)[rank](model, 5).items() if key != "labels"}
@@ -124,7 +129,7 @@ def generate_in_low_precision(name: str, rank: int, world: int) -> None:
 
 
 def encoders_after_a_skipped_backward(name: str, rank: int, world: int) -> None:
-    """Encoders that a forward without backward has left gathered are not used with old weights."""
+    """If a forward without backward leaves encoders gathered, their old weights are not used."""
     model = build(name, seed=rank)
     inputs = image(model, 2)
     apply_ep_fsdp2(model, ep_size=2)
@@ -152,35 +157,35 @@ def encoders_after_a_skipped_backward(name: str, rank: int, world: int) -> None:
 
 
 PREPARED: dict[str, Prepare] = {
-    "as it is": unchanged,
+    "as it is": leave_unchanged,
     "checkpoint": partial(checkpointing, use_reentrant=False),
     "reentrant": partial(checkpointing, use_reentrant=True),
-    "frozen tower": frozen_tower,
-    "tower in fp32": tower_in_fp32,
-    "frozen tower in fp32": frozen_tower_in_fp32,
+    "frozen tower": freeze_tower,
+    "tower in fp32": cast_tower_to_fp32,
+    "frozen tower in fp32": freeze_and_cast_tower_to_fp32,
 }
-ALL_WAYS = ("qwen3_vl_moe", "kimi_k25", "ernie4_5_vl_moe")
+FULLY_TESTED = ("qwen3_vl_moe", "kimi_k25", "ernie4_5_vl_moe")
 DO_NOT_CAST = ("aria", "deepseek_ocr2", "inkling_mm_model")
 
 
-def _checks() -> list[Any]:
+def _list_checks() -> list[Any]:
     runs: list[tuple[str, int, Callable[..., None]]] = [
-        (f"{name}: {way}", 2, partial(accumulate_gradients, name, prepare=prepare))
-        for name in ALL_WAYS
-        for way, prepare in PREPARED.items()
-        if name != "kimi_k25" or "fp32" not in way  # its tower does not cast pixels to its dtype
+        (f"{name}: {kind}", 2, partial(accumulate_gradients, name, prepare=prepare))
+        for name in FULLY_TESTED
+        for kind, prepare in PREPARED.items()
+        if name != "kimi_k25" or "fp32" not in kind  # its tower does not cast pixels to its dtype
     ]
     runs += [
         (f"{name}: pictures without a label", 2, partial(pictures_without_a_label, name))
-        for name in ALL_WAYS
+        for name in FULLY_TESTED
     ]
     runs += [
         (f"{name}: skipped backward", 2, partial(encoders_after_a_skipped_backward, name))
-        for name in ALL_WAYS
+        for name in FULLY_TESTED
     ]
     runs += [
         (f"{name}: low precision", 2, partial(generate_in_low_precision, name))
-        for name in (*ALL_WAYS, *DO_NOT_CAST)
+        for name in (*FULLY_TESTED, *DO_NOT_CAST)
     ]
     runs.append(("HSDP", 4, partial(accumulate_gradients, "kimi_k25", dp_replicate_size=2)))
     return [
@@ -190,6 +195,6 @@ def _checks() -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("claim", _checks())
+@pytest.mark.parametrize("claim", _list_checks())
 def test_uneven_ranks_equal_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

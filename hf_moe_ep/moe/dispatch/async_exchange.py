@@ -89,7 +89,7 @@ class ArrivingRows(Protocol):
 class RunningTransfer(Protocol):
     """A transfer that has started. It keeps the tensors alive that it reads and writes."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Make later kernels on this device wait for the transfer."""
 
 

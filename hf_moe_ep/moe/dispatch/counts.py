@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_moe_ep.dispatcher import Header
-from hf_moe_ep.ranks.collectives import CountsTransfer, start_counts
+from hf_moe_ep.ranks.collectives import Transfer, start_counts
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class CountsExchange:
             that it will send to each rank.
     """
 
-    transfer: CountsTransfer
+    transfer: Transfer
     group: dist.ProcessGroup
     header: Header
     fields: Tensor

@@ -41,6 +41,7 @@ from hf_moe_ep.dispatcher import Header, Tokens
 from hf_moe_ep.moe.dispatch.async_exchange import DispatchedRows, Wire
 from hf_moe_ep.moe.dispatch.counts import check_max_rows
 from hf_moe_ep.ranks.collectives import gather_counts
+from hf_moe_ep.ranks.missing import explain_timeout
 
 # The number of ranks that DeepEP treats as one node, and its default number of queue pairs (between
 # nodes DeepEP needs one queue pair per SM).
@@ -320,13 +321,10 @@ class _BufferWire(Wire):
             "topk_idx": tokens.ids_TK.contiguous(),
             "topk_weights": tokens.weights_TK.float().contiguous(),
         }
-        try:
+        place, group = self.exchange.where, self.exchange.buffer.group
+        failure, limit = ": DeepEP could not exchange rows", "DeepEP's time-out"
+        with explain_timeout(place, group, failure, goal="this layer", limit=limit):
             sent = self._dispatch(x_TH, **routing, **self.exchange.layout)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{self.exchange.where}: DeepEP could not exchange rows; a rank of this ep group "
-                f"stopped, or never reached this layer within DeepEP's time-out ({error})"
-            ) from error
         rows_RH, ids_RK, weights_RK, self.counts_L, self.handle = sent
         return rows_RH, weights_RK, ids_RK
 

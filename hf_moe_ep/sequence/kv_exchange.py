@@ -1,4 +1,4 @@
-"""List what each kind of attention gets from other cp ranks, for `describe`."""
+"""List, for `describe`, how attention modules get keys and values from other cp ranks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hf_moe_ep.upstream.models import key_value_width, latent_width
 
 
 @dataclass(frozen=True)
-class Way:
-    """How the attention modules of one kind get what they need from the other cp ranks.
+class KeyValueExchange:
+    """How the attention modules of one kind get keys and values from the other cp ranks.
 
     Attributes:
         name: the pattern of the modules' names.
         class_name: the class of the modules.
-        latents: True if latents are gathered, False for keys and values.
+        latents: True if latents are gathered, and keys and values are computed from them.
         ring: True if keys and values travel from rank to rank (ring.py).
-        kept: True if what was received is kept for backward, unless the layer is checkpointed.
-            Otherwise it is sent again in backward.
-        window: the number of tokens that a query sees, if it is limited. A rank then needs only
+        kept: True if the received tensors are kept for backward, unless the layer is checkpointed.
+            Otherwise they are sent again in backward.
+        window: the number of tokens that a query sees, if it is limited. A rank then receives only
             the keys and values of this window.
         width: the number of values per token that a rank sends to each other rank; None if unknown.
     """
@@ -38,9 +38,14 @@ class Way:
     width: int | None
 
 
-def find_ways(named: Iterable[tuple[str, nn.Module]], sp_size: int) -> tuple[Way, ...]:
-    """Return the ways of the attention modules `named`, each kind once, in the order of layers."""
-    ways: dict[Way, None] = {}
+def list_exchanges(
+    named: Iterable[tuple[str, nn.Module]], sp_size: int
+) -> tuple[KeyValueExchange, ...]:
+    """List the exchanges of the attention modules `named`, in the order of layers.
+
+    Modules whose names have one pattern and whose exchanges are equal are listed once.
+    """
+    exchanges: dict[KeyValueExchange, None] = {}
     for name, module in named:
         latents = caches_latents(module)
         width = latent_width(module) if latents else key_value_width(module, sp_size)
@@ -49,6 +54,7 @@ def find_ways(named: Iterable[tuple[str, nn.Module]], sp_size: int) -> tuple[Way
             width = None if width is None else width + int(getattr(module, "qk_rope_head_dim", 0))
         ring = uses_flex_attention(module) and window is None and not latents
         kept = latents or uses_flash_attention(module)
-        kind = Way(as_pattern(name), type(module).__name__, latents, ring, kept, window, width)
-        ways.setdefault(kind, None)
-    return tuple(ways)
+        pattern, class_name = as_pattern(name), type(module).__name__
+        exchange = KeyValueExchange(pattern, class_name, latents, ring, kept, window, width)
+        exchanges.setdefault(exchange, None)
+    return tuple(exchanges)

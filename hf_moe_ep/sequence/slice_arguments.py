@@ -1,15 +1,15 @@
-"""Find the arguments of a decoder layer that have one entry per token, by their names.
+"""Slice the arguments of a decoder layer that have one entry per token.
 
-    argument               what happens to it
-    hidden_states          the hook of the first layer slices this first argument of the layers
-    position_embeddings    (rope) every layer's hook slices it along the dimension in `BY_TOKEN`
-    attention_mask         it stays whole, because attention sees the whole sequence
-    block_states           every layer's hook slices it; it has the inputs of earlier layers
-    prev_topk_indices      it stays as it is, because the previous layer returned it for a slice
+    argument                      what the hooks of the layers do
+    hidden_states                 the first layer slices it; it is the first argument of a layer
+    position_embeddings (rope)    every layer slices it along the dimension in `BY_TOKEN`
+    attention_mask                it stays whole, because attention sees the whole sequence
+    block_states                  every layer slices it; it has the inputs of earlier layers
+    prev_topk_indices             it is already a slice, because the previous layer computed it
 
-The names come from the signature of the layer, which `patch` reads. The shape of a tensor would not
-be enough, because any tensor may be as long as the sequence by chance. `patch` therefore refuses a
-layer with a tensor argument that is in none of the tables below. Arguments whose annotation names
+An argument is found by its name in the signature of the layer, which `patch` reads. Its shape would
+not be enough, because a tensor may be as long as the sequence by chance. `patch` therefore refuses
+a layer with a tensor argument that is in none of the tables below. Arguments whose annotation names
 no tensor, such as flags and caches, are passed on unchanged.
 """
 
@@ -35,8 +35,8 @@ BY_TOKEN = {
     "position_ids": -1,
     "attention_scaling": 2,  # (B or 1, 1, S, 1): one scale per query, for all heads
 }
-# Arguments that are passed on unchanged, as are all arguments whose names end in "mask". Those that
-# begin with "prev_" come from the previous layer, which has computed them from a slice.
+# Arguments that are passed on unchanged, as are all arguments whose names end in "mask". Arguments
+# that begin with "prev_" come from the previous layer, which has computed them from a slice.
 _WHOLE = {
     "cache_position",
     "output_attentions",
@@ -61,7 +61,7 @@ class LayerArguments:
         class_name: the class of the layer, for errors.
         positional: the names of the positional arguments, in order.
         model_keeps_inputs: True if the model joins inputs of several layers. Between the layers,
-            hidden states are then those of whole sequences.
+            the hidden states then have all tokens of the sequences.
     """
 
     class_name: str
@@ -84,7 +84,7 @@ class LayerArguments:
         return (args[0], *(self._slice_argument(name, value, part) for name, value in names))
 
     def slice_named(self, kwargs: dict[str, Any], part: Slice) -> dict[str, Any]:
-        """Slice the keyword arguments that are in `BY_TOKEN`, and pass on all others."""
+        """Slice the keyword arguments that are in `BY_TOKEN`; leave all others unchanged."""
         return {name: self._slice_argument(name, value, part) for name, value in kwargs.items()}
 
     def _slice_argument(self, name: str, value: Any, part: Slice) -> Any:
@@ -108,14 +108,14 @@ class LayerArguments:
         return part.take_shared(value, dim)
 
 
-def arguments_of(layer: nn.Module, sizes: str) -> LayerArguments:
+def read_layer_arguments(layer: nn.Module, sizes: str) -> LayerArguments:
     """Read the signature of a decoder layer.
 
     Args:
         sizes: the setting that splits sequences, for errors: "sp_size (2)".
 
     Raises:
-        ValueError: a tensor argument is in no table, so it is not known if it must be sliced.
+        ValueError: a tensor argument is in no table, so it is unknown if it must be sliced.
     """
     by_name = named_parameters(layer)
     class_name = type(layer).__name__
@@ -130,7 +130,7 @@ def arguments_of(layer: nn.Module, sizes: str) -> LayerArguments:
         raise ValueError(
             f"{sizes} > 1 slices the arguments with one entry per token, and it is not known if "
             f"{', '.join(unknown)} of {class_name} is one of them; leave it at 1, or add the "
-            f"argument to hf_moe_ep/sequence/layer_arguments.py"
+            f"argument to hf_moe_ep/sequence/slice_arguments.py"
         )
     positional = (p.name for p in by_name if p.kind != p.KEYWORD_ONLY)
     keeps_inputs = any(parameter.name in _KEPT_INPUTS for parameter in by_name)
