@@ -7,9 +7,10 @@ import math
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.pipeline.schedule import bubble
 from hf_moe_ep.ranks.boxes import local_tensor
-from hf_moe_ep.ranks.mesh import ranks_in_node
+from hf_moe_ep.ranks.mesh import Meshes, ranks_in_node
 from hf_moe_ep.sequence.ways import Way
 from hf_moe_ep.state import Compute, ModelState, experts_modules, find_state, quantised_matrices
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
@@ -98,48 +99,29 @@ def _layout(state: ModelState) -> str:
     """Return the line about the layout: mesh sizes, and the experts and groups of this rank."""
     meshes, config = state.meshes, state.config
     if meshes is None:
-        return (
-            f"  layout     not sharded yet; asks for ep_size {config.ep_size}, sp_size "
-            f"{config.sp_size}, {_asked_cp(state)}dp_replicate_size {config.dp_replicate_size}"
-            + (f", etp_size {config.etp_size}" if config.etp_size not in (None, 1) else "")
-            + _asked_stages(state)
-        )
-    group = "ep" if meshes.etp_size == 1 else "dispatch"
+        always_shown = {"ep_size", "sp_size", "dp_replicate_size"}
+        names = ("ep_size", "sp_size", "cp_size", "dp_replicate_size", "etp_size", "pp_size")
+        asked = [
+            f"{n} {config.sizes[n]}" for n in names if n in always_shown or config.sizes[n] > 1
+        ]
+        return f"  layout     not sharded yet; asks for {', '.join(asked)}"
     own = meshes.local_experts(state.num_experts)
     were_moved = any(layer.placement is not None for layer in state.moe_layers)
-    what = "slots" if were_moved else "experts"
+    held = f"{'slots' if were_moved else 'experts'} {own[0]} .. {own[-1]}"
+    axes, group = f"ep {meshes.ep_size}", "ep"
+    if meshes.etp_size > 1:
+        held = f"part {meshes.etp_rank} of {meshes.etp_size} of {held}"
+        axes, group = f"{axes} x etp {meshes.etp_size}", "dispatch"
+    groups = [
+        f"{group} group {meshes.dispatch.mesh.tolist()}{_nodes(meshes, config)}",
+        f"sp group {meshes.sp.mesh.tolist()}",
+    ]
+    if meshes.cp_size > 1:
+        groups.append(f"cp group {meshes.cp.mesh.tolist()}")
     return (
         f"  layout     {meshes.world_size} ranks = dp_replicate {config.dp_replicate_size} x "
-        f"ep_fsdp {meshes.ep_fsdp_size} x ep {meshes.ep_size}{_etp(state)}; this rank: "
-        f"{_part(state)}{what} {own[0]} .. {own[-1]}, {group} group "
-        f"{meshes.dispatch.mesh.tolist()}{_nodes(state)}, sp group "
-        f"{meshes.sp.mesh.tolist()}{_cp_group(state)}"
+        f"ep_fsdp {meshes.ep_fsdp_size} x {axes}; this rank: {held}, {', '.join(groups)}"
     )
-
-
-def _etp(state: ModelState) -> str:
-    meshes = state.meshes
-    return "" if meshes is None or meshes.etp_size == 1 else f" x etp {meshes.etp_size}"
-
-
-def _part(state: ModelState) -> str:
-    """Return which part of its experts this rank has; "" if it has whole experts."""
-    meshes = state.meshes
-    if meshes is None or meshes.etp_size == 1:
-        return ""
-    return f"part {meshes.etp_rank} of {meshes.etp_size} of "
-
-
-def _asked_cp(state: ModelState) -> str:
-    size = state.config.cp_size or 1
-    return f"cp_size {size}, " if size > 1 else ""
-
-
-def _cp_group(state: ModelState) -> str:
-    meshes = state.meshes
-    if meshes is None or meshes.cp_size == 1:
-        return ""
-    return f", cp group {meshes.cp.mesh.tolist()}"
 
 
 def _context(model: nn.Module, state: ModelState) -> list[str]:
@@ -180,11 +162,6 @@ def _way(way: Way, cp_size: int, sp_size: int, itemsize: int) -> str:
     return f"  context    {way.name} ({way.class_name}): {what} {tokens} {how}{sent}"
 
 
-def _asked_stages(state: ModelState) -> str:
-    size = state.config.pp_size or 1
-    return f", pp_size {size}" if size > 1 else ""
-
-
 def _stages(state: ModelState) -> list[str]:
     """Return the lines about the pipeline stages, if there are several."""
     stage, meshes, config = state.stage, state.meshes, state.config
@@ -202,10 +179,9 @@ def _stages(state: ModelState) -> list[str]:
     ]
 
 
-def _nodes(state: ModelState) -> str:
+def _nodes(meshes: Meshes, config: ParallelConfig) -> str:
     """Return how the ep group is spread over nodes; "" without hierarchical dispatch."""
-    meshes = state.meshes
-    if meshes is None or state.config.dispatcher != "hierarchical" or meshes.dispatch.size() == 1:
+    if config.dispatcher != "hierarchical" or meshes.dispatch.size() == 1:
         return ""
     in_node = ranks_in_node([meshes.dispatch.mesh.tolist()], meshes.node_size)
     grid = f"{meshes.dispatch.size() // in_node} x {in_node}"
