@@ -2,7 +2,8 @@
 
 A slot is one row of a stacked tensor [E, ..]; in hub order, expert e is in slot e. The tensor is
 sharded over (ep_fsdp, ep), and replicas have equal shards. Rank (f, d), with ep_fsdp rank f and ep
-rank d, has a shard of the slots of ep rank d. `sharding/shard.py` chooses the dim of this shard:
+rank d, has a shard of the slots of ep rank d. `sharding/expert_units.py` chooses the dim of the
+shard:
 
     ep_fsdp shards columns    rank (f, d) has some columns of every slot of ep rank d, and sends
                               them to the rank with the same f that owns the new slot

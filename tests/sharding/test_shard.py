@@ -11,8 +11,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from hf_moe_ep import patch
+from hf_moe_ep.sharding.expert_units import (
+    check_expert_shard_dim,
+    check_shared,
+    choose_shard_dim,
+)
 from hf_moe_ep.sharding.options import ShardOptions
-from hf_moe_ep.sharding.shard import _check_expert_shard_dim, _check_shared, _expert_placement
 from hf_moe_ep.sharding.units import find_units
 from hf_moe_ep.sharding.values import find_entries
 from hf_moe_ep.state import find_state
@@ -39,13 +43,13 @@ AUTO: dict[str, tuple[tuple[int, ...], int, int]] = {
 def test_auto_pads_only_if_neither_dimension_divides(name: str) -> None:
     """It picks dim 0 if the ranks divide it, else dim 1 if they divide that, else dim 0, padded."""
     shape, ranks, dim = AUTO[name]
-    assert _expert_placement(torch.Size(shape), "auto", ranks).dim == dim
+    assert choose_shard_dim(shape, "auto", ranks) == dim
 
 
 @pytest.mark.parametrize("name", AUTO)
 def test_dim_0_is_used_even_if_ranks_do_not_divide_it(name: str) -> None:
     shape, ranks, _ = AUTO[name]
-    assert _expert_placement(torch.Size(shape), 0, ranks).dim == 0
+    assert choose_shard_dim(shape, 0, ranks) == 0
 
 
 @pytest.mark.parametrize("name", AUTO)
@@ -53,10 +57,10 @@ def test_dim_1_is_used_if_ranks_divide_it_and_else_refused(name: str) -> None:
     """expert_shard_dim=1 never falls back to another dimension: it is used, or an error."""
     shape, ranks, _ = AUTO[name]
     if len(shape) > 1 and shape[1] % ranks == 0:
-        assert _expert_placement(torch.Size(shape), 1, ranks).dim == 1
+        assert choose_shard_dim(shape, 1, ranks) == 1
         return
     with pytest.raises(ValueError, match=r"dim 1 of .* does not divide dim 1") as refusal:
-        _expert_placement(torch.Size(shape), 1, ranks)
+        choose_shard_dim(shape, 1, ranks)
     for part in (str(shape), f"({ranks})", "expert_shard_dim='auto'"):
         assert part in str(refusal.value)
 
@@ -108,5 +112,5 @@ def _check(model: nn.Module, ep_fsdp_size: int = 2) -> None:
     entries = find_entries(model, units.all_experts, state.plan, options)
     sizes: Any = SimpleNamespace(ep_size=2, ep_fsdp_size=ep_fsdp_size, etp_size=1)
     for experts in units.all_experts:
-        _check_shared(experts, entries, state)
-        _check_expert_shard_dim(experts, entries, state, sizes)
+        check_shared(experts, entries, state)
+        check_expert_shard_dim(experts, entries, state, sizes)
