@@ -34,38 +34,44 @@ def describe(model: nn.Module) -> str:
     state = find_state(model)
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched; call patch(model) first")
-    lines = [_header(model, state), _experts(model, state), _layout(state), _parameters(model)]
-    lines += _mtp(state)
-    lines += _stages(state)
-    lines += _context(model, state)
-    lines += _sequence(state)
-    lines += _balance(state)
-    lines += _buffers(state)
+    lines = [
+        _describe_model(model, state),
+        _describe_experts(model, state),
+        _describe_layout(state),
+        _describe_parameters(model),
+    ]
+    lines += _describe_mtp(state)
+    lines += _describe_stages(state)
+    lines += _describe_context(model, state)
+    lines += _describe_sequence(state)
+    lines += _describe_balance(state)
+    lines += _describe_buffers(state)
     if state.meshes is not None:
-        lines.append(_precision(model, state))
+        lines.append(_describe_precision(model, state))
     return "\n".join(lines)
 
 
-def _header(model: nn.Module, state: ModelState) -> str:
+def _describe_model(model: nn.Module, state: ModelState) -> str:
     """Return the first line: the class of the model, its type, and the origin of its plan."""
     name = type(model).__name__.removeprefix("FSDP")
     origin = state.plan.origin
     return f"{name} ({state.plan.model_type}), patched by hf_moe_ep; plan {origin}"
 
 
-def _experts(model: nn.Module, state: ModelState) -> str:
+def _describe_experts(model: nn.Module, state: ModelState) -> str:
     """Return the line about the MoE layers: number, names, and the backend of the experts."""
     layers = {canonical_name(name): layer for name, _, layer in experts_modules(model)}
     names = list(layers)
     if not names:
         return "  experts    none: all layers of this pipeline stage are dense"
+    backend = _describe_backend(layers[names[0]].compute)
     return (
         f"  experts    {len(names)} layers of {state.num_experts} ({names[0]} .. {names[-1]}), "
-        f"backend {_backend(layers[names[0]].compute)}{_experts_dtype(model, state)}"
+        f"backend {backend}{_describe_experts_dtype(model, state)}"
     )
 
 
-def _experts_dtype(model: nn.Module, state: ModelState) -> str:
+def _describe_experts_dtype(model: nn.Module, state: ModelState) -> str:
     """Return the format and the bytes per parameter of quantised experts; "" for stock dtypes."""
     config = state.config
     if config.experts_dtype is None:
@@ -81,7 +87,7 @@ def _experts_dtype(model: nn.Module, state: ModelState) -> str:
     return f"; held in {config.experts_dtype}{nested}, {per_parameter:.4f} bytes per parameter"
 
 
-def _backend(compute: Compute | None) -> str:
+def _describe_backend(compute: Compute | None) -> str:
     """Return the name of the experts' backend, and why it was chosen."""
     if compute is None:
         return "eager"
@@ -95,7 +101,7 @@ def _backend(compute: Compute | None) -> str:
     return f"{compute.backend} ({why}){recomputes}"
 
 
-def _layout(state: ModelState) -> str:
+def _describe_layout(state: ModelState) -> str:
     """Return the line about the layout: mesh sizes, and the experts and groups of this rank."""
     meshes, config = state.meshes, state.config
     if meshes is None:
@@ -113,7 +119,7 @@ def _layout(state: ModelState) -> str:
         held = f"part {meshes.etp_rank} of {meshes.etp_size} of {held}"
         axes, group = f"{axes} x etp {meshes.etp_size}", "dispatch"
     groups = [
-        f"{group} group {meshes.dispatch.mesh.tolist()}{_nodes(meshes, config)}",
+        f"{group} group {meshes.dispatch.mesh.tolist()}{_describe_nodes(meshes, config)}",
         f"sp group {meshes.sp.mesh.tolist()}",
     ]
     if meshes.cp_size > 1:
@@ -124,7 +130,7 @@ def _layout(state: ModelState) -> str:
     )
 
 
-def _context(model: nn.Module, state: ModelState) -> list[str]:
+def _describe_context(model: nn.Module, state: ModelState) -> list[str]:
     """Return the lines about context parallelism: the order of tokens, and what ranks send."""
     if state.context is None:
         return []
@@ -162,7 +168,7 @@ def _way(way: Way, cp_size: int, sp_size: int, itemsize: int) -> str:
     return f"  context    {way.name} ({way.class_name}): {what} {tokens} {how}{sent}"
 
 
-def _stages(state: ModelState) -> list[str]:
+def _describe_stages(state: ModelState) -> list[str]:
     """Return the lines about the pipeline stages, if there are several."""
     stage, meshes, config = state.stage, state.meshes, state.config
     if stage is None or meshes is None or meshes.stages is None:
@@ -179,7 +185,7 @@ def _stages(state: ModelState) -> list[str]:
     ]
 
 
-def _nodes(meshes: Meshes, config: ParallelConfig) -> str:
+def _describe_nodes(meshes: Meshes, config: ParallelConfig) -> str:
     """Return how the ep group is spread over nodes; "" without hierarchical dispatch."""
     if config.dispatcher != "hierarchical" or meshes.dispatch.size() == 1:
         return ""
@@ -190,7 +196,7 @@ def _nodes(meshes: Meshes, config: ParallelConfig) -> str:
     return f" (nodes x ranks: {grid}, a token is sent to each node at most once)"
 
 
-# How the ranks of a batch divide mixers, by their `MixerSplit` (sequence/mixers.py).
+# How the ranks that share a batch divide mixers, by their `MixerSplit` (sequence/mixers.py).
 _DIVISION = {
     "whole": "gathered for {}; the computation and activations of these modules are not divided",
     "queries": "keys gathered for {}; everything, except keys, values and packed rows, is divided",
@@ -199,28 +205,29 @@ _DIVISION = {
 }
 
 
-def _sequence(state: ModelState) -> list[str]:
+def _describe_sequence(state: ModelState) -> list[str]:
     """Return the lines about the modules that mix tokens outside of attention, if there are any."""
     return [
         f"  sequence   {_DIVISION[split].format(', '.join(f'{n} ({c})' for n, c in modules))} "
-        f"by {_sizes(state)}"
+        f"by {_format_sizes(state)}"
         for split, modules in state.mixers.items()
     ]
 
 
-def _mtp(state: ModelState) -> list[str]:
+def _describe_mtp(state: ModelState) -> list[str]:
     """Return the line about the head for multi-token prediction, if it is trained."""
     num_layers, weight = state.config.mtp_layers, state.config.mtp_loss_weight
     layers = f"{num_layers} layer{'s' if num_layers > 1 else ''}"
     return [f"  mtp        {layers}, loss weight {weight:g}"] if num_layers else []
 
 
-def _sizes(state: ModelState) -> str:
+def _format_sizes(state: ModelState) -> str:
+    """Return the sizes that split sequences, such as "cp_size 2 x sp_size 4"."""
     sizes = {"cp_size": state.config.cp_size or 1, "sp_size": state.config.sp_size or 1}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
 
 
-def _balance(state: ModelState) -> list[str]:
+def _describe_balance(state: ModelState) -> list[str]:
     """Return the line about the methods that balance the load of the experts, if any is used."""
     methods = []
     if (rate := state.config.bias_update_rate) is not None:
@@ -234,23 +241,19 @@ def _balance(state: ModelState) -> list[str]:
     return [f"  balance    {'; '.join(methods)}"] if methods else []
 
 
-def _buffers(state: ModelState) -> list[str]:
+def _describe_buffers(state: ModelState) -> list[str]:
     """Return the line about the buffers of FSDP2 units, if an option chooses them."""
     where = ", in memory of NCCL's allocator" if state.config.nccl_ub else ""
     if state.config.fsdp_double_buffer:
-        held = (
-            ""
-            if state.buffers is None
-            else (
-                f"; {state.buffers.num_buffers} buffers, {state.buffers.num_bytes / 2**20:,.1f} MiB"
-            )
-        )
+        held, buffers = "", state.buffers
+        if buffers is not None:
+            held = f"; {buffers.num_buffers} buffers, {buffers.num_bytes / 2**20:,.1f} MiB"
         return [f"  buffers    two for FSDP2 units of the same size{where}{held}"]
     return [f"  buffers    FSDP2 gathers and reduces{where.removeprefix(',')}"] if where else []
 
 
-def _parameters(model: nn.Module) -> str:
-    """Return the line about the number of parameters, in the model and on this rank."""
+def _describe_parameters(model: nn.Module) -> str:
+    """Return the line with the numbers of parameters in the model and on this rank."""
     # A byte of a quantised matrix counts as the values that it encodes. Scales do not count.
     values_per_element: dict[int, int] = {}
     for name, stored, quantisation in quantised_matrices(model):
@@ -268,7 +271,7 @@ def _parameters(model: nn.Module) -> str:
     return f"  parameters {whole:,} in the model, {local:,} on this rank"
 
 
-def _precision(model: nn.Module, state: ModelState) -> str:
+def _describe_precision(model: nn.Module, state: ModelState) -> str:
     """Return the line about the dtypes of parameters, computation and gradient reduction."""
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     units = sum(isinstance(module, FSDPModule) for module in model.modules())
