@@ -24,18 +24,18 @@ are described in `ranks/mesh.py`.
     correction biases    not sharded; in the dtype in   none
                          which they were loaded
 
-"Our backward" is that of `run_experts`. `grad_divisors` (`options.py`) returns its divisor. With
-fp16 this divisor may be smaller than the world size; the sum is then divided by the remaining
+"Our backward" is the backward of `run_experts`. `grad_divisors` (`options.py`) returns its divisor.
+With fp16 this divisor may be smaller than the world size; the sum is then divided by the remaining
 factor. Stock's experts code (experts_backend="eager") does not divide in backward, so FSDP2
 averages the gradients.
 
 If ep_size * etp_size is the number of ranks, each rank holds its experts whole, and their weights
 are not part of a unit. `whole_experts.py` lists the exceptions.
 
-Transformers keeps the routers of many models in fp32 when it loads the model in bf16 (DeepSeek,
-GLM-4), because rounding changes the choice of experts, and the head of HY-V4. As a part of its
-layer's unit, or of the unit of the final norm, such a module would be cast to bf16. Other fp32
-parameters, such as sinks beside bf16 weights, are cast.
+When transformers loads a model in bf16, some modules stay in fp32: the routers of many models
+(DeepSeek, GLM-4), because rounding changes the choice of experts, and the head of HY-V4. Such a
+module is a unit of its own. In the unit of its layer, or of the final norm, it would be cast to
+bf16. Other fp32 parameters, such as sinks in a layer with bf16 weights, are cast.
 
 If the layers are compiled (`compile_layers`) and no tokens are dispatched, the experts are part of
 the unit of their layer, and FSDP2 averages their gradients like those of any other weight. They
@@ -176,7 +176,7 @@ def build_meshes_and_cut_stages(
 def shard_units(
     model: nn.Module, state: ModelState, options: ShardOptions, meshes: Meshes
 ) -> nn.Module:
-    """Shard a patched model in place over `meshes`, without comparing the ranks before."""
+    """Shard a patched model in place over `meshes`. Nothing is checked that needs other ranks."""
     keep_forwards(state)
     parts = find_parts_of_stage(model, state)
     units = units_of(parts)
@@ -207,7 +207,7 @@ def shard_units(
     shard = partial(fully_shard, mesh=meshes.dense, **options.fully_shard_kwargs())
     shard_tied = partial(fully_shard_tied, mesh=meshes.dense, **options.fully_shard_kwargs())
     state.experts_in_layer_units = _can_join_layers(units, entries, state, meshes)
-    routers = _routers_in_fp32(model, units, state, options)
+    routers = _find_fp32_routers(model, units, state, options)
     for index, layer in enumerate(units.layers):
         layers = units.with_tied(layer)
         layer_experts = [units.with_tied(module) for module in units.experts.get(index, ())]
@@ -219,12 +219,12 @@ def shard_units(
             continue
         for router in routers.get(index, ()):
             fill([router])
-            fully_shard(router, mesh=meshes.dense, **_kwargs_in_fp32(options))
-        layer_options = _ignore(options, _unshared_parameters(chain(*layer_experts), entries))
+            fully_shard(router, mesh=meshes.dense, **_make_fp32_kwargs(options))
+        layer_options = _add_ignored(options, _list_unshared(chain(*layer_experts), entries))
         fill(layers, options=layer_options)
         shard_tied(layers, ignored_params=set(layer_options.ignored_params))
         for modules in layer_experts:
-            experts_options = _ignore(options, _sharded_parameters(modules))
+            experts_options = _add_ignored(options, _list_sharded_parameters(modules))
             new_entries = fill(modules)
             shard_experts(modules, new_entries, state, meshes, experts_options)
     if units.mtp is not None:
@@ -240,10 +240,10 @@ def shard_units(
     if units.embedding is not None and not units.tied:
         fill([units.embedding])
         shard(units.embedding)
-    head = _head_in_fp32(model, units, state, options)
+    head = _find_fp32_head(model, units, state, options)
     for module in head:
         fill([module])
-        in_fp32 = _kwargs_in_fp32(options) | {"reshard_after_forward": False}
+        in_fp32 = _make_fp32_kwargs(options) | {"reshard_after_forward": False}
         fully_shard(module, mesh=meshes.dense, **in_fp32)
     if tail := [module for module in units.tail if module not in head]:
         fill(tail)
@@ -269,15 +269,15 @@ def shard_units(
     return model
 
 
-def _routers_in_fp32(
+def _find_fp32_routers(
     model: nn.Module, units: Units, state: ModelState, options: ShardOptions
 ) -> dict[int, list[nn.Module]]:
-    """Return the fp32 routers of the layers that compute in bf16 or fp16, by the layer's index.
+    """Return the routers that stay in fp32 while their layer computes in bf16 or fp16.
 
-    Other routers compute in the dtype of the rows, so they need the cast. A layer with two routers
-    (Ernie-4.5-VL) is left out: with `fsdp_double_buffer` they would need a third buffer. PEFT's
-    wrapper of a router computes with the router's weight, or with a copy of it, so the wrapper is
-    the unit.
+    The routers are listed by the index of their layer. All other routers compute in the dtype of
+    the rows, so they need the cast. A layer with two routers (Ernie-4.5-VL) is left out, because
+    with `fsdp_double_buffer` its routers would need a third buffer. PEFT's wrapper of a router
+    computes with the router's weight, or with a copy of this weight, so the wrapper is the unit.
     """
     dtype = options.mp_policy.param_dtype
     if not state.plan.router:
@@ -290,7 +290,7 @@ def _routers_in_fp32(
         found: list[nn.Module] = []
         inside: set[nn.Module] = set()
         for module in layer.modules():
-            name = _name_in_layer(names[module], state)
+            name = _find_stock_name(names[module], state)
             if module in inside or not matches(state.plan.router, name):
                 continue
             inside.update(module.modules())
@@ -301,7 +301,7 @@ def _routers_in_fp32(
     return routers
 
 
-def _head_in_fp32(
+def _find_fp32_head(
     model: nn.Module, units: Units, state: ModelState, options: ShardOptions
 ) -> list[nn.Module]:
     """Return a list of the head if it computes in fp32 (HY-V4), otherwise an empty list.
@@ -325,7 +325,7 @@ def _is_kept_in_fp32(
     dtype = options.mp_policy.param_dtype
     kept = kept_in_fp32(model, dtype) if dtype in (torch.bfloat16, torch.float16) else []
     own = {
-        parameter: _name_in_layer(f"{name}.{own_name}", state)
+        parameter: _find_stock_name(f"{name}.{own_name}", state)
         for own_name, parameter in module.named_parameters()
         if parameter not in options.ignored_params
     }
@@ -333,12 +333,12 @@ def _is_kept_in_fp32(
     return is_kept and all(parameter.dtype == torch.float32 for parameter in own)
 
 
-def _name_in_layer(name: str, state: ModelState) -> str:
-    """Return the name in the stock model, in layer 0 for a module of an MTP head."""
+def _find_stock_name(name: str, state: ModelState) -> str:
+    """Return the name in the stock model; a module of an MTP head gets its name in layer 0."""
     return name_in_layer(without_copies(stock_name(name)), state.plan)
 
 
-def _kwargs_in_fp32(options: ShardOptions) -> dict[str, Any]:
+def _make_fp32_kwargs(options: ShardOptions) -> dict[str, Any]:
     """Return the arguments of `fully_shard` for a unit whose fp32 parameters are not cast."""
     kwargs = options.fully_shard_kwargs()
     kwargs["mp_policy"] = MixedPrecisionPolicy(
@@ -352,23 +352,24 @@ def _can_join_layers(
 ) -> bool:
     """Return True if experts become part of the units of their layers.
 
-    Compiled layers need this: torch.compile cannot trace the hooks with which FSDP2 gathers a
-    separate unit. Both units lie on the same ranks only without expert parallelism.
+    Compiled layers need this, because torch.compile cannot trace the hooks with which FSDP2 gathers
+    a separate unit. It is only possible without expert parallelism: the experts and the rest of
+    their layer are then sharded over the same ranks.
     """
     config = state.config
     if config.compile_kwargs is None or meshes.dispatch.size() > 1:
         return False
     if config.experts_backend == "eager":
         return False
-    of_experts = [p for experts in units.all_experts for p in experts.parameters()]
+    expert_parameters = [p for experts in units.all_experts for p in experts.parameters()]
     has_own_layout = any(
         parameter not in entries
         or entries[parameter].stack is not None
         or entries[parameter].quantisation is not None
-        for parameter in of_experts
+        for parameter in expert_parameters
     )
-    of_layers = (parameter for layer in units.layers for parameter in layer.parameters())
-    dtypes = {parameter.dtype for parameter in of_layers if parameter in entries}
+    layer_parameters = (parameter for layer in units.layers for parameter in layer.parameters())
+    dtypes = {parameter.dtype for parameter in layer_parameters if parameter in entries}
     return not has_own_layout and len(dtypes) == 1
 
 
@@ -406,21 +407,19 @@ def _materialize_unit(
     return new_entries
 
 
-def _unshared_parameters(
-    experts: Iterable[nn.Module], entries: ParameterEntries
-) -> set[nn.Parameter]:
+def _list_unshared(experts: Iterable[nn.Module], entries: ParameterEntries) -> set[nn.Parameter]:
     """Return the parameters of experts modules that belong to single experts."""
     parameters = {parameter for module in experts for parameter in module.parameters()}
     return {parameter for parameter in parameters if not is_shared(parameter, entries)}
 
 
-def _sharded_parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+def _list_sharded_parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
     """Return the parameters of modules that another unit has already sharded."""
     parameters = (parameter for module in modules for parameter in module.parameters())
     return {parameter for parameter in parameters if isinstance(parameter, DTensor)}
 
 
-def _ignore(options: ShardOptions, parameters: set[nn.Parameter]) -> ShardOptions:
+def _add_ignored(options: ShardOptions, parameters: set[nn.Parameter]) -> ShardOptions:
     return replace(options, ignored_params=options.ignored_params | parameters)
 
 
