@@ -1,15 +1,15 @@
-"""Find out on all ranks what a call of a model with pipeline stages computes, or refuse it on all.
+"""Compare the calls of all ranks before a model with pipeline stages computes, or refuse them all.
 
     rank 0    rank 1    stage 0; rank 0 and rank 2 share a batch: they are a column
     rank 2    rank 3    stage 1
 
-If rank 0 is given an argument that stages do not support, or another batch than rank 2, no rank may
-start to compute, because it would wait for the others. First the ranks of each column compare their
-calls: rank 2 learns of rank 0's trouble. Then the ranks of each stage do: rank 1 learns of it from
-rank 0, and rank 3 from rank 2.
+If rank 0 gets an argument that stages do not support, or another batch than rank 2, no rank may
+start to compute, because it would wait for the others forever. First the ranks of each column
+compare their calls, so that rank 2 knows if rank 0 refuses its call. Then the ranks of each stage
+compare theirs, so that rank 1 knows it from rank 0, and rank 3 from rank 2.
 
-Whatever depends on the data of a call and can be checked before its forward is checked here. An
-error inside of the forward of a stage ends the whole run (`failure.py`).
+This file makes all checks that need the data of a call and can run before its forward. An error
+inside of the forward of a stage ends the call on all ranks (`failure.py`).
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 # What a call computes. All ranks must agree.
 LOGITS, LOSS, TRAINING = range(3)
 _MODES = ("a forward without labels", "a forward with labels but no training", "training")
-# The integers in which a parameter is read, by the size of its elements.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The dtypes in which `_sum_tied_weight` reads a parameter, by the bytes of one element.
+_INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Agreement(NamedTuple):
-    """What a call computes; the same on all ranks, apart from the text of `refusal`.
+    """The result of `agree`, equal on all ranks, apart from the text of `refusal`.
 
     Attributes:
-        mode: LOGITS, LOSS or TRAINING.
+        mode: what the call computes: LOGITS, LOSS or TRAINING.
         num_micro_batches: the number of micro-batches.
         may_learn: True if stock's outputs would have gradients.
-        refusal: the error that this rank must raise, or None. Either all ranks have one, or none.
+        refusal: the error that this rank must raise, or None. All ranks have an error, or no rank.
     """
 
     mode: int
@@ -60,25 +60,25 @@ class Agreement(NamedTuple):
 def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreement:
     """Compare the calls of all ranks.
 
-    All ranks refuse a call that needs what stages cannot do, if the ranks that share a batch have
-    different batches, if ranks do different things, or if routes cannot be replayed. A rank that
-    cannot run the call takes part in both comparisons of the module docstring, and so does a rank
-    whose column differs.
+    All ranks refuse the call if it needs something that stages cannot do, if ranks that share a
+    batch have different batches, if ranks call the model for different purposes, or if routes
+    cannot be replayed. A rank that has found a reason to refuse still takes part in both
+    comparisons, because the other ranks wait for it.
     """
     meshes, session = state.meshes, state.routing
     assert meshes is not None and meshes.stages is not None
     stages = meshes.stages
-    mode = _mode_of(model, given)
+    mode = _find_mode(model, given)
     refusal: ValueError | None = None
     try:
-        tokens = tokens_of(given)
+        tokens = require_tokens(given)
         _check_call(model, state, given, mode)
     except ValueError as error:
         refusal = error
         found = find_tokens(given)
         if isinstance(found, Tensor):
             tokens = found
-        else:  # the comparisons need tensors
+        else:  # both comparisons need a tensor
             tokens = torch.zeros(0, 0, dtype=torch.int64, device=meshes.device)
             given = {"input_ids": tokens}
     routes: dict[str, Tensor] = {}
@@ -87,7 +87,7 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
         routes = session.tensors(tokens.device)
         refusal = refusal or session.refusal
     column = stages.column.get_group()
-    shared = (*options_of(model, given, tokens), state.gather_logits, state.caller_loss is None)
+    shared = (*read_options(model, given, tokens), state.gather_logits, state.caller_loss is None)
     options = zlib.crc32(repr(shared).encode())
     own = [mode, _trains_tied_weight(state, mode), _sum_tied_weight(state, mode)]
     own += [refusal is not None, options, _may_learn(model, given)]
@@ -121,7 +121,7 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
     return Agreement(mode, count, may_learn, refusal)
 
 
-def tokens_of(given: dict[str, Any]) -> Tensor:
+def require_tokens(given: dict[str, Any]) -> Tensor:
     """Return the token ids (B, S) or the embeddings (B, S, H) of a call."""
     tokens = find_tokens(given)
     if not isinstance(tokens, Tensor):
@@ -132,21 +132,21 @@ def tokens_of(given: dict[str, Any]) -> Tensor:
     return tokens
 
 
-def options_of(model: nn.Module, given: dict[str, Any], tokens: Tensor) -> tuple[Any, ...]:
-    """Return numbers, flags and texts of a call, and what else stages must have in common.
+def read_options(model: nn.Module, given: dict[str, Any], tokens: Tensor) -> tuple[Any, ...]:
+    """Return the options of a call that all stages must have in common.
 
-    Apart from the mode and the sizes of the batch, they determine which tensors travel from stage
-    to stage: with router logits, sums for the aux loss do.
+    These options, the mode and the sizes of the batch determine which tensors are sent from stage
+    to stage. With router logits, for example, sums for the aux loss are sent as well.
     """
     device = tokens.device.type
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     flags = sorted((n, x) for n, x in given.items() if isinstance(x, int | float | str))
-    of_config = getattr(text_config(model.config), "output_router_logits", None)
-    return tokens.dtype, cast, of_config, *flags
+    router_logits = getattr(text_config(model.config), "output_router_logits", None)
+    return tokens.dtype, cast, router_logits, *flags
 
 
-def _mode_of(model: nn.Module, given: dict[str, Any]) -> int:
-    """Return what a call computes, as this rank sees it."""
+def _find_mode(model: nn.Module, given: dict[str, Any]) -> int:
+    """Return the mode of this rank's call: LOGITS, LOSS or TRAINING."""
     if given.get("labels") is None:
         return LOGITS
     return TRAINING if _may_train(model) else LOSS
@@ -220,7 +220,7 @@ def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode
             f"backward register; with pp_size={size} it would see the gradient of one "
             f"micro-batch, before loss.backward(): step the optimizer after backward"
         )
-    tokens = tokens_of(given)
+    tokens = require_tokens(given)
     if not tokens.numel():
         raise ValueError(
             f"the batch of this rank has {len(tokens)} rows of {tokens.shape[1]} tokens; every "
@@ -250,21 +250,25 @@ def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode
 
 
 def _trains_tied_weight(state: ModelState, mode: int) -> int:
-    """Return 1 or 0 for a stage that holds the tied weight; -1 for others, and without training."""
+    """Return 1 if this stage trains its copy of the tied weight, and 0 if the copy is frozen.
+
+    Return -1 if this stage holds no copy, or if the call does not train.
+    """
     weight = state.stage.tied_weight
     return -1 if weight is None or mode != TRAINING else int(weight.requires_grad)
 
 
 def _sum_tied_weight(state: ModelState, mode: int) -> int:
-    """Return the sum of the bits of this rank's shard of the tied weight; 0 if there is none.
+    """Return a checksum of this rank's shard of the tied weight; 0 if there is none.
 
-    Both stages shard the weight in the same way, so the ranks of a column have equal sums.
+    The checksum adds up the elements, read as integers. Both stages shard the weight in the same
+    way, so the ranks of a column have equal sums if the copies are equal.
     """
     weight = state.stage.tied_weight
     if weight is None or mode != TRAINING:
         return 0
     shard = local_tensor(weight.detach())
-    return int(shard.view(_INTEGERS[shard.element_size()]).sum())
+    return int(shard.view(_INTEGER_DTYPES[shard.element_size()]).sum())
 
 
 def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | None:
@@ -272,7 +276,7 @@ def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | Non
 
     Args:
         by_stage: for each rank: the mode, `_trains_tied_weight`, `_sum_tied_weight`, 1 if the rank
-            cannot run the call, a checksum of `options_of`, `_may_learn`, and `batch_numbers`.
+            refuses the call, a checksum of `read_options`, `_may_learn`, and `batch_numbers`.
     """
     ranks = dist.get_process_group_ranks(column)
     refused = [rank for rank, (_, _, _, is_refused, *_) in zip(ranks, by_stage) if is_refused]
@@ -316,9 +320,9 @@ def _find_other_call(
     """Return the error for the calls of the ranks of a stage; None if they are alike.
 
     Args:
-        by_rank: for each rank: the mode, 1 if the rank cannot run the call, if the outputs have
+        by_rank: for each rank: the mode, 1 if the rank refuses the call, 1 if the outputs have
             gradients, and `batch_numbers`.
-        ranks_per_batch: so many consecutive ranks share a batch.
+        ranks_per_batch: the number of consecutive ranks that share a batch.
     """
     ranks = dist.get_process_group_ranks(group)
     refused = [rank for rank, (_, is_refused, *_) in zip(ranks, by_rank) if is_refused]

@@ -23,7 +23,7 @@ from hf_moe_ep import ParallelConfig, patch
 from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.pipeline.cut import cut_model, layers_of_stages, parts_of_stage, stage_of_names
 from hf_moe_ep.pipeline.micro_batches import check_can_be_cut, count_targets, cut_batch
-from hf_moe_ep.pipeline.run import _move
+from hf_moe_ep.pipeline.run import _move_to_device
 from hf_moe_ep.sharding.units import units_of
 from hf_moe_ep.state import STATE, ModelState
 
@@ -89,7 +89,7 @@ def test_arguments_are_on_the_host_before_a_stage_of_the_host_runs(
 
     monkeypatch.setattr(Tensor, "to", to)
     for device in ("cpu", "cuda"):
-        _move({"mask": torch.zeros(1)}, torch.device(device))
+        _move_to_device({"mask": torch.zeros(1)}, torch.device(device))
     assert copies == [("cpu", False), ("cuda", True)]
 
 
