@@ -329,7 +329,7 @@ class ParallelConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes that divide the ranks, by the names of their fields; 1 stands for None."""
+        """The sizes that divide the ranks, by the names of their fields, with 1 for None."""
         return {name: getattr(self, name) or 1 for name in _SIZES}
 
     @property
@@ -488,12 +488,12 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
 
 
 def launched_world_size() -> int:
-    """Return the number of processes that the launcher started; 1 without a launcher."""
+    """Return the number of processes that the launcher started, or 1 if there is no launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def launched_rank() -> int:
-    """Return the rank that the launcher gave to this process; 0 without a launcher."""
+    """Return the rank that the launcher gave to this process, or 0 if there is no launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -531,7 +531,7 @@ _LAUNCH_VARIABLES = (
 
 
 def gloo_interfaces() -> list[str]:
-    """Return the network interfaces that GLOO_SOCKET_IFNAME names; empty if it is not set."""
+    """Return the network interfaces in GLOO_SOCKET_IFNAME, or [] if the variable is not set."""
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 

@@ -594,7 +594,7 @@ def _has_rows(parameter: nn.Parameter, rows: int) -> bool:
 
 
 def _merge_patterns(patterns: Iterable[str]) -> str | None:
-    """Return one pattern for patterns that differ in exactly one component; otherwise None."""
+    """Return one pattern for all, or None if they do not differ in exactly one component."""
     parts = [pattern.split(".") for pattern in patterns]
     if len({len(p) for p in parts}) != 1:
         return None

@@ -19,7 +19,7 @@ from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 def describe(model: nn.Module) -> str:
     """Return a report of a few lines on a patched model.
 
-    The experts and groups of ranks in the report are those of the calling rank.
+    The report shows the experts and the groups of the calling rank.
 
         >>> print(describe(patch(model, ep_size=2)))
         MyMoeForCausalLM (my_moe), patched by hf_moe_ep; plan derived
@@ -72,7 +72,7 @@ def _describe_experts(model: nn.Module, state: ModelState) -> str:
 
 
 def _describe_experts_dtype(model: nn.Module, state: ModelState) -> str:
-    """Return the format and the bytes per parameter of quantised experts; "" for stock dtypes."""
+    """Return the format and the bytes per parameter of experts, or "" if they are not quantised."""
     config = state.config
     if config.experts_dtype is None:
         return ""
@@ -186,7 +186,7 @@ def _describe_stages(state: ModelState) -> list[str]:
 
 
 def _describe_nodes(meshes: Meshes, config: ParallelConfig) -> str:
-    """Return how the ep group is spread over nodes; "" without hierarchical dispatch."""
+    """Return how the ep group is spread over nodes, or "" if dispatch is not hierarchical."""
     if config.dispatcher != "hierarchical" or meshes.dispatch.size() == 1:
         return ""
     in_node = ranks_in_node([meshes.dispatch.mesh.tolist()], meshes.node_size)

@@ -106,7 +106,7 @@ class MoEBlock:
         weights_inputs: True if the routing weight of an expert multiplies the input of the expert,
             and not its output.
         identity_experts: the attribute that holds the number of experts that return their input.
-            Their ids follow those of the other experts; empty if there are none.
+            Their ids follow the ids of the other experts. Empty if no expert returns its input.
     """
 
     name: str

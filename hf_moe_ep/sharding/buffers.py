@@ -17,7 +17,7 @@ The parameters themselves are not in these buffers: FSDP2 gives each of them mem
 which it frees and allocates again, and no public function of torch changes this.
 
 A fixed buffer has a fixed address, so NCCL can register it once (`nccl_ub`, "user buffers"). The
-names of the options are those of Megatron-Core.
+options have the names that Megatron-Core uses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.upstream.sharded_models import empty_of_group
 
 _NUM_BUFFERS = 2
-# The second names are those of torch 2.11.
+# torch 2.11 has the second names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

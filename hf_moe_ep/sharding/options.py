@@ -129,7 +129,7 @@ def default_device() -> torch.device:
 
 
 def _choose_gpu() -> int:
-    """Return the index of the GPU that the script chose; without a choice, LOCAL_RANK."""
+    """Return the index of the GPU that the script chose, or LOCAL_RANK if it chose none."""
     assert dist.group.WORLD is not None
     group_device: torch.device | None = dist.group.WORLD.bound_device_id
     if group_device is not None and group_device.index is not None:

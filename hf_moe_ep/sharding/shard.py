@@ -38,8 +38,8 @@ module is a unit of its own. In the unit of its layer, or of the final norm, it 
 bf16. Other fp32 parameters, such as sinks in a layer with bf16 weights, are cast.
 
 If the layers are compiled (`compile_layers`) and no tokens are dispatched, the experts are part of
-the unit of their layer, and FSDP2 averages their gradients like those of any other weight. They
-remain units of their own if they are quantised, have adapters or run stock's code, or if the
+the unit of their layer, and FSDP2 averages their gradients like the gradients of other weights.
+They remain units of their own if they are quantised, have adapters or run stock's code, or if the
 parameters of the layers have several dtypes.
 
 With tied weights embedding, norm and head are one unit, because a parameter can be in one unit

@@ -50,7 +50,7 @@ class Units:
 
     @property
     def num_main_layers(self) -> int:
-        """The number of decoder layers without those of `mtp`."""
+        """The number of decoder layers without the layers of `mtp`."""
         return len(self.layers) - (0 if self.mtp is None else len(self.mtp.blocks))
 
     @property
