@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_moe_ep import apply_ep_fsdp2
-from hf_moe_ep.sharding import shard
+from hf_moe_ep.sharding import expert_units, shard
 from hf_moe_ep.upstream.operators import moved_bytes
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -77,7 +77,8 @@ MORE_CASES = [
 def _units_of_one_rank() -> Iterator[None]:
     """Make FSDP2 units of experts whose ep_fsdp group has one rank."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(shard, "can_stay_whole", lambda *_: False)
+        for module in (expert_units, shard):
+            patches.setattr(module, "can_stay_whole", lambda *_: False)
         yield
 
 
