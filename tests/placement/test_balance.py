@@ -185,7 +185,7 @@ def _make_random_load(model: nn.Module, seed: int) -> ExpertLoad:
 
 
 def _balance_by_random_load(model: nn.Module, optimizer: Any, seed: int) -> Tensor:
-    """Move experts by a random load (FIRST_SEED: in all layers), and return the new slots [L, E]."""
+    """Move experts by a random load, and return the new slots [L, E]. FIRST_SEED moves all."""
     load = _make_random_load(model, seed)
     balanced = balance_experts(model, optimizer, load)
     assert balanced.slots is not None

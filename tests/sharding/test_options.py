@@ -171,7 +171,7 @@ def test_gradients_are_reduced_in_the_same_dtype_by_every_torch(
     reduce_dtype: torch.dtype | None,
     expected: torch.dtype | None,
 ) -> None:
-    """A `reduce_dtype` of None means `param_dtype` before torch 2.15, and the masters' dtype since."""
+    """A `reduce_dtype` of None means `param_dtype`, and since torch 2.15 the dtype of masters."""
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype=FP32)
     options = ShardOptions(policy, OffloadPolicy(), fp32_masters=True, reshard_after_forward=True)
     passed = options.fully_shard_kwargs()["mp_policy"]
