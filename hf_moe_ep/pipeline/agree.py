@@ -57,6 +57,27 @@ class Agreement(NamedTuple):
     refusal: ValueError | None
 
 
+class _Call(NamedTuple):
+    """The facts about the call of one rank, which other ranks compare with theirs.
+
+    Attributes:
+        mode: LOGITS, LOSS or TRAINING.
+        refuses: 1 if the rank refuses the call.
+        may_learn: 1 if stock's outputs would have gradients.
+        options: a checksum of `read_options`.
+        trains_tied, tied_sum: the results of `_trains_tied_weight` and `_sum_tied_weight`.
+        batch: the result of `batch_numbers`, which begins with the number of rows.
+    """
+
+    mode: int
+    refuses: int
+    may_learn: int
+    options: int
+    trains_tied: int
+    tied_sum: int
+    batch: list[int]
+
+
 def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreement:
     """Compare the calls of all ranks.
 
@@ -89,25 +110,16 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
     column = stages.column.get_group()
     shared = (*read_options(model, given, tokens), state.gather_logits, state.caller_loss is None)
     options = zlib.crc32(repr(shared).encode())
-    own = [mode, _trains_tied_weight(state, mode), _sum_tied_weight(state, mode)]
-    own += [refusal is not None, options, _may_learn(model, given)]
+    own = [mode, int(refusal is not None), int(_may_learn(model, given)), options]
+    own += [_trains_tied_weight(state, mode), _sum_tied_weight(state, mode)]
     batch = batch_numbers(given | routes, tokens)
-    by_stage = gather_counts(
-        torch.cat([torch.tensor(own, device=batch.device), batch]),
-        column,
-        where="the pipeline column's batches",
-    )
-    refusal = refusal or _find_difference(by_stage, column)
-    may_learn = any(learns for _, _, _, _, _, learns, *_ in by_stage)
-    own = [mode, refusal is not None, may_learn]
-    by_rank = gather_counts(
-        torch.cat([torch.tensor(own, device=batch.device), batch]),
-        stages.group,
-        where="the pipeline's calls",
-    )
-    refusal = refusal or _find_other_call(by_rank, stages.group, meshes.ranks_per_batch)
-    may_learn = any(learns for _, _, learns, *_ in by_rank)
-    fewest_rows = min(rows for _, _, _, rows, *_ in by_rank)
+    calls = _gather_calls(own, batch, column, "the pipeline column's batches")
+    refusal = refusal or _find_difference(calls, column)
+    own[1:3] = int(refusal is not None), max(call.may_learn for call in calls)
+    calls = _gather_calls(own, batch, stages.group, "the pipeline's calls")
+    refusal = refusal or _find_other_call(calls, stages.group, meshes.ranks_per_batch)
+    may_learn = any(call.may_learn for call in calls)
+    fewest_rows = min(call.batch[0] for call in calls)
     wanted = state.config.pp_microbatches or stages.size
     count = max(1, min(wanted, fewest_rows))
     if refusal is None and mode == TRAINING and count < stages.size and dist.get_rank() == 0:
@@ -119,6 +131,17 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
             stacklevel=2,
         )
     return Agreement(mode, count, may_learn, refusal)
+
+
+def _gather_calls(own: list[int], batch: Tensor, group: Any, where: str) -> list[_Call]:
+    """Return the calls of all ranks of a group; `own` has the fields of `_Call` before `batch`."""
+    numbers = torch.cat([torch.tensor(own, device=batch.device), batch])
+    return [
+        _Call(mode, refuses, may_learn, options, trains_tied, tied_sum, batch_of_rank)
+        for mode, refuses, may_learn, options, trains_tied, tied_sum, *batch_of_rank in (
+            gather_counts(numbers, group, where=where)
+        )
+    ]
 
 
 def require_tokens(given: dict[str, Any]) -> Tensor:
@@ -271,21 +294,32 @@ def _sum_tied_weight(state: ModelState, mode: int) -> int:
     return int(shard.view(_INTEGER_DTYPES[shard.element_size()]).sum())
 
 
-def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | None:
-    """Return the error for the calls of the ranks of a column; None if they are alike.
+def _find_refusal(calls: dict[int, _Call]) -> ValueError | None:
+    """Return the error of a rank if another rank refuses its call, or has another mode."""
+    for rank, call in calls.items():
+        if call.refuses:
+            return ValueError(
+                f"rank {rank} cannot run this call of a model with pipeline stages; its own error "
+                f"says why"
+            )
+    (first, mode), *others = ((rank, call.mode) for rank, call in calls.items())
+    for rank, other_mode in others:
+        if other_mode != mode:
+            return ValueError(
+                f"ranks of a model with pipeline stages call it for different purposes: rank "
+                f"{first} for {_MODES[mode]}, rank {rank} for {_MODES[other_mode]}; all ranks must "
+                f"call the model alike"
+            )
+    return None
 
-    Args:
-        by_stage: for each rank: the mode, `_trains_tied_weight`, `_sum_tied_weight`, 1 if the rank
-            refuses the call, a checksum of `read_options`, `_may_learn`, and `batch_numbers`.
-    """
+
+def _find_difference(calls_of_column: list[_Call], column: Any) -> ValueError | None:
+    """Return the error for the calls of the ranks of a column; None if the calls are alike."""
     ranks = dist.get_process_group_ranks(column)
-    refused = [rank for rank, (_, _, _, is_refused, *_) in zip(ranks, by_stage) if is_refused]
-    if refused:
-        return _error_of_other_rank(refused[0])
-    modes = {rank: mode for rank, (mode, *_) in zip(ranks, by_stage, strict=True)}
-    if len(set(modes.values())) > 1:
-        return _error_of_modes(modes)
-    tied = {rank: trains for rank, (_, trains, *_) in zip(ranks, by_stage) if trains >= 0}
+    calls = dict(zip(ranks, calls_of_column, strict=True))
+    if refusal := _find_refusal(calls):
+        return refusal
+    tied = {rank: call.trains_tied for rank, call in calls.items() if call.trains_tied >= 0}
     if len(set(tied.values())) > 1:
         trained, frozen = (next(r for r, x in tied.items() if x == value) for value in (1, 0))
         return ValueError(
@@ -293,7 +327,7 @@ def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | Non
             f"{trained} but not on rank {frozen}, which holds the other copy; freeze or train "
             f"embedding and head on both stages, or before the model is sharded"
         )
-    sums = {rank: total for rank, (_, trains, total, *_) in zip(ranks, by_stage) if trains >= 0}
+    sums = {rank: calls[rank].tied_sum for rank in tied}
     if len(set(sums.values())) > 1:
         first, last = sums
         return ValueError(
@@ -302,55 +336,29 @@ def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | Non
             f"ways; it has the name of the embedding on rank {first} and that of the head on rank "
             f"{last}, so put both names in one parameter group, and go on from a checkpoint"
         )
-    options = {rank: checksum for rank, (_, _, _, _, checksum, *_) in zip(ranks, by_stage)}
-    if len(set(options.values())) > 1:
-        other = next(rank for rank in ranks if options[rank] != options[ranks[0]])
+    first = ranks[0]
+    other = next((rank for rank in ranks if calls[rank].options != calls[first].options), None)
+    if other is not None:
         return ValueError(
-            f"rank {ranks[0]} and rank {other} of one pipeline column pass different numbers, "
+            f"rank {first} and rank {other} of one pipeline column pass different numbers, "
             f"flags or texts to the model, as output_router_logits, or have another autocast; all "
             f"ranks must call the model alike"
         )
-    batches = [numbers for _, _, _, _, _, _, *numbers in by_stage]
-    return find_other_batch(batches, ranks, "pipeline column")
+    return find_other_batch([call.batch for call in calls_of_column], ranks, "pipeline column")
 
 
-def _find_other_call(
-    by_rank: list[list[int]], group: Any, ranks_per_batch: int
-) -> ValueError | None:
-    """Return the error for the calls of the ranks of a stage; None if they are alike.
+def _find_other_call(calls: list[_Call], group: Any, ranks_per_batch: int) -> ValueError | None:
+    """Return the error for the calls of the ranks of a stage; None if the calls are alike.
 
-    Args:
-        by_rank: for each rank: the mode, 1 if the rank refuses the call, 1 if the outputs have
-            gradients, and `batch_numbers`.
-        ranks_per_batch: the number of consecutive ranks that share a batch.
+    Batches are only compared among the `ranks_per_batch` consecutive ranks that share a batch.
     """
     ranks = dist.get_process_group_ranks(group)
-    refused = [rank for rank, (_, is_refused, *_) in zip(ranks, by_rank) if is_refused]
-    if refused:
-        return _error_of_other_rank(refused[0])
-    modes = {rank: mode for rank, (mode, *_) in zip(ranks, by_rank, strict=True)}
-    if len(set(modes.values())) > 1:
-        return _error_of_modes(modes)
-    batches = [numbers for _, _, _, *numbers in by_rank]
+    if refusal := _find_refusal(dict(zip(ranks, calls, strict=True))):
+        return refusal
+    batches = [call.batch for call in calls]
     for first in range(0, len(ranks), ranks_per_batch):
         sharing = slice(first, first + ranks_per_batch)
         error = find_other_batch(batches[sharing], ranks[sharing], "sp group")
         if error is not None:
             return error
     return None
-
-
-def _error_of_other_rank(rank: int) -> ValueError:
-    return ValueError(
-        f"rank {rank} cannot run this call of a model with pipeline stages; its own error says why"
-    )
-
-
-def _error_of_modes(modes: dict[int, int]) -> ValueError:
-    (first, mode), *others = modes.items()
-    other = next(rank for rank, other_mode in others if other_mode != mode)
-    return ValueError(
-        f"ranks of a model with pipeline stages call it for different purposes: rank {first} for "
-        f"{_MODES[mode]}, rank {other} for {_MODES[modes[other]]}; all ranks must call the model "
-        f"alike"
-    )
