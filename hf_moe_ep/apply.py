@@ -125,10 +125,10 @@ def _patch_if_needed(
 ) -> ModelState:
     state: ModelState | None = getattr(model, STATE, None)
     if state is None or config is not None or overrides:
-        fields = {name: value for name, value in overrides.items() if name != "plan"}
+        settings = {name: value for name, value in overrides.items() if name != "plan"}
         patch_model(
             model,
-            resolve_config(config, fields),
+            resolve_config(config, settings),
             overrides.get("plan"),
             None if weights is None else Path(weights),
         )

@@ -70,7 +70,7 @@ the meta device on every rank stay there, and are read from a checkpoint later
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -139,6 +139,9 @@ from hf_moe_ep.upstream.sharded_models import (
     without_forward_hooks,
 )
 
+# Materializes the parameters of some modules: `_materialize_unit` with all other arguments bound.
+Fill = Callable[..., ParameterEntries]
+
 
 def shard_model(
     model: nn.Module, state: ModelState, options: ShardOptions, device: torch.device
@@ -201,13 +204,45 @@ def shard_units(
     broadcast_unsharded(model, meshes, options)
     biases = broadcast_correction_biases(model, meshes, options, received)
     options = replace(options, ignored_params=options.ignored_params | biases)
-    fill = partial(
+    fill: Fill = partial(
         _materialize_unit, entries=entries, meshes=meshes, options=options, received=received
     )
-    shard = partial(fully_shard, mesh=meshes.dense, **options.fully_shard_kwargs())
-    shard_tied = partial(fully_shard_tied, mesh=meshes.dense, **options.fully_shard_kwargs())
     state.experts_in_layer_units = _can_join_layers(units, entries, state, meshes)
     routers = _find_fp32_routers(model, units, state, options)
+    _shard_layers(units, routers, entries, fill, state, meshes, options)
+    _shard_other_units(model, units, fill, state, meshes, options)
+    fill([model])
+    root = _find_root(model)
+    _shard_root(root, meshes, options)
+    for experts in units.all_experts:
+        keep_scales(experts)
+    refuse_unmerge(model)
+    keep_last_layer(units, routers)
+    gather_for_caches(units)
+    GatheredUnits(root, lists_shards=state.stage is None).attach()
+    root.register_forward_pre_hook(RefuseUnfrozen(model, options))
+    allow_reentrant_checkpoints(units, routers)
+    set_prefetch(units, routers)
+    state.buffers = use_buffers(model, units.all_experts, state.config, meshes)
+    mark_fsdp_managed(model)
+    keep_recorded_outputs(model)
+    if meshes.etp is not None:
+        share_infinities()
+    state.meshes, state.policy = meshes, options.mp_policy
+    return model
+
+
+def _shard_layers(
+    units: Units,
+    routers: Mapping[int, list[nn.Module]],
+    entries: ParameterEntries,
+    fill: Fill,
+    state: ModelState,
+    meshes: Meshes,
+    options: ShardOptions,
+) -> None:
+    """Make units of the decoder layers, of their fp32 routers and of their experts."""
+    shard_tied = partial(fully_shard_tied, mesh=meshes.dense, **options.fully_shard_kwargs())
     for index, layer in enumerate(units.layers):
         layers = units.with_tied(layer)
         layer_experts = [units.with_tied(module) for module in units.experts.get(index, ())]
@@ -227,6 +262,18 @@ def shard_units(
             experts_options = _add_ignored(options, _list_sharded_parameters(modules))
             new_entries = fill(modules)
             shard_experts(modules, new_entries, state, meshes, experts_options)
+
+
+def _shard_other_units(
+    model: nn.Module,
+    units: Units,
+    fill: Fill,
+    state: ModelState,
+    meshes: Meshes,
+    options: ShardOptions,
+) -> None:
+    """Make units of all modules outside of the decoder layers, except the root."""
+    shard = partial(fully_shard, mesh=meshes.dense, **options.fully_shard_kwargs())
     if units.mtp is not None:
         fill([units.mtp])
         shard(units.mtp)
@@ -248,25 +295,6 @@ def shard_units(
     if tail := [module for module in units.tail if module not in head]:
         fill(tail)
         shard(tail, reshard_after_forward=False)
-    fill([model])
-    root = _find_root(model)
-    _shard_root(root, meshes, options)
-    for experts in units.all_experts:
-        keep_scales(experts)
-    refuse_unmerge(model)
-    keep_last_layer(units, routers)
-    gather_for_caches(units)
-    GatheredUnits(root, lists_shards=state.stage is None).attach()
-    root.register_forward_pre_hook(RefuseUnfrozen(model, options))
-    allow_reentrant_checkpoints(units, routers)
-    set_prefetch(units, routers)
-    state.buffers = use_buffers(model, units.all_experts, state.config, meshes)
-    mark_fsdp_managed(model)
-    keep_recorded_outputs(model)
-    if meshes.etp is not None:
-        share_infinities()
-    state.meshes, state.policy = meshes, options.mp_policy
-    return model
 
 
 def _find_fp32_routers(
