@@ -7,9 +7,9 @@
     attention    the modules in a layer that call transformers' attention interface
     mixers       the modules in a layer that take positions, masks or caches but do not call that
                  interface, and the modules that contain a convolution
-    router       a module beside the experts (in the same parent module) that calls topk; if none
-                 calls topk, a module beside the experts whose weight has one row per expert.
-                 PEFT's trained copies of a router (modules_to_save) have the router's name
+    router       a module that has the same parent module as the experts and calls topk; if no such
+                 module calls topk, one whose weight has one row per expert. PEFT's trained copies
+                 of a router (modules_to_save) have the router's name
     final norm   the norm that follows the list of layers
     aux loss     exists if the forward of the head's module calls the load-balancing loss; the plan
                  names the attribute that holds its coefficient

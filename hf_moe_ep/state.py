@@ -122,7 +122,7 @@ the row above.
     integrations/shared_batches.py | num_input_tokens_seen | counted once per data rank
     upstream/hub.py | generation_config data | of a model loaded by `from_pretrained`
     upstream/models.py | name_or_path _name_or_path | the same
-    integrations/accelerate_states.py | step | an Accelerator's, which load_state takes from rank 0
+    integrations/accelerate_states.py | step | an Accelerator's, which load_state sets to rank 0's
     -- replaced during one call --
     runner/hook.py | _is_building | true while transformers builds a model
     upstream/loading.py | _load_pretrained_model force_cpu | transformers', until a model is read

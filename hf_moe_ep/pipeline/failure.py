@@ -58,7 +58,7 @@ class Failure:
         self.operation = operation
 
     @contextmanager
-    def shared(self) -> Iterator[None]:
+    def raise_on_all_ranks(self) -> Iterator[None]:
         """Run a block. If one rank raises an error in the block, all ranks raise an error.
 
         Raises:

@@ -98,8 +98,8 @@ class _Channels:
     grads_to_previous: Channel | None
 
     @staticmethod
-    def of(stages: Stages, device: torch.device) -> _Channels:
-        def make(group: Any, other: int, what: str) -> Channel | None:
+    def make(stages: Stages, device: torch.device) -> _Channels:
+        def connect(group: Any, other: int, what: str) -> Channel | None:
             if not 0 <= other < stages.size:
                 return None
             where = (
@@ -110,10 +110,10 @@ class _Channels:
 
         previous, following = stages.index - 1, stages.index + 1
         return _Channels(
-            make(stages.forwards, previous, "receiving from"),
-            make(stages.forwards, following, "sending to"),
-            make(stages.backwards, following, "receiving from"),
-            make(stages.backwards, previous, "sending to"),
+            connect(stages.forwards, previous, "receiving from"),
+            connect(stages.forwards, following, "sending to"),
+            connect(stages.backwards, following, "receiving from"),
+            connect(stages.backwards, previous, "sending to"),
         )
 
     @property
@@ -190,7 +190,7 @@ class Pipeline:
         state, meshes = self.state, self.state.meshes
         assert meshes is not None and meshes.stages is not None
         if self._channels is None or self._failure is None:
-            self._channels = _Channels.of(meshes.stages, meshes.device)
+            self._channels = _Channels.make(meshes.stages, meshes.device)
             self._failure = Failure(meshes)
         self._failure.check()
         given = bind_forward(self.model, args, kwargs)
@@ -201,7 +201,7 @@ class Pipeline:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 reshard_unit(module)  # an interrupted forward leaves units gathered
-        with self._failure.shared():
+        with self._failure.raise_on_all_ranks():
             self._failure.begin("the comparison of all ranks")
             agreement = agree(self.model, state, given)
             if agreement.refusal is None:
