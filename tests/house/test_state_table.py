@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -40,7 +40,7 @@ FILLED = {
     ("planner/counted.py", "shard"): "of an optimizer of the same model",
 }
 # The names of variables that hold one of our dataclasses, and the classes.
-OUR_CLASSES = {
+OUR_CLASSES: dict[str, list[Any]] = {
     "state": [state.ModelState],
     "old_state": [state.ModelState],
     "layer": [state.MoELayer, LayerSlice],
@@ -188,7 +188,7 @@ def test_exceptions_of_the_table_are_still_written() -> None:
 def test_no_row_repeats_a_declared_field() -> None:
     table = read_table(state.__doc__ or "")
     writes = [write for file, tree in parse_sources().items() for write in find_writes(file, tree)]
-    by_name = defaultdict(list)
+    by_name: dict[tuple[str, str | None], list[bool]] = defaultdict(list)
     for write in writes:
         by_name[write.file, write.name].append(sets_declared_field(write))
     rows = {(file, name) for file, names in table.items() for name in names}
