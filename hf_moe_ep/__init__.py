@@ -19,33 +19,41 @@ from typing import TYPE_CHECKING, Any
 from hf_moe_ep.version import __version__
 
 if TYPE_CHECKING:
-    from hf_moe_ep.apply import apply_ep_fsdp2, from_pretrained
-    from hf_moe_ep.checkpoints.hub.save import save_pretrained
-    from hf_moe_ep.checkpoints.hub.sync_token import SyncToken
-    from hf_moe_ep.checkpoints.hub.tensors import hub_tensors
-    from hf_moe_ep.checkpoints.newest import newest_checkpoint
-    from hf_moe_ep.checkpoints.training.load import load_checkpoint
-    from hf_moe_ep.checkpoints.training.save import save_checkpoint
-    from hf_moe_ep.compiled.layers import compile_layers
-    from hf_moe_ep.config import ParallelConfig
-    from hf_moe_ep.data_parallel import data_parallel_rank, data_parallel_size, global_token_count
-    from hf_moe_ep.describe import describe
-    from hf_moe_ep.integrations.expert_load import ExpertLoadCallback
-    from hf_moe_ep.mtp.attach import mtp_loss
-    from hf_moe_ep.optim.muon import Muon
-    from hf_moe_ep.patch import patch, unpatch
-    from hf_moe_ep.placement.balance import balance_experts
-    from hf_moe_ep.placement.hub_order import experts_in_hub_order
-    from hf_moe_ep.plan import ModelPlan, MoEBlock, WeightSource
-    from hf_moe_ep.routing.bias import update_router_bias
-    from hf_moe_ep.routing.load import ExpertLoad, expert_load
-    from hf_moe_ep.routing.replay import RoutingReplay
-    from hf_moe_ep.routing.report import ReplayReport
-    from hf_moe_ep.routing.routes import Routes
-    from hf_moe_ep.sharding.clip import clip_grad_norm_
-    from hf_moe_ep.vision.positions import PositionCollator
+    from hf_moe_ep.apply import apply_ep_fsdp2 as apply_ep_fsdp2
+    from hf_moe_ep.apply import from_pretrained as from_pretrained
+    from hf_moe_ep.checkpoints.hub.save import save_pretrained as save_pretrained
+    from hf_moe_ep.checkpoints.hub.sync_token import SyncToken as SyncToken
+    from hf_moe_ep.checkpoints.hub.tensors import hub_tensors as hub_tensors
+    from hf_moe_ep.checkpoints.newest import newest_checkpoint as newest_checkpoint
+    from hf_moe_ep.checkpoints.training.load import load_checkpoint as load_checkpoint
+    from hf_moe_ep.checkpoints.training.save import save_checkpoint as save_checkpoint
+    from hf_moe_ep.compiled.layers import compile_layers as compile_layers
+    from hf_moe_ep.config import ParallelConfig as ParallelConfig
+    from hf_moe_ep.data_parallel import data_parallel_rank as data_parallel_rank
+    from hf_moe_ep.data_parallel import data_parallel_size as data_parallel_size
+    from hf_moe_ep.data_parallel import global_token_count as global_token_count
+    from hf_moe_ep.describe import describe as describe
+    from hf_moe_ep.integrations.expert_load import ExpertLoadCallback as ExpertLoadCallback
+    from hf_moe_ep.mtp.attach import mtp_loss as mtp_loss
+    from hf_moe_ep.optim.muon import Muon as Muon
+    from hf_moe_ep.patch import patch as patch
+    from hf_moe_ep.patch import unpatch as unpatch
+    from hf_moe_ep.placement.balance import balance_experts as balance_experts
+    from hf_moe_ep.placement.hub_order import experts_in_hub_order as experts_in_hub_order
+    from hf_moe_ep.plan import ModelPlan as ModelPlan
+    from hf_moe_ep.plan import MoEBlock as MoEBlock
+    from hf_moe_ep.plan import WeightSource as WeightSource
+    from hf_moe_ep.routing.bias import update_router_bias as update_router_bias
+    from hf_moe_ep.routing.load import ExpertLoad as ExpertLoad
+    from hf_moe_ep.routing.load import expert_load as expert_load
+    from hf_moe_ep.routing.replay import RoutingReplay as RoutingReplay
+    from hf_moe_ep.routing.report import ReplayReport as ReplayReport
+    from hf_moe_ep.routing.routes import Routes as Routes
+    from hf_moe_ep.sharding.clip import clip_grad_norm_ as clip_grad_norm_
+    from hf_moe_ep.vision.positions import PositionCollator as PositionCollator
 
-# The module that defines each public name. Type checkers read the imports above instead.
+# The module that defines each public name. Type checkers read the imports above, in which `as`
+# marks a name as public.
 _DEFINED_IN = {
     "ExpertLoad": "routing.load",
     "ExpertLoadCallback": "integrations.expert_load",
@@ -81,41 +89,7 @@ _DEFINED_IN = {
     "update_router_bias": "routing.bias",
 }
 
-__all__ = [
-    "ExpertLoad",
-    "ExpertLoadCallback",
-    "MoEBlock",
-    "ModelPlan",
-    "Muon",
-    "ParallelConfig",
-    "PositionCollator",
-    "ReplayReport",
-    "Routes",
-    "RoutingReplay",
-    "SyncToken",
-    "WeightSource",
-    "__version__",
-    "apply_ep_fsdp2",
-    "balance_experts",
-    "clip_grad_norm_",
-    "compile_layers",
-    "data_parallel_rank",
-    "data_parallel_size",
-    "describe",
-    "expert_load",
-    "experts_in_hub_order",
-    "from_pretrained",
-    "global_token_count",
-    "hub_tensors",
-    "load_checkpoint",
-    "mtp_loss",
-    "newest_checkpoint",
-    "patch",
-    "save_checkpoint",
-    "save_pretrained",
-    "unpatch",
-    "update_router_bias",
-]
+__all__ = ["__version__", *_DEFINED_IN]
 
 
 class _Package(ModuleType):

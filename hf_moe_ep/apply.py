@@ -49,8 +49,8 @@ from hf_moe_ep.upstream.hub import (
 )
 from hf_moe_ep.upstream.models import set_source
 
-# How long ranks wait for the download of a model.
-_DOWNLOAD = timedelta(hours=24)
+# How long ranks wait while another rank downloads a model.
+_PATIENCE_OF_DOWNLOAD = timedelta(hours=24)
 
 
 def apply_ep_fsdp2(
@@ -79,7 +79,7 @@ def apply_ep_fsdp2(
         offload_policy: FSDP2's policy. None keeps the parameters on the device.
         ignore_unexpected: regular expressions. Tensors of `weights` that do not belong to the model
             raise an error unless the model's class ignores them or a pattern is found in their
-            keys. Ignored tensors are not loaded; saved checkpoints have them again.
+            keys. Ignored tensors are not loaded, but `save_pretrained` copies them.
 
     Raises:
         ValueError: there is no process group; the sizes do not fit the number of ranks; ranks have
@@ -125,10 +125,10 @@ def _patch_if_needed(
 ) -> ModelState:
     state: ModelState | None = getattr(model, STATE, None)
     if state is None or config is not None or overrides:
-        fields = {name: value for name, value in overrides.items() if name != "plan"}
+        settings = {name: value for name, value in overrides.items() if name != "plan"}
         patch_model(
             model,
-            resolve_config(config, fields),
+            resolve_config(config, settings),
             overrides.get("plan"),
             None if weights is None else Path(weights),
         )
@@ -227,7 +227,7 @@ def from_pretrained(
             return local_folder(name_or_dir, download) if is_first_on_machine else None
         finally:
             # A download may take longer than the timeout of a collective.
-            check_everyone_calls("the download of from_pretrained", _DOWNLOAD)
+            check_everyone_calls("the download of from_pretrained", _PATIENCE_OF_DOWNLOAD)
 
     def build() -> tuple[Path, nn.Module]:
         folder = downloaded or local_folder(name_or_dir, download, after_another=True)

@@ -53,9 +53,10 @@ from hf_moe_ep.upstream.models import (
 from hf_moe_ep.upstream.module_names import stock_name, without_copies
 from hf_moe_ep.upstream.towers import takes_tower_outputs
 
-# Fields of configs that hold the number of experts per token.
+# The names that fields of configs have for the number of experts per token.
 _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token")
-# Attributes of a router with groups of experts, and its method of choosing experts by groups.
+# The attributes of a router that hold its number of groups of experts, and the value of its
+# `topk_method` with which it chooses experts by groups.
 _GROUPS = ("num_group", "n_group")
 _BY_GROUPS = "group_limited_greedy"
 
@@ -93,24 +94,26 @@ class Encoders:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of one model.
+    """The parts of one model, as PyTorch modules.
 
     Attributes:
         plan: the plan of the model's architecture.
         config: the config of the model's language model (its text config).
         root: the model whose forward always runs. In a PeftModel this is the inner model, because
             some callers bypass the forward of the PeftModel.
-        layers: the decoder layers, in order, and behind them those of `mtp`. If a wrapper
-            checkpoints a layer, this is the wrapper.
+        layers: the decoder layers, in order, followed by the decoder layers of `mtp`. If a wrapper
+            checkpoints a layer, the wrapper is listed.
         experts: the experts modules of all MoE layers, by name, in order, without wrappers.
         adapted_experts: the experts modules with PEFT's wrappers, by the index of their decoder
             layer, which may have several. Each one is an FSDP2 unit: FSDP2 all-gathers its
             parameters together.
-        tied_modules: the layers of the second tower and their experts modules, including PEFT's
-            wrappers, by those of the first tower; empty if the model has no tied layers.
+        tied_modules: for each layer and each experts module of the first tower, the module of the
+            second tower with the same parameters. PEFT's wrappers are included. Empty if the model
+            has no tied layers.
         attention: the modules in decoder layers that call transformers' attention interface.
-        mixers: for each decoder layer, its direct children, by name, that are or contain a mixer,
-            or that take the tokens which the indexer of an earlier layer has chosen.
+        mixers: for each decoder layer, the direct children that need whole sequences, by name:
+            children that are or contain a mixer, or that take the tokens which the indexer of an
+            earlier layer has chosen.
         final_norm: the norm in front of the head; empty if there is none.
         causal_lm: the module that owns `head`; None if the model has no language model head.
         classifier: the model if it classifies tokens; None if it does not.
@@ -141,7 +144,7 @@ class Parts:
 
     @property
     def main_layers(self) -> tuple[nn.Module, ...]:
-        """The decoder layers without those of `mtp`."""
+        """The decoder layers without the layers of `mtp`."""
         return self.layers[: len(self.layers) - (0 if self.mtp is None else len(self.mtp.blocks))]
 
     @property
@@ -178,7 +181,7 @@ class Differences:
 
 
 def differences(model_type: str) -> Differences:
-    """Return the changes of an architecture's file in `model_patches`, or none without a file."""
+    """Return the changes in an architecture's file in `model_patches`, if there is a file."""
     file_name = model_type.replace("-", "_")
     name = f"hf_moe_ep.model_patches.{file_name}"
     if not file_name.isidentifier() or importlib.util.find_spec(name) is None:
@@ -243,7 +246,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
     Args:
         model: stock or wrapped.
         given: the plan of the user; None derives the plan.
-        complete: False for a model of which other pipeline stages hold a part.
+        complete: False if other pipeline stages hold a part of the model.
 
     Raises:
         ValueError: the plan cannot be derived; the number of layers differs from the config; a
@@ -264,7 +267,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
         root=without_adapters(model),
         layers=tuple(named.unadapted[name] for name in named.matching(plan.layers)),
         experts=_find_experts(model, named, plan),
-        adapted_experts=_adapted_experts(named, plan, plan.layers),
+        adapted_experts=_find_adapted_experts(named, plan, plan.layers),
         tied_modules=_find_tied_modules(named, plan),
         attention=_find_attention(named, plan),
         mixers=_find_mixers(named, plan),
@@ -276,7 +279,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
         causal_lm=None if head is None else next(owners, None),
         classifier=token_classifier(without_adapters(model)),
         # Head and embedding are tied even if they share only one of their parameters: PEFT's
-        # modules_to_save adds a copy that is not tied to a tied head.
+        # modules_to_save adds a copy to a tied head, and this copy is not tied.
         tied=head is not None and embedding is not None and _share_parameters(head, embedding),
         tower=_find_tower(model, named, plan),
         encoders=_find_encoders(model, named, plan),
@@ -391,20 +394,20 @@ def experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
 def groups_of_router(model: nn.Module, plan: ModelPlan) -> tuple[int, int]:
     """Return how many groups of experts the routers have, and how many of them a token uses.
 
-    The result is (1, 1) if a token may choose any experts. DeepSeek-V2 uses its groups with one
-    method of choosing only.
+    The result is (1, 1) if a token may choose among all experts. DeepSeek-V2 uses its groups only
+    if `topk_method` is "group_limited_greedy".
     """
     for name, module in model.named_modules():
         if not plan.router or not matches(plan.router, stock_name(name)):
             continue
-        groups = next((n for n in map(partial(_number, module), _GROUPS) if n is not None), 1)
-        used = _number(module, "topk_group") or 1
+        groups = next((n for n in map(partial(_read_number, module), _GROUPS) if n is not None), 1)
+        used = _read_number(module, "topk_group") or 1
         method = getattr(module, "topk_method", _BY_GROUPS)
         return (groups, used) if used < groups and method == _BY_GROUPS else (1, 1)
     return 1, 1
 
 
-def _number(module: nn.Module, name: str) -> int | None:
+def _read_number(module: nn.Module, name: str) -> int | None:
     value = getattr(module, name, None)
     return value if isinstance(value, int) else None
 
@@ -450,7 +453,7 @@ class _Named:
         return [name for name in self.stock if pattern and matches(pattern, name)]
 
     def nearest(self, pattern: str) -> str:
-        """Describe, for an error, which module names resemble a pattern that matches none."""
+        """Describe, for an error, which module names resemble a pattern without a match."""
         starred = dict.fromkeys(map(as_pattern, self.stock))
         near = get_close_matches(pattern, starred, n=3, cutoff=0.4)
         return f"it has {', '.join(near)}" if near else f"its modules are {', '.join(starred)}"
@@ -475,7 +478,7 @@ def _find_experts(model: nn.Module, named: _Named, plan: ModelPlan) -> dict[str,
 
 
 def _find_attention(named: _Named, plan: ModelPlan) -> tuple[nn.Module, ...]:
-    """Return the attention modules, without other modules that match a derived plan's pattern."""
+    """Return the attention modules; a derived plan's pattern may match other modules as well."""
     modules = (named.stock[name] for name in named.matching(plan.attention))
     return tuple(m for m in modules if plan.origin == "given" or is_attention(m))
 
@@ -508,7 +511,7 @@ def _needs_whole_sequences(name: str, module: nn.Module, plan: ModelPlan) -> boo
     return takes_chosen_tokens(module)
 
 
-def _adapted_experts(
+def _find_adapted_experts(
     named: _Named, plan: ModelPlan, layers: str
 ) -> dict[int, tuple[nn.Module, ...]]:
     experts = named.matching(plan.experts)
@@ -523,7 +526,7 @@ def _find_tied_modules(named: _Named, plan: ModelPlan) -> dict[nn.Module, nn.Mod
     towers = [
         (
             *(named.unadapted[name] for name in named.matching(layers)),
-            *chain(*_adapted_experts(named, plan, layers).values()),
+            *chain(*_find_adapted_experts(named, plan, layers).values()),
         )
         for layers in (plan.layers, plan.tied_layers)
     ]
@@ -550,7 +553,7 @@ def _find_tower(model: nn.Module, named: _Named, plan: ModelPlan) -> Tower | Non
     return Tower(
         module=named.unadapted[names[0]],
         owner=owner,
-        decoder=named.stock[_decoder_name(named, plan)],
+        decoder=named.stock[_find_decoder_name(named, plan)],
         blocks=tuple(named.unadapted[name] for name in named.matching(plan.vision.blocks)),
         attention=tuple(named.stock[name] for name in named.matching(plan.vision.attention)),
     )
@@ -566,7 +569,7 @@ def _find_encoders(model: nn.Module, named: _Named, plan: ModelPlan) -> Encoders
             f"{', '.join(map(repr, plan.encoders))} in this {type(model).__name__}; correct "
             f"ModelPlan(encoders=...)"
         )
-    decoder = _decoder_name(named, plan)
+    decoder = _find_decoder_name(named, plan)
     owner = decoder
     while not all(name.startswith(f"{owner}.") for name in names) and owner:
         owner = owner.rpartition(".")[0]
@@ -577,7 +580,7 @@ def _find_encoders(model: nn.Module, named: _Named, plan: ModelPlan) -> Encoders
     )
 
 
-def _decoder_name(named: _Named, plan: ModelPlan) -> str:
+def _find_decoder_name(named: _Named, plan: ModelPlan) -> str:
     return named.matching(plan.layers)[0].rpartition(".")[0].rpartition(".")[0]
 
 

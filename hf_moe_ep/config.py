@@ -1,11 +1,11 @@
 """The user's settings: `ParallelConfig`, `RunOptions`, and their environment variables.
 
     ParallelConfig(ep_size=8)                 experts split over 8 consecutive ranks
-    HF_MOE_EP_EP_SIZE=8 python train.py       the same without a change of a script that patches
+    HF_MOE_EP_EP_SIZE=8 python train.py       the same for a script that patches without ep_size
     hf-moe-ep run --ep-size 8 -- COMMAND      the same for a command that does not patch
 
-`resolve_config` replaces a size of None by the value of its environment variable, or by 1. Where a
-script passes no ParallelConfig, each setting that it does not pass is read from its variable.
+`resolve_config` replaces a size of None by the value of its environment variable, or by 1. If a
+script passes no ParallelConfig, the settings that it leaves out are read from their variables.
 `hf-moe-ep run` passes all settings to the processes of its command as variables, which
 `settings_from_environment` reads (`runner/`). The variable of the field `ep_size` is
 HF_MOE_EP_EP_SIZE; every other field has a variable of the same form.
@@ -30,7 +30,7 @@ _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 # The fields whose sizes divide the ranks.
 _SIZES = ("pp_size", "dp_replicate_size", "ep_size", "etp_size", "cp_size", "sp_size")
 EXPERTS_DTYPES = ("nf4", "fp8")
-# The values of each field that allows only a few; the fields of `bool` are not listed.
+# The allowed values of each field that has only a few. Fields of type bool are not listed.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "experts_backend": ("auto", "eager", "torch", "triton"),
     "experts_dtype": (None, *EXPERTS_DTYPES),
@@ -39,8 +39,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "pp_schedule": ("1f1b", "gpipe"),
     "expert_shard_dim": ("auto", 0, 1),
 }
-# A name counts as misspelt if difflib rates it as similar as this to a known one (1: equal).
-_SIMILAR = 0.7
+# `suggestion` proposes a known name if difflib's similarity reaches this value (1: equal names).
+_MIN_SIMILARITY = 0.7
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ParallelConfig:
             HF_MOE_EP_DP_REPLICATE_SIZE, or 1.
         cp_size: the number of groups of `sp_size` ranks that share each sequence of one batch. Each
             group keeps its part of the tokens in attention as well, and receives the keys and
-            values of the others (context parallelism), so the number of heads does not limit
+            values of the other groups (context parallelism), so the number of heads does not limit
             `cp_size`. A batch belongs to `cp_size * sp_size` consecutive ranks, and this product
             must divide `world_size / dp_replicate_size`. None: HF_MOE_EP_CP_SIZE, or 1.
         etp_size: the number of consecutive ranks that share each expert (expert tensor
@@ -75,8 +75,8 @@ class ParallelConfig:
             batch. Each stage waits for (pp_size - 1) / (pp_microbatches + pp_size - 1) of the time.
             None: HF_MOE_EP_PP_MICROBATCHES, or `pp_size`.
         pp_schedule: the order of the micro-batches. "1f1b" keeps the activations of at most
-            `pp_size` micro-batches, "gpipe" those of all. The router's aux loss is computed for
-            each micro-batch with "1f1b", and for the whole batch with "gpipe".
+            `pp_size` micro-batches, "gpipe" the activations of all micro-batches. The router's aux
+            loss is computed for each micro-batch with "1f1b", and for the whole batch with "gpipe".
         pp_layers: the number of layers of each stage, such as (13, 11). None divides the layers
             evenly.
         experts_backend: the code that computes the experts. "triton" is this package's Triton
@@ -105,8 +105,8 @@ class ParallelConfig:
         dispatch_chunks: the number of chunks into which the tokens of a MoE layer are split, so
             that one chunk is transferred while another one is computed. Each chunk costs kernel
             launches and one more message. 1: transfers and experts do not overlap. "auto": the
-            first forward of a training run measures the link and the experts, and the number with
-            which a layer takes least time is used from the second forward on.
+            first forward of a training run measures the link and the experts. From the second
+            forward on, layers use the number of chunks with the shortest estimated time.
         max_tokens_per_rank: the largest number of rows that a rank may receive in one MoE layer. A
             token is one row, however many of its experts are on that rank. If a rank would receive
             more, all ranks of the ep group raise an error before they allocate memory. None: no
@@ -118,8 +118,8 @@ class ParallelConfig:
             group: dimension 0 (the experts of a rank), or 1. If neither is divisible, it takes 0.
         reshard_after_forward: as in `torch.distributed.fsdp.fully_shard`.
         fsdp_double_buffer: FSDP2 units of the same size gather their parameters in two fixed
-            buffers, which they use in turn, and reduce their gradients in a third one. Without this
-            option, torch allocates memory for every unit. The buffers are held between steps.
+            buffers, which they use in turn, and reduce their gradients in a third buffer. Without
+            this option, torch allocates memory for every unit. The buffers are held between steps.
         nccl_ub: FSDP2 gathers and reduces in memory of NCCL's own allocator, which NCCL registers
             (user buffers), so that NVLink SHARP and other transfers without copies can be used
             (NVIDIA GPUs only).
@@ -329,7 +329,7 @@ class ParallelConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes that divide the ranks, by the names of their fields; 1 stands for None."""
+        """The sizes that divide the ranks, by the names of their fields, with 1 for None."""
         return {name: getattr(self, name) or 1 for name in _SIZES}
 
     @property
@@ -377,7 +377,7 @@ def settings_from_environment(
     without: Collection[str] = (),
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Settings:
-    """Build `kind` from the variables of its fields that are set; the others have defaults.
+    """Build `kind` from environment variables. A field whose variable is not set has its default.
 
     Args:
         without: fields whose variables are not read.
@@ -444,7 +444,7 @@ def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
     name = name.removeprefix(prefix)
     endings = sorted(known_name.removeprefix(prefix) for known_name in known)
     similar = [f"{name}_size"] if f"{name}_size" in endings else []
-    similar += get_close_matches(name, endings, 1, _SIMILAR)
+    similar += get_close_matches(name, endings, 1, _MIN_SIMILARITY)
     return f" (did you mean {prefix}{similar[0]}?)" if similar else ""
 
 
@@ -488,12 +488,12 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
 
 
 def launched_world_size() -> int:
-    """Return the number of processes that the launcher started; 1 without a launcher."""
+    """Return the number of processes that the launcher started, or 1 if there is no launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def launched_rank() -> int:
-    """Return the rank that the launcher gave to this process; 0 without a launcher."""
+    """Return the rank that the launcher gave to this process, or 0 if there is no launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -531,7 +531,7 @@ _LAUNCH_VARIABLES = (
 
 
 def gloo_interfaces() -> list[str]:
-    """Return the network interfaces that GLOO_SOCKET_IFNAME names; empty if it is not set."""
+    """Return the network interfaces in GLOO_SOCKET_IFNAME, or [] if the variable is not set."""
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 

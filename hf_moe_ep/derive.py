@@ -1,4 +1,4 @@
-"""`derive_plan`: derive the plan of a model from its modules, whatever its architecture.
+"""`derive_plan`: derive the plan of a model from its modules, for any architecture.
 
     experts      the modules that use transformers' experts interface
     layers       the list of modules that contains the experts; if lists are nested, the innermost
@@ -7,9 +7,9 @@
     attention    the modules in a layer that call transformers' attention interface
     mixers       the modules in a layer that take positions, masks or caches but do not call that
                  interface, and the modules that contain a convolution
-    router       a module beside the experts (in the same parent module) that calls topk; if none
-                 calls topk, a module beside the experts whose weight has one row per expert.
-                 PEFT's trained copies of a router (modules_to_save) have the router's name
+    router       a module that has the same parent module as the experts and calls topk; if no such
+                 module calls topk, one whose weight has one row per expert. PEFT's trained copies
+                 of a router (modules_to_save) have the router's name
     final norm   the norm that follows the list of layers
     aux loss     exists if the forward of the head's module calls the load-balancing loss; the plan
                  names the attribute that holds its coefficient
@@ -79,7 +79,8 @@ def derive_plan(
 
     Args:
         model: stock, or wrapped by PEFT, torch.compile or activation checkpointing.
-        modules: the modules by their stock names, without wrappers. None: `model.named_modules()`.
+        modules: the modules by their stock names, without wrappers; None takes
+            `model.named_modules()`.
         num_layers: the field of the text config that holds the number of decoder layers.
 
     Raises:
@@ -96,7 +97,7 @@ def count_stacked_experts(experts: nn.Module, plan: ModelPlan) -> int:
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Return True if a model has experts, whether or not a plan can be derived."""
+    """Return True if a model has experts, even if no plan can be derived."""
     if any(map(is_experts_module, model.modules())):
         return True
     config = getattr(model, "config", None)
@@ -120,29 +121,31 @@ class _Derivation:
         experts = [name for name, module in self.modules.items() if is_experts_module(module)]
         if not experts:
             self._refuse_without_experts()
-        stack, tied_stack = self._stacks_of_layers(experts)
+        stack, tied_stack = self._find_stacks(experts)
         experts = [name for name in experts if name.startswith(f"{stack}.")]
         self._check_number_of_layers(stack, experts)
         decoder = stack.rpartition(".")[0]
-        num_experts = self._num_experts(experts)
-        encoders = self._encoders(decoder)
-        vision = self._vision(encoders)
+        num_experts = self._count_experts(experts)
+        encoders = self._find_encoders(decoder)
+        vision = self._derive_vision(encoders)
         plan = ModelPlan(
             model_type=str(getattr(self.config, "model_type", "")),
-            layers=self._layers(stack),
-            experts=self._pattern(experts),
-            attention=self._attention(stack),
-            final_norm=self._final_norm(decoder, stack),
-            mixers=tuple(sorted({self._relative(name) for name in self._mixers(stack)})),
-            num_experts=self._field_of_num_experts(experts[0], num_experts),
-            expert_weights=self._expert_weights(experts[0], num_experts),
-            aux_loss_coef=self._aux_loss_coefficient(),
+            layers=self._derive_layers(stack),
+            experts=self._make_pattern(experts),
+            attention=self._derive_attention(stack),
+            final_norm=self._derive_final_norm(decoder, stack),
+            mixers=tuple(sorted(set(map(self._without_prefix, self._derive_mixers(stack))))),
+            num_experts=self._find_num_experts_field(experts[0], num_experts),
+            expert_weights=self._list_expert_weights(experts[0], num_experts),
+            aux_loss_coef=self._find_aux_loss_coefficient(),
             vision=vision,
-            encoders=() if vision else tuple(map(self._relative, encoders)),
+            encoders=() if vision else tuple(map(self._without_prefix, encoders)),
             origin="derived",
         )
-        plan = replace(plan, router=self._router(plan, stack, experts, num_experts))
-        return plan if tied_stack is None else _with_tied_layers(plan, self._layers(tied_stack))
+        plan = replace(plan, router=self._derive_router(plan, stack, experts, num_experts))
+        if tied_stack is None:
+            return plan
+        return _add_tied_layers(plan, self._derive_layers(tied_stack))
 
     def _refuse_without_experts(self) -> NoReturn:
         kinds = sorted({type(module).__name__ for module in self.modules.values()})
@@ -170,7 +173,7 @@ class _Derivation:
         if self.config is None:
             return
         config = text_config(self.config)
-        layers = len(self._children(stack))
+        layers = len(self._list_children(stack))
         with_experts = len({name[len(stack) + 1 :].partition(".")[0] for name in experts})
         expected_layers = getattr(config, self.num_layers, layers)
         patterns = set(map(as_pattern, experts))
@@ -183,7 +186,7 @@ class _Derivation:
             others = f" (without transformers' experts interface: {names})"
         for kind, number, expected in (
             ("decoder layers", layers, expected_layers),
-            ("layers with experts", with_experts, _expected_moe_layers(config)),
+            ("layers with experts", with_experts, _count_expected_moe_layers(config)),
         ):
             if expected is not None and number != expected:
                 raise ValueError(
@@ -192,9 +195,9 @@ class _Derivation:
                     f"from_pretrained returns it"
                 )
 
-    def _stacks_of_layers(self, experts: Iterable[str]) -> tuple[str, str | None]:
+    def _find_stacks(self, experts: Iterable[str]) -> tuple[str, str | None]:
         """Return the names of the nn.ModuleLists of the decoder layers and of the tied layers."""
-        stacks = list(dict.fromkeys(self._list_around(name) for name in experts))
+        stacks = list(dict.fromkeys(self._find_list_around(name) for name in experts))
         pairs = combinations(stacks, 2)
         tied = next((pair for pair in pairs if self._share_parameters(*pair)), None)
         if tied is not None:
@@ -214,13 +217,13 @@ class _Derivation:
     def _share_parameters(self, first: str, second: str) -> bool:
         """Return True if two lists of layers have the same length and share parameters."""
         ids, others = ({id(p) for p in self.modules[x].parameters()} for x in (first, second))
-        same_length = len(self._children(first)) == len(self._children(second))
+        same_length = len(self._list_children(first)) == len(self._list_children(second))
         return same_length and not ids.isdisjoint(others)
 
-    def _layers(self, stack: str) -> str:
-        return self._pattern([f"{stack}.{name}" for name in self._children(stack)])
+    def _derive_layers(self, stack: str) -> str:
+        return self._make_pattern([f"{stack}.{name}" for name in self._list_children(stack)])
 
-    def _list_around(self, experts: str) -> str:
+    def _find_list_around(self, experts: str) -> str:
         """Return the name of the list that holds the layer of an experts module."""
         parts = experts.split(".")
         lists = [
@@ -234,7 +237,7 @@ class _Derivation:
                 f"{_REMEDY}"
             )
         checkpointed = [
-            name for name in lists if any(map(is_checkpointed_layer, self._elements(name)))
+            name for name in lists if any(map(is_checkpointed_layer, self._list_elements(name)))
         ]
         return (checkpointed or lists)[0]
 
@@ -243,8 +246,8 @@ class _Derivation:
         get_decoder = getattr(self.model, "get_decoder", None)
         return get_decoder is not None and get_decoder() is decoder
 
-    def _num_experts(self, experts: Iterable[str]) -> int:
-        sizes = {name: _first_size_of_stack(self.modules[name]) for name in experts}
+    def _count_experts(self, experts: Iterable[str]) -> int:
+        sizes = {name: _read_size_of_stack(self.modules[name]) for name in experts}
         unstacked = [name for name, size in sizes.items() if not size]
         if unstacked:
             raise ValueError(
@@ -260,7 +263,7 @@ class _Derivation:
             )
         return next(iter(sizes.values()))
 
-    def _field_of_num_experts(self, experts: str, num_experts: int) -> str | None:
+    def _find_num_experts_field(self, experts: str, num_experts: int) -> str | None:
         """Return the field of the text config that holds the number of experts, if there is one.
 
         If several fields hold that number, return a field that the code of the experts reads.
@@ -277,18 +280,20 @@ class _Derivation:
                 f"each layer of this {self.kind} has {num_experts} experts, but its config says "
                 f"{field} = {count}; pass the model to patch() as from_pretrained returns it"
             )
-        # A field whose name the code of the experts uses comes first. The name `num_experts` is a
-        # weak sign: the code may mean the module's own attribute of this name, and not the field.
-        # If the code uses the name of another field as well, that field comes first.
+        # A field whose name occurs in the code of the experts comes first. The name `num_experts`
+        # comes last among these fields, because the code may mean the module's own attribute of
+        # this name.
         module = self.modules[experts]
         equal.sort(key=lambda name: (not uses_name(module, name), name == _EXPERT_COUNTS[0]))
         return equal[0] if equal else None
 
-    def _expert_weights(self, experts: str, num_experts: int) -> tuple[str, ...]:
+    def _list_expert_weights(self, experts: str, num_experts: int) -> tuple[str, ...]:
         parameters = self.modules[experts].named_parameters(recurse=False)
         return tuple(n for n, p in parameters if p.dim() > 1 and p.shape[0] == num_experts)
 
-    def _router(self, plan: ModelPlan, stack: str, experts: Iterable[str], num_experts: int) -> str:
+    def _derive_router(
+        self, plan: ModelPlan, stack: str, experts: Iterable[str], num_experts: int
+    ) -> str:
         """Return the pattern of the routers.
 
         Only modules inside the parents of the experts modules are candidates. A router is a
@@ -298,7 +303,7 @@ class _Derivation:
         parents = {name.rpartition(".")[0] for name in experts}
         candidates = {
             name: module
-            for name, module in self._within_layers(stack).items()
+            for name, module in self._find_in_layers(stack).items()
             if any(name.startswith(f"{parent}.") for parent in parents)
             and not any(f"{name}.".startswith(f"{other}.") for other in experts)
         }
@@ -315,9 +320,9 @@ class _Derivation:
             if any(_has_rows(p, num_experts) for p in module.parameters(recurse=False))
         )
         modules_per_layer = len(set(map(as_pattern, experts)))
-        return self._router_pattern(plan, with_topk or with_rows, modules_per_layer)
+        return self._merge_router_patterns(plan, with_topk or with_rows, modules_per_layer)
 
-    def _router_pattern(
+    def _merge_router_patterns(
         self, plan: ModelPlan, patterns: Collection[str], modules_per_layer: int
     ) -> str:
         if not patterns:
@@ -328,30 +333,30 @@ class _Derivation:
         if merged is None or len(patterns) > modules_per_layer:
             raise ValueError(
                 f"this {self.kind} has several modules that could be the router: "
-                f"{', '.join(repr(self._relative(name)) for name in patterns)}; choose one: "
-                f"patch(model, plan={_as_code(plan, 'router')})"
+                f"{', '.join(repr(self._without_prefix(name)) for name in patterns)}; choose one: "
+                f"patch(model, plan={_format_as_code(plan, 'router')})"
             )
-        return self._relative(merged)
+        return self._without_prefix(merged)
 
-    def _attention(self, stack: str) -> str:
+    def _derive_attention(self, stack: str) -> str:
         # Modules of Inkling2 that attend to earlier layers call the interface too. They are not
         # attention over the sequence, and take none of _SEQUENCE_ARGUMENTS.
         names = [
             name
-            for name, module in self._within_layers(stack).items()
+            for name, module in self._find_in_layers(stack).items()
             if is_attention(module) and _takes_a_sequence(module)
         ]
-        return self._pattern(names) if names else ""
+        return self._make_pattern(names) if names else ""
 
-    def _mixers(self, stack: str) -> set[str]:
-        """Return the patterns of the mixers in layers, without mixers inside other mixers."""
-        mixers = {name for name, module in self._within_layers(stack).items() if is_mixer(module)}
-        return {as_pattern(name) for name in mixers if mixers.isdisjoint(_containers(name))}
+    def _derive_mixers(self, stack: str) -> set[str]:
+        """Return the patterns of the mixers in layers; a mixer inside another one is left out."""
+        mixers = {name for name, module in self._find_in_layers(stack).items() if is_mixer(module)}
+        return {as_pattern(name) for name in mixers if mixers.isdisjoint(_yield_containers(name))}
 
-    def _final_norm(self, decoder: str, stack: str) -> str:
+    def _derive_final_norm(self, decoder: str, stack: str) -> str:
         follows_layers = False
         norms = []
-        for name in self._children(decoder):
+        for name in self._list_children(decoder):
             full = f"{decoder}.{name}".lstrip(".")
             follows_layers = follows_layers or full == stack
             if follows_layers and "norm" in type(self.modules[full]).__name__.lower():
@@ -361,16 +366,16 @@ class _Derivation:
                 f"several norms follow the layers of this {self.kind}, "
                 f"{', '.join(map(repr, norms))}; {_REMEDY}"
             )
-        return self._relative(norms[0]) if norms else ""
+        return self._without_prefix(norms[0]) if norms else ""
 
-    def _aux_loss_coefficient(self) -> str | None:
+    def _find_aux_loss_coefficient(self) -> str | None:
         head = output_head(self.model)
         owner = next(
             (m for m in self.modules.values() if any(x is head for x in m.children())), None
         )
         return None if head is None or owner is None else aux_loss_coefficient(owner)
 
-    def _encoders(self, decoder: str) -> list[str]:
+    def _find_encoders(self, decoder: str) -> list[str]:
         """Return the names of the encoders.
 
         Among the modules that contain the decoder, find the innermost module whose forward takes
@@ -383,22 +388,26 @@ class _Derivation:
         if not inner:
             return []
         not_encoders = {input_embedding(self.model), output_head(self.model)}
-        children = [f"{owner}.{name}".lstrip(".") for name in self._children(owner)]
+        children = [f"{owner}.{name}".lstrip(".") for name in self._list_children(owner)]
         return [
             name
             for child in children
             if child != inner
-            for name in self._with_forward(child)
+            for name in self._list_with_forward(child)
             if self.modules[name] not in not_encoders and _has_parameters(self.modules[name])
         ]
 
-    def _with_forward(self, name: str) -> list[str]:
-        """Return [name], or the names of the elements of a list or dict, which has no forward."""
+    def _list_with_forward(self, name: str) -> list[str]:
+        """Return [name], or the elements of a list or dict of modules, which has no forward."""
         if not isinstance(self.modules[name], nn.ModuleList | nn.ModuleDict):
             return [name]
-        return [m for child in self._children(name) for m in self._with_forward(f"{name}.{child}")]
+        return [
+            m
+            for child in self._list_children(name)
+            for m in self._list_with_forward(f"{name}.{child}")
+        ]
 
-    def _vision(self, encoders: list[str]) -> VisionPlan | None:
+    def _derive_vision(self, encoders: list[str]) -> VisionPlan | None:
         """Describe the tower, if it is the only encoder and its blocks can be FSDP2 units."""
         if len(encoders) != 1:
             return None
@@ -418,20 +427,20 @@ class _Derivation:
         if not blocks or any(len(set(map(as_pattern, x))) > 1 for x in (blocks, attention)):
             return None
         return VisionPlan(
-            tower=self._relative(tower),
-            blocks=self._pattern(blocks),
-            attention=self._pattern(attention) if attention else "",
+            tower=self._without_prefix(tower),
+            blocks=self._make_pattern(blocks),
+            attention=self._make_pattern(attention) if attention else "",
         )
 
-    def _children(self, name: str) -> list[str]:
+    def _list_children(self, name: str) -> list[str]:
         start = f"{name}." if name else ""
         rest = (n[len(start) :] for n in self.modules if n.startswith(start) and n != name)
         return [n for n in rest if "." not in n and n]
 
-    def _elements(self, name: str) -> list[nn.Module]:
-        return [self.modules[f"{name}.{child}"] for child in self._children(name)]
+    def _list_elements(self, name: str) -> list[nn.Module]:
+        return [self.modules[f"{name}.{child}"] for child in self._list_children(name)]
 
-    def _within_layers(self, stack: str) -> dict[str, nn.Module]:
+    def _find_in_layers(self, stack: str) -> dict[str, nn.Module]:
         """Return the modules inside decoder layers by name, without the layers themselves."""
         depth = stack.count(".") + 2
         return {
@@ -440,7 +449,7 @@ class _Derivation:
             if name.startswith(f"{stack}.") and name.count(".") >= depth
         }
 
-    def _pattern(self, names: Iterable[str]) -> str:
+    def _make_pattern(self, names: Iterable[str]) -> str:
         """Return one pattern that matches all names.
 
         The names may differ in numbers, and in one other component: "0.a.x" and "1.b.x" give
@@ -456,14 +465,14 @@ class _Derivation:
                 f"no single pattern matches these modules of this {self.kind}: "
                 f"{', '.join(map(repr, patterns))}; {_REMEDY}"
             )
-        return self._relative(merged)
+        return self._without_prefix(merged)
 
-    def _relative(self, name: str) -> str:
+    def _without_prefix(self, name: str) -> str:
         prefix = base_model_prefix(self.model)
         return name.removeprefix(f"{prefix}.") if prefix else name
 
 
-def _expected_moe_layers(config: Any) -> int | None:
+def _count_expected_moe_layers(config: Any) -> int | None:
     """Return the number of MoE layers that a config describes; None if the number is unknown.
 
     This function reads only fields that several architectures have, and only if the class of the
@@ -488,8 +497,8 @@ def _expected_moe_layers(config: Any) -> int | None:
     return None
 
 
-def _as_code(plan: ModelPlan, unknown: str) -> str:
-    """Return a plan as Python code, for an error; the value of the field `unknown` is "..."."""
+def _format_as_code(plan: ModelPlan, unknown: str) -> str:
+    """Format a plan as Python code, for an error, with "..." as the value of `unknown`."""
     arguments = [repr(plan.model_type)]
     for field in fields(plan):
         value = getattr(plan, field.name)
@@ -500,7 +509,7 @@ def _as_code(plan: ModelPlan, unknown: str) -> str:
     return f"ModelPlan({', '.join(arguments)})"
 
 
-def _with_tied_layers(plan: ModelPlan, tied_layers: str) -> ModelPlan:
+def _add_tied_layers(plan: ModelPlan, tied_layers: str) -> ModelPlan:
     """Let the patterns of experts and routers match the modules in both lists of layers.
 
     "a.b.layers.*.experts" becomes "layers.*.experts" if the tied layers are "c.layers.*".
@@ -515,13 +524,13 @@ def _with_tied_layers(plan: ModelPlan, tied_layers: str) -> ModelPlan:
     return replace(plan, tied_layers=tied_layers, experts=experts, router=router)
 
 
-def _containers(name: str) -> Iterator[str]:
+def _yield_containers(name: str) -> Iterator[str]:
     """Yield the names of all modules that contain the module `name`, the innermost first."""
     while name := name.rpartition(".")[0]:
         yield name
 
 
-def _first_size_of_stack(experts: nn.Module) -> int:
+def _read_size_of_stack(experts: nn.Module) -> int:
     """Return the first size of the first 3-dim parameter, or 0 if there is no such parameter."""
     sizes = [int(p.shape[0]) for p in experts.parameters(recurse=False) if p.dim() == 3]
     return sizes[0] if sizes else 0
@@ -540,7 +549,7 @@ def is_mixer(module: nn.Module) -> bool:
 
 
 def _takes_a_sequence(module: nn.Module) -> bool:
-    """Return True if the forward of a module takes masks, positions or caches of a sequence."""
+    """Return True if the forward of a module takes one of `_SEQUENCE_ARGUMENTS`."""
     return not forward_arguments(module).isdisjoint(_SEQUENCE_ARGUMENTS)
 
 
@@ -552,8 +561,8 @@ def takes_chosen_tokens(module: nn.Module) -> bool:
 def gathers_by_cache(module: nn.Module) -> bool:
     """Return True if a module needs whole sequences only for the keys that it passes to a cache.
 
-    Such a module is attention with an indexer or a compressor. Its code calls only those methods
-    of the cache that `GatheringCache` has, so it mixes tokens nowhere else.
+    Such a module is attention with an indexer or a compressor. It mixes tokens nowhere else if its
+    code calls only the cache's methods that `GatheringCache` has.
     """
     if not is_attention(module) or forward_arguments(module).isdisjoint(CACHE_NAMES):
         return False
@@ -585,7 +594,7 @@ def _has_rows(parameter: nn.Parameter, rows: int) -> bool:
 
 
 def _merge_patterns(patterns: Iterable[str]) -> str | None:
-    """Return one pattern for patterns that differ in exactly one component; otherwise None."""
+    """Return one pattern for all, or None if they do not differ in exactly one component."""
     parts = [pattern.split(".") for pattern in patterns]
     if len({len(p) for p in parts}) != 1:
         return None

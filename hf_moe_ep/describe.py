@@ -7,9 +7,10 @@ import math
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.pipeline.schedule import bubble
 from hf_moe_ep.ranks.boxes import local_tensor
-from hf_moe_ep.ranks.mesh import ranks_in_node
+from hf_moe_ep.ranks.mesh import Meshes, ranks_in_node
 from hf_moe_ep.sequence.kv_exchange import KeyValueExchange
 from hf_moe_ep.state import Compute, ModelState, experts_modules, find_state, quantised_matrices
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
@@ -18,7 +19,7 @@ from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 def describe(model: nn.Module) -> str:
     """Return a report of a few lines on a patched model.
 
-    The experts and groups of ranks in the report are those of the calling rank.
+    The report shows the experts and the groups of the calling rank.
 
         >>> print(describe(patch(model, ep_size=2)))
         MyMoeForCausalLM (my_moe), patched by hf_moe_ep; plan derived
@@ -33,39 +34,45 @@ def describe(model: nn.Module) -> str:
     state = find_state(model)
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched; call patch(model) first")
-    lines = [_header(model, state), _experts(model, state), _layout(state), _parameters(model)]
-    lines += _mtp(state)
-    lines += _stages(state)
-    lines += _context(model, state)
-    lines += _sequence(state)
-    lines += _balance(state)
-    lines += _buffers(state)
+    lines = [
+        _describe_model(model, state),
+        _describe_experts(model, state),
+        _describe_layout(state),
+        _describe_parameters(model),
+    ]
+    lines += _describe_mtp(state)
+    lines += _describe_stages(state)
+    lines += _describe_context(model, state)
+    lines += _describe_sequence(state)
+    lines += _describe_balance(state)
+    lines += _describe_buffers(state)
     if state.meshes is not None:
-        lines.append(_precision(model, state))
+        lines.append(_describe_precision(model, state))
     return "\n".join(lines)
 
 
-def _header(model: nn.Module, state: ModelState) -> str:
+def _describe_model(model: nn.Module, state: ModelState) -> str:
     """Return the first line: the class of the model, its type, and the origin of its plan."""
     name = type(model).__name__.removeprefix("FSDP")
     origin = state.plan.origin
     return f"{name} ({state.plan.model_type}), patched by hf_moe_ep; plan {origin}"
 
 
-def _experts(model: nn.Module, state: ModelState) -> str:
+def _describe_experts(model: nn.Module, state: ModelState) -> str:
     """Return the line about the MoE layers: number, names, and the backend of the experts."""
     layers = {canonical_name(name): layer for name, _, layer in experts_modules(model)}
     names = list(layers)
     if not names:
         return "  experts    none: all layers of this pipeline stage are dense"
+    backend = _describe_backend(layers[names[0]].compute)
     return (
         f"  experts    {len(names)} layers of {state.num_experts} ({names[0]} .. {names[-1]}), "
-        f"backend {_backend(layers[names[0]].compute)}{_experts_dtype(model, state)}"
+        f"backend {backend}{_describe_experts_dtype(model, state)}"
     )
 
 
-def _experts_dtype(model: nn.Module, state: ModelState) -> str:
-    """Return the format and the bytes per parameter of quantised experts; "" for stock dtypes."""
+def _describe_experts_dtype(model: nn.Module, state: ModelState) -> str:
+    """Return the format and the bytes per parameter of experts, or "" if they are not quantised."""
     config = state.config
     if config.experts_dtype is None:
         return ""
@@ -80,7 +87,7 @@ def _experts_dtype(model: nn.Module, state: ModelState) -> str:
     return f"; held in {config.experts_dtype}{nested}, {per_parameter:.4f} bytes per parameter"
 
 
-def _backend(compute: Compute | None) -> str:
+def _describe_backend(compute: Compute | None) -> str:
     """Return the name of the experts' backend, and why it was chosen."""
     if compute is None:
         return "eager"
@@ -94,55 +101,36 @@ def _backend(compute: Compute | None) -> str:
     return f"{compute.backend} ({why}){recomputes}"
 
 
-def _layout(state: ModelState) -> str:
+def _describe_layout(state: ModelState) -> str:
     """Return the line about the layout: mesh sizes, and the experts and groups of this rank."""
     meshes, config = state.meshes, state.config
     if meshes is None:
-        return (
-            f"  layout     not sharded yet; asks for ep_size {config.ep_size}, sp_size "
-            f"{config.sp_size}, {_asked_cp(state)}dp_replicate_size {config.dp_replicate_size}"
-            + (f", etp_size {config.etp_size}" if config.etp_size not in (None, 1) else "")
-            + _asked_stages(state)
-        )
-    group = "ep" if meshes.etp_size == 1 else "dispatch"
+        always_shown = {"ep_size", "sp_size", "dp_replicate_size"}
+        names = ("ep_size", "sp_size", "cp_size", "dp_replicate_size", "etp_size", "pp_size")
+        asked = [
+            f"{n} {config.sizes[n]}" for n in names if n in always_shown or config.sizes[n] > 1
+        ]
+        return f"  layout     not sharded yet; asks for {', '.join(asked)}"
     own = meshes.local_experts(state.num_experts)
     were_moved = any(layer.placement is not None for layer in state.moe_layers)
-    what = "slots" if were_moved else "experts"
+    held = f"{'slots' if were_moved else 'experts'} {own[0]} .. {own[-1]}"
+    axes, group = f"ep {meshes.ep_size}", "ep"
+    if meshes.etp_size > 1:
+        held = f"part {meshes.etp_rank} of {meshes.etp_size} of {held}"
+        axes, group = f"{axes} x etp {meshes.etp_size}", "dispatch"
+    groups = [
+        f"{group} group {meshes.dispatch.mesh.tolist()}{_describe_nodes(meshes, config)}",
+        f"sp group {meshes.sp.mesh.tolist()}",
+    ]
+    if meshes.cp_size > 1:
+        groups.append(f"cp group {meshes.cp.mesh.tolist()}")
     return (
         f"  layout     {meshes.world_size} ranks = dp_replicate {config.dp_replicate_size} x "
-        f"ep_fsdp {meshes.ep_fsdp_size} x ep {meshes.ep_size}{_etp(state)}; this rank: "
-        f"{_part(state)}{what} {own[0]} .. {own[-1]}, {group} group "
-        f"{meshes.dispatch.mesh.tolist()}{_nodes(state)}, sp group "
-        f"{meshes.sp.mesh.tolist()}{_cp_group(state)}"
+        f"ep_fsdp {meshes.ep_fsdp_size} x {axes}; this rank: {held}, {', '.join(groups)}"
     )
 
 
-def _etp(state: ModelState) -> str:
-    meshes = state.meshes
-    return "" if meshes is None or meshes.etp_size == 1 else f" x etp {meshes.etp_size}"
-
-
-def _part(state: ModelState) -> str:
-    """Return which part of its experts this rank has; "" if it has whole experts."""
-    meshes = state.meshes
-    if meshes is None or meshes.etp_size == 1:
-        return ""
-    return f"part {meshes.etp_rank} of {meshes.etp_size} of "
-
-
-def _asked_cp(state: ModelState) -> str:
-    size = state.config.cp_size or 1
-    return f"cp_size {size}, " if size > 1 else ""
-
-
-def _cp_group(state: ModelState) -> str:
-    meshes = state.meshes
-    if meshes is None or meshes.cp_size == 1:
-        return ""
-    return f", cp group {meshes.cp.mesh.tolist()}"
-
-
-def _context(model: nn.Module, state: ModelState) -> list[str]:
+def _describe_context(model: nn.Module, state: ModelState) -> list[str]:
     """Return the lines about context parallelism: the order of tokens, and what ranks send."""
     if state.context is None:
         return []
@@ -184,12 +172,7 @@ def _describe_exchange(
     return f"  context    {exchange.name} ({exchange.class_name}): {what} {tokens} {how}{sent}"
 
 
-def _asked_stages(state: ModelState) -> str:
-    size = state.config.pp_size or 1
-    return f", pp_size {size}" if size > 1 else ""
-
-
-def _stages(state: ModelState) -> list[str]:
+def _describe_stages(state: ModelState) -> list[str]:
     """Return the lines about the pipeline stages, if there are several."""
     stage, meshes, config = state.stage, state.meshes, state.config
     if stage is None or meshes is None or meshes.stages is None:
@@ -206,10 +189,9 @@ def _stages(state: ModelState) -> list[str]:
     ]
 
 
-def _nodes(state: ModelState) -> str:
-    """Return how the ep group is spread over nodes; "" without hierarchical dispatch."""
-    meshes = state.meshes
-    if meshes is None or state.config.dispatcher != "hierarchical" or meshes.dispatch.size() == 1:
+def _describe_nodes(meshes: Meshes, config: ParallelConfig) -> str:
+    """Return how the ep group is spread over nodes, or "" if dispatch is not hierarchical."""
+    if config.dispatcher != "hierarchical" or meshes.dispatch.size() == 1:
         return ""
     in_node = ranks_in_node([meshes.dispatch.mesh.tolist()], meshes.node_size)
     grid = f"{meshes.dispatch.size() // in_node} x {in_node}"
@@ -218,7 +200,7 @@ def _nodes(state: ModelState) -> str:
     return f" (nodes x ranks: {grid}, a token is sent to each node at most once)"
 
 
-# How the ranks of a batch divide mixers, by their `MixerSplit` (sequence/mixers.py).
+# How the ranks that share a batch divide mixers, by their `MixerSplit` (sequence/mixers.py).
 _DIVISION = {
     "whole": "gathered for {}; the computation and activations of these modules are not divided",
     "queries": "keys gathered for {}; everything, except keys, values and packed rows, is divided",
@@ -227,28 +209,29 @@ _DIVISION = {
 }
 
 
-def _sequence(state: ModelState) -> list[str]:
+def _describe_sequence(state: ModelState) -> list[str]:
     """Return the lines about the modules that mix tokens outside of attention, if there are any."""
     return [
         f"  sequence   {_DIVISION[split].format(', '.join(f'{n} ({c})' for n, c in modules))} "
-        f"by {_sizes(state)}"
+        f"by {_format_sizes(state)}"
         for split, modules in state.mixers.items()
     ]
 
 
-def _mtp(state: ModelState) -> list[str]:
+def _describe_mtp(state: ModelState) -> list[str]:
     """Return the line about the head for multi-token prediction, if it is trained."""
     num_layers, weight = state.config.mtp_layers, state.config.mtp_loss_weight
     layers = f"{num_layers} layer{'s' if num_layers > 1 else ''}"
     return [f"  mtp        {layers}, loss weight {weight:g}"] if num_layers else []
 
 
-def _sizes(state: ModelState) -> str:
+def _format_sizes(state: ModelState) -> str:
+    """Return the sizes that split sequences, such as "cp_size 2 x sp_size 4"."""
     sizes = {"cp_size": state.config.cp_size or 1, "sp_size": state.config.sp_size or 1}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
 
 
-def _balance(state: ModelState) -> list[str]:
+def _describe_balance(state: ModelState) -> list[str]:
     """Return the line about the methods that balance the load of the experts, if any is used."""
     methods = []
     if (rate := state.config.bias_update_rate) is not None:
@@ -262,23 +245,19 @@ def _balance(state: ModelState) -> list[str]:
     return [f"  balance    {'; '.join(methods)}"] if methods else []
 
 
-def _buffers(state: ModelState) -> list[str]:
+def _describe_buffers(state: ModelState) -> list[str]:
     """Return the line about the buffers of FSDP2 units, if an option chooses them."""
     where = ", in memory of NCCL's allocator" if state.config.nccl_ub else ""
     if state.config.fsdp_double_buffer:
-        held = (
-            ""
-            if state.buffers is None
-            else (
-                f"; {state.buffers.num_buffers} buffers, {state.buffers.num_bytes / 2**20:,.1f} MiB"
-            )
-        )
+        held, buffers = "", state.buffers
+        if buffers is not None:
+            held = f"; {buffers.num_buffers} buffers, {buffers.num_bytes / 2**20:,.1f} MiB"
         return [f"  buffers    two for FSDP2 units of the same size{where}{held}"]
     return [f"  buffers    FSDP2 gathers and reduces{where.removeprefix(',')}"] if where else []
 
 
-def _parameters(model: nn.Module) -> str:
-    """Return the line about the number of parameters, in the model and on this rank."""
+def _describe_parameters(model: nn.Module) -> str:
+    """Return the line with the numbers of parameters in the model and on this rank."""
     # A byte of a quantised matrix counts as the values that it encodes. Scales do not count.
     values_per_element: dict[int, int] = {}
     for name, stored, quantisation in quantised_matrices(model):
@@ -296,7 +275,7 @@ def _parameters(model: nn.Module) -> str:
     return f"  parameters {whole:,} in the model, {local:,} on this rank"
 
 
-def _precision(model: nn.Module, state: ModelState) -> str:
+def _describe_precision(model: nn.Module, state: ModelState) -> str:
     """Return the line about the dtypes of parameters, computation and gradient reduction."""
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     units = sum(isinstance(module, FSDPModule) for module in model.modules())

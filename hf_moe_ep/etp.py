@@ -18,8 +18,9 @@ the result, rounds it to the dtype of the rows, and combine adds up the parts. F
     lora_B of down_proj               everything                 Replicate()
 
 The bias of down_proj must be added once, so each rank adds the part that it has. The gradient of a
-replicated factor is a sum over the etp group (`sum_factor_gradients`). Shared experts are not cut:
-each rank computes them for its own tokens, and FSDP2 averages their gradients.
+replicated factor is a sum over the etp group (`sum_factor_gradients`). Shared experts are not cut.
+Each rank computes them for its own tokens, like attention, and they belong to the FSDP2 unit of
+their decoder layer. FSDP2 averages their gradients over all ranks, so etp has nothing to sum.
 
 In gate_up_proj [E, 2F, H] a rank has two ranges of rows, and no public placement of DTensor
 describes two ranges. A sharded model therefore *splits* the dim 2F into the two dims (2, F). This
@@ -298,8 +299,8 @@ def ids_of_parts(slots_TK: Tensor, num_local: int, num_experts: int, etp_size: i
 
     The number of experts, which means "no expert", becomes the number of parts.
     """
-    of_ep_rank = slots_TK.div(num_local, rounding_mode="floor") * (etp_size * num_local)
-    first_TK = of_ep_rank + slots_TK % num_local
+    group_start_TK = slots_TK.div(num_local, rounding_mode="floor") * (etp_size * num_local)
+    first_TK = group_start_TK + slots_TK % num_local
     steps_D = torch.arange(
         0, etp_size * num_local, num_local, device=slots_TK.device, dtype=slots_TK.dtype
     )
@@ -318,7 +319,7 @@ def weights_of_parts(weights_TK: Tensor, etp_size: int, rows_dtype: torch.dtype)
 
 
 def count_whole(pairs_P: Tensor, num_local: int, etp_size: int) -> Tensor:
-    """Return the number of pairs of each expert: that of any of its parts, which are all equal."""
+    """Return the number of pairs of each expert. All parts of an expert have this number."""
     return pairs_P.view(-1, etp_size, num_local)[:, 0].flatten()
 
 
@@ -344,10 +345,10 @@ class _SumGradients(torch.autograd.Function):
 
 
 def sum_factor_gradients(factor: Tensor, meshes: Meshes) -> Tensor:
-    """Return a factor that all ranks of an etp group have; backward adds up their gradients.
+    """Return a factor that every rank of an etp group holds; backward sums the ranks' gradients.
 
-    Each rank computes the gradient from its part of the hidden units. The all-reduce gives all of
-    them the same bits, so the copies stay equal.
+    Each rank computes a gradient from its part of the hidden units. The all-reduce gives every rank
+    the same bits, so the copies of the factor stay equal.
     """
     assert meshes.etp is not None
     return _SumGradients.apply(factor, meshes.etp.get_group())

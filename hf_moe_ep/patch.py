@@ -19,7 +19,7 @@ for. If no check fails, the features attach themselves:
                                                                            (`vision/attach.py`)
     bias       with bias_update_rate, every MoE layer stores the correction bias of its router
                                                                             (`routing/bias.py`)
-    pipeline   with pp_size > 1, groups of ranks hold some of the layers each; the model is cut when
+    pipeline   with pp_size > 1, each group of ranks holds some of the layers; the model is cut when
                it is sharded                                             (`pipeline/attach.py`)
     compiled   with compile_layers, torch.compile compiles the layers around their experts
                                                                          (`compiled/attach.py`)
@@ -153,7 +153,10 @@ def patch_model(
     plan: ModelPlan | None = None,
     weights: Path | None = None,
 ) -> nn.Module:
-    """Patch a model, with a config whose sizes are all set. `weights` is for a model on meta."""
+    """Patch a model with a config whose sizes are all set.
+
+    `weights` is the folder with the checkpoint of a model on the meta device.
+    """
     check_is_model(model)
     warn_of_versions()
     old_state: ModelState | None = getattr(model, STATE, None)
@@ -170,7 +173,7 @@ def patch_model(
     check_unsharded(model)
     _end_interrupted(model)
     _warn_of_whole_model(model)
-    parts, state = _check(model, config, plan, weights)
+    parts, state = _check_model(model, config, plan, weights)
     state.patch_alike = partial(patch, config=config, plan=plan)
     if old_state is not None:
         state.adapts_experts = old_state.adapts_experts
@@ -187,11 +190,11 @@ def patch_model(
         attach(parts, state)
     setattr(parts.root, STATE, state)
     install(model, state)
-    _log(parts, state)
+    _log_summary(parts, state)
     return model
 
 
-def _check(
+def _check_model(
     model: nn.Module, config: ParallelConfig, plan: ModelPlan | None, weights: Path | None = None
 ) -> tuple[Parts, ModelState]:
     """Find the parts of a model, and run all checks of `patch`.
@@ -242,7 +245,7 @@ def check_loadable(model: nn.Module, config: ParallelConfig) -> Parts:
             that the launcher started.
     """
     config = replace(resolve_config(config, {}), mtp_layers=0, mtp_from_scratch=False)
-    parts, _ = _check(model, config, None)
+    parts, _ = _check_model(model, config, None)
     unstack_experts(model)
     world_size = world_size_of_launch()
     if world_size > 1:
@@ -293,7 +296,7 @@ def _detach(model: nn.Module, state: ModelState) -> None:
 
 
 def _end_interrupted(model: nn.Module) -> None:
-    """Let our hooks restore what a forward that Ctrl-C has ended left changed."""
+    """Let our hooks restore what a forward had changed when Ctrl-C ended it."""
     for module in model.modules():
         for hook in forward_hooks(module):
             if isinstance(hook, Ours):
@@ -333,9 +336,9 @@ def _warn_of_whole_model(model: nn.Module) -> None:
     """Warn on one rank if each of several processes has loaded all parameters of a large model.
 
     Parameters on the meta device need no memory, so a model that `hf_moe_ep.from_pretrained` builds
-    causes no warning. If a host has several processes, the second one warns: some loaders read the
-    weights in the first process of each host alone. Stock's from_pretrained is none of these: with
-    Accelerate's `cpu_ram_efficient_loading` as well, every process reads all weights.
+    causes no warning. If a host has several processes, the second one warns, because some loaders
+    read the weights only in the first process of each host. With stock's from_pretrained every
+    process reads all weights, even with Accelerate's `cpu_ram_efficient_loading`.
     """
     world_size = world_size_of_launch()
     processes = launched_local_world_size() or world_size
@@ -353,7 +356,7 @@ def _warn_of_whole_model(model: nn.Module) -> None:
     )
 
 
-def _log(parts: Parts, state: ModelState) -> None:
+def _log_summary(parts: Parts, state: ModelState) -> None:
     if launched_rank() != 0:
         return
     names = list(parts.experts)

@@ -88,7 +88,7 @@ class MoEBlock:
 
     Attributes:
         name: the pattern of the blocks. A module that matches but has none of the parameters of
-            `weights` is a dense layer, and is left as it is.
+            `weights` is a dense layer, and is not changed.
         weights: where the stock block holds each stacked weight: "gate_up_proj" (or "up_proj", if
             the experts have no gate) and "down_proj".
         experts: the name of the experts module. If the stock block has a module of this name, it is
@@ -106,7 +106,7 @@ class MoEBlock:
         weights_inputs: True if the routing weight of an expert multiplies the input of the expert,
             and not its output.
         identity_experts: the attribute that holds the number of experts that return their input.
-            Their ids follow those of the other experts; empty if there are none.
+            Their ids follow the ids of the other experts. Empty if no expert returns its input.
     """
 
     name: str
@@ -135,8 +135,8 @@ class ModelPlan:
             tower match the same patterns.
         layers: the decoder layers; each one is an FSDP2 unit (`VisionPlan` explains the term).
         tied_layers: the layers of a second tower, if there is one. Each has the same parameters as
-            the layer of `layers` with the same number, and both are one FSDP2 unit. `layers` are
-            those of the tower that comes first in the model, and `experts` and `router` match the
+            the layer of `layers` with the same number, and both are one FSDP2 unit. `layers`
+            matches the tower that comes first in the model, and `experts` and `router` match the
             modules of both towers.
         experts: the modules with the stacked expert weights; each one is an FSDP2 unit on the
             ep_fsdp axis of the mesh.
@@ -152,10 +152,10 @@ class ModelPlan:
             number the tokens of their input, so with sp_size > 1 they must get whole sequences.
         sequence_parallel: True if sp_size > 1 was tested against stock.
         context_parallel: True if cp_size > 1 was tested against stock.
-        gathers_keys: True if attention with an indexer was tested with `GatheringCache`: with
-            sp_size > 1 only its keys are gathered. Otherwise it gets whole sequences.
+        gathers_keys: True if attention with an indexer was tested with `GatheringCache`, which
+            gathers only its keys with sp_size > 1. If False, such attention gets whole sequences.
         splits_mixers: True if mixers with a causal convolution were tested with slices of the
-            sequence: a recurrence is split by heads. Otherwise they get whole sequences.
+            sequence, and their recurrences split by heads. If False, they get whole sequences.
         num_experts: the name of the text config's field that holds the number of experts per
             layer; None if there is no such field.
         num_layers: the name of the text config's field that holds the number of decoder layers.
@@ -171,9 +171,8 @@ class ModelPlan:
             if any rank has input for the module.
         block: an MoE block whose experts do not use transformers' experts interface; None if they
             use it.
-        origin: "given" for a plan that the user wrote, "derived" for a plan from derive.py. If a
-            file of `model_patches/` changed a derived plan, the file's name is added. `describe`
-            prints the origin.
+        origin: "given" for a plan that the user wrote, "derived" for a plan from derive.py, with
+            the name of the file of `model_patches/` that changed it. `describe` prints the origin.
     """
 
     model_type: str

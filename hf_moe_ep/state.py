@@ -3,7 +3,9 @@
 `patch` sets the attribute `STATE`: a `ModelState` on the root, and a `MoELayer` on every experts
 module. A deep copy of the model therefore copies the state as well, and no state is global.
 
-The table lists all state that outlives a function call or that other code can see. A test reads the
+The table lists the state that outlives a function call or that other code can see. It leaves out
+the fields of our own dataclasses, which are described there: `ModelState` and `MoELayer` (below),
+`Stage` and `Boundary` (`pipeline/stage.py`), `LayerSlice` (`sequence/mixers.py`). A test reads the
 source and fails if a row is missing. NAMES are the attributes, functions, classes or keywords to
 search for in FILE. The last column says what they contain, and for how long. "(The) same" refers to
 the row above.
@@ -11,7 +13,7 @@ the row above.
     file | names | content, and lifetime
     -- set by patch on a model, until unpatch --
     state.py | _hf_moe_ep replace setattr delattr | attributes of stock modules
-    patch.py | STATE patch_alike | the model's ModelState, on its root
+    patch.py | STATE | the model's ModelState, on its root
     moe/attach.py | STATE | a MoELayer on every experts module
     mtp/build.py | setattr data | of a new head, a child of the causal LM until unpatch
     moe/recompute.py | _gradient_checkpointing_func checkpoint_fn | wrapped at a forward
@@ -19,78 +21,36 @@ the row above.
     upstream/experts_interface.py | _experts_implementation_internal register | names our forward
     upstream/attention_interface.py | _attn_implementation_internal register | the same
     upstream/attention_interface.py | _hf_moe_ep_stock _hf_moe_ep_wrapped_attention | the same
-    -- set later in a ModelState or MoELayer --
-    sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
-    sharding/shard.py | whole_weights weights_dtype buffers | the same
-    sharding/shard.py | experts_in_layer_units | the same
-    moe/layer.py | forward_number | the number of forwards so far
-    moe/dispatch/auto_chunks.py | num_chunks dispatcher | from the first forward in training on
-    placement/move.py | placement | positions of the experts, from the first balance_experts on
-    placement/hub_order.py | guards_state_dicts | if hooks refuse state dicts, until unpatch
-    placement/hub_order.py | optimizers_in_order | optimizers in a block of experts_in_hub_order
+    sequence/attach.py | forward | the forwards of delta nets
+    routing/bias.py | data | the bias of a layer's router, which is fp32 from patch on
+    -- set later, until unpatch --
     placement/hub_order.py | _hf_moe_ep_guarded | ModelState, on experts' parameters and optimizers
-    moe/counting.py | choice_counts | tokens per expert, from the first counted forward on
-    moe/counting.py | leads_to_gradients counted_tokens | which tokens count, during a forward
-    moe/counting.py | batch_is_known | the same
-    moe/padding.py | real_tokens | the tokens that experts compute, during a forward
-    moe/recompute.py | real_tokens | the same, during a checkpointed function
-    moe/shared_experts.py | shared forward _input _deferred _computed | while a MoE block runs
-    routing/bias.py | correction data | the bias of a layer's router, which is fp32 from patch on
+    moe/shared_experts.py | forward _input _deferred _computed | while a MoE block runs
     moe/forwards.py | function | the forward of a module, if ours replaced Liger's
-    compiled/layers.py | layers_are_compiled is_counted | from `compile_layers` on
-    compiled/layers.py | blocks_are_traced | if MoE blocks are traced, set at every forward
     compiled/layers.py | _hf_moe_ep_compiled _hf_moe_ep_layer | of layers and MoE blocks
     compiled/layers.py | is_checked warned | if the graphs of a kind of layer exist, or are too many
-    compiled/subclasses.py | __class__ _hf_moe_ep_stock_class | a subclass, until unpatch
-    moe/attach.py | may_choose_no_expert may_route | of layers and models described by hand
+    compiled/subclasses.py | __class__ _hf_moe_ep_stock_class | a subclass of the class of a module
     moe/stacked.py | setattr delattr data | weights of described MoE blocks
-    moe/recompute.py | may_route | whether such a block, or no indexer, runs during a forward
-    moe/recompute.py | frame | the checkpointed layer that runs, during its forward
     upstream/attention_interface.py | _hf_moe_ep_masks __dict__ | a view of the config of models
-    sequence/attach.py | mixers context forward | names, for `describe`; forwards of delta nets
     sequence/context_calls.py | _hf_moe_ep_path | the name of an attention module, for errors
-    routing/sessions.py | routing | the open record or replay
     routing/recording.py | ids | the routes of an open record, replaced at each forward
-    lora/computed.py | adapters | the active adapters, during a forward
-    mtp/attach.py | mtp_sums | the sum of the head's losses since the last reset
-    mtp/attach.py | leads_to_gradients | false, while a head is only measured
-    integrations/shared_batches.py | sums_losses gather_logits | set for training; for a prediction
-    integrations/shared_batches.py | only_loss_is_read | during a forward of a Trainer
-    integrations/shared_batches.py | loss_divisor | the same, of TRL's SFTTrainer
-    integrations/shared_batches.py | caller_loss compute_loss_func | the same, with its own loss
-    checkpoints/training/save.py | saver | from the first save in the background on
-    checkpoints/training/base.py | known_sums | checksums of frozen parameters, until they change
-    patch.py | unread adapts_experts is_reported | those of the old state, if it patches again
-    patch.py | shared_meshes | the same
-    patch.py | extra | references to the tensors of files that the class ignores
-    apply.py | extra | the same
-    checkpoints/hub/extra.py | extra | the same, after a save over these files
+    integrations/shared_batches.py | compute_loss_func | of a Trainer, while stages run its loss
     checkpoints/hub/extra.py | _hf_moe_ep_loaded_files setattr | files of a model that `run` loads
-    checkpoints/training/extra.py | extra | the same, if a training checkpoint knows more of them
-    integrations/saving.py | extra | None during a save whose ignored tensors cannot be copied
-    runner/load.py | unread | where parameters on meta are stored, until sharding
-    runner/load.py | adapts_experts is_reported | options of `hf-moe-ep run`
-    checkpoints/hub/unread.py | unread setattr | the same; the parameters that replace them
+    checkpoints/hub/unread.py | setattr | the parameters that replace parameters on meta
     upstream/modules.py | _apply | explains why a model with parameters on meta cannot be moved
     -- for one forward or backward --
     loss/attach.py | _loss_function forward | of the causal LM and its head
-    loss/attach.py | loss_is_fused | during such a forward
     mtp/attach.py | forward embeds args kwargs hidden | what the head gets, during a forward
-    pipeline/stage.py | rows sent | what a micro-batch takes to the next stage, during its forward
-    moe/aux_loss.py | sent_sums finish_aux_loss | the same, for the aux loss
-    pipeline/run.py | deferred | sums of the aux loss of a batch, until its last forward
     pipeline/gradients.py | grad | of parameters: set aside during a forward of all stages
     pipeline/run.py | grad | of a tied weight: the sum of the gradients of two stages
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
     sequence/split.py | documents part | in a slice, and the slice that runs outside of layers
-    sequence/mixers.py | part given | the slice of a layer and its arguments, while it runs
     sequence/mixers.py | _gradient_checkpointing_func | of a layer, wrapped while it runs
     sequence/mask_rows.py | part | the slice, during a forward that builds masks
     sequence/mask_rows.py | has_mask_rows | in a slice: if masks have only the rows of this rank
     sequence/latent_cache.py | keys_are_gathered | in a slice: if a cache has gathered latents
     sequence/ulysses.py | keys_are_gathered | the same, until the attention of the layer
-    sequence/mixers.py | other_documents | calls of a mixer for packed rows
     sequence/packed_rows.py | separated | masks for packed rows
     sequence/mixers.py | current_split | how the arguments of a mixer are gathered
     vision/encoders.py | gathered in_graph | all-gathered encoders, until the decoder begins
@@ -101,13 +61,8 @@ the row above.
     moe/dispatch/async_exchange.py | received_grads needs | gradients that autograd does not pass on
     ops/expert_mlp.py | finish | computes weight gradients that a backward has postponed
     -- set by sharding on a model, for its life --
-    pipeline/cut.py | _loss_function correction shared undo relied_on | of other stages, removed
-    pipeline/cut.py | moe_names tensors tied has_adapters | of a Stage: what the whole model has
-    pipeline/stage.py | setattr | plain attributes of the layers for which modules stand
-    sharding/stages.py | stage values defers_aux_loss routed | the stage of this rank
-    checkpoints/hub/gather.py | keys_of_adapters | of a Stage: the keys of PEFT's files
-    sharding/shard.py | meshes_of_stage | of a model that Accelerate shards later, until then
-    checkpoints/hub/unread.py | meshes_of_stage | the same
+    pipeline/cut.py | _loss_function | replaced on all stages but the last
+    pipeline/stage.py | setattr | numbers and strings of the layers that stand-ins replace
     upstream/modules.py | _call_impl | of a model with stages: runs the schedule
     sharding/values.py | data setattr | parameters become DTensors, in place
     sharding/whole_experts.py | setattr | parameters of experts that FSDP2 does not shard
@@ -133,7 +88,6 @@ the row above.
     placement/hub_order.py | _watch_new_optimizers | a hook of torch, from balance_experts on
     integrations/prepare.py | _hf_moe_ep_taken_sizes | of a ParallelismConfig, for later models
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
-    integrations/prepare.py | config | of a ModelState, if Accelerate is to compile the model
     upstream/accelerate_and_trainer.py | distributed_type | the same
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ops/self_check.py | check_both_sizes check_once warn_once | results of checks of the kernels
@@ -160,7 +114,7 @@ the row above.
     integrations/new_adapters.py | target_parameters | of a LoraConfig that --lora-experts extends
     integrations/saving.py | replaced | Accelerate's functions that save, during a save
     integrations/references.py | _hf_moe_ep_policy | the policy of a reference model
-    integrations/references.py | _hf_moe_ep_meshes shared_meshes | of all models of an Accelerator
+    integrations/references.py | _hf_moe_ep_meshes | of all models of an Accelerator
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
     integrations/shared_batches.py | setattr | attributes that Accelerate sets on a scheduler
@@ -168,7 +122,7 @@ the row above.
     integrations/shared_batches.py | num_input_tokens_seen | counted once per data rank
     upstream/hub.py | generation_config data | of a model loaded by `from_pretrained`
     upstream/models.py | name_or_path _name_or_path | the same
-    integrations/accelerate_states.py | step | an Accelerator's, set to that of rank 0 by load_state
+    integrations/accelerate_states.py | step | an Accelerator's, which load_state sets to rank 0's
     -- replaced during one call --
     runner/hook.py | _is_building | true while transformers builds a model
     upstream/loading.py | _load_pretrained_model force_cpu | transformers', until a model is read
@@ -240,7 +194,7 @@ Undo = list[tuple[Any, str, Any]]
 
 
 def replace_attribute(undo: Undo, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute; `restore_attributes(undo)` restores the old value."""
+    """Set an attribute, so that `restore_attributes(undo)` can restore the old value."""
     undo.append((owner, name, vars(owner).get(name, WasAbsent)))
     setattr(owner, name, value)
 
@@ -262,11 +216,13 @@ def restore_attributes(undo: Undo) -> None:
 
 @dataclass
 class ModelState:
-    """The state of a patched model: one object, shared by the model and its MoE layers."""
+    """The state of a patched model. The model and its MoE layers share this object."""
 
+    # Accelerate's compilation may add `compile_layers` to the config (integrations/prepare.py).
     config: ParallelConfig
     plan: ModelPlan
     num_experts: int
+    # Set by sharding, like `policy`: a model is sharded if it has meshes.
     meshes: Meshes | None = None
     policy: MixedPrecisionPolicy | None = None
     # The dtypes of the parameters before fp32 masters replaced them, by name. Saved weights have
@@ -313,7 +269,7 @@ class ModelState:
     encoders: list[Any] = field(default_factory=list)
     # With fsdp_double_buffer, from sharding on: the `FixedBuffers` (sharding/buffers.py).
     buffers: Any = None
-    # Set by sharding with ep_size > 1 or etp_size > 1.
+    # Sends tokens to the ranks of their experts. Set by sharding with ep_size or etp_size > 1.
     dispatcher: Dispatcher | None = None
     # With dispatch_chunks="auto": the number that the first forward in training has chosen.
     num_chunks: int | None = None
@@ -328,8 +284,8 @@ class ModelState:
     is_counted: Tensor | None = None
     # True if sharding has put the experts into the FSDP2 units of their layers.
     experts_in_layer_units: bool = False
-    # If ranks share a batch: the (pattern of the names, class) of the mixers, by how these ranks
-    # divide them (`MixerSplit` in sequence/mixers.py).
+    # If ranks share a batch: the mixers as (pattern of their names, class). The key says how these
+    # ranks divide them (`MixerSplit` in sequence/mixers.py).
     mixers: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     # With cp_size > 1: (True if tokens are in zigzag order, how attention gets the keys and values
     # of other ranks: `KeyValueExchange` in sequence/kv_exchange.py).
@@ -361,8 +317,9 @@ class ModelState:
     # Calls `patch` with the config and plan of this model, to patch a reference, or this model with
     # other settings.
     patch_alike: Callable[..., nn.Module] | None = None
-    # The process that patched the model. If another process has unpickled the model, our functions
-    # are not in Accelerate, Transformers and PEFT there.
+    # The id of the process that patched the model. If another process has unpickled the model, the
+    # model must be patched again, because that process lacks our wrappers of Accelerate, of
+    # Transformers and of PEFT.
     process: int = field(default_factory=os.getpid)
     # With pp_size > 1, the meshes of a model that was cut into stages, but not sharded yet.
     meshes_of_stage: Meshes | None = None
@@ -599,8 +556,8 @@ class Ours:
     def end_interrupted(self, module: nn.Module) -> None:
         """Restore what the hook has changed on `module` for a forward that Ctrl-C has ended.
 
-        torch calls no forward hooks then. `unpatch` and `patch` call this before they look at the
-        model.
+        After Ctrl-C torch skips the forward hooks. `unpatch` and `patch` call this function before
+        they examine the model.
         """
 
 
@@ -650,7 +607,7 @@ def _not_traced(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def check_is_model(model: object) -> None:
-    """Raise ValueError if `model` is not a model, but for example the name of one."""
+    """Raise ValueError if `model` is not a model, but for example a class or a name."""
     if isinstance(model, nn.Module):
         return
     got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
@@ -709,7 +666,7 @@ def holds_quantised_experts(model: nn.Module) -> bool:
 
 
 def refuse_quantised_experts(model: nn.Module, function_name: str) -> None:
-    """Raise ValueError if the experts are held quantised, because quantisation rounded them."""
+    """Raise ValueError if experts are stored quantised, because their values were rounded."""
     if holds_quantised_experts(model):
         kind = patched_state(model).config.experts_dtype
         raise ValueError(
@@ -722,7 +679,10 @@ def refuse_quantised_experts(model: nn.Module, function_name: str) -> None:
 
 
 def computing_device(model: nn.Module) -> torch.device:
-    """Return the device on which this rank computes; without sharding, that of the parameters."""
+    """Return the device on which this rank computes.
+
+    This is the device of the parameters if the model is not sharded.
+    """
     meshes = patched_state(model).meshes
     return next(model.parameters()).device if meshes is None else meshes.device
 

@@ -33,7 +33,7 @@ def _load_dtype(rank: int, world: int, folder: str) -> torch.dtype:
 
 
 def test_the_dtype_of_a_checkpoint_with_two_dtypes(tmp_path: Path) -> None:
-    """The config names no dtype. As with stock, the few fp32 tensors do not make an fp32 model."""
+    """The config names no dtype. As in stock, a few fp32 tensors do not make an fp32 model."""
     folder = tmp_path / "hub"
     write_hub(folder, tiny(dtype=torch.bfloat16), files=1)
     for path in folder.glob("*.safetensors"):
@@ -115,7 +115,7 @@ NOT_DOWNLOADED = (
 
 
 def _write_repository(folder: Path, files: int) -> set[str]:
-    """Write a model and other files as on the hub; return the names that must be downloaded."""
+    """Write a model and other files as on the hub, and return the files to download."""
     write_hub(folder, tiny(dtype=torch.float32), files=files)
     for name in ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -149,7 +149,7 @@ def test_only_files_that_the_index_names_are_downloaded(
 def test_weights_that_the_config_names(
     files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in stock, they have precedence over model.safetensors; only they are downloaded."""
+    """As in stock, these weights replace model.safetensors, which is not downloaded."""
     repository = tmp_path / "repository"
     size, kind = ("5GB", "") if files == 1 else ("100KB", ".index.json")
     tiny(dtype=torch.float32, seed=7).save_pretrained(repository, max_shard_size=size)
@@ -214,7 +214,7 @@ def _download(rank: int, world: int, folder: str, caches: str) -> list[bool]:
 
 
 def test_one_rank_per_machine_downloads(tmp_path: Path) -> None:
-    """The other ranks then read its cache. A rank with a cache of its own downloads as well."""
+    """The other ranks read the cache of this rank. A rank with its own cache downloads as well."""
     _write_repository(tmp_path / "repository", 3)
     shared, per_rank = f"{tmp_path}/shared", f"{tmp_path}/of rank {{rank}}"
     repository = str(tmp_path / "repository")
@@ -277,16 +277,20 @@ def test_a_download_may_take_longer_than_the_timeout_of_a_collective(tmp_path: P
 TARGETS = ["q_proj", "v_proj"]
 # Words of the error that is raised before the download, and the adapter config.
 REFUSED = {
-    r"LoRA with DoRA \(use_dora\)": lambda: _lora(use_dora=True),
-    r"single rows of embeddings \(trainable_token_indices\)": lambda: _lora(
+    r"LoRA with DoRA \(use_dora\)": lambda: _make_lora_config(use_dora=True),
+    r"single rows of embeddings \(trainable_token_indices\)": lambda: _make_lora_config(
         trainable_token_indices=[1, 2]
     ),
-    r"LoRA on embeddings \(embed_tokens\)": lambda: _lora(["q_proj", "embed_tokens"]),
-    r"replicated layers \(layer_replication\)": lambda: _lora(layer_replication=[(0, 2), (0, 2)]),
-    "init_lora_weights='pissa'": lambda: _lora(init_lora_weights="pissa"),
-    "init_lora_weights='pissa_niter_4'": lambda: _lora(init_lora_weights="pissa_niter_4"),
-    "init_lora_weights='olora'": lambda: _lora(init_lora_weights="olora"),
-    "init_lora_weights='orthogonal'": lambda: _lora(init_lora_weights="orthogonal"),
+    r"LoRA on embeddings \(embed_tokens\)": lambda: _make_lora_config(["q_proj", "embed_tokens"]),
+    r"replicated layers \(layer_replication\)": lambda: _make_lora_config(
+        layer_replication=[(0, 2), (0, 2)]
+    ),
+    "init_lora_weights='pissa'": lambda: _make_lora_config(init_lora_weights="pissa"),
+    "init_lora_weights='pissa_niter_4'": lambda: _make_lora_config(
+        init_lora_weights="pissa_niter_4"
+    ),
+    "init_lora_weights='olora'": lambda: _make_lora_config(init_lora_weights="olora"),
+    "init_lora_weights='orthogonal'": lambda: _make_lora_config(init_lora_weights="orthogonal"),
     r"IA3Config \(peft_type IA3\)": lambda: peft.IA3Config(
         target_modules=TARGETS, feedforward_modules=[]
     ),
@@ -297,23 +301,23 @@ REFUSED = {
     ),
 }
 if hasattr(peft, "KasaConfig"):  # since peft 0.21
-    REFUSED[r"KaSA \(kasa_config\)"] = lambda: _lora(kasa_config=peft.KasaConfig())
+    REFUSED[r"KaSA \(kasa_config\)"] = lambda: _make_lora_config(kasa_config=peft.KasaConfig())
 TAKEN = {
-    "plain": lambda: _lora(),
-    "rslora": lambda: _lora(use_rslora=True),
-    "gaussian": lambda: _lora(init_lora_weights="Gaussian"),
-    "no first values": lambda: _lora(init_lora_weights=False),
-    "a bias of its own": lambda: _lora(lora_bias=True),
-    "another head": lambda: _lora(modules_to_save=["lm_head"]),
-    "all Linear modules": lambda: _lora("all-linear"),
+    "plain": lambda: _make_lora_config(),
+    "rslora": lambda: _make_lora_config(use_rslora=True),
+    "gaussian": lambda: _make_lora_config(init_lora_weights="Gaussian"),
+    "no first values": lambda: _make_lora_config(init_lora_weights=False),
+    "a bias of its own": lambda: _make_lora_config(lora_bias=True),
+    "another head": lambda: _make_lora_config(modules_to_save=["lm_head"]),
+    "all Linear modules": lambda: _make_lora_config("all-linear"),
 }
 
 
-def _lora(targets: list[str] | str = TARGETS, **more: Any) -> peft.LoraConfig:
+def _make_lora_config(targets: list[str] | str = TARGETS, **more: Any) -> peft.LoraConfig:
     return peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **more)
 
 
-def _with_adapters(rank: int, world: int, folder: str) -> None:
+def _load_with_adapters(rank: int, world: int, folder: str) -> None:
     with pytest.MonkeyPatch.context() as patches:
         patches.delattr(hub, "snapshot_download")  # a download would raise another error
         for words, config in REFUSED.items():
@@ -322,7 +326,7 @@ def _with_adapters(rank: int, world: int, folder: str) -> None:
     with pytest.raises(
         ValueError, match=r"is LoRA on embeddings \(.*model.embed_tokens\); from_pre"
     ):
-        from_pretrained(folder, peft_config=_lora(r".*(q_proj|tokens)"))
+        from_pretrained(folder, peft_config=_make_lora_config(r".*(q_proj|tokens)"))
     for config in TAKEN.values():
         model = from_pretrained(folder, peft_config=config())
         factors = [p for name, p in model.named_parameters() if "lora_" in name]
@@ -330,6 +334,6 @@ def _with_adapters(rank: int, world: int, folder: str) -> None:
 
 
 def test_adapters_that_need_values_are_refused_by_name(tmp_path: Path) -> None:
-    """The error comes before the download, which takes an hour; PEFT would raise after it."""
+    """The error comes before the download, which may take an hour. PEFT would raise it after."""
     write_hub(tmp_path / "hub", tiny(dtype=torch.float32))
-    run_ranks(_with_adapters, 1, str(tmp_path / "hub"))
+    run_ranks(_load_with_adapters, 1, str(tmp_path / "hub"))

@@ -116,7 +116,7 @@ def test_defaults_are_the_public_contract() -> None:
         ParallelConfig().ep_size = 2  # type: ignore[misc]
 
 
-# The sizes of None after they were resolved.
+# The values of sizes that were None, after `resolve_config`.
 ONES = {"sp_size": 1, "cp_size": 1, "dp_replicate_size": 1, "etp_size": 1, "pp_size": 1}
 
 
@@ -186,7 +186,7 @@ def test_the_environment_fills_settings_that_a_script_does_not_pass(
     assert got.recompute_activations is True
     got = resolve_config(None, {"pp_microbatches": 2, "recompute_activations": False})
     assert (got.pp_microbatches, got.recompute_activations) == (2, False)
-    # A ParallelConfig of the script says all but what it leaves at None.
+    # With a ParallelConfig, only the fields that it leaves at None are read from variables.
     assert resolve_config(ParallelConfig(), {}) == ParallelConfig(
         **{**ONES, "pp_size": 2, "pp_microbatches": 8, "ep_size": 1}
     )
@@ -202,7 +202,7 @@ def test_a_variable_with_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_node_size_is_the_launchers_local_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the hierarchical dispatcher needs it, and an option of the script wins."""
+    """Only the hierarchical dispatcher reads it, and an option of the script has precedence."""
     by_nodes = ParallelConfig(dispatcher="hierarchical")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert resolve_config(by_nodes, {}).node_size == 4

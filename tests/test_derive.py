@@ -55,7 +55,7 @@ def test_refused_types_outside_the_interface_say_why(model_type: str) -> None:
 
 
 def test_the_error_for_quantized_experts_names_the_load_option() -> None:
-    """gpt-oss is such a model where its MXFP4 kernels run: another class holds packed weights."""
+    """Where MXFP4 kernels run, gpt-oss has experts of another class, with packed weights."""
 
     class PackedExperts(nn.Module):
         """Has no weights that are stacked over experts."""
@@ -68,50 +68,59 @@ def test_the_error_for_quantized_experts_names_the_load_option() -> None:
         patch(model)
 
 
-def _second_router(model: Any) -> None:
+def _add_second_router(model: Any) -> None:
     for layer in model.model.layers:
         layer.mlp.other_gate = copy.deepcopy(layer.mlp.gate)
 
 
-def _second_list(model: Any) -> None:
+def _add_second_list(model: Any) -> None:
     model.model.more_layers = copy.deepcopy(model.model.layers)
 
 
-def _no_list(model: Any) -> None:
+def _remove_list(model: Any) -> None:
     model.model.first, model.model.layers = model.model.layers[0], nn.ModuleList()
 
 
-def _second_norm(model: Any) -> None:
+def _add_second_norm(model: Any) -> None:
     model.model.other_norm = copy.deepcopy(model.model.norm)
 
 
-def _unlike_experts(model: Any) -> None:
+def _make_experts_unlike(model: Any) -> None:
     experts = model.model.layers[1].mlp.experts
     experts.gate_up_proj = nn.Parameter(experts.gate_up_proj[:6].detach())
 
 
-def _more_experts_in_config(model: Any) -> None:
+def _raise_experts_in_config(model: Any) -> None:
     model.config.num_experts = 16
 
 
-def _more_layers_in_config(model: Any) -> None:
+def _raise_layers_in_config(model: Any) -> None:
     model.config.num_hidden_layers = 4
 
 
-def _layer_without_experts(model: Any) -> None:
+def _remove_experts_of_a_layer(model: Any) -> None:
     model.model.layers[1].mlp = nn.Linear(2, 2)
 
 
 # A change of a model of 2 layers and 8 experts, and words of the error.
 NOT_DERIVED: dict[Callable[[Any], None], tuple[str, ...]] = {
-    _second_router: ("layers.*.mlp.gate", "layers.*.mlp.other_gate", "router", "plan=ModelPlan"),
-    _second_list: ("'model.layers', 'model.more_layers'", "decoder", "plan=ModelPlan"),
-    _no_list: ("model.first.mlp.experts", "no list of decoder layers", "plan=ModelPlan"),
-    _second_norm: ("'model.norm', 'model.other_norm'", "plan=ModelPlan"),
-    _unlike_experts: ("different numbers of experts, 6", "8 in model.layers.0"),
-    _more_experts_in_config: ("has 8 experts", "num_experts = 16", "as from_pretrained returns it"),
-    _more_layers_in_config: ("found 2 decoder layers", "expected 4"),
-    _layer_without_experts: ("found 1 layers with experts", "expected 2"),
+    _add_second_router: (
+        "layers.*.mlp.gate",
+        "layers.*.mlp.other_gate",
+        "router",
+        "plan=ModelPlan",
+    ),
+    _add_second_list: ("'model.layers', 'model.more_layers'", "decoder", "plan=ModelPlan"),
+    _remove_list: ("model.first.mlp.experts", "no list of decoder layers", "plan=ModelPlan"),
+    _add_second_norm: ("'model.norm', 'model.other_norm'", "plan=ModelPlan"),
+    _make_experts_unlike: ("different numbers of experts, 6", "8 in model.layers.0"),
+    _raise_experts_in_config: (
+        "has 8 experts",
+        "num_experts = 16",
+        "as from_pretrained returns it",
+    ),
+    _raise_layers_in_config: ("found 2 decoder layers", "expected 4"),
+    _remove_experts_of_a_layer: ("found 1 layers with experts", "expected 2"),
 }
 
 
@@ -128,7 +137,7 @@ def test_the_error_names_modules_that_prevent_derivation(change: Callable[[Any],
 def test_a_given_plan_is_kept_when_the_model_is_patched_with_other_settings() -> None:
     model: Any = tiny()
     plan = replace(derive_plan(model), origin="given")
-    _second_router(model)
+    _add_second_router(model)
     patch(model, plan=plan)
     patch(model, recompute_activations=True)
     state = find_state(model)
@@ -136,7 +145,7 @@ def test_a_given_plan_is_kept_when_the_model_is_patched_with_other_settings() ->
 
 
 def test_the_error_contains_a_plan_with_all_derived_fields() -> None:
-    """With two routers, only `router=...` is left to fill in."""
+    """For a model with two routers, the user only has to fill in `router=...`."""
     model: Any = tiny()
     derived = derive_plan(model)
     for layer in model.model.layers:  # names that differ from the defaults
@@ -159,7 +168,7 @@ def test_the_error_contains_a_plan_with_all_derived_fields() -> None:
 
 def test_a_given_plan_does_what_derivation_cannot() -> None:
     model = tiny()
-    _second_router(model)
+    _add_second_router(model)
     plan = ModelPlan("qwen3_moe", router="layers.*.mlp.gate")
     parts = find_parts(model, plan)
     assert parts.plan is plan and len(parts.experts) == 2 and len(parts.layers) == 2
@@ -226,7 +235,7 @@ def test_a_model_type_may_be_refused_with_a_reason(
 
 
 def test_a_gate_that_no_backend_computes_runs_with_eager_and_without_ep() -> None:
-    """Mish is no known activation. The error recommends 'eager', which then runs."""
+    """Mish is not a known activation. The error recommends 'eager', which then runs."""
     model, stock = (tiny_of("qwen3_moe", hidden_act="mish") for _ in range(2))
     with pytest.raises(ValueError, match=r"gate of Qwen3MoeExperts of qwen3_moe .*'eager'"):
         patch(model)

@@ -40,7 +40,7 @@ from hf_moe_ep.state import STATE, Ours
 
 
 def _is_ours(value: object) -> bool:
-    """Return True if the value, or an object in its containers or closures, is of hf_moe_ep."""
+    """Return True if hf_moe_ep defines the value, or an object in its containers or closures."""
     visited_ids: set[int] = set()
     stack = [value]
     while stack:
@@ -60,7 +60,7 @@ def _is_ours(value: object) -> bool:
     return False
 
 
-def _traces(model: nn.Module) -> list[str]:
+def _list_traces(model: nn.Module) -> list[str]:
     """List the attributes in the module tree that hold objects of hf_moe_ep."""
     names = []
     for name, module in model.named_modules():
@@ -73,7 +73,7 @@ def _traces(model: nn.Module) -> list[str]:
     return names
 
 
-def _snapshot(model: nn.Module) -> dict[str, dict[str, Any]]:
+def _take_snapshot(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Map each module to its class, the sizes of its dicts (hooks) and ids of its attributes."""
     return {
         name: {
@@ -87,7 +87,7 @@ def _snapshot(model: nn.Module) -> dict[str, dict[str, Any]]:
     }
 
 
-def _hooks(model: nn.Module) -> list[tuple[str, int, int]]:
+def _list_hooks(model: nn.Module) -> list[tuple[str, int, int]]:
     return [
         (name, len(module._forward_pre_hooks), len(module._forward_hooks))
         for name, module in model.named_modules()
@@ -95,7 +95,7 @@ def _hooks(model: nn.Module) -> list[tuple[str, int, int]]:
     ]
 
 
-def _backward(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+def _run_backward(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
     model.zero_grad()
     out = model(**inputs)
     out.loss.backward()
@@ -103,8 +103,8 @@ def _backward(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Any, dict[st
 
 
 def _compare(patched: nn.Module, stock: nn.Module, inputs: dict[str, Tensor]) -> None:
-    actual, actual_grads = _backward(patched, inputs)
-    expected, expected_grads = _backward(stock, inputs)
+    actual, actual_grads = _run_backward(patched, inputs)
+    expected, expected_grads = _run_backward(stock, inputs)
     assert_close("logits", actual.logits, expected.logits, 1e-12)
     assert_close("loss", actual.loss, expected.loss, 1e-6)  # transformers casts logits to fp32
     assert actual_grads.keys() == expected_grads.keys()
@@ -112,7 +112,7 @@ def _compare(patched: nn.Module, stock: nn.Module, inputs: dict[str, Tensor]) ->
         assert_close(name, grad, expected_grads[name], 1e-12)
 
 
-def _inputs(seed: int = 1) -> dict[str, Tensor]:
+def _make_inputs(seed: int = 1) -> dict[str, Tensor]:
     return batch(tiny(), 3, 11, seed=seed, pad=3)
 
 
@@ -131,26 +131,26 @@ SIZES: dict[str, dict[str, Any]] = {
 def test_patched_equals_stock(name: str, backend: str) -> None:
     patched, stock = tiny(**SIZES[name]), tiny(**SIZES[name])
     assert patch(patched, experts_backend=backend) is patched
-    _compare(patched, stock, _inputs())
+    _compare(patched, stock, _make_inputs())
     patched.eval()
     stock.eval()
     with torch.no_grad():
-        actual, expected = patched(**_inputs(2)), stock(**_inputs(2))
+        actual, expected = patched(**_make_inputs(2)), stock(**_make_inputs(2))
     assert_close("evaluation", actual.logits, expected.logits, 1e-12)
     patched.train()
     stock.train()
-    _compare(patched, stock, _inputs(3))
+    _compare(patched, stock, _make_inputs(3))
 
 
 @pytest.mark.parametrize("name", ["plain", "aux loss"])
 def test_patched_equals_stock_in_fp32(name: str) -> None:
-    """Users who train on a CPU use fp32 and experts of about this size."""
+    """A user who trains on a CPU uses fp32 and experts of about this size."""
     size = {"hidden_size": 256, "num_experts": 16, "num_experts_per_tok": 4} | SIZES[name]
     patched, stock = tiny(**size).float(), tiny(**size).float()
     patch(patched)
     inputs = batch(tiny(), 4, 128, seed=1, pad=9)
-    actual, actual_grads = _backward(patched, inputs)
-    expected, expected_grads = _backward(stock, inputs)
+    actual, actual_grads = _run_backward(patched, inputs)
+    expected, expected_grads = _run_backward(stock, inputs)
     assert_close("loss", actual.loss, expected.loss, 1e-5)
     for key, grad in actual_grads.items():
         assert_close(key, grad, expected_grads[key], 1e-5)
@@ -170,7 +170,7 @@ def test_our_operator_runs_only_where_it_is_requested() -> None:
     """If it never ran, the comparisons above would compare the stock model with itself."""
     for backend, expected in (("auto", 2), ("eager", 0)):
         with _CountExpertMLP() as mode:
-            patch(tiny(), experts_backend=backend)(**_inputs())
+            patch(tiny(), experts_backend=backend)(**_make_inputs())
         assert mode.calls == expected, backend
 
 
@@ -180,7 +180,7 @@ def test_recomputed_activations_change_no_number_and_are_not_saved() -> None:
     num_saved = {}
     for recompute in (False, True):
         model = patch(tiny(), recompute_activations=recompute)
-        _compare(model, tiny(), _inputs())
+        _compare(model, tiny(), _make_inputs())
         shapes: list[tuple[int, ...]] = []
 
         def pack(x: Tensor, shapes: list[tuple[int, ...]] = shapes) -> Tensor:
@@ -220,20 +220,28 @@ def test_describe_says_what_balances() -> None:
 
 def test_unpatch_leaves_the_model_as_it_was() -> None:
     model = tiny(**SIZES["aux loss"])
-    expected, expected_grads = _backward(model, _inputs())  # transformers adds its recorders
-    before, config, hooks_before = _snapshot(model), model.config, _hooks(model)
+    expected, expected_grads = _run_backward(
+        model, _make_inputs()
+    )  # transformers adds its recorders
+    before, config, hooks_before = _take_snapshot(model), model.config, _list_hooks(model)
     patch(model)
-    assert any(trace.endswith(STATE) for trace in _traces(model))  # _traces finds a patched model
-    _backward(model, _inputs())
+    assert any(
+        trace.endswith(STATE) for trace in _list_traces(model)
+    )  # _list_traces finds a patched model
+    _run_backward(model, _make_inputs())
     assert unpatch(model) is model
-    assert _snapshot(model) == before and _traces(model) == [] and _hooks(model) == hooks_before
+    assert (
+        _take_snapshot(model) == before
+        and _list_traces(model) == []
+        and _list_hooks(model) == hooks_before
+    )
     assert model.config is config
     assert all(m.config is config for m in model.modules() if hasattr(m, "config"))
-    actual, actual_grads = _backward(model, _inputs())
+    actual, actual_grads = _run_backward(model, _make_inputs())
     assert torch.equal(actual.logits, expected.logits) and torch.equal(actual.loss, expected.loss)
     assert all(torch.equal(actual_grads[name], grad) for name, grad in expected_grads.items())
     patch(model)
-    _compare(model, tiny(**SIZES["aux loss"]), _inputs())
+    _compare(model, tiny(**SIZES["aux loss"]), _make_inputs())
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["itself", "copied"])
@@ -248,7 +256,7 @@ def test_unpatch_restores_none_and_removes_what_was_absent(copied: bool) -> None
 
 
 def test_another_experts_implementation_is_refused_until_unpatch() -> None:
-    """One name would have no effect. A dict, as `generate` passes it, goes to stock's method."""
+    """A name would have no effect. A dict, which `generate` passes, is given to stock's method."""
     model = copy.deepcopy(patch(tiny()))
     for module in (model, model.model):
         with pytest.raises(
@@ -266,7 +274,7 @@ def test_hooks_that_users_register_stay_after_unpatch() -> None:
     patch(model)
     model.register_forward_hook(lambda *_: calls.append("after"))
     unpatch(model)
-    model(**_inputs())
+    model(**_make_inputs())
     assert calls == ["before", "after"]
 
 
@@ -275,7 +283,7 @@ def test_config_and_its_file_are_stock(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "stock")
     before, as_dict = copy.deepcopy(vars(model.config)), model.config.to_dict()
     patch(model)
-    model(**_inputs())
+    model(**_make_inputs())
     assert vars(model.config) == before and model.config.to_dict() == as_dict
     model.save_pretrained(tmp_path / "patched")
     written = [
@@ -300,20 +308,20 @@ def test_models_from_one_config_object_are_independent() -> None:
     patch(second, expert_shard_dim=0)
     assert getattr(first, STATE).config.ep_size == 2
     assert getattr(second, STATE).config == resolve_config(None, {"expert_shard_dim": 0})
-    assert _traces(third) == []
+    assert _list_traces(third) == []
     with pytest.raises(ValueError, match="ep_size=2"):
-        first(**_inputs())
-    _compare(second, source, _inputs())
-    assert torch.equal(third(**_inputs()).logits, source(**_inputs()).logits)
+        first(**_make_inputs())
+    _compare(second, source, _make_inputs())
+    assert torch.equal(third(**_make_inputs()).logits, source(**_make_inputs()).logits)
     unpatch(first)
-    assert torch.equal(first(**_inputs()).logits, source(**_inputs()).logits)
-    assert getattr(second, STATE) is not None and _traces(first) == []
+    assert torch.equal(first(**_make_inputs()).logits, source(**_make_inputs()).logits)
+    assert getattr(second, STATE) is not None and _list_traces(first) == []
 
 
 def test_every_hook_of_ours_is_marked() -> None:
-    """`unpatch` removes the hooks of type `Ours`; a hook without that type would stay."""
+    """`unpatch` removes the hooks of type `Ours`. A hook without this type would stay."""
     model = tiny(**SIZES["aux loss"])
-    model(**_inputs())
+    model(**_make_inputs())
     patch(model, sp_size=2)
     hooks = [
         hook
@@ -328,38 +336,38 @@ def test_every_hook_of_ours_is_marked() -> None:
 
 def test_patching_twice_is_patching_once() -> None:
     model = tiny(**SIZES["aux loss"])
-    model(**_inputs())
-    plain = _hooks(model)
+    model(**_make_inputs())
+    plain = _list_hooks(model)
     patch(model, expert_shard_dim=0)
-    hooks, state, snapshot = _hooks(model), getattr(model, STATE), _snapshot(model)
+    hooks, state, snapshot = _list_hooks(model), getattr(model, STATE), _take_snapshot(model)
     assert len(hooks) >= 1 and hooks != plain
     patch(model, ParallelConfig(expert_shard_dim=0))
-    assert getattr(model, STATE) is state and _snapshot(model) == snapshot
+    assert getattr(model, STATE) is state and _take_snapshot(model) == snapshot
     patch(model, ep_size=4)
     assert getattr(model, STATE).config == resolve_config(None, {"ep_size": 4})
-    assert _hooks(model) == hooks
+    assert _list_hooks(model) == hooks
     patch(model, sp_size=2)
-    assert _hooks(model) != hooks
+    assert _list_hooks(model) != hooks
     patch(model)
-    assert _hooks(model) == hooks
-    _compare(model, tiny(**SIZES["aux loss"]), _inputs())
+    assert _list_hooks(model) == hooks
+    _compare(model, tiny(**SIZES["aux loss"]), _make_inputs())
     unpatch(model)
-    assert _hooks(model) == plain and _traces(model) == []
+    assert _list_hooks(model) == plain and _list_traces(model) == []
 
 
 def test_a_refused_repatch_changes_nothing() -> None:
     """If the caller catches the error, the options of the first `patch` must still hold."""
     model = patch(tiny(), ep_size=2)
-    state, snapshot = getattr(model, STATE), _snapshot(model)
+    state, snapshot = getattr(model, STATE), _take_snapshot(model)
     with pytest.raises(ValueError, match=r"ep_size \(3\) must divide num_experts \(8\)"):
         patch(model, ep_size=3)
-    assert getattr(model, STATE, None) is state and _snapshot(model) == snapshot
+    assert getattr(model, STATE, None) is state and _take_snapshot(model) == snapshot
 
 
 def test_a_refused_patch_changes_nothing() -> None:
     model = tiny()
     model.model.layers[1].mlp.experts.act_fn = nn.Mish()
-    snapshot = _snapshot(model)
+    snapshot = _take_snapshot(model)
     with pytest.raises(ValueError, match=r"ep_size \(16\)"):
         patch(model, ep_size=16)
     with pytest.raises(
@@ -368,7 +376,7 @@ def test_a_refused_patch_changes_nothing() -> None:
         patch(model)
     with pytest.raises(ValueError, match=r"'triton' cannot run Qwen3MoeExperts.*multiples of 16"):
         patch(tiny(), experts_backend="triton")
-    assert _snapshot(model) == snapshot and _traces(model) == []
+    assert _take_snapshot(model) == snapshot and _list_traces(model) == []
 
 
 @pytest.mark.parametrize(
@@ -381,7 +389,7 @@ def test_a_refused_patch_changes_nothing() -> None:
         ([], r"got list; load the model first: model = AutoModelForCausalLM\.from_pretrained"),
     ],
 )
-def test_what_is_no_model_is_refused(wrong: Any, got: str) -> None:
+def test_an_object_that_is_not_a_model_is_refused(wrong: Any, got: str) -> None:
     for call in (patch, unpatch, describe, apply_ep_fsdp2, expert_load):
         with pytest.raises(ValueError, match=f"a model is needed, .*{got}"):
             call(wrong)
@@ -403,10 +411,10 @@ def test_models_that_are_spread_over_devices_are_refused(tmp_path: Path) -> None
 
 def test_attention_that_cannot_be_split_is_refused_before_anything_changes() -> None:
     model = tiny(attn_implementation="eager")
-    snapshot = _snapshot(model)
+    snapshot = _take_snapshot(model)
     with pytest.raises(ValueError, match="attn_implementation='eager'"):
         patch(model, sp_size=2)
-    assert _snapshot(model) == snapshot and _traces(model) == []
+    assert _take_snapshot(model) == snapshot and _list_traces(model) == []
     patch(model)
     with pytest.raises(ValueError, match="attn_implementation='eager'"):
         patch(model, sp_size=2)
@@ -438,7 +446,7 @@ def test_models_that_sp_cannot_split_raise_an_error_with_the_reason() -> None:
 
 
 def test_patching_a_part_of_a_patched_model() -> None:
-    """Either `patch` refuses the part, or `unpatch` of the part leaves the whole model working.
+    """Either `patch` refuses the part, or the whole model works after `unpatch` of the part.
 
     The experts belong to the state of the whole model.
     """
@@ -449,7 +457,7 @@ def test_patching_a_part_of_a_patched_model() -> None:
         assert "patch" in str(error)
     else:
         unpatch(model.model)
-    _compare(model, tiny(), _inputs())
+    _compare(model, tiny(), _make_inputs())
 
 
 def test_a_pickled_model_has_our_methods_and_runs_in_a_new_process(tmp_path: Path) -> None:
@@ -457,8 +465,8 @@ def test_a_pickled_model_has_our_methods_and_runs_in_a_new_process(tmp_path: Pat
     config = LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"])
     for model in (patch(tiny()), get_peft_model(patch(tiny()), config)):
         file.write_bytes(pickle.dumps(model))
-        names = _wrapped_methods(model)
-        assert names and _wrapped_methods(pickle.loads(file.read_bytes())) == names
+        names = _list_wrapped_methods(model)
+        assert names and _list_wrapped_methods(pickle.loads(file.read_bytes())) == names
     script = """
 import contextlib, os, pickle, sys, hf_moe_ep
 from support.tiny_models import batch
@@ -477,7 +485,7 @@ assert hasattr(Accelerator.prepare, "_hf_moe_ep_wrapper")
     subprocess.run([sys.executable, "-c", script, file], check=True, env=environment)
 
 
-def _wrapped_methods(model: nn.Module) -> list[tuple[str, str]]:
+def _list_wrapped_methods(model: nn.Module) -> list[tuple[str, str]]:
     return [
         (name, key)
         for name, module in model.named_modules()
@@ -494,21 +502,21 @@ def test_a_deep_copy_is_patched_and_independent(sizes: dict[str, Any]) -> None:
     assert (
         twin_state is not state
         and twin_state.config == state.config
-        and _hooks(twin) == _hooks(model)
+        and _list_hooks(twin) == _list_hooks(model)
     )
     experts = [m for m in twin.modules() if STATE in vars(m) and m is not twin]
     assert len(experts) == 2 and all(getattr(m, STATE).model is twin_state for m in experts)
     with torch.no_grad():
         twin.lm_head.weight.zero_()
-    _compare(model, tiny(**sizes), _inputs())
+    _compare(model, tiny(**sizes), _make_inputs())
     twin.load_state_dict(model.state_dict())
-    _compare(twin, tiny(**sizes), _inputs())
+    _compare(twin, tiny(**sizes), _make_inputs())
     unpatch(twin)
-    assert _traces(twin) == [] and all(
+    assert _list_traces(twin) == [] and all(
         m.config is twin.config for m in twin.modules() if hasattr(m, "config")
     )
-    assert torch.equal(twin(**_inputs()).logits, tiny(**sizes)(**_inputs()).logits)
-    _compare(model, tiny(**sizes), _inputs())
+    assert torch.equal(twin(**_make_inputs()).logits, tiny(**sizes)(**_make_inputs()).logits)
+    _compare(model, tiny(**sizes), _make_inputs())
 
 
 def test_state_dict_and_whole_model_are_saved_like_stock(tmp_path: Path) -> None:
@@ -520,37 +528,37 @@ def test_state_dict_and_whole_model_are_saved_like_stock(tmp_path: Path) -> None
     torch.save(model, tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     assert getattr(loaded, STATE).config == getattr(model, STATE).config
-    _compare(loaded, stock, _inputs())
+    _compare(loaded, stock, _make_inputs())
 
 
-def test_base_model() -> None:
+def test_a_base_model_equals_stock() -> None:
     source = tiny()
     base, stock = Qwen3MoeModel(source.config).double(), source.model
     base.load_state_dict(stock.state_dict())
     patch(base)
-    inputs = {k: v for k, v in _inputs().items() if k != "labels"}
+    inputs = {k: v for k, v in _make_inputs().items() if k != "labels"}
     actual, expected = base(**inputs).last_hidden_state, stock(**inputs).last_hidden_state
     assert_close("hidden", actual, expected, 1e-12)
     (actual * expected.detach()).sum().backward()
     (expected * expected.detach()).sum().backward()
     for (name, ours), theirs in zip(base.named_parameters(), stock.parameters()):
         assert_close(name, ours.grad, theirs.grad, 1e-12)
-    assert _traces(unpatch(base)) == []
+    assert _list_traces(unpatch(base)) == []
 
 
-def test_sequence_classification() -> None:
+def test_a_sequence_classifier_equals_stock() -> None:
     config = tiny().config
     config.num_labels, config.pad_token_id = 3, 0
     torch.manual_seed(4)
     stock = Qwen3MoeForSequenceClassification(config).double()
     patched = copy.deepcopy(stock)
     patch(patched)
-    inputs = {**_inputs(), "labels": torch.tensor([0, 2, 1])}
+    inputs = {**_make_inputs(), "labels": torch.tensor([0, 2, 1])}
     _compare(patched, stock, inputs)
 
 
 def test_autocast_is_no_worse_than_stock_under_autocast() -> None:
-    truth, truth_grads = _backward(tiny(dtype=torch.float64), _inputs())
+    truth, truth_grads = _run_backward(tiny(dtype=torch.float64), _make_inputs())
     errors = {}
     for kind in ("stock", "patched"):
         model = tiny(dtype=torch.float32)
@@ -558,7 +566,7 @@ def test_autocast_is_no_worse_than_stock_under_autocast() -> None:
             patch(model)
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            out = model(**_inputs())
+            out = model(**_make_inputs())
         out.loss.backward()
         assert out.logits.dtype == torch.bfloat16
         grads = {name: p.grad for name, p in model.named_parameters()}
@@ -574,8 +582,8 @@ def test_peft_wrapped_models_get_each_hook_once() -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     wrapped = peft.get_peft_model(tiny(**SIZES["aux loss"]), lora)
-    wrapped(**_inputs())
-    stock, plain = copy.deepcopy(wrapped), _hooks(wrapped)
+    wrapped(**_make_inputs())
+    stock, plain = copy.deepcopy(wrapped), _list_hooks(wrapped)
     patch(wrapped)
     ours = [
         type(hook).__name__
@@ -589,10 +597,10 @@ def test_peft_wrapped_models_get_each_hook_once() -> None:
     counted = ["FindCounted", "ForgetCounted"]
     of_decoder = ["FindCountedOfDecoder", "ForgetCountedOfDecoder"]
     assert sorted(ours) == sorted([*before, *after, *around, *counted, *of_decoder])
-    actual, expected = wrapped(**_inputs()), stock(**_inputs())
+    actual, expected = wrapped(**_make_inputs()), stock(**_make_inputs())
     assert_close("logits", actual.logits, expected.logits, 1e-12)
     unpatch(wrapped)
-    assert _hooks(wrapped) == plain and _traces(wrapped) == []
+    assert _list_hooks(wrapped) == plain and _list_traces(wrapped) == []
 
 
 _NO_SIDE_EFFECTS = """
@@ -682,7 +690,7 @@ def test_no_warning_of_a_large_model(case: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_warning_of_a_small_model_on_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of exactly LARGE_MODEL_BYTES is small; a model of one byte more is large."""
+    """A model of exactly LARGE_MODEL_BYTES is small. A model with one more byte is large."""
     _set_launch_variables(monkeypatch, TWO_RANKS)
     num_bytes = sum(parameter.nbytes for parameter in tiny().parameters())
     module = sys.modules["hf_moe_ep.patch"]

@@ -50,7 +50,7 @@ MOE_LAYERS = [
 def test_config_and_model_have_the_same_number_of_moe_layers(
     options: dict[str, object], expected: int
 ) -> None:
-    """`find_parts` computes the number from the config, and raises if the model has another one."""
+    """`find_parts` computes the number from the config, and raises if the model differs."""
     parts = find_parts(tiny(num_hidden_layers=6, num_experts=12, **options))
     assert len(parts.experts) == expected
     assert parts.num_experts == 12 and parts.plan.num_experts == "num_experts"

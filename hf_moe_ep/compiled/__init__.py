@@ -1,5 +1,5 @@
 """torch.compile for the parts of a patched model that surround its experts.
 
-This folder decides what is traced and what is called by compiled code without being traced. How a
-module is sharded belongs in `sharding/`, and how tokens are dispatched in `moe/`.
+This folder decides which modules are traced, and which modules compiled code only calls. It never
+shards a module (`sharding/`) or dispatches tokens (`moe/`).
 """

@@ -15,13 +15,13 @@ cannot be traced. It is left out of the graphs as a whole, with its router:
     mixers (delta nets, Mamba)      not traced
     the rest of the model           not compiled
 
-All layers of one kind share their graphs: layers of the same class whose children are of the same
-classes. The length of sequences is a variable of the graphs (`dynamic=True`). In evaluation, or if
-a layer is given a KV cache, layers run without torch.compile.
+Layers of one kind share their graphs: their classes are the same, and the classes of their children
+are the same. The length of sequences is a variable of the graphs (`dynamic=True`). In evaluation,
+or if a layer is given a KV cache, layers run without torch.compile.
 
-The class of a compiled module becomes a subclass of its class, whose forward calls the compiled
-function. transformers then checkpoints the new forward as it does any other, so a recompute in
-backward calls the compiled function as well, and the hooks of FSDP2 stay outside.
+A compiled module gets a subclass of its class, whose forward calls the compiled function.
+Transformers checkpoints this forward like any other, so a recompute in backward calls the compiled
+function as well, and the hooks of FSDP2 stay outside.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def compile_layers(model: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 
 def compile_model(model: nn.Module, **compile_kwargs: Any) -> None:
-    """Replacement of the method `compile` of a patched model.
+    """Compile a patched model. This function replaces the method `compile` of the model.
 
     In one process the stock method compiles the whole model. The hooks of a sharded model would
     break its graph into pieces, so only the layers of such a model are compiled.
@@ -174,7 +174,7 @@ class _Kind:
 
     Attributes:
         compiled: the result of torch.compile for `forward`.
-        limit: how many graphs torch.compile makes for `forward`; None stands for torch's default.
+        limit: the largest number of graphs of `forward`; None stands for torch's default.
         is_checked: True once torch.compile is known to have traced `forward`.
         warned: True once a warning has said that torch.compile makes no further graphs.
     """
@@ -193,8 +193,8 @@ def _leave_out_mixers(root: nn.Module) -> None:
     which would make new graphs for each length.
     """
     mixers: dict[nn.Module, str] = {}
-    for of_layer in find_parts(root).mixers:
-        mixers |= {module: name for name, module in of_layer.items()}
+    for mixers_of_layer in find_parts(root).mixers:
+        mixers |= {module: name for name, module in mixers_of_layer.items()}
     exclude_from_tracing(mixers)
     if mixers:
         kinds = {f"{as_pattern(name)} ({type(module).__name__})" for module, name in mixers.items()}
@@ -249,14 +249,14 @@ class BeginForward(Ours):
 
 
 def _find_modules(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules by stock name; a wrapper and the module inside it have the same name.
+    """Return the modules by stock name, without wrappers.
 
-    The module inside is returned, because `named_modules` lists it later. The modules of a head for
-    multi-token prediction are not compiled.
+    A wrapper has the stock name of the module inside it, which `named_modules` lists later. The
+    modules of a head for multi-token prediction are left out, because they are not compiled.
     """
-    of_head = set() if (head := find_head(root)) is None else set(head.modules())
+    head_modules = set() if (head := find_head(root)) is None else set(head.modules())
     named = root.named_modules()
-    return {stock_name(name): module for name, module in named if module not in of_head}
+    return {stock_name(name): module for name, module in named if module not in head_modules}
 
 
 def _select(modules: dict[str, nn.Module], pattern: str) -> dict[str, nn.Module]:
@@ -293,9 +293,9 @@ def _find_blocks(
 
 
 def _run_layer(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a compiled module in training, and its stock forward otherwise.
+    """Run a module compiled in training, and by its stock forward otherwise.
 
-    The stock forward also runs if outputs of modules inside the layer are collected.
+    The stock forward also runs if transformers collects outputs of modules inside the layer.
     """
     if torch.compiler.is_compiling():
         return stock(module, *args, **kwargs)  # shared experts, in a layer that is traced

@@ -9,15 +9,15 @@ import torch
 from hf_moe_ep.config import suggestion
 from hf_moe_ep.upstream.compiler import compile_arguments
 
-# A kind of layer needs other graphs without gradients, without a mask, for a batch of one row, and
-# for an input without a gradient (the first layer under LoRA). By default torch.compile gives
-# up after eight graphs, and the layer would run uncompiled.
+# A kind of layer needs further graphs for calls without gradients, without a mask, with a batch of
+# one row, and with an input without a gradient (the first layer under LoRA). By default
+# torch.compile gives up after eight graphs, and the layer would run uncompiled.
 _RECOMPILE_LIMIT = 64
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 def how_to_raise_recompile_limit() -> str:
-    """Return what to write: the argument of torch.compile, or torch's config without it."""
+    """Return the code that raises the limit, by an argument of torch.compile if there is one."""
     if "recompile_limit" in compile_arguments():
         return "compile_layers={'recompile_limit': ...}"
     return "torch._dynamo.config.recompile_limit = ..."
@@ -38,7 +38,7 @@ def check_compile_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
             f"{', '.join(allowed)}"
         )
     backend = kwargs.get("backend") or "inductor"
-    backends = torch.compiler.list_backends(exclude_tags=())  # also those for debugging
+    backends = torch.compiler.list_backends(exclude_tags=())  # also debugging backends
     if isinstance(backend, str) and backend not in backends:
         raise ValueError(
             f"torch.compile has no backend {backend!r}{suggestion(backend, backends)}; "

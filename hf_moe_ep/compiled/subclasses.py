@@ -3,11 +3,11 @@
     override_forward([layer], run)     layer(x) now calls run(stock, layer, x), where
                                        stock(layer, x) is the forward that the layer had before
 
-A forward that is set on the instance would not do, for two reasons. Transformers 5.24 checkpoints a
-layer in a wrapper around the forward of its class (5.19 does so in `__call__`). A forward on the
-instance would bypass this wrapper, but the forward of a subclass gets a wrapper of its own. And
-torch.compile compares the identity of functions that it finds on instances, so it would recompile
-a layer for each instance. All layers of a class share one subclass.
+An attribute `forward` of the instance would not be enough, for two reasons. Transformers 5.24
+checkpoints a layer in a wrapper around the forward of its class (5.19 does so in `__call__`). An
+attribute of the instance would bypass this wrapper, but the forward of a subclass gets a wrapper of
+its own. And torch.compile compares the identity of functions that it finds on instances, so it
+would compile a layer again for each instance. All layers of a class share one subclass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 from hf_moe_ep.moe.shared_experts import SharedExperts
 from hf_moe_ep.upstream.compiler import is_wrapper_of_layers
 
-# The attribute of our subclasses that holds the class of stock.
+# The attribute of our subclasses that holds the stock class.
 _STOCK_CLASS = "_hf_moe_ep_stock_class"
 
 
@@ -78,7 +78,7 @@ def inner_forward(kind: type) -> Callable[..., Any]:
 
 
 def check_class_forward(name: str, module: nn.Module) -> None:
-    """Raise ValueError if the forward of `module` is neither that of its class nor ours."""
+    """Raise ValueError if another library has set the forward of `module`."""
     forward = vars(module).get("forward")
     if forward is not None and not isinstance(getattr(forward, "__self__", None), SharedExperts):
         raise ValueError(

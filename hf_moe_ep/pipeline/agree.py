@@ -1,15 +1,15 @@
-"""Find out on all ranks what a call of a model with pipeline stages computes, or refuse it on all.
+"""Compare the calls of all ranks before a model with pipeline stages computes, or refuse them all.
 
     rank 0    rank 1    stage 0; rank 0 and rank 2 share a batch: they are a column
     rank 2    rank 3    stage 1
 
-If rank 0 is given an argument that stages do not support, or another batch than rank 2, no rank may
-start to compute, because it would wait for the others. First the ranks of each column compare their
-calls: rank 2 learns of rank 0's trouble. Then the ranks of each stage do: rank 1 learns of it from
-rank 0, and rank 3 from rank 2.
+If rank 0 gets an argument that stages do not support, or another batch than rank 2, no rank may
+start to compute, because it would wait for the others forever. First the ranks of each column
+compare their calls, so that rank 2 knows if rank 0 refuses its call. Then the ranks of each stage
+compare theirs, so that rank 1 knows it from rank 0, and rank 3 from rank 2.
 
-Whatever depends on the data of a call and can be checked before its forward is checked here. An
-error inside of the forward of a stage ends the whole run (`failure.py`).
+This file makes all checks that need the data of a call and can run before its forward. An error
+inside of the forward of a stage ends the call on all ranks (`failure.py`).
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 # What a call computes. All ranks must agree.
 LOGITS, LOSS, TRAINING = range(3)
 _MODES = ("a forward without labels", "a forward with labels but no training", "training")
-# The integers in which a parameter is read, by the size of its elements.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The dtypes in which `_sum_tied_weight` reads a parameter, by the bytes of one element.
+_INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Agreement(NamedTuple):
-    """What a call computes; the same on all ranks, apart from the text of `refusal`.
+    """The result of `agree`, equal on all ranks, apart from the text of `refusal`.
 
     Attributes:
-        mode: LOGITS, LOSS or TRAINING.
+        mode: what the call computes: LOGITS, LOSS or TRAINING.
         num_micro_batches: the number of micro-batches.
         may_learn: True if stock's outputs would have gradients.
-        refusal: the error that this rank must raise, or None. Either all ranks have one, or none.
+        refusal: the error that this rank must raise, or None. All ranks have an error, or no rank.
     """
 
     mode: int
@@ -57,28 +57,49 @@ class Agreement(NamedTuple):
     refusal: ValueError | None
 
 
+class _Call(NamedTuple):
+    """The facts about the call of one rank, which other ranks compare with theirs.
+
+    Attributes:
+        mode: LOGITS, LOSS or TRAINING.
+        refuses: 1 if the rank refuses the call.
+        may_learn: 1 if stock's outputs would have gradients.
+        options: a checksum of `read_options`.
+        trains_tied, tied_sum: the results of `_trains_tied_weight` and `_sum_tied_weight`.
+        batch: the result of `batch_numbers`, which begins with the number of rows.
+    """
+
+    mode: int
+    refuses: int
+    may_learn: int
+    options: int
+    trains_tied: int
+    tied_sum: int
+    batch: list[int]
+
+
 def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreement:
     """Compare the calls of all ranks.
 
-    All ranks refuse a call that needs what stages cannot do, if the ranks that share a batch have
-    different batches, if ranks do different things, or if routes cannot be replayed. A rank that
-    cannot run the call takes part in both comparisons of the module docstring, and so does a rank
-    whose column differs.
+    All ranks refuse the call if it needs something that stages cannot do, if ranks that share a
+    batch have different batches, if ranks call the model for different purposes, or if routes
+    cannot be replayed. A rank that has found a reason to refuse still takes part in both
+    comparisons, because the other ranks wait for it.
     """
     meshes, session = state.meshes, state.routing
     assert meshes is not None and meshes.stages is not None
     stages = meshes.stages
-    mode = _mode_of(model, given)
+    mode = _find_mode(model, given)
     refusal: ValueError | None = None
     try:
-        tokens = tokens_of(given)
+        tokens = require_tokens(given)
         _check_call(model, state, given, mode)
     except ValueError as error:
         refusal = error
         found = find_tokens(given)
         if isinstance(found, Tensor):
             tokens = found
-        else:  # the comparisons need tensors
+        else:  # both comparisons need a tensor
             tokens = torch.zeros(0, 0, dtype=torch.int64, device=meshes.device)
             given = {"input_ids": tokens}
     routes: dict[str, Tensor] = {}
@@ -87,27 +108,18 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
         routes = session.tensors(tokens.device)
         refusal = refusal or session.refusal
     column = stages.column.get_group()
-    shared = (*options_of(model, given, tokens), state.gather_logits, state.caller_loss is None)
+    shared = (*read_options(model, given, tokens), state.gather_logits, state.caller_loss is None)
     options = zlib.crc32(repr(shared).encode())
-    own = [mode, _trains_tied_weight(state, mode), _sum_tied_weight(state, mode)]
-    own += [refusal is not None, options, _may_learn(model, given)]
+    own = [mode, int(refusal is not None), int(_may_learn(model, given)), options]
+    own += [_trains_tied_weight(state, mode), _sum_tied_weight(state, mode)]
     batch = batch_numbers(given | routes, tokens)
-    by_stage = gather_counts(
-        torch.cat([torch.tensor(own, device=batch.device), batch]),
-        column,
-        where="the pipeline column's batches",
-    )
-    refusal = refusal or _find_difference(by_stage, column)
-    may_learn = any(learns for _, _, _, _, _, learns, *_ in by_stage)
-    own = [mode, refusal is not None, may_learn]
-    by_rank = gather_counts(
-        torch.cat([torch.tensor(own, device=batch.device), batch]),
-        stages.group,
-        where="the pipeline's calls",
-    )
-    refusal = refusal or _find_other_call(by_rank, stages.group, meshes.ranks_per_batch)
-    may_learn = any(learns for _, _, learns, *_ in by_rank)
-    fewest_rows = min(rows for _, _, _, rows, *_ in by_rank)
+    calls = _gather_calls(own, batch, column, "the pipeline column's batches")
+    refusal = refusal or _find_difference(calls, column)
+    own[1:3] = int(refusal is not None), max(call.may_learn for call in calls)
+    calls = _gather_calls(own, batch, stages.group, "the pipeline's calls")
+    refusal = refusal or _find_other_call(calls, stages.group, meshes.ranks_per_batch)
+    may_learn = any(call.may_learn for call in calls)
+    fewest_rows = min(call.batch[0] for call in calls)
     wanted = state.config.pp_microbatches or stages.size
     count = max(1, min(wanted, fewest_rows))
     if refusal is None and mode == TRAINING and count < stages.size and dist.get_rank() == 0:
@@ -121,7 +133,18 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
     return Agreement(mode, count, may_learn, refusal)
 
 
-def tokens_of(given: dict[str, Any]) -> Tensor:
+def _gather_calls(own: list[int], batch: Tensor, group: Any, where: str) -> list[_Call]:
+    """Return the calls of all ranks of a group; `own` has the fields of `_Call` before `batch`."""
+    numbers = torch.cat([torch.tensor(own, device=batch.device), batch])
+    return [
+        _Call(mode, refuses, may_learn, options, trains_tied, tied_sum, batch_of_rank)
+        for mode, refuses, may_learn, options, trains_tied, tied_sum, *batch_of_rank in (
+            gather_counts(numbers, group, where=where)
+        )
+    ]
+
+
+def require_tokens(given: dict[str, Any]) -> Tensor:
     """Return the token ids (B, S) or the embeddings (B, S, H) of a call."""
     tokens = find_tokens(given)
     if not isinstance(tokens, Tensor):
@@ -132,21 +155,21 @@ def tokens_of(given: dict[str, Any]) -> Tensor:
     return tokens
 
 
-def options_of(model: nn.Module, given: dict[str, Any], tokens: Tensor) -> tuple[Any, ...]:
-    """Return numbers, flags and texts of a call, and what else stages must have in common.
+def read_options(model: nn.Module, given: dict[str, Any], tokens: Tensor) -> tuple[Any, ...]:
+    """Return the options of a call that all stages must have in common.
 
-    Apart from the mode and the sizes of the batch, they determine which tensors travel from stage
-    to stage: with router logits, sums for the aux loss do.
+    These options, the mode and the sizes of the batch determine which tensors are sent from stage
+    to stage. With router logits, for example, sums for the aux loss are sent as well.
     """
     device = tokens.device.type
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     flags = sorted((n, x) for n, x in given.items() if isinstance(x, int | float | str))
-    of_config = getattr(text_config(model.config), "output_router_logits", None)
-    return tokens.dtype, cast, of_config, *flags
+    router_logits = getattr(text_config(model.config), "output_router_logits", None)
+    return tokens.dtype, cast, router_logits, *flags
 
 
-def _mode_of(model: nn.Module, given: dict[str, Any]) -> int:
-    """Return what a call computes, as this rank sees it."""
+def _find_mode(model: nn.Module, given: dict[str, Any]) -> int:
+    """Return the mode of this rank's call: LOGITS, LOSS or TRAINING."""
     if given.get("labels") is None:
         return LOGITS
     return TRAINING if _may_train(model) else LOSS
@@ -220,7 +243,7 @@ def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode
             f"backward register; with pp_size={size} it would see the gradient of one "
             f"micro-batch, before loss.backward(): step the optimizer after backward"
         )
-    tokens = tokens_of(given)
+    tokens = require_tokens(given)
     if not tokens.numel():
         raise ValueError(
             f"the batch of this rank has {len(tokens)} rows of {tokens.shape[1]} tokens; every "
@@ -250,38 +273,53 @@ def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode
 
 
 def _trains_tied_weight(state: ModelState, mode: int) -> int:
-    """Return 1 or 0 for a stage that holds the tied weight; -1 for others, and without training."""
+    """Return 1 if this stage trains its copy of the tied weight, and 0 if the copy is frozen.
+
+    Return -1 if this stage holds no copy, or if the call does not train.
+    """
     weight = state.stage.tied_weight
     return -1 if weight is None or mode != TRAINING else int(weight.requires_grad)
 
 
 def _sum_tied_weight(state: ModelState, mode: int) -> int:
-    """Return the sum of the bits of this rank's shard of the tied weight; 0 if there is none.
+    """Return a checksum of this rank's shard of the tied weight; 0 if there is none.
 
-    Both stages shard the weight in the same way, so the ranks of a column have equal sums.
+    The checksum adds up the elements, read as integers. Both stages shard the weight in the same
+    way, so the ranks of a column have equal sums if the copies are equal.
     """
     weight = state.stage.tied_weight
     if weight is None or mode != TRAINING:
         return 0
     shard = local_tensor(weight.detach())
-    return int(shard.view(_INTEGERS[shard.element_size()]).sum())
+    return int(shard.view(_INTEGER_DTYPES[shard.element_size()]).sum())
 
 
-def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | None:
-    """Return the error for the calls of the ranks of a column; None if they are alike.
+def _find_refusal(calls: dict[int, _Call]) -> ValueError | None:
+    """Return the error of a rank if another rank refuses its call, or has another mode."""
+    for rank, call in calls.items():
+        if call.refuses:
+            return ValueError(
+                f"rank {rank} cannot run this call of a model with pipeline stages; its own error "
+                f"says why"
+            )
+    (first, mode), *others = ((rank, call.mode) for rank, call in calls.items())
+    for rank, other_mode in others:
+        if other_mode != mode:
+            return ValueError(
+                f"ranks of a model with pipeline stages call it for different purposes: rank "
+                f"{first} for {_MODES[mode]}, rank {rank} for {_MODES[other_mode]}; all ranks must "
+                f"call the model alike"
+            )
+    return None
 
-    Args:
-        by_stage: for each rank: the mode, `_trains_tied_weight`, `_sum_tied_weight`, 1 if the rank
-            cannot run the call, a checksum of `options_of`, `_may_learn`, and `batch_numbers`.
-    """
+
+def _find_difference(calls_of_column: list[_Call], column: Any) -> ValueError | None:
+    """Return the error for the calls of the ranks of a column; None if the calls are alike."""
     ranks = dist.get_process_group_ranks(column)
-    refused = [rank for rank, (_, _, _, is_refused, *_) in zip(ranks, by_stage) if is_refused]
-    if refused:
-        return _error_of_other_rank(refused[0])
-    modes = {rank: mode for rank, (mode, *_) in zip(ranks, by_stage, strict=True)}
-    if len(set(modes.values())) > 1:
-        return _error_of_modes(modes)
-    tied = {rank: trains for rank, (_, trains, *_) in zip(ranks, by_stage) if trains >= 0}
+    calls = dict(zip(ranks, calls_of_column, strict=True))
+    if refusal := _find_refusal(calls):
+        return refusal
+    tied = {rank: call.trains_tied for rank, call in calls.items() if call.trains_tied >= 0}
     if len(set(tied.values())) > 1:
         trained, frozen = (next(r for r, x in tied.items() if x == value) for value in (1, 0))
         return ValueError(
@@ -289,7 +327,7 @@ def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | Non
             f"{trained} but not on rank {frozen}, which holds the other copy; freeze or train "
             f"embedding and head on both stages, or before the model is sharded"
         )
-    sums = {rank: total for rank, (_, trains, total, *_) in zip(ranks, by_stage) if trains >= 0}
+    sums = {rank: calls[rank].tied_sum for rank in tied}
     if len(set(sums.values())) > 1:
         first, last = sums
         return ValueError(
@@ -298,55 +336,29 @@ def _find_difference(by_stage: list[list[int]], column: Any) -> ValueError | Non
             f"ways; it has the name of the embedding on rank {first} and that of the head on rank "
             f"{last}, so put both names in one parameter group, and go on from a checkpoint"
         )
-    options = {rank: checksum for rank, (_, _, _, _, checksum, *_) in zip(ranks, by_stage)}
-    if len(set(options.values())) > 1:
-        other = next(rank for rank in ranks if options[rank] != options[ranks[0]])
+    first = ranks[0]
+    other = next((rank for rank in ranks if calls[rank].options != calls[first].options), None)
+    if other is not None:
         return ValueError(
-            f"rank {ranks[0]} and rank {other} of one pipeline column pass different numbers, "
+            f"rank {first} and rank {other} of one pipeline column pass different numbers, "
             f"flags or texts to the model, as output_router_logits, or have another autocast; all "
             f"ranks must call the model alike"
         )
-    batches = [numbers for _, _, _, _, _, _, *numbers in by_stage]
-    return find_other_batch(batches, ranks, "pipeline column")
+    return find_other_batch([call.batch for call in calls_of_column], ranks, "pipeline column")
 
 
-def _find_other_call(
-    by_rank: list[list[int]], group: Any, ranks_per_batch: int
-) -> ValueError | None:
-    """Return the error for the calls of the ranks of a stage; None if they are alike.
+def _find_other_call(calls: list[_Call], group: Any, ranks_per_batch: int) -> ValueError | None:
+    """Return the error for the calls of the ranks of a stage; None if the calls are alike.
 
-    Args:
-        by_rank: for each rank: the mode, 1 if the rank cannot run the call, if the outputs have
-            gradients, and `batch_numbers`.
-        ranks_per_batch: so many consecutive ranks share a batch.
+    Batches are only compared among the `ranks_per_batch` consecutive ranks that share a batch.
     """
     ranks = dist.get_process_group_ranks(group)
-    refused = [rank for rank, (_, is_refused, *_) in zip(ranks, by_rank) if is_refused]
-    if refused:
-        return _error_of_other_rank(refused[0])
-    modes = {rank: mode for rank, (mode, *_) in zip(ranks, by_rank, strict=True)}
-    if len(set(modes.values())) > 1:
-        return _error_of_modes(modes)
-    batches = [numbers for _, _, _, *numbers in by_rank]
+    if refusal := _find_refusal(dict(zip(ranks, calls, strict=True))):
+        return refusal
+    batches = [call.batch for call in calls]
     for first in range(0, len(ranks), ranks_per_batch):
         sharing = slice(first, first + ranks_per_batch)
         error = find_other_batch(batches[sharing], ranks[sharing], "sp group")
         if error is not None:
             return error
     return None
-
-
-def _error_of_other_rank(rank: int) -> ValueError:
-    return ValueError(
-        f"rank {rank} cannot run this call of a model with pipeline stages; its own error says why"
-    )
-
-
-def _error_of_modes(modes: dict[int, int]) -> ValueError:
-    (first, mode), *others = modes.items()
-    other = next(rank for rank, other_mode in others if other_mode != mode)
-    return ValueError(
-        f"ranks of a model with pipeline stages call it for different purposes: rank {first} for "
-        f"{_MODES[mode]}, rank {other} for {_MODES[modes[other]]}; all ranks must call the model "
-        f"alike"
-    )

@@ -1,7 +1,7 @@
 """Check whether a model can be cut into pipeline stages.
 
-Nothing is attached by `patch`: a model is cut when it is sharded, because only then it is known
-which stage this rank holds (`sharding/stages.py`).
+`patch` attaches nothing. A model is cut when it is sharded (`sharding/stages.py`), because before
+that it is unknown which stage this rank holds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_moe_ep.sequence.slice_arguments import named_parameters
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.causal_loss import passes_arguments_to_loss
 
-# Arguments with which a layer receives more from earlier layers than hidden states.
+# Arguments in which a layer receives other tensors of earlier layers than hidden states.
 _FROM_EARLIER_LAYERS = {"block_states", "messages", "shared_kv_states"}
 
 
@@ -64,12 +64,12 @@ def check(parts: Parts, state: ModelState) -> None:
             f"but {', '.join(outside[:3])} {'belongs' if len(outside) == 1 else 'belong'} to none "
             f"of them; {remedy}"
         )
-    for name, layer in enumerate(parts.layers):
-        reason = _passes_on_more(layer)
+    for index, layer in enumerate(parts.layers):
+        reason = _describe_extra_input(layer)
         if reason:
             raise ValueError(
                 f"pp_size ({size}) > 1 sends hidden states alone from stage to stage, but layer "
-                f"{name} of {model_type} {reason}; {remedy}"
+                f"{index} of {model_type} {reason}; {remedy}"
             )
 
 
@@ -77,8 +77,8 @@ def attach(parts: Parts, state: ModelState) -> None:
     """Attach nothing; see the module docstring."""
 
 
-def _passes_on_more(layer: nn.Module) -> str:
-    """Return what a layer gets from earlier layers besides hidden states, or ""."""
+def _describe_extra_input(layer: nn.Module) -> str:
+    """Say what a layer gets from earlier layers besides hidden states; return "" if nothing."""
     for parameter in named_parameters(layer):
         if parameter.name in _FROM_EARLIER_LAYERS or parameter.name.startswith("prev_"):
             return f"takes {parameter.name} from earlier layers"

@@ -1,4 +1,4 @@
-"""Compute a loss that the caller computes from outputs and labels, on the last stage.
+"""Call a loss function of the caller on the last pipeline stage.
 
 The Trainer's `compute_loss_func(outputs, labels, num_items_in_batch=n)` divides a sum over tokens
 by the number of tokens of all accumulated batches. So the losses of micro-batches add up to the
@@ -21,7 +21,7 @@ _LABELS, _NUM_ITEMS = "labels", "num_items_in_batch"
 
 @dataclass(frozen=True)
 class CallerLoss:
-    """The function of the caller, and what it gets besides the outputs of the model.
+    """The function of the caller, and its arguments besides the outputs of the model.
 
     Attributes:
         labels: the labels of the whole batch.
@@ -33,7 +33,7 @@ class CallerLoss:
     num_items: Tensor | int
 
     def add_arguments(self, given: dict[str, Any]) -> None:
-        """Add labels and number of tokens to the arguments of a forward, which are then cut."""
+        """Add labels and number of tokens to a forward's arguments, before these are cut."""
         given |= {_LABELS: self.labels, _NUM_ITEMS: self.num_items}
 
     def check(self, given: dict[str, Any], config: Any) -> None:
@@ -47,9 +47,9 @@ class CallerLoss:
             )
 
     def take_labels(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-        """Split the arguments of a micro-batch into those of the model and the labels."""
-        of_model = {n: x for n, x in arguments.items() if n not in (_LABELS, _NUM_ITEMS)}
-        return of_model, arguments[_LABELS]
+        """Return the arguments of the model for a micro-batch, and the labels."""
+        model_arguments = {n: x for n, x in arguments.items() if n not in (_LABELS, _NUM_ITEMS)}
+        return model_arguments, arguments[_LABELS]
 
     def add_loss(self, output: Any, labels: Tensor) -> Any:
         """Return the output of a micro-batch with its loss.
@@ -69,5 +69,5 @@ class CallerLoss:
 
 
 def take_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
-    """Return the loss that the last stage has computed; the Trainer calls this instead."""
+    """Return the loss that the last stage has computed. It replaces the Trainer's function."""
     return outputs.loss

@@ -1,4 +1,4 @@
-"""Cut a model into pipeline stages: which layers a stage gets, and the removal of all others.
+"""Cut a model into pipeline stages: choose the layers of each stage, and remove all others.
 
     layers_of_stages    the layers of each stage, from the config or divided evenly
     stage_of_names      the stage that holds each parameter and each buffer
@@ -7,7 +7,7 @@
 
 Every stage gets consecutive layers. The first stage also holds the embedding, the last stage the
 final norm and the head. All other modules, such as rotary embeddings, have no parameters and stay
-on every stage. A tied embedding lies on the first and on the last stage.
+on every stage. The first and the last stage each hold a copy of a tied embedding.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def stage_of_names(model: nn.Module, parts: Parts, stages: list[range]) -> dict[str, int | None]:
-    """Return the stage that holds each parameter and buffer, by name; None if all stages do.
+    """Return the stage that holds each parameter and buffer, by name; None if every stage holds it.
 
     A tied weight is listed under each of its names.
     """
@@ -93,7 +93,7 @@ def stage_of_names(model: nn.Module, parts: Parts, stages: list[range]) -> dict[
 
 
 def _find_stage(name: str, prefixes: dict[str, int]) -> int | None:
-    # Looking up each prefix of a name is faster than comparing the name with every layer.
+    # To look up each prefix of a name is faster than to compare the name with every layer.
     parts = name.split(".")
     for end in range(1, len(parts)):
         stage = prefixes.get(".".join(parts[:end]) + ".")
@@ -123,22 +123,22 @@ def cut_model(
     stage.tensors = _list_tensors(model, stage_of_names(model, parts, stages))
     if parts.tied and index in (0, size - 1):
         owner = parts.embedding if index == 0 else parts.head
-        _tie(model, stage, parts, owner)
-    new: dict[int, nn.Module] = {}
+        _record_tied_weight(model, stage, parts, owner)
+    stand_ins: dict[int, nn.Module] = {}
     for number, layer in enumerate(parts.layers):
         if number < own.start:
-            new[id(layer)] = LayerBefore(layer, boundary)
+            stand_ins[id(layer)] = LayerBefore(layer, boundary)
         elif number >= own.stop:
-            new[id(layer)] = LayerAfter(layer, boundary)
+            stand_ins[id(layer)] = LayerAfter(layer, boundary)
     if index > 0 and parts.embedding is not None:
-        new[id(parts.embedding)] = NoEmbedding(boundary)
+        stand_ins[id(parts.embedding)] = NoEmbedding(boundary)
     if index < size - 1:
-        new |= {id(norm): NoNorm() for norm in parts.final_norm}
-        new[id(parts.head)] = NoHead()
+        stand_ins |= {id(norm): NoNorm() for norm in parts.final_norm}
+        stand_ins[id(parts.head)] = NoHead()
         setattr(parts.causal_lm, "_loss_function", no_loss)  # noqa: B010  private to ruff
-    _replace_children(model, new)
+    _replace_children(model, stand_ins)
     parts.layers[own.stop - 1].register_forward_hook(CheckOutput(names[id(parts.layers[own[-1]])]))
-    _forget_removed(model, parts, state, stage)
+    _drop_references(model, parts, state, stage)
     return stage
 
 
@@ -157,7 +157,7 @@ def _list_tensors(model: nn.Module, stage_of: dict[str, int | None]) -> dict[str
     return tensors
 
 
-def _tie(model: nn.Module, stage: Stage, parts: Parts, owner: Any) -> None:
+def _record_tied_weight(model: nn.Module, stage: Stage, parts: Parts, owner: Any) -> None:
     """Record this stage's copy of the tied weight, before the other copy is removed."""
     shared = {id(p) for p in parts.embedding.parameters()} if parts.embedding else set()
     shared &= {id(p) for p in parts.head.parameters()} if parts.head else set()
@@ -173,17 +173,17 @@ def _tie(model: nn.Module, stage: Stage, parts: Parts, owner: Any) -> None:
             stage.aliases[canonical_name(name)] = canonical_name(first_names[id(parameter)])
 
 
-def _replace_children(model: nn.Module, new: dict[int, nn.Module]) -> None:
-    """Replace children by the module in `new` for their id, and keep them in training mode."""
+def _replace_children(model: nn.Module, stand_ins: dict[int, nn.Module]) -> None:
+    """Replace each child whose id is in `stand_ins`. The new module gets its training mode."""
     for module in list(model.modules()):
         children = own_children_by_name(module)
         for name, child in list(children.items()):
-            if child is not None and id(child) in new:
-                children[name] = new[id(child)].train(child.training)
+            if child is not None and id(child) in stand_ins:
+                children[name] = stand_ins[id(child)].train(child.training)
 
 
-def _forget_removed(model: nn.Module, parts: Parts, state: ModelState, stage: Stage) -> None:
-    """Drop all references of the state to modules that were removed, so that memory is freed."""
+def _drop_references(model: nn.Module, parts: Parts, state: ModelState, stage: Stage) -> None:
+    """Drop all references of the state to removed modules, so that their memory is freed."""
     left = {id(module) for module in model.modules()}
     state.undo = [item for item in state.undo if id(item[0]) in left]
     state.relied_on = [item for item in state.relied_on if id(item.module) in left]

@@ -12,9 +12,9 @@ close their connections as well:
     "pipeline stage 1 of 2, the forward of micro-batch 0 ended because of rank 0 (pipeline stage 0
     of 2, the forward of micro-batch 1: OutOfMemoryError: ..)"
 
-Nothing is sent for this as long as no rank fails. The connections cannot be opened again, so the
-model cannot run again either. Connections of NCCL are not closed: the other ranks wait until its
-watchdog ends them, or the launcher does because the first rank has exited.
+As long as no rank fails, this sends nothing. The connections cannot be opened again, so the model
+cannot run again either. Connections of NCCL are not closed: the other ranks wait until NCCL's
+watchdog ends them, or until the launcher ends them because the first rank has exited.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Failure:
             )
 
     def begin(self, operation: str) -> None:
-        """Name what this rank computes from now on."""
+        """Set the operation that errors of this rank name from now on."""
         self.operation = operation
 
     @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Run a block of which all ranks raise an error if one rank does.
+    def raise_on_all_ranks(self) -> Iterator[None]:
+        """Run a block. If one rank raises an error in the block, all ranks raise an error.
 
         Raises:
             RuntimeError: another rank has raised an error; the message names the rank and what it

@@ -7,10 +7,10 @@ returned loss is connected to the computed gradients by an autograd node:
                                      before the call
     (loss * 0.5).backward()          adds 0.5 times the gradients to `.grad`
 
-The other outputs are connected as well, because no gradient was computed for them: a caller who
-adds `outputs.aux_loss` to the loss gets an error. So are all outputs of a forward that has not run
-backward, such as one in evaluation mode. Every rank has all outputs and runs backward through them,
-so every rank raises the error.
+No gradient was computed for the other outputs. They are connected as well, and their node raises an
+error, for example if a caller adds `outputs.aux_loss` to the loss. The same holds for every output
+of a forward that runs no backward, for example in evaluation mode. Every rank has all outputs and
+runs backward through them, so every rank raises the error.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ class StepGradients:
 def connect_loss(
     outputs: dict[str, Tensor], gradients: StepGradients, num_stages: int, coefficient: str | None
 ) -> dict[str, Tensor]:
-    """Return the outputs of a forward in training, of which only "loss" may get a gradient.
+    """Return the outputs of a forward in training. Only "loss" may get a gradient in backward.
 
     Args:
         coefficient: the attribute of the model with the coefficient of the aux loss, for the error.
     """
-    return gradients.connect(outputs, partial(_scale_of_loss, [*outputs], num_stages, coefficient))
+    return gradients.connect(outputs, partial(_find_scale, [*outputs], num_stages, coefficient))
 
 
-def _scale_of_loss(
+def _find_scale(
     names: list[str], num_stages: int, coefficient: str | None, *grads: Tensor | None
 ) -> Tensor:
     by_name = dict(zip(names, grads, strict=True))
@@ -153,7 +153,7 @@ class _CallInBackward(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.backward_of_outputs = backward
         ctx.set_materialize_grads(False)
-        # Without a copy: logits may be large, and nobody else reads these tensors.
+        # The outputs are not copied: logits may be large, and nothing else reads these tensors.
         return tuple(output.detach() for output in outputs)
 
     @staticmethod

@@ -21,7 +21,7 @@ _SHARED = ("num_items_in_batch", "logits_to_keep")
 
 
 class MicroBatch(NamedTuple):
-    """The arguments of one micro-batch, its share of the rows of the batch, and these rows."""
+    """One micro-batch: its arguments, and its rows as a share and as a slice of the batch."""
 
     arguments: dict[str, Any]
     share: float
@@ -55,11 +55,11 @@ def _cut(name: str, value: Any, num_rows: int, sizes: list[int]) -> list[Any]:
         return [{key: parts[i] for key, parts in by_key.items()} for i in range(len(sizes))]
     if not isinstance(value, Tensor) or value.ndim == 0 or name in _SHARED:
         return [value] * len(sizes)
-    dim = _dim_of_rows(name, value)
+    dim = _find_row_dim(name, value)
     return list(value.split(sizes, dim)) if value.shape[dim] == num_rows else [value] * len(sizes)
 
 
-def _dim_of_rows(name: str, value: Tensor) -> int:
+def _find_row_dim(name: str, value: Tensor) -> int:
     return 1 if name == _POSITIONS and value.ndim == 3 else 0
 
 
@@ -74,7 +74,7 @@ def check_can_be_cut(given: dict[str, Any], num_rows: int) -> None:
         if isinstance(value, dict):
             check_can_be_cut({f"{name}[{key!r}]": x for key, x in value.items()}, num_rows)
         elif isinstance(value, Tensor):
-            dim = _dim_of_rows(name, value)
+            dim = _find_row_dim(name, value)
             if value.ndim and value.shape[dim] not in (1, num_rows):
                 raise ValueError(
                     f"pp_size > 1 cuts a batch of {num_rows} rows into micro-batches, but {name} "
@@ -98,7 +98,7 @@ def count_targets(given: dict[str, Any], ignored: int) -> Tensor:
 
 
 def needs_grad(value: Any) -> bool:
-    """Return True if an argument of a forward is a tensor with a gradient, or has one inside."""
+    """Return True for a tensor that requires a gradient, or a dict that contains such a tensor."""
     if isinstance(value, dict):
         return any(map(needs_grad, value.values()))
     return isinstance(value, Tensor) and value.requires_grad

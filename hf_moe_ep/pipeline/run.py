@@ -3,28 +3,27 @@
 `Pipeline` replaces the call of a model that was cut into stages. All stages get the same batch.
 A call has these steps:
 
-    agree       all stages have the same batch, all ranks of a stage the same number of
-                micro-batches (`agree.py`)
-    run         the operations of `schedule.py`. A forward calls the model of this stage, with all
-                hooks, on one micro-batch. Hidden states go to the next stage, their gradients to
-                the previous one
-    tie         the first and the last stage add up the gradients of a tied embedding
-    return      every rank gets the loss of the batch (sent in fp64), its logits, or both
+    agree       check that all stages have the same batch, and that all ranks of a stage run the
+                same number of micro-batches (`agree.py`)
+    run         run the operations of `schedule.py`. A forward calls the model of this stage, with
+                all hooks, on one micro-batch. Hidden states are sent to the next stage, and their
+                gradients to the previous stage
+    tie         add up the gradients that the first and the last stage have for a tied embedding
+    return      give every rank the loss of the batch (sent in fp64), its logits, or both
 
     call                                     operations   result on every rank
     labels, training mode, gradients         both         loss; `backward()` adds the gradients
     labels, but no training or no gradients  forwards     loss
     no labels, no training or no gradients   forwards     logits
 
-With labels, logits are returned only if they are asked for.
-
-Gradients of any other output raise an error (`gradients.py`).
+With labels, logits are returned only if they are requested (`gather_logits`). An output that is not
+the loss of a training call raises an error if it gets a gradient (`gradients.py`).
 
 The loss of the batch is the sum of the losses of its micro-batches, each divided by the number of
-tokens of the whole batch. Losses that the caller computes from logits cannot be trained, because
-their gradients would have to pass the stages a second time; the last stage can compute a function
-of the caller instead (`caller_loss.py`). An error inside of the operations ends the call on all
-ranks (`failure.py`).
+tokens of the whole batch. A loss that the caller computes from logits cannot be trained, because
+its gradients would have to pass the stages a second time. The last stage can call a loss function
+of the caller instead (`caller_loss.py`). An error in an operation ends the call on all ranks
+(`failure.py`).
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ from hf_moe_ep.pipeline.agree import (
     TRAINING,
     Agreement,
     agree,
-    options_of,
-    tokens_of,
+    read_options,
+    require_tokens,
 )
 from hf_moe_ep.pipeline.caller_loss import CallerLoss
 from hf_moe_ep.pipeline.failure import Failure
@@ -57,10 +56,10 @@ from hf_moe_ep.pipeline.micro_batches import (
 from hf_moe_ep.pipeline.schedule import Operation, awaited_early, forwards_only, operations
 from hf_moe_ep.pipeline.stage import Stage
 from hf_moe_ep.pipeline.token_losses import (
+    add_known_loss,
+    detach_values,
     join_outputs,
-    keep_values,
     make_output,
-    with_known_loss,
 )
 from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.collectives import all_gather
@@ -99,8 +98,8 @@ class _Channels:
     grads_to_previous: Channel | None
 
     @staticmethod
-    def of(stages: Stages, device: torch.device) -> _Channels:
-        def make(group: Any, other: int, what: str) -> Channel | None:
+    def make(stages: Stages, device: torch.device) -> _Channels:
+        def connect(group: Any, other: int, what: str) -> Channel | None:
             if not 0 <= other < stages.size:
                 return None
             where = (
@@ -109,12 +108,12 @@ class _Channels:
             )
             return Channel(group, stages.rank_in(other), device, where)
 
-        before, behind = stages.index - 1, stages.index + 1
+        previous, following = stages.index - 1, stages.index + 1
         return _Channels(
-            make(stages.forwards, before, "receiving from"),
-            make(stages.forwards, behind, "sending to"),
-            make(stages.backwards, behind, "receiving from"),
-            make(stages.backwards, before, "sending to"),
+            connect(stages.forwards, previous, "receiving from"),
+            connect(stages.forwards, following, "sending to"),
+            connect(stages.backwards, following, "receiving from"),
+            connect(stages.backwards, previous, "sending to"),
         )
 
     @property
@@ -130,17 +129,17 @@ class _PipelineCall:
     Attributes:
         batches: the micro-batches.
         trains: True if backward runs as well.
-        wants_logits: True if the logits of the batch are returned.
+        wants_logits: True if the call returns the logits of the batch.
         has_fused_head: True if TRL's fused head computes the outputs (`token_losses.py`).
-        divisor: the sum of the losses of all tokens is divided by this number: a number of tokens,
-            or `ModelState.loss_divisor`.
+        divisor: the number by which the sum of the losses of all tokens is divided: a number of
+            tokens, or `ModelState.loss_divisor`.
         losses_are_summed: True if the caller has passed `num_items_in_batch`.
         key: a part of the key of each transfer (`ranks/neighbours.py`). It differs between calls
             whose hidden states may differ in shape or dtype.
         received: the hidden states of each micro-batch, until its backward has run.
         produced: the tensors for the next stage, or on the last stage the loss.
-        forms: shape and dtype of the tensors for the next stage; their gradients have the same.
-        arrivals: transfers that were started before their operation.
+        forms: the shapes and dtypes of the tensors for the next stage, and of their gradients.
+        arrivals: the transfers that were started, by the operation that needs the tensors.
         outputs: the model's outputs for all micro-batches on the last stage; on other stages only
             the output of the last micro-batch.
     """
@@ -191,18 +190,18 @@ class Pipeline:
         state, meshes = self.state, self.state.meshes
         assert meshes is not None and meshes.stages is not None
         if self._channels is None or self._failure is None:
-            self._channels = _Channels.of(meshes.stages, meshes.device)
+            self._channels = _Channels.make(meshes.stages, meshes.device)
             self._failure = Failure(meshes)
         self._failure.check()
         given = bind_forward(self.model, args, kwargs)
         if state.caller_loss is not None:
             state.caller_loss.add_arguments(given)
-        # Ranks compare their batches on this device. FSDP2 moves them only in the forward.
-        given = {name: _move(value, meshes.device) for name, value in given.items()}
+        # Ranks compare their batches on this device. FSDP2 moves a batch only in the forward.
+        given = {name: _move_to_device(value, meshes.device) for name, value in given.items()}
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 reshard_unit(module)  # an interrupted forward leaves units gathered
-        with self._failure.shared():
+        with self._failure.raise_on_all_ranks():
             self._failure.begin("the comparison of all ranks")
             agreement = agree(self.model, state, given)
             if agreement.refusal is None:
@@ -215,7 +214,7 @@ class Pipeline:
         stage: Stage = state.stage
         assert meshes is not None and meshes.stages is not None
         mode, count = agreement.mode, agreement.num_micro_batches
-        num_rows = len(tokens_of(given))
+        num_rows = len(require_tokens(given))
         has_fused_head = is_fused_head(given)
         given.pop(FUSED_HEAD, None)
         losses_are_summed = given.get("num_items_in_batch") is not None
@@ -230,7 +229,7 @@ class Pipeline:
         batches = cut_batch(given, num_rows, count)
         wants_logits = mode == LOGITS or state.gather_logits or state.config.gather_logits
         wants_logits &= not has_fused_head
-        trains, key = mode == TRAINING, _key(self.model, given, mode)
+        trains, key = mode == TRAINING, _make_key(self.model, given, mode)
         run = _PipelineCall(
             batches, trains, wants_logits, has_fused_head, divisor, losses_are_summed, key
         )
@@ -238,7 +237,7 @@ class Pipeline:
             with torch.no_grad():
                 self._run(run, forwards_only(count), [True] * count, stock, stage)
             self._end_routing(meshes)
-            output = self._output(run, mode, None)
+            output = self._gather_output(run, mode, None)
             return refuse_backward(output, stage.size) if agreement.may_learn else output
         if isinstance(self.model, FSDPModule):
             # A loop that accumulates gradients switches off the reduce-scatter until its last
@@ -255,7 +254,7 @@ class Pipeline:
             raise
         gradients.take()
         self._end_routing(meshes)
-        return self._output(run, mode, gradients)
+        return self._gather_output(run, mode, gradients)
 
     def _end_routing(self, meshes: Meshes) -> None:
         """End this call in the open `record` or `replay`, if there is one."""
@@ -311,7 +310,7 @@ class Pipeline:
         if operation in run.arrivals:
             return
         if operation.is_forward and channels.from_previous is not None:
-            key = (*run.key, *_shape_of(run.batches[index]))
+            key = (*run.key, *_read_batch_shape(run.batches[index]))
             if channels.from_previous.knows(key) or not early:
                 what = f"the hidden states of micro-batch {index}"
                 run.arrivals[operation] = channels.from_previous.receive(key, what)
@@ -349,15 +348,15 @@ class Pipeline:
             output = caller_loss.add_loss(output, labels)
         if is_fused:
             coefficient = fused_head_coefficient(self.model)
-            output = with_known_loss(output, run.divisor, coefficient, batch.share)
+            output = add_known_loss(output, run.divisor, coefficient, batch.share)
         if channels.to_next is not None:
-            key = (*run.key, *_shape_of(batch))
+            key = (*run.key, *_read_batch_shape(batch))
             channels.to_next.send(produced, key, f"the hidden states of micro-batch {index}")
             run.forms[index] = [ShapeAndDtype(tuple(x.shape), x.dtype) for x in produced]
             run.outputs[:] = [output]
         else:
             detached = _detach_output(output, with_logits=run.wants_logits)
-            run.outputs.append(keep_values(output) if is_fused else detached)
+            run.outputs.append(detach_values(output) if is_fused else detached)
             if output.get("loss") is not None:
                 produced = [output["loss"]]
         if run.trains:
@@ -411,15 +410,15 @@ class Pipeline:
         sends.finish()
         grad.add_(theirs.to(grad.device))
 
-    def _output(self, run: _PipelineCall, mode: int, gradients: StepGradients | None) -> Any:
-        """Return the output of the whole batch, the same on every rank."""
+    def _gather_output(self, run: _PipelineCall, mode: int, gradients: StepGradients | None) -> Any:
+        """Return the output of the whole batch. Every rank gets the same output."""
         meshes = self.state.meshes
         assert meshes is not None and meshes.stages is not None
         stages = meshes.stages
         source, group = stages.rank_in(stages.size - 1), stages.column.get_group()
         values: dict[str, Any] = {}
         if mode != LOGITS:
-            # Unlike a broadcast, this ends only if no stage has failed.
+            # Unlike a broadcast, an all-gather ends only if no stage has failed.
             numbers = all_gather(_encode_losses(run, stages.is_last, meshes.device), group)[-1]
             loss, aux_loss, dtypes = numbers[0], numbers[1], numbers[2:].tolist()
             loss = loss.to(_LOSS_DTYPES[int(dtypes[0])])
@@ -444,10 +443,10 @@ class Pipeline:
         return replace(template, **empty, **values)
 
 
-def _move(value: Any, device: torch.device) -> Any:
-    """Move an argument of a forward to a device; a dict, as of attention masks, entry by entry."""
+def _move_to_device(value: Any, device: torch.device) -> Any:
+    """Move an argument of a forward, or each entry of a dict (of attention masks), to a device."""
     if isinstance(value, dict):
-        return {key: _move(entry, device) for key, entry in value.items()}
+        return {key: _move_to_device(entry, device) for key, entry in value.items()}
     return copy_to_device(value, device) if isinstance(value, Tensor) else value
 
 
@@ -469,14 +468,14 @@ def _finish_aux_loss(run: _PipelineCall, stage: Stage) -> None:
             run.produced[index] = [loss + term]
 
 
-def _key(model: nn.Module, given: dict[str, Any], mode: int) -> tuple[Any, ...]:
+def _make_key(model: nn.Module, given: dict[str, Any], mode: int) -> tuple[Any, ...]:
     """Return the key of the tensors that stages exchange, without the sizes of the micro-batch."""
     # The number of tokens changes with each batch.
     options = {name: value for name, value in given.items() if name != "num_items_in_batch"}
-    return mode, options_of(model, options, tokens_of(given))
+    return mode, read_options(model, options, require_tokens(given))
 
 
-def _shape_of(batch: MicroBatch) -> tuple[int, ...]:
+def _read_batch_shape(batch: MicroBatch) -> tuple[int, ...]:
     tokens = find_tokens(batch.arguments)
     assert tokens is not None
     return tuple(tokens.shape[:2])

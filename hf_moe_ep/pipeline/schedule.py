@@ -11,7 +11,7 @@ and 4 micro-batches, F2 is the forward of micro-batch 2 and B2 its backward:
 PipeDream-Flush (arXiv 2006.09503, section 3.2) and Megatron-LM (arXiv 2104.04473, section 2.2)
 describe this schedule. "gpipe" (arXiv 1811.06965) runs all forwards first. It keeps the activations
 of all micro-batches, but knows the routing of the whole batch before its first backward
-(`moe/aux_loss.py` says what that is good for):
+(`moe/aux_loss.py` needs it for the aux loss of the whole batch):
 
     stage 0    F0 F1 F2 F3 B0 B1 B2 B3
 
@@ -52,9 +52,9 @@ def operations(
 
 
 def awaited_early(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> list[bool]:
-    """Return whether each operation's operand may be awaited before the preceding operation runs.
+    """List for each operation whether its operand may be awaited before the preceding operation.
 
-    It may not if the neighbour that sends the operand waits for the result of the preceding
+    An entry is False if the neighbour that sends the operand waits for the result of the preceding
     operation. With NCCL both could wait forever, because the first transfer between two ranks
     blocks the host until both have started it. With "gpipe" the next stage sends the gradients of
     micro-batch 0 only after the last forward:
@@ -69,8 +69,8 @@ def awaited_early(schedule: str, stage: int, num_stages: int, num_micro_batches:
         sender = stage - 1 if awaited.is_forward else stage + 1
         waits = False
         if 0 <= sender < num_stages and current.is_forward != awaited.is_forward:
-            of_sender = operations(schedule, sender, num_stages, num_micro_batches)
-            waits = of_sender.index(current) < of_sender.index(awaited)
+            sender_order = operations(schedule, sender, num_stages, num_micro_batches)
+            waits = sender_order.index(current) < sender_order.index(awaited)
         result.append(not waits)
     return result
 

@@ -11,7 +11,7 @@ computes masks and position embeddings as for the whole model. Stage 1 of 3 of a
     norm              NoNorm          passes its input on
     lm_head, loss     NoHead, no_loss zeros, which nothing reads
 
-A `Boundary` holds the tensors that a micro-batch takes into a stage and out of it.
+A `Boundary` holds the tensors that a stage receives and sends for a micro-batch.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from torch import Tensor, nn
 
 @dataclass
 class Boundary:
-    """The tensors that a micro-batch takes into this stage and out of it, during its forward.
+    """The tensors that this stage receives and sends for the micro-batch whose forward runs.
 
     Attributes:
         is_last: True on the last stage, which computes the loss.
         received: the hidden states of the previous stage; None on the first stage.
-        received_sums: what the routers of earlier stages add to the aux loss (`moe/aux_loss.py`).
+        received_sums: the sums for the aux loss of the routers of earlier stages
+            (`moe/aux_loss.py`).
         sent: the hidden states for the next stage; None on the last stage.
-        sent_sums: `received_sums` plus what the routers of this stage add, for the next stage.
+        sent_sums: `received_sums` plus the sums of the routers of this stage, for the next stage.
         share: the number of rows in the micro-batch, divided by the rows of the batch.
-        rows: the slice of the batch that these rows are.
+        rows: the rows of the micro-batch, as a slice of the batch.
         losses_are_summed: True if the caller has passed `num_items_in_batch`.
         defers_aux_loss: True with "gpipe", whose aux loss is computed after all forwards.
         deferred: on the last stage with "gpipe", the sums of all routers, one tensor per
@@ -81,7 +82,7 @@ class WholeTensor:
     """The description of a parameter or a persistent buffer of the whole model.
 
     Attributes:
-        shape, dtype: those of the loaded model, before it is sharded.
+        shape, dtype: the shape and the dtype in the loaded model, before it is sharded.
         stage: the first stage that holds the tensor.
     """
 
@@ -104,7 +105,7 @@ class Stage:
         aliases: if the weight of the head is tied to the embedding: maps its name in this stage to
             the name of the parameter in the whole model.
         tied: on the first and on the last stage, the module that holds the tied weight, and the
-            name of the weight in it; None if the weights are not tied.
+            name of the weight in this module; None if the weights are not tied.
         has_adapters: True if PEFT wraps a module of any stage.
         tensors: all tensors of the whole model by name, in order, without tied copies.
         values: values that rank 0 has sent for parameters that are not sharded yet.
@@ -148,7 +149,7 @@ class Stage:
 
     @property
     def copied_weight(self) -> nn.Parameter | None:
-        """The tied weight on the last stage, which is a copy of the first stage's."""
+        """The tied weight on the last stage, a copy of the weight on the first stage."""
         return None if self.is_first else self.tied_weight
 
 
@@ -212,5 +213,5 @@ class NoHead(nn.Module):
 
 
 def no_loss(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return a zero, in place of the loss that the last stage computes."""
+    """Return zero as the loss, because only the last stage computes the loss."""
     return torch.zeros((), dtype=torch.float32, device=logits.device)

@@ -4,9 +4,9 @@ TRL's SFTTrainer calls a model with `fused_lm_head=True` and computes the loss f
 
     loss = -sum(log_probs) / N + coefficient * aux_loss / accumulation
 
-A pipeline has computed all gradients when the forward returns. It computes those of another loss,
-which the forward can compute. Every token has the same weight in both losses, so the gradients
-differ only by a factor:
+A pipeline has computed all gradients when the forward returns, but the trainer computes its loss
+afterwards. The pipeline therefore computes the gradients of another loss, which the forward knows.
+Every token has the same weight in both losses, so the gradients differ only by a factor:
 
     known = -sum(log_probs) / K + coefficient * aux_loss
 
@@ -41,11 +41,11 @@ _PER_TOKEN = (
     "label_mask",
 )
 _FLAGS = ("is_top1", "label_mask")
-# Gradients may differ by rounding alone.
+# The largest relative difference of gradients that counts as rounding.
 _ROUNDING = 1e-4
 
 
-def with_known_loss(output: Any, divisor: Tensor | float, coefficient: float, share: float) -> Any:
+def add_known_loss(output: Any, divisor: Tensor | float, coefficient: float, share: float) -> Any:
     """Return an output of the fused head with the loss of a micro-batch.
 
     Args:
@@ -57,7 +57,7 @@ def with_known_loss(output: Any, divisor: Tensor | float, coefficient: float, sh
     return replace(output, loss=loss)
 
 
-def keep_values(output: Any) -> Any:
+def detach_values(output: Any) -> Any:
     """Return an output without its graph."""
     names = ("loss", "aux_loss", *_PER_TOKEN)
     return replace(output, **{n: x.detach() for n in names if (x := output.get(n)) is not None})
@@ -69,7 +69,7 @@ def join_outputs(
     """Return the per-token outputs of all micro-batches on every rank of `group`.
 
     Args:
-        outputs: those of the micro-batches on the rank `source`, unused on other ranks.
+        outputs: the outputs of all micro-batches on the rank `source`; unused on other ranks.
     """
     is_source = dist.get_rank() == source
     exist = torch.zeros(len(_PER_TOKEN), device=device)
@@ -94,7 +94,7 @@ def make_output(
     divisor: Tensor | float,
     coefficient: float,
 ) -> Any:
-    """Return the output of a batch; with `gradients`, its backward adds them."""
+    """Return the output of a batch, whose backward adds `gradients` to the parameters."""
     values = dict(joined)
     if aux_loss is not None:
         values["aux_loss"] = aux_loss
@@ -102,13 +102,13 @@ def make_output(
         outputs = {n: x for n, x in values.items() if n in ("log_probs", "entropy", "aux_loss")}
         mask = joined["label_mask"]
         scale_of: Callable[..., Tensor] = partial(
-            _scale_of, tuple(outputs), mask, divisor, coefficient
+            _find_scale, tuple(outputs), mask, divisor, coefficient
         )
         values |= gradients.connect(outputs, scale_of)
     return fused_output(**values)
 
 
-def _scale_of(
+def _find_scale(
     names: tuple[str, ...],
     mask: Tensor,
     divisor: Tensor | float,
@@ -122,28 +122,30 @@ def _scale_of(
     """
     by_name = dict(zip(names, grads, strict=True))
     if by_name.get("entropy") is not None:
-        raise ValueError(_refusal("uses the entropy"))
+        raise _make_refusal("uses the entropy")
     grad = by_name["log_probs"]
-    of_tokens = torch.zeros(0, dtype=torch.float64) if grad is None else -grad[mask].double()
+    token_weights = torch.zeros(0, dtype=torch.float64) if grad is None else -grad[mask].double()
     has_aux_loss = "aux_loss" in names and coefficient != 0
-    of_aux_loss = by_name.get("aux_loss")
-    if not has_aux_loss and of_aux_loss is not None and of_aux_loss.ne(0).any():
-        raise ValueError(_refusal("adds an aux loss that the model's config leaves out"))
-    scale = of_tokens.mean() * divisor if len(of_tokens) else torch.zeros(()).double()
+    aux_loss_grad = by_name.get("aux_loss")
+    if not has_aux_loss and aux_loss_grad is not None and aux_loss_grad.ne(0).any():
+        raise _make_refusal("adds an aux loss that the model's config leaves out")
+    scale = token_weights.mean() * divisor if len(token_weights) else torch.zeros(()).double()
     if has_aux_loss:
-        scale_of_aux = torch.zeros(()) if of_aux_loss is None else of_aux_loss / coefficient
-        scale_of_aux = scale_of_aux.to(scale.device, torch.float64)
-        if not len(of_tokens):
-            return scale_of_aux
-        if (scale - scale_of_aux).abs() > _ROUNDING * scale.abs():
-            raise ValueError(_refusal("weighs tokens and the router's aux loss in another way"))
-    if len(of_tokens) and (of_tokens - of_tokens[0]).abs().max() > _ROUNDING * of_tokens[0].abs():
-        raise ValueError(_refusal("gives tokens different weights"))
+        aux_loss_scale = torch.zeros(()) if aux_loss_grad is None else aux_loss_grad / coefficient
+        aux_loss_scale = aux_loss_scale.to(scale.device, torch.float64)
+        if not len(token_weights):
+            return aux_loss_scale
+        if (scale - aux_loss_scale).abs() > _ROUNDING * scale.abs():
+            raise _make_refusal("weighs tokens and the router's aux loss in another way")
+    if len(token_weights):
+        spread = (token_weights - token_weights[0]).abs().max()
+        if spread > _ROUNDING * token_weights[0].abs():
+            raise _make_refusal("gives tokens different weights")
     return scale
 
 
-def _refusal(what: str) -> str:
-    return (
+def _make_refusal(what: str) -> ValueError:
+    return ValueError(
         f"pp_size > 1 computes gradients during the forward, for the mean loss of all tokens, but "
         f"the loss of this backward {what} (as loss_type='dft', DPO and GRPO do); train with "
         f"SFTTrainer's default loss_type='nll' and router_aux_loss_coef=0, or leave pp_size at 1"

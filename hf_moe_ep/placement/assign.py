@@ -1,7 +1,7 @@
 """`assign_slots`: assign the E experts of a layer to the D ranks of an ep group, E / D to each.
 
-The aim is a low load of the busiest rank. Two algorithms assign the experts, and the assignment
-whose busiest rank has the lower load is used. Both algorithms start with the busiest experts:
+The aim is a low load of the busiest rank. Two algorithms assign the experts. The assignment whose
+busiest rank has the lower load is used. Both algorithms start with the busiest experts:
 
     one at a time   assign each expert to the rank with the lowest load that still has room
     in rounds       assign one expert to each rank per round: the busiest expert of the round to the
@@ -13,17 +13,17 @@ a rank is 12:
     in hub order    9 + 5 + 4 = 18        3 + 3 + 0 = 6
     one at a time   5 + 4 + 3 = 12        9 + 3 + 0 = 12
 
-The rounds guarantee a bound. In a round of D experts the rank with the lowest load gets the busiest
-expert. After the round, two ranks therefore differ by at most the larger of two numbers: their
-difference before the round, and the difference between the first and the last expert of the round.
-Let s be the greatest difference between the first and the last expert of any round. Then
+The algorithm in rounds guarantees a bound. In a round of D experts the rank with the lowest load
+gets the busiest expert. After the round, two ranks therefore differ by at most the larger of two
+numbers: their difference before the round, and the difference between the first and the last expert
+of the round. Let s be the largest difference between the first and the last expert of a round. Then
 
     busiest rank <= mean + (1 - 1 / D) * s
 
 because if one rank has load M, each of the other D - 1 ranks has at least M - s. The bound is
-reached if only one expert has tokens. Assigning one at a time can be better: for the loads
-12 4 4 4 0 0 on 2 ranks, the busiest rank has 12 tokens; in rounds it has 16. But no bound is proved
-for this algorithm. In any assignment, the busiest rank has at least the mean load, and at least the
+reached if only one expert has tokens. The algorithm "one at a time" can be better: for the loads
+12 4 4 4 0 0 on 2 ranks its busiest rank has 12 tokens, and in rounds 16. But no bound is proved for
+this algorithm. In any assignment, the busiest rank has at least the mean load, and at least the
 sum of the loads of the busiest expert and the E / D - 1 idlest experts.
 
 The result depends only on the counts, which are equal on all ranks, so no communication is needed.
@@ -66,7 +66,7 @@ def assign_slots(
 
 def largest_load(load_E: Sequence[int], ranks_E: Sequence[int], ranks: int) -> int:
     """Return the tokens of the busiest rank, if expert e is on rank `ranks_E[e]`."""
-    return max(_loads_of_ranks(load_E, ranks_E, ranks))
+    return max(_sum_loads(load_E, ranks_E, ranks))
 
 
 def bound_of_largest_load(load_E: Sequence[int], ranks: int) -> Fraction:
@@ -76,26 +76,26 @@ def bound_of_largest_load(load_E: Sequence[int], ranks: int) -> Fraction:
     return Fraction(sum(load_E), ranks) + Fraction(ranks - 1, ranks) * spread
 
 
-def _loads_of_ranks(load_E: Sequence[int], ranks_E: Sequence[int], ranks: int) -> list[int]:
+def _sum_loads(load_E: Sequence[int], ranks_E: Sequence[int], ranks: int) -> list[int]:
     sums = [0] * ranks
     for load, rank in zip(load_E, ranks_E, strict=True):
         sums[rank] += load
     return sums
 
 
-def _busiest_first(load_E: Sequence[int]) -> list[int]:
+def _sort_busiest_first(load_E: Sequence[int]) -> list[int]:
     return sorted(range(len(load_E)), key=lambda expert: (-load_E[expert], expert))
 
 
 def _split_into_rounds(load_E: Sequence[int], ranks: int) -> list[list[int]]:
     """Split the experts, the busiest first, into rounds of one expert per rank."""
-    experts = _busiest_first(load_E)
+    experts = _sort_busiest_first(load_E)
     return [experts[first : first + ranks] for first in range(0, len(experts), ranks)]
 
 
 def _assign_one_at_a_time(load_E: Sequence[int], ranks: int) -> list[int]:
     room, sums, ranks_E = [len(load_E) // ranks] * ranks, [0] * ranks, [0] * len(load_E)
-    for expert in _busiest_first(load_E):
+    for expert in _sort_busiest_first(load_E):
         rank = min((rank for rank in range(ranks) if room[rank]), key=lambda rank: sums[rank])
         ranks_E[expert] = rank
         room[rank] -= 1

@@ -1,7 +1,7 @@
 """`balance_experts`: move experts between the ranks of an ep group so that their loads are even.
 
-The ranks of an ep group share the experts of each layer. A rank gets idle experts together with
-busy experts, and the number of experts per rank does not change. The model computes the same
+The ranks of an ep group share the experts of each layer. Busy experts are placed on a rank together
+with idle experts, and the number of experts per rank does not change. The model computes the same
 results, because tokens are sent to the present ranks of their experts. Routers, counts, replays and
 files still number the experts as the hub does.
 """
@@ -86,7 +86,7 @@ def balance_experts(
     state = patched_state(model)
     check_has_ep(state, "balance_experts")
     check_everyone_calls("balance_experts", patience_of_rank_0=PATIENCE_OF_RANK_0)
-    optimizers = run_on_all("balance_experts", lambda: _as_list(optimizer))
+    optimizers = run_on_all("balance_experts", lambda: _list_optimizers(optimizer))
     reshard(model)
 
     def check() -> list[ExpertTensors]:
@@ -99,7 +99,7 @@ def balance_experts(
         return tensors
 
     tensors = run_on_all("balance_experts", check)
-    check_alike("balance_experts", threshold=threshold, load=_digest(load))
+    check_alike("balance_experts", threshold=threshold, load=_hash_counts(load))
     assert state.meshes is not None
     run_on_all(
         "balance_experts",
@@ -137,7 +137,7 @@ def check_has_ep(state: ModelState, what: str) -> None:
         )
 
 
-def _as_list(optimizer: Any) -> Sequence[Any]:
+def _list_optimizers(optimizer: Any) -> Sequence[Any]:
     if optimizer is None:
         return []
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -150,7 +150,7 @@ def _as_list(optimizer: Any) -> Sequence[Any]:
     return optimizers
 
 
-def _digest(load: ExpertLoad) -> str:
+def _hash_counts(load: ExpertLoad) -> str:
     return hashlib.sha256(repr(load.counts.tolist()).encode()).hexdigest()[:12]
 
 

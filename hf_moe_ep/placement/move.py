@@ -2,7 +2,8 @@
 
 A slot is one row of a stacked tensor [E, ..]; in hub order, expert e is in slot e. The tensor is
 sharded over (ep_fsdp, ep), and replicas have equal shards. Rank (f, d), with ep_fsdp rank f and ep
-rank d, has a shard of the slots of ep rank d. `sharding/shard.py` chooses the dim of this shard:
+rank d, has a shard of the slots of ep rank d. `sharding/expert_units.py` chooses the dim of the
+shard:
 
     ep_fsdp shards columns    rank (f, d) has some columns of every slot of ep rank d, and sends
                               them to the rank with the same f that owns the new slot
@@ -194,9 +195,9 @@ def check_same_tensors(
 def _tensors_that_move_with(
     parameter: DTensor, optimizers: Sequence[Any]
 ) -> Iterator[tuple[str, DTensor]]:
-    """Yield the gradient and the optimizers' state of a parameter, with their names.
+    """Yield the gradient of a parameter and the tensors of its optimizer state, with their names.
 
-    A tensor that is in several optimizers is yielded once.
+    A tensor that several optimizers have is yielded once.
     """
     yielded = set()
     if isinstance(parameter.grad, DTensor):
@@ -244,7 +245,7 @@ def _exchange_rows(tensor: DTensor, moves: list[Move], meshes: Meshes, where: st
     rows_LX = local.view(torch.uint8).view(len(local), row_bytes)
     # Parameters that FSDP2 offloads are on the host, but the all-to-all needs them on the device.
     device = torch.device(tensor.device_mesh.device_type)
-    sent_NX = rows_LX.index_select(0, _local_rows(outgoing, local.device)).to(device)
+    sent_NX = rows_LX.index_select(0, _make_row_index(outgoing, local.device)).to(device)
     received_RX = sent_NX.new_empty(len(incoming), row_bytes)
     num_ranks = dist.get_world_size(group)
     transfer = start_all_to_all(
@@ -256,10 +257,10 @@ def _exchange_rows(tensor: DTensor, moves: list[Move], meshes: Meshes, where: st
         where=where,
     )
     transfer.wait()
-    rows_LX.index_copy_(0, _local_rows(incoming, local.device), received_RX.to(local.device))
+    rows_LX.index_copy_(0, _make_row_index(incoming, local.device), received_RX.to(local.device))
 
 
-def _local_rows(entries: list[tuple[int, int, int]], device: torch.device) -> Tensor:
+def _make_row_index(entries: list[tuple[int, int, int]], device: torch.device) -> Tensor:
     return torch.tensor([row for _, _, row in entries], dtype=torch.int64, device=device)
 
 

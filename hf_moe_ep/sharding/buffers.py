@@ -2,7 +2,7 @@
 
 FSDP2 gathers the shards of a unit in one flat tensor, copies the parameters out of it, and frees
 it. In backward it copies the gradients of a unit into a flat tensor, which it reduces and frees. By
-default torch's allocator is asked for each of these tensors. With `fsdp_double_buffer` units of the
+default torch allocates memory for each of these tensors. With `fsdp_double_buffer` units of the
 same size share two fixed buffers instead, which they use in turn:
 
     unit             layer 0   layer 1   layer 2   layer 3
@@ -17,7 +17,7 @@ The parameters themselves are not in these buffers: FSDP2 gives each of them mem
 which it frees and allocates again, and no public function of torch changes this.
 
 A fixed buffer has a fixed address, so NCCL can register it once (`nccl_ub`, "user buffers"). The
-names of the options are those of Megatron-Core.
+options have the names that Megatron-Core uses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.upstream.sharded_models import empty_of_group
 
 _NUM_BUFFERS = 2
-# The second names are those of torch 2.11.
+# torch 2.11 has the second names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -130,15 +130,15 @@ class _AllGather:
 class _ReduceScatter:
     """FSDP2's reduce-scatter (`FSDPModule.set_custom_reduce_scatter`) of a fixed buffer.
 
-    FSDP2 asks for two tensors each time: first for the input, which it frees, and then for the
-    output, which becomes the gradients and therefore cannot be a fixed buffer. The input has as
-    many times the elements of the output as the group has ranks. If an error has come between the
-    two, the next tensor is an input again.
+    For each reduce-scatter FSDP2 allocates two tensors: first the input, which it frees, and then
+    the output, which becomes the gradients and therefore cannot be a fixed buffer. In a group of 4
+    ranks, the input has 4 times as many elements as the output. If an error has occurred between
+    the two calls, the size does not fit, and the next tensor is an input again.
     """
 
     def __init__(self, buffers: FixedBuffers, group: dist.ProcessGroup) -> None:
         self._buffers, self._group = buffers, group
-        # The size of an input that has no output yet.
+        # The size of an input whose output is not allocated yet.
         self._input_numel: int | None = None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:

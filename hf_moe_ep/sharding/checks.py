@@ -40,14 +40,14 @@ def check_adapters_separate(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta or not parameter.numel():
             continue
-        place = parameter.data_ptr(), parameter.numel()
-        names.setdefault(place, []).append(canonical_name(name))
+        address = parameter.data_ptr(), parameter.numel()
+        names.setdefault(address, []).append(canonical_name(name))
         if parameter.requires_grad:
-            trained.add(place)
-    for place, of_place in names.items():
-        if place in trained and len(of_place) > 1:
+            trained.add(address)
+    for address, shared_names in names.items():
+        if address in trained and len(shared_names) > 1:
             raise ValueError(
-                f"{' and '.join(of_place)} are views of the same numbers, and sharding would "
+                f"{' and '.join(shared_names)} are views of the same numbers, and sharding would "
                 f"give each of them numbers of its own; leave out ensure_weight_tying, or adapt "
                 f"only one of the tied modules"
             )
@@ -56,30 +56,30 @@ def check_adapters_separate(model: nn.Module) -> None:
 def check_experts_unshared(model: nn.Module, experts_units: Iterable[Sequence[nn.Module]]) -> None:
     """Raise ValueError if two units of experts have a parameter in common.
 
-    FSDP2 shards a parameter in one unit. The other unit would train a copy, whose gradients no rank
-    adds up.
+    FSDP2 shards a parameter in one unit. The other unit would train a copy of the parameter, and no
+    rank would add up the gradients of both.
     """
     names = {module: name for name, module in model.named_modules()}
     known: dict[nn.Parameter, str] = {}
     for modules in experts_units:
-        of_unit: dict[nn.Parameter, str] = {}
+        names_in_unit: dict[nn.Parameter, str] = {}
         for module in modules:
             for name, parameter in module.named_parameters():
-                of_unit.setdefault(parameter, canonical_name(f"{names[module]}.{name}"))
-        for parameter in filter(known.get, of_unit):
+                names_in_unit.setdefault(parameter, canonical_name(f"{names[module]}.{name}"))
+        for parameter in filter(known.get, names_in_unit):
             raise ValueError(
-                f"{known[parameter]} and {of_unit[parameter]} are one parameter, and after "
+                f"{known[parameter]} and {names_in_unit[parameter]} are one parameter, and after "
                 f"sharding each of the two layers would train a copy of its own; give the layers "
                 f"parameters of their own before patch, or let each rank keep its experts whole: "
                 f"ep_size * etp_size must be the number of ranks, without CPU offload"
             )
-        known |= of_unit
+        known |= names_in_unit
 
 
 def check_experts_split(experts: nn.Module, entries: ParameterEntries) -> None:
-    """Raise ValueError if a tensor of experts would stay whole on ranks that compute some of them.
+    """Raise ValueError if a tensor of experts would not be split although the experts are.
 
-    A rank would then compute with the first experts of all, instead of its own.
+    Every rank would then compute its own experts with the rows of the first experts.
     """
     for _, module, layer in experts_modules(experts):
         if layer.compute is None:
@@ -206,7 +206,7 @@ def check_quantised_frozen(model: nn.Module, entries: ParameterEntries) -> None:
 
 
 class RefuseUnfrozen:
-    """Pre-forward hook of the root: raises ValueError if a parameter without master is trained.
+    """Pre-forward hook of the root: raises ValueError if a trained parameter has no fp32 master.
 
     Parameters that are frozen when the model is sharded have no fp32 master. If they were trained,
     updates smaller than half a bf16 step would be lost.

@@ -12,7 +12,7 @@ Every rank then computes the same total norm from the sums of all groups:
     experts             ep_fsdp, ep and etp as one process group; if torch cannot create this group,
                         one axis after the other
     adapters that each  ep_fsdp, then ep
-    etp rank has whole
+    etp rank holds
 
 An element with replicas on several ranks (HSDP) is counted once. With pipeline stages, the sums are
 all-reduced over the stages at the end, without the last stage's copy of a tied embedding.
@@ -84,8 +84,8 @@ class Scope:
         meshes: the meshes of the model. If it is None, the norm of the experts takes one all-reduce
             for each axis of their mesh.
         stages: the pipeline stages of the model, or None.
-        copy: the last stage's copy of a tied embedding, which the first stage counts; otherwise
-            None.
+        copy: on the last stage, the copy of a tied embedding, which is not counted, because the
+            first stage counts the embedding; otherwise None.
     """
 
     meshes: Meshes | None = None
@@ -111,14 +111,14 @@ def clip_gradients_of(
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Clip the gradients of `parameters`; `clip_grad_norm_` describes the other arguments."""
-    power = _as_power(norm_type)
+    power = _parse_power(norm_type)
     by_layout: dict[object, list[Tensor]] = {}
     for parameter in parameters:
         grad = parameter.grad
         if grad is not None:
             layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
             by_layout.setdefault(layout, []).append(parameter)
-    total = _total_norm(list(by_layout.values()), power, scope)
+    total = _compute_total_norm(list(by_layout.values()), power, scope)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the gradient norm (p={norm_type}) is {total.item()}, so it cannot be clipped to "
@@ -129,7 +129,7 @@ def clip_gradients_of(
     return total
 
 
-def _as_power(norm_type: float | str) -> float:
+def _parse_power(norm_type: float | str) -> float:
     """Return p of the p-norm as a number; torch takes "inf" as a string, too."""
     try:
         power = float(norm_type)
@@ -140,10 +140,13 @@ def _as_power(norm_type: float | str) -> float:
     return power
 
 
-def _total_norm(by_layout: list[list[Tensor]], norm_type: float, scope: Scope) -> Tensor:
-    """Return the norm of all gradients. Parameters in one list have equal mesh and placements."""
+def _compute_total_norm(by_layout: list[list[Tensor]], norm_type: float, scope: Scope) -> Tensor:
+    """Return the norm of all gradients.
+
+    The parameters of one list have the same mesh and the same placements.
+    """
     counted = ([p for p in parameters if p is not scope.copy] for parameters in by_layout)
-    sums = [_sum_of_powers(same, norm_type, scope.meshes) for same in counted if same]
+    sums = [_sum_powers(same, norm_type, scope.meshes) for same in counted if same]
     if not sums and scope.stages is None:
         return torch.tensor(0.0)
     is_max = norm_type == float("inf")
@@ -160,10 +163,10 @@ def _total_norm(by_layout: list[list[Tensor]], norm_type: float, scope: Scope) -
     return total if is_max else total ** (1.0 / norm_type)
 
 
-def _sum_of_powers(parameters: list[Tensor], norm_type: float, meshes: Meshes | None) -> Tensor:
+def _sum_powers(parameters: list[Tensor], norm_type: float, meshes: Meshes | None) -> Tensor:
     """Return sum |g|^p (max |g| if p is inf) over the elements of all `parameters`' gradients.
 
-    The gradients have equal mesh and placements.
+    The gradients have the same mesh and the same placements.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
@@ -180,18 +183,18 @@ def _sum_of_powers(parameters: list[Tensor], norm_type: float, meshes: Meshes | 
     # With CPU offload the gradients are in host memory, which NCCL cannot all-reduce.
     total = total.to(example.device_mesh.device_type)
     reduce_over = max_over_ranks if norm_type == float("inf") else sum_over_ranks
-    for group in _reduction_groups(example, meshes):
+    for group in _find_reduction_groups(example, meshes):
         total = reduce_over(total, group)
     return total
 
 
-def _reduction_groups(grad: DTensor, meshes: Meshes | None) -> list[dist.ProcessGroup]:
+def _find_reduction_groups(grad: DTensor, meshes: Meshes | None) -> list[dist.ProcessGroup]:
     """Return the process groups whose ranks together hold each element of `grad` exactly once."""
     mesh = grad.device_mesh
     axes = [i for i, placement in enumerate(grad.placements) if not placement.is_replicate()]
     if meshes is not None and meshes.experts is not None and len(axes) > 1:
         # Only tensors of experts have several sharded axes. A missing axis has one rank.
-        of_one_copy = math.prod(mesh.size(axis) for axis in axes) == meshes.experts.size()
-        if of_one_copy:
+        is_one_copy = math.prod(mesh.size(axis) for axis in axes) == meshes.experts.size()
+        if is_one_copy:
             return [meshes.experts.get_group()]
     return [mesh.get_group(axis) for axis in axes]

@@ -9,7 +9,7 @@ unit hold unsharded parameters, which have no gradients and which no optimizer t
                          the norm would lack the gradients of the gathered units
     requires_grad_       model(**batch); model.requires_grad_(False)
                          FSDP2 reads requires_grad of the shards only
-    optimizer step       changes the shards; gathered weights would be old in the next forward
+    optimizer step       the shards change; the next forward would use the old, gathered weights
 
 `GatheredUnits` reshards all units of a model
 
@@ -19,12 +19,13 @@ unit hold unsharded parameters, which have no gradients and which no optimizer t
 
 Between a forward with gradients and its backward, a single rank may list modules or parameters
 (`model.device`, a count of parameters), so nothing may be resharded: in backward this rank would
-gather units that the others have. When modules or parameters are listed then, `GatheredUnits`
-therefore shows the shards, and the memory of the gathered parameters stays. When the gradient of an
-output arrives, or a unit runs again, the modules get the gathered parameters back. `parameters()`,
-`zero_grad`, `requires_grad_` and PEFT's functions list modules, and so do optimizers and clipping
-through `parameters()`. The list may begin at the model, at a module around it or at a unit, but not
-inside a unit. With pipeline stages, forward and backward are one call, and nothing has to be shown.
+gather units that the others have. If modules or parameters are listed during this time,
+`GatheredUnits` only shows the shards: the modules hold the sharded parameters, while the gathered
+parameters stay in memory. When the gradient of an output arrives, or a unit runs again, the modules
+get the gathered parameters back. `parameters()`, `zero_grad`, `requires_grad_` and PEFT's functions
+list modules, and so do optimizers and clipping through `parameters()`. The list may begin at the
+model, at a module around it or at a unit, but not inside a unit. With pipeline stages, forward and
+backward are one call, and nothing has to be shown.
 
 A caller may pass the batch to the decoder and bypass the hooks of the root, as TRL's distillation
 trainers do with adapters. Units are then resharded before the decoder runs, and the checks of the
@@ -120,7 +121,7 @@ class GatheredUnits:
         if prefix := base_model_prefix(inner):
             getattr(inner, prefix).register_forward_pre_hook(self._begin_decoder, prepend=True)
         for model in models_that_generate(self.root):
-            own = vars(model).get("generate")  # of a library or the user
+            own = vars(model).get("generate")  # set by a library or by the user
             setattr(model, "generate", partial(self._generate, model, own))  # noqa: B010
 
     @torch.compiler.disable  # FSDP2 disables the compiler for its own hooks too.
@@ -169,7 +170,7 @@ class GatheredUnits:
                     tensor.register_hook(self._show_gathered)
 
     def _show_gathered(self, grad: torch.Tensor | None) -> None:
-        """Give the modules their gathered parameters back: a backward begins, or a unit runs."""
+        """Give the modules their gathered parameters back, for a backward or a run of a unit."""
         if self.shows_shards:
             self.shows_shards = False
             for unit in self._units:

@@ -122,14 +122,14 @@ def default_device() -> torch.device:
     # backend config is read. Gloo can send CUDA tensors too, but gloo without NCCL means the CPU.
     if "cuda:nccl" not in dist.get_backend_config():
         return torch.device("cpu")
-    index = _own_gpu()
+    index = _choose_gpu()
     torch.cuda.set_device(index)
     check_own_gpu(str(torch.cuda.get_device_properties(index).uuid))
     return torch.device("cuda", index)
 
 
-def _own_gpu() -> int:
-    """Return the index of the GPU that the script chose; without a choice, LOCAL_RANK."""
+def _choose_gpu() -> int:
+    """Return the index of the GPU that the script chose, or LOCAL_RANK if it chose none."""
     assert dist.group.WORLD is not None
     group_device: torch.device | None = dist.group.WORLD.bound_device_id
     if group_device is not None and group_device.index is not None:

@@ -70,7 +70,7 @@ def cut_into_stages(
 def _describe_routing(parts: Parts, state: ModelState) -> RoutedLayers | str:
     """Return the layers whose routing can be replayed, or why there are none.
 
-    A stage knows its own layers only, so the whole model is asked before it is cut.
+    After the cut a rank has the layers of its own stage only, so this runs before the cut.
     """
     try:
         return replace(find_routed_layers(parts.root, state), routed=())
@@ -79,7 +79,7 @@ def _describe_routing(parts: Parts, state: ModelState) -> RoutedLayers | str:
 
 
 def find_parts_of_stage(model: nn.Module, state: ModelState) -> Parts:
-    """Return the parts of a model; with pipeline stages, those of this rank's stage."""
+    """Return the parts of a model, or with pipeline stages the parts of this rank's stage."""
     parts = find_parts(model, state.plan, complete=state.stage is None)
     return parts if state.stage is None else parts_of_stage(parts, state.stage)
 
@@ -97,39 +97,44 @@ def _send_values(
     """
     stages = meshes.stages
     assert stages is not None
-    rank, firsts = dist.get_rank(), stages.first_ranks
+    rank, first_ranks = dist.get_rank(), stages.first_ranks
     received: dict[nn.Parameter, Tensor] = {}
-    if rank not in firsts:
+    if rank not in first_ranks:
         return received
     group = stages.column.get_group()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         is_plain = type(parameter) is nn.Parameter and parameter not in options.empty_params
         if is_plain and parameter not in options.ignored_params:
-            for receiver in _receivers(name, stage_of, stages.size):
-                value = _send(parameter.detach(), firsts[receiver], rank, group, meshes.device)
+            for receiver in _list_receivers(name, stage_of, stages.size):
+                target = first_ranks[receiver]
+                value = _transfer(parameter.detach(), target, rank, group, meshes.device)
                 if value is not None and parameter not in received:
                     received[parameter] = value.cpu()
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in own_buffers(module).items():
             if buffer is None:
                 continue
-            for receiver in _receivers(f"{prefix}.{name}".lstrip("."), stage_of, stages.size):
-                value = _send(buffer.detach(), firsts[receiver], rank, group, meshes.device)
+            for receiver in _list_receivers(f"{prefix}.{name}".lstrip("."), stage_of, stages.size):
+                target = first_ranks[receiver]
+                value = _transfer(buffer.detach(), target, rank, group, meshes.device)
                 if value is not None:
                     own_buffers(module)[name] = value
     return received
 
 
-def _receivers(name: str, stage_of: dict[str, int | None], num_stages: int) -> list[int]:
+def _list_receivers(name: str, stage_of: dict[str, int | None], num_stages: int) -> list[int]:
     """Return the numbers of the stages that hold a tensor, without the first stage."""
     stage = stage_of[name]
     return list(range(1, num_stages)) if stage is None else [stage] if stage > 0 else []
 
 
-def _send(
+def _transfer(
     tensor: Tensor, receiver: int, rank: int, group: dist.ProcessGroup, device: torch.device
 ) -> Tensor | None:
-    """Send a tensor from rank 0 to one rank, which gets a copy; return None on other ranks."""
+    """Send a tensor from rank 0 to the rank `receiver`.
+
+    Returns the received copy on that rank, and None on all others.
+    """
     if rank == 0:
         dist.send(tensor.to(device).contiguous(), receiver, group=group)
     elif rank == receiver:

@@ -26,8 +26,8 @@ class Units:
 
     Attributes:
         experts: the experts modules of each layer, including PEFT's wrappers, by the layer's index.
-        tied_modules: the module that is one unit with a layer or with an experts module, because
-            it has the same parameters in a second tower.
+        tied_modules: for a layer or an experts module, the module of a second tower that has the
+            same parameters. Both modules are one unit.
         vision: the blocks of a vision tower, and the tower itself at the end.
         encoders: other encoders of pictures and sound (`vision/encoders.py`).
         tail: final norm and head, which are one unit. If the weights are tied, the unit begins with
@@ -50,7 +50,7 @@ class Units:
 
     @property
     def num_main_layers(self) -> int:
-        """The number of decoder layers without those of `mtp`."""
+        """The number of decoder layers without the layers of `mtp`."""
         return len(self.layers) - (0 if self.mtp is None else len(self.mtp.blocks))
 
     @property
@@ -84,15 +84,15 @@ def units_of(parts: Parts) -> Units:
         vision=tower,
         encoders=[] if parts.encoders is None else [*parts.encoders.modules],
         embedding=parts.embedding,
-        tail=[*tail, *(_owners_outside(parts.root, tail) if parts.tied_modules else ())],
+        tail=[*tail, *(_find_owners_outside(parts.root, tail) if parts.tied_modules else ())],
         head=parts.head,
         tied=tied,
         mtp=parts.mtp,
     )
 
 
-def _owners_outside(root: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
-    """Return the other modules in `root` that have parameters of `modules` as their own."""
+def _find_owners_outside(root: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
+    """Return the other modules in `root` that directly hold parameters of `modules`."""
     inside = {inner for module in modules for inner in module.modules()}
     shared = {parameter for module in inside for parameter in module.parameters(recurse=False)}
     return [
@@ -120,7 +120,7 @@ def keep_last_layer(units: Units, routers: Routers) -> None:
 
 
 def gather_for_caches(units: Units) -> None:
-    """Gather layers with tied layers also for the gradients of their keys and values.
+    """Gather a layer that has a tied layer also for the gradients of its keys and values.
 
     The second tower reads the keys and values of the first, which are in a cache. These gradients
     are the only ones that reach the last layer of the first tower if no loss reads its output.
@@ -157,44 +157,43 @@ def reshard(model: nn.Module) -> None:
 
 
 def set_prefetch(units: Units, routers: Routers) -> None:
-    """Prefetch the next layer, its router and its experts while a unit computes.
-
-    This is done in forward and in backward.
+    """Prefetch the next layer, its router and its experts in forward and in backward.
 
     FSDP2's implicit prefetch is too late: the host starts it after the dispatch, where the host
     waits for token counts. Backward ends at the first unit with trainable parameters. Units in
     front of this unit, such as the embedding under LoRA, are therefore not prefetched in backward.
     """
-    stages: list[list[FSDPModule]] = []
+    # Each entry has the units that are gathered together: a layer, its router, its experts.
+    chain: list[list[FSDPModule]] = []
     for index, layer in enumerate(units.layers):
         assert isinstance(layer, FSDPModule)
         inner = (*routers.get(index, ()), *units.experts.get(index, ()))
-        stages.append([layer, *(unit for unit in inner if isinstance(unit, FSDPModule))])
+        chain.append([layer, *(unit for unit in inner if isinstance(unit, FSDPModule))])
     # A head for multi-token prediction has a chain of its own, because it runs only in training.
-    of_mtp, stages = stages[units.num_main_layers :], stages[: units.num_main_layers]
+    mtp_chain, chain = chain[units.num_main_layers :], chain[: units.num_main_layers]
     if units.mtp is not None:
         assert isinstance(units.mtp, FSDPModule)
-        of_mtp.insert(0, [units.mtp])
+        mtp_chain.insert(0, [units.mtp])
     if isinstance(units.embedding, FSDPModule):
-        stages.insert(0, [units.embedding])
+        chain.insert(0, [units.embedding])
     if units.tail and not units.tied:
         tail = units.tail[0]
         assert isinstance(tail, FSDPModule)
-        stages.append([tail])
+        chain.append([tail])
     # The tower has a chain of its own, because it does not run in a step without pixels.
-    tower: list[list[FSDPModule]] = []
+    tower_chain: list[list[FSDPModule]] = []
     for module in (*units.vision[-1:], *units.vision[:-1]):
         assert isinstance(module, FSDPModule)
-        tower.append([module])
-    for consecutive in (stages, tower, of_mtp):
+        tower_chain.append([module])
+    for consecutive in (chain, tower_chain, mtp_chain):
         trains = False
-        for stage, next_stage in pairwise(consecutive):
-            stage[0].set_modules_to_forward_prefetch(next_stage)
-            trains |= any(_is_trainable(unit) for unit in stage)
+        for group, next_group in pairwise(consecutive):
+            group[0].set_modules_to_forward_prefetch(next_group)
+            trains |= any(_is_trainable(unit) for unit in group)
             if trains:
-                next_stage[0].set_modules_to_backward_prefetch(stage)
+                next_group[0].set_modules_to_backward_prefetch(group)
             else:
-                for unit in next_stage:
+                for unit in next_group:
                     # With an empty list FSDP2 would prefetch the previous unit. If a unit is its
                     # own target, nothing is prefetched, because the unit is gathered already.
                     unit.set_modules_to_backward_prefetch([unit])

@@ -8,7 +8,7 @@ stages, the first rank of a stage has received the values of rank 0 before (`sta
     1 broadcast      send the whole value from the first rank of the stage to the device of this
                      rank; a parameter that is read from a checkpoint later stays on meta
     2 stack          make experts dim 0 of an adapter's factor, which PEFT stores as one 2-D matrix
-    3 split          keep the experts of this rank (ep), and its part of each of them (`etp.py`)
+    3 split          keep the experts of this rank (ep), and this rank's part of each (`etp.py`)
     4 convert        convert master weights to fp32, and quantised experts to bytes and scales
     5 register       register the result under every name that the parameter had, as a DTensor on ep
                      and etp if it was split; scales get the same name with a suffix
@@ -64,7 +64,7 @@ class ParameterEntry:
 
     @property
     def held_cut(self) -> Cut | None:
-        """The cut of the tensor that the module stores: [E, out, in] if it is quantised."""
+        """The cut of the stored tensor. A quantised tensor is stored as [E, out, in]."""
         if self.compute is None:
             return self.cut
         return cut_of_tensor(self.compute, self.owners[0][1], quantised=True)
@@ -137,7 +137,7 @@ def materialize(
     The bytes and the scales replace a quantised parameter. A single parameter replaces any other
     parameter.
     """
-    value = _initial_value(entry.parameter, meshes, options, received)
+    value = _receive_initial_value(entry.parameter, meshes, options, received)
     if entry.stack is not None:
         value = entry.stack(value)
     is_split = entry.over_ep and meshes.expert_axes.size() > 1
@@ -173,7 +173,7 @@ def _quantise(value: Tensor, entry: ParameterEntry) -> dict[str, Tensor]:
     return quantise_stack(value_LOI, entry.quantisation).by_name("")
 
 
-def _initial_value(
+def _receive_initial_value(
     parameter: nn.Parameter, meshes: Meshes, options: ShardOptions, received: ReceivedValues
 ) -> Tensor:
     """Return the value of rank 0; a parameter that is read from a checkpoint stays on meta."""
@@ -185,7 +185,7 @@ def _initial_value(
 def broadcast_from_first(tensor: Tensor, meshes: Meshes) -> Tensor:
     """Return the first rank's `tensor` on every rank of the stage.
 
-    On the first rank itself the result may be `tensor`, and not a copy.
+    On the first rank the result may be `tensor` itself.
     """
     if dist.get_rank() == meshes.first_rank:
         value = tensor.to(meshes.device).contiguous()
@@ -207,10 +207,10 @@ def broadcast_correction_biases(
 ) -> frozenset[nn.Parameter]:
     """Broadcast the correction biases that are parameters, and return the new parameters.
 
-    As for a bias that is a buffer, every rank keeps the whole bias in the dtype in which it was
-    loaded. Rounding to bf16 would change the routers' choice of experts. The new parameters are
-    frozen, because no bias gets a gradient, even if the script has set `requires_grad` on all
-    parameters.
+    Every rank keeps the whole bias in the dtype in which it was loaded, like a bias that is a
+    buffer. Rounding to bf16 would change the routers' choice of experts. The new parameters are
+    frozen even if the script has set `requires_grad` on all parameters, because no bias gets a
+    gradient.
     """
     new_biases: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -218,7 +218,7 @@ def broadcast_correction_biases(
             if not is_correction_bias(name):
                 continue
             if parameter not in new_biases:
-                value = _initial_value(parameter, meshes, options, received)
+                value = _receive_initial_value(parameter, meshes, options, received)
                 new_biases[parameter] = nn.Parameter(value, requires_grad=False)
             setattr(module, name, new_biases[parameter])
     return frozenset(new_biases.values())

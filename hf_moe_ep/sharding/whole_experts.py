@@ -2,10 +2,11 @@
 
 With ep_size (times etp_size) equal to the number of ranks, the mesh axis ep_fsdp has one rank: no
 weight of an expert is sharded, and no gradient is reduced. FSDP2 would still copy the weights, four
-times per step, and their gradients. Here they are plain parameters: DTensors of the mesh and
-placements that FSDP2 would give them, so checkpoints, clipping and optimizers see no difference.
+times per step, and their gradients. The weights therefore become parameters that FSDP2 ignores:
+DTensors with the mesh and the placements that FSDP2 would give them, so checkpoints, clipping and
+optimizers see no difference.
 
-    fp32 masters, bf16 compute       FSDP2 (torch 2.13)               here
+    fp32 masters, bf16 compute       FSDP2 (torch 2.13)               outside of FSDP2
     forward                          cast to bf16, copy               cast to bf16
     backward                         cast to bf16, copy               cast to bf16
     gradient                         cast to fp32, division, copy     cast to fp32
@@ -13,7 +14,7 @@ placements that FSDP2 would give them, so checkpoints, clipping and optimizers s
 
 The bytes are counted in `benchmarks/results/around-experts-cpu.md`, for each micro-batch.
 Backward casts the weights again, so no copy in the compute dtype is kept between forward and
-backward. If the dtypes agree, or for frozen weights, nothing is copied at all.
+backward. If the dtypes agree, or if the weights are frozen, nothing is copied at all.
 
 FSDP2 still handles these weights with several replicas (HSDP), with CPU offload, and with
 experts_backend="eager", whose stock code needs plain tensors. It always handles adapters, which are
@@ -49,12 +50,12 @@ def can_stay_whole(state: ModelState, meshes: Meshes, options: ShardOptions) -> 
 def keep_whole(
     experts: nn.Module, entries: ParameterEntries, state: ModelState, meshes: Meshes
 ) -> dict[nn.Parameter, str]:
-    """Replace the stacked weights of an experts module by their final parameters.
+    """Replace the stacked weights of an experts module by parameters that FSDP2 must ignore.
 
-    `entries` has the materialized parameters. The factors of adapters are left to FSDP2.
+    `entries` has the materialized parameters. FSDP2 shards the factors of adapters.
 
     Returns:
-        The new parameters, which FSDP2 has to ignore, with their names.
+        The new parameters with their names.
     """
     new_parameters = {}
     for module in experts.modules():
@@ -63,14 +64,14 @@ def keep_whole(
             if entry is None or entry.stack is not None or not entry.over_ep:
                 continue
             dim = 1 if state.config.expert_shard_dim == 1 and parameter.ndim > 1 else 0
-            new = _as_sharded(parameter, *_layout_of_fsdp2(parameter, meshes, dim))
+            new = _make_sharded(parameter, *_find_layout_of_fsdp2(parameter, meshes, dim))
             for owner, _ in entry.owners:  # several modules may have the same weights
                 setattr(owner, name, new)
             new_parameters[new] = name
     return new_parameters
 
 
-def _as_sharded(
+def _make_sharded(
     parameter: nn.Parameter, mesh: DeviceMesh, placements: tuple[object, ...]
 ) -> nn.Parameter:
     value = parameter.data
@@ -86,12 +87,12 @@ def _as_sharded(
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
-def _layout_of_fsdp2(
+def _find_layout_of_fsdp2(
     parameter: nn.Parameter, meshes: Meshes, dim: int
 ) -> tuple[DeviceMesh, tuple[object, ...]]:
     """Return the mesh and the placements that FSDP2 gives a weight that is split over ep and etp.
 
-    They depend on the version of torch, so FSDP2 shards a tensor of one element per rank.
+    Both depend on the version of torch. FSDP2 therefore shards a probe with one element per rank.
     """
     value = parameter.data
     assert isinstance(value, DTensor)

@@ -31,7 +31,7 @@ from hf_moe_ep.architectures import find_parts
 IN_FAST_SUITE = ("gpt_oss",)
 
 
-def _on_two_ranks(model_type: str, rank: int, world: int) -> None:
+def _check_adapters_on_two_ranks(model_type: str, rank: int, world: int) -> None:
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     with recording(model_type, "lora") as errors, exactly(model_type):
@@ -44,7 +44,9 @@ def _on_two_ranks(model_type: str, rank: int, world: int) -> None:
 
 
 CHECKS = [
-    Check(name, 2, partial(_on_two_ranks, name), slow=name not in IN_FAST_SUITE).as_parameter()
+    Check(
+        name, 2, partial(_check_adapters_on_two_ranks, name), slow=name not in IN_FAST_SUITE
+    ).as_parameter()
     for name in TEXT_TYPES
     if name not in WITHOUT_ADAPTERS
 ]
@@ -59,7 +61,7 @@ def test_adapters_on_two_ranks_at_ep_2(found: Found, claim: Check) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", WITHOUT_ADAPTERS)
 def test_experts_without_stacked_weights_have_no_adapters(model_type: str) -> None:
-    """They are refused before and after `patch`, and other modules can be adapted."""
+    """Adapters of these experts are refused before and after `patch`."""
     stacked, stock = {
         "dbrx": ("experts.gate_up_proj", "experts.mlp.w1"),
         "jetmoe": ("mlp.experts.down_proj", "mlp.output_linear.weight"),
@@ -86,7 +88,7 @@ def test_adapted_experts_outside_of_the_interface_are_unpatched() -> None:
     assert kinds[0] == kinds[1]
 
 
-def _attention_on_two_ranks(model_type: str, rank: int, world: int) -> None:
+def _check_attention_on_two_ranks(model_type: str, rank: int, world: int) -> None:
     models = []
     for seed in (rank, 0):
         model = build(model_type)
@@ -101,20 +103,22 @@ def _attention_on_two_ranks(model_type: str, rank: int, world: int) -> None:
 
 
 WITH_FROZEN_EXPERTS = [
-    Check(f"{name}, attention", 2, partial(_attention_on_two_ranks, name), slow=True).as_parameter()
+    Check(
+        f"{name}, attention", 2, partial(_check_attention_on_two_ranks, name), slow=True
+    ).as_parameter()
     for name in WITHOUT_ADAPTERS
 ]
 
 
 @pytest.mark.parametrize("claim", WITH_FROZEN_EXPERTS)
-def test_adapters_of_attention_beside_frozen_experts(found: Found, claim: Check) -> None:
+def test_adapters_of_attention_train_while_experts_are_frozen(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["phimoe"])
 def test_a_model_with_adapters_has_the_plan_of_its_base(model_type: str) -> None:
-    """If the router is a linear layer, a factor of its adapter looks like a router, too."""
+    """If the router is a linear layer, a factor of its adapter must not count as a router."""
     model = build(model_type)
     plan = find_parts(model).plan
     config = LoraConfig(r=3, target_modules=["router", "q_proj"], init_lora_weights=False)

@@ -1,7 +1,7 @@
-"""The load-balancing (aux) loss on 2 ranks equals that of stock, for every type that has one.
+"""For every type with a load-balancing (aux) loss, the loss on 2 ranks equals the loss of stock.
 
 Rank 0 has one row of the batch and rank 1 has two, padded to one length, so ranks have different
-numbers of tokens. The mean of the losses that each rank computes alone would be wrong.
+numbers of tokens. The mean of losses that the ranks compute separately would be wrong.
 """
 
 import inspect
@@ -64,7 +64,7 @@ WITH_AUX_LOSS = (
 
 # These losses also use logits of other routers: the second router of a layer, for pictures, and the
 # routers of experts in the attention.
-OF_OTHER_ROUTERS = ("ernie4_5_vl_moe", "jetmoe")
+TYPES_WITH_OTHER_ROUTERS = ("ernie4_5_vl_moe", "jetmoe")
 
 
 def _equals_stock(model_type: str, rank: int, world: int) -> None:
@@ -103,12 +103,14 @@ def test_aux_loss_on_two_ranks(found: Found, claim: Check) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", [n for n in WITH_AUX_LOSS if n not in OF_OTHER_ROUTERS])
+@pytest.mark.parametrize(
+    "model_type", [n for n in WITH_AUX_LOSS if n not in TYPES_WITH_OTHER_ROUTERS]
+)
 def test_aux_loss_per_layer_equals_the_mean_of_stocks_function(model_type: str) -> None:
     """The reference calls stock's function once for each layer of a stock model.
 
-    Our loss has gradients for routers alone. Only the last layer's loss depends on the last router,
-    so the gradient of this router equals that of the reference.
+    Our loss has gradients for routers only. Only the last layer's loss depends on the last router,
+    so the gradient of this router equals the reference's gradient.
     """
     stock, model = tiny(model_type), patch(tiny(model_type), aux_loss_per_layer=True)
     inputs = {**batch(stock, 3, 11, pad=4), "output_router_logits": True}
@@ -121,27 +123,30 @@ def test_aux_loss_per_layer_equals_the_mean_of_stocks_function(model_type: str) 
 
     with mock.patch.dict(names, {FUNCTION: record_call}):
         expected = stock(**inputs)
-    ((of_layers, *rest),) = calls
-    mean = torch.stack([function((rows,), *rest) for rows in of_layers]).mean()
+    ((layer_logits, *rest),) = calls
+    mean = torch.stack([function((rows,), *rest) for rows in layer_logits]).mean()
     actual = model(**inputs)
     assert_close(f"{model_type}: aux loss", actual.aux_loss, mean, 10 * FP32_INSIDE)
     assert max_error(expected.aux_loss, mean) > 1e-4, "the layers must choose different experts"
     routers = find_routers(parts_of(model))
-    of_routers = {id(parameter) for router in routers for parameter in router.parameters()}
+    router_parameters = {id(parameter) for router in routers for parameter in router.parameters()}
     actual.aux_loss.backward()
     with_grad = {id(p) for p in model.parameters() if p.grad is not None and p.grad.any()}
-    assert with_grad and with_grad <= of_routers
+    assert with_grad and with_grad <= router_parameters
     mean.backward()
     last = [name for name, p in model.named_parameters() if id(p) in with_grad][-1]
-    of_last, of_stock = (m.get_parameter(last).grad for m in (model, stock))
-    assert_close(f"{model_type}: gradient of {last}", of_last, of_stock, 10 * FP32_INSIDE)
+    last_grad, stock_grad = (m.get_parameter(last).grad for m in (model, stock))
+    assert_close(f"{model_type}: gradient of {last}", last_grad, stock_grad, 10 * FP32_INSIDE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "changed", "error"),
     [
-        *((n, {}, "from logits that none of its routers returned") for n in OF_OTHER_ROUTERS),
+        *(
+            (n, {}, "from logits that none of its routers returned")
+            for n in TYPES_WITH_OTHER_ROUTERS
+        ),
         ("phimoe", {"input_jitter_noise": 0.1}, "PhimoeTopKRouter changes its input in place"),
     ],
 )
@@ -161,7 +166,9 @@ def test_aux_loss_per_layer_is_refused_for_unusual_routers(
 
 @pytest.mark.slow
 def test_no_other_type_has_an_aux_loss() -> None:
-    """Such a type calls the function in stock's forward, and its plan names the coefficient."""
+    """A type with an aux loss calls the function in stock's forward, and its plan names the
+    coefficient.
+    """
     in_stock, in_plans = [], []
     for name in MODEL_TYPES:
         with torch.device("meta"):

@@ -106,7 +106,9 @@ def assert_biases(where: str, model: nn.Module, expected: dict[str, Tensor]) -> 
         assert torch.equal(tensor, expected[name]), f"{where}: {name}"
 
 
-def _biases_stay(model_type: str, policy_name: str, rank: int, world: int, folder: str) -> None:
+def _check_biases_stay(
+    model_type: str, policy_name: str, rank: int, world: int, folder: str
+) -> None:
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     dtype, policy = POLICIES[policy_name]
@@ -151,7 +153,7 @@ CHECKS = [
     Check(
         f"{name}, {policy_name}",
         2,
-        partial(_biases_stay, name, policy_name),
+        partial(_check_biases_stay, name, policy_name),
         slow=name not in IN_FAST_SUITE or policy_name != "a bf16 model",
     ).as_parameter()
     for name in CORRECTED
@@ -160,8 +162,8 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("claim", CHECKS)
-def test_biases_stay(found: Found, claim: Check) -> None:
-    """Each rank starts from other values; steps, saved states and hub files keep rank 0's."""
+def test_biases_stay_in_fp32_with_the_values_of_rank_0(found: Found, claim: Check) -> None:
+    """Each rank starts from other values. Steps, saved states and hub files have rank 0's."""
     found.raise_if_failed(claim)
 
 
@@ -172,11 +174,11 @@ def test_no_other_type_has_such_a_bias() -> None:
         model = tiny(name)
         for bias in find_biases(model):
             (layer,) = (
-                e.rpartition(".")[0] for e in parts_of(model).experts if _in_layer_of(e, bias)
+                e.rpartition(".")[0] for e in parts_of(model).experts if _are_in_one_layer(e, bias)
             )
             by_type[name] = bias.removeprefix(f"{layer}.")
     assert by_type == CORRECTED
 
 
-def _in_layer_of(experts: str, bias: str) -> bool:
+def _are_in_one_layer(experts: str, bias: str) -> bool:
     return bias.startswith(f"{experts.rpartition('.')[0]}.")

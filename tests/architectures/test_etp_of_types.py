@@ -1,7 +1,7 @@
 """Expert tensor parallelism of every model type: a training step equals stock's.
 
-The two ranks hold half of every expert each. The loss, every gradient, the gradient norm and one
-step of AdamW are compared with stock, as in test_every_type.py. tests/test_etp.py has more layouts.
+Each of two ranks holds half of every expert. The loss, every gradient, the gradient norm and one
+step of AdamW are compared with stock, as in test_every_type.py. tests/test_etp.py tests the shapes.
 """
 
 import warnings
@@ -20,12 +20,12 @@ from support.checks import Check, Found
 
 from hf_moe_ep import apply_ep_fsdp2, patch
 
-# Type -> a match of the error with which patch() refuses etp_size=2.
+# Type -> a match of the error that refuses etp_size=2 in patch().
 REFUSED = {"muse_spark": r"norm after each expert.*etp_size \(2\)"}
 GRANTED = [name for name in MODEL_TYPES if name not in REFUSED]
 
 
-def _on_two_ranks(model_type: str, rank: int, world: int) -> None:
+def _check_on_two_ranks(model_type: str, rank: int, world: int) -> None:
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     with recording(model_type, "etp") as errors, exactly(model_type):
@@ -36,7 +36,7 @@ def _on_two_ranks(model_type: str, rank: int, world: int) -> None:
 
 
 TWO_RANKS = [
-    Check(name, 2, partial(_on_two_ranks, name), slow=True).as_parameter() for name in GRANTED
+    Check(name, 2, partial(_check_on_two_ranks, name), slow=True).as_parameter() for name in GRANTED
 ]
 
 
@@ -47,7 +47,7 @@ def test_on_two_ranks_at_etp_2(found: Found, claim: Check) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_refused_by_name(model_type: str) -> None:
+def test_types_that_etp_cannot_cut_are_refused_by_name(model_type: str) -> None:
     with pytest.raises(ValueError, match=REFUSED[model_type]) as raised:
         patch(build(model_type), etp_size=2)
     record_refusal(model_type, "etp", str(raised.value))

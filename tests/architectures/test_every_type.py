@@ -35,7 +35,7 @@ from hf_moe_ep.architectures import differences
 def assert_equals_stock(
     model_type: str, shard: Callable[[nn.Module], Any], rank: int = 0
 ) -> list[float]:
-    """Compare a training step after `shard(model)` with one of stock, and return the errors."""
+    """Compare a training step after `shard(model)` with stock's step, and return the errors."""
     with exactly(model_type):
         model, stock = build(model_type, seed=rank), build(model_type)
         shard(model)
@@ -44,13 +44,13 @@ def assert_equals_stock(
 
 
 @pytest.mark.parametrize("model_type", few_fast(MODEL_TYPES))
-def test_patched_in_one_process(model_type: str) -> None:
+def test_a_patched_model_equals_stock_in_one_process(model_type: str) -> None:
     """The model is patched but not sharded."""
     assert_equals_stock(model_type, patch)
 
 
 @pytest.mark.parametrize("model_type", few_fast(MODEL_TYPES))
-def test_unpatched_is_stock_again(model_type: str) -> None:
+def test_an_unpatched_model_is_stock_again(model_type: str) -> None:
     """The losses are equal bit by bit, and no attribute or hook of ours is left."""
     model, stock = build(model_type), build(model_type)
     (inputs,) = batches(stock, 1)
@@ -63,7 +63,7 @@ def test_unpatched_is_stock_again(model_type: str) -> None:
         assert not module._forward_hooks and not module._forward_pre_hooks
 
 
-def _on_two_ranks(model_type: str, rank: int, world: int) -> None:
+def _check_on_two_ranks(model_type: str, rank: int, world: int) -> None:
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     with recording(model_type, "ep") as errors:
@@ -73,14 +73,14 @@ def _on_two_ranks(model_type: str, rank: int, world: int) -> None:
 # Latent attention and shared experts, attention sinks, and delta nets with a tower.
 FAST = ("deepseek_v3", "gpt_oss", "qwen3_5_moe")
 TWO_RANKS = [
-    Check(name, 2, partial(_on_two_ranks, name), slow=name not in FAST).as_parameter()
+    Check(name, 2, partial(_check_on_two_ranks, name), slow=name not in FAST).as_parameter()
     for name in MODEL_TYPES
 ]
 
 
 @pytest.mark.parametrize("claim", TWO_RANKS)
 def test_on_two_ranks_at_ep_2(found: Found, claim: Check) -> None:
-    """Each rank builds other weights; `apply_ep_fsdp2` shards those of rank 0."""
+    """Each rank builds other weights. `apply_ep_fsdp2` shards the weights of rank 0."""
     found.raise_if_failed(claim)
 
 

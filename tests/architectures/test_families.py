@@ -4,7 +4,7 @@ The models are whole, with their towers, in fp64. Three comparisons are made:
 
 - two steps on 4 ranks (ep 2, ep_fsdp or HSDP, gradient checkpointing) with stock in one process;
 - a run that resumes at another layout with a run that did not stop;
-- the text that stock generates from the saved files with that of the trained model.
+- the text that stock generates from the saved files with the text of the trained model.
 """
 
 from functools import partial
@@ -43,7 +43,7 @@ NUM_STEPS = 2
 PICTURES = [[1], [0, 0], [0, 1], [0]]
 
 
-def _two_steps(model_type: str, layout: str, rank: int, world: int) -> None:
+def _run_two_steps(model_type: str, layout: str, rank: int, world: int) -> None:
     sizes, use_reentrant = LAYOUTS[layout]
     model, stock = build(model_type, seed=rank), build(model_type)
     experts = list(parts_of(model).experts.values())
@@ -60,19 +60,19 @@ def _two_steps(model_type: str, layout: str, rank: int, world: int) -> None:
 
 
 CHECKPOINTED = [
-    Check(f"{name}, {layout}", 4, partial(_two_steps, name, layout), slow=True).as_parameter()
+    Check(f"{name}, {layout}", 4, partial(_run_two_steps, name, layout), slow=True).as_parameter()
     for name in FAMILIES
     for layout in LAYOUTS
 ]
 
 
 @pytest.mark.parametrize("claim", CHECKPOINTED)
-def test_checkpointed_on_four_ranks(found: Found, claim: Check) -> None:
+def test_two_checkpointed_steps_on_four_ranks_equal_stock(found: Found, claim: Check) -> None:
     """With both kinds of checkpointing, a recomputed layer dispatches the same rows."""
     found.raise_if_failed(claim)
 
 
-def _parts(stock: nn.Module, number: int) -> list[dict[str, Tensor]]:
+def _build_parts(stock: nn.Module, number: int) -> list[dict[str, Tensor]]:
     """Build the four parts of a global batch, which are divided among the data ranks."""
     seeds = range(100 * number, 100 * number + PARTS)
     if takes_pictures(stock):
@@ -81,9 +81,9 @@ def _parts(stock: nn.Module, number: int) -> list[dict[str, Tensor]]:
     return [batch(stock, 1 + seed % 2, 6 + 2 * (seed % PARTS), seed=seed) for seed in seeds]
 
 
-def _resumes(model_type: str, rank: int, world: int, folder: str) -> None:
+def _resume(model_type: str, rank: int, world: int, folder: str) -> None:
     stock = build(model_type)
-    global_batches = [_parts(stock, number) for number in range(NUM_STEPS + 1)]
+    global_batches = [_build_parts(stock, number) for number in range(NUM_STEPS + 1)]
     run = start_run(model_type, rank, ep_size=2, dp_replicate_size=2)
     for number in range(NUM_STEPS):
         step(run, number, global_batches[number])
@@ -111,21 +111,21 @@ def _assert_close(where: str, actual: dict[str, Any], expected: dict[str, Any]) 
 
 
 RESUMED = [
-    Check(f"{name} goes on", 4, partial(_resumes, name), slow=True).as_parameter()
+    Check(f"{name} goes on", 4, partial(_resume, name), slow=True).as_parameter()
     for name in FAMILIES
 ]
 
 
 @pytest.mark.parametrize("claim", RESUMED)
-def test_resumed_at_another_layout(found: Found, claim: Check) -> None:
+def test_a_run_resumes_at_another_layout(found: Found, claim: Check) -> None:
     """A state saved at ep 2 with HSDP is loaded bit by bit at ep 4 and ep 1.
 
-    The next step equals that of the run that did not stop.
+    The next step equals the step of the run that did not stop.
     """
     found.raise_if_failed(claim)
 
 
-def _generates(model_type: str, rank: int, world: int, folder: str) -> None:
+def _generate(model_type: str, rank: int, world: int, folder: str) -> None:
     model = build(model_type, seed=rank)
     apply_ep_fsdp2(model, ep_size=2)
     everyone = batches(model, world)
@@ -146,7 +146,7 @@ def _generates(model_type: str, rank: int, world: int, folder: str) -> None:
 
 
 GENERATE = [
-    Check(f"{name} generates", 2, partial(_generates, name), slow=True).as_parameter()
+    Check(f"{name} generates", 2, partial(_generate, name), slow=True).as_parameter()
     for name in FAMILIES
 ]
 

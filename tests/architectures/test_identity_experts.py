@@ -37,8 +37,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def choices_of(model: Any, inputs: list[dict[str, Tensor]]) -> Tensor:
-    """Count the choices of each layer of a stock model, with those of identity experts."""
+def count_choices(model: Any, inputs: list[dict[str, Tensor]]) -> Tensor:
+    """Count the choices of each layer of a stock model, including identity experts."""
     counts = []
     for layer in model.model.layers:
         layer.mlp.router.register_forward_hook(
@@ -52,20 +52,20 @@ def choices_of(model: Any, inputs: list[dict[str, Tensor]]) -> Tensor:
     return torch.stack(counts).unflatten(0, (-1, layers)).sum(0)
 
 
-def _equals_stock(options: dict[str, Any], rank: int, world: int) -> None:
+def _check_equals_stock(options: dict[str, Any], rank: int, world: int) -> None:
     model, stock = build(NAME, seed=rank), build(NAME)
     apply_ep_fsdp2(model, ep_size=2, **options)
     assert_same_step(NAME, (model, stock), (adamw(model), adamw(stock)))
 
 
-def _moves_experts(rank: int, world: int) -> None:
-    """The loads are those of stock without identity experts; after a move a step equals stock's."""
+def _move_experts(rank: int, world: int) -> None:
+    """Loads are stock's counts without identity experts. After a move, the loss equals stock's."""
     model, stock = build(NAME, seed=rank), build(NAME)
     apply_ep_fsdp2(model, ep_size=2)
     optimizers = adamw(model), adamw(stock)
     assert_same_step(NAME, (model, stock), optimizers)
     load = expert_load(model)
-    chosen = choices_of(build(NAME), batches(stock, world))
+    chosen = count_choices(build(NAME), batches(stock, world))
     assert chosen[:, load.counts.shape[1] :].sum() > 0, "no token chose an identity expert"
     assert torch.equal(load.counts, chosen[:, : load.counts.shape[1]])
     moved = balance_experts(model, optimizers[0], load)
@@ -77,8 +77,8 @@ def _moves_experts(rank: int, world: int) -> None:
 
 
 CHECKS = [
-    *(Check(name, 2, partial(_equals_stock, options)) for name, options in OPTIONS.items()),
-    Check("moved experts", 2, _moves_experts),
+    *(Check(name, 2, partial(_check_equals_stock, options)) for name, options in OPTIONS.items()),
+    Check("moved experts", 2, _move_experts),
 ]
 
 
@@ -87,12 +87,12 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def test_loads_in_one_process() -> None:
+def test_identity_experts_are_not_counted_in_one_process() -> None:
     model, stock = patch(build(NAME)), build(NAME)
     (inputs,) = batches(stock, 1)
     model(**inputs).loss.backward()
     counts = expert_load(model).counts
-    assert torch.equal(counts, choices_of(stock, [inputs])[:, : counts.shape[1]])
+    assert torch.equal(counts, count_choices(stock, [inputs])[:, : counts.shape[1]])
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_loads_in_one_process() -> None:
         ({"experts_backend": "eager"}, "experts_backend='eager' runs the model's own experts"),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+def test_unsupported_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         patch(build(NAME), **options)
 
@@ -113,7 +113,7 @@ def test_routing_cannot_be_replayed() -> None:
 
 
 def test_unused_weights_get_zeros_as_gradients() -> None:
-    """So AdamW decays them as in stock."""
+    """With a gradient of zero, AdamW decays the unused weights as in stock."""
     model, stock = patch(build(NAME)), build(NAME)
     (inputs,) = batches(stock, 1)
     for trained in (model, stock):

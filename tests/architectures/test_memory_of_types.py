@@ -1,8 +1,8 @@
 """Every model type can be planned, and after a checkpointed step no activations are alive.
 
-The step is a plan's: it runs the code of training on tensors without memory (`planner/step.py`), as
-one of two ranks with ep_size 2. A tensor that refers to the graph of a recomputed layer keeps all
-activations of this layer, and then gradient checkpointing saves no memory.
+A plan runs the code of training on tensors without memory (`planner/step.py`), as one of two ranks
+with ep_size 2. If a tensor refers to the graph of a recomputed layer, all activations of this layer
+stay alive, and gradient checkpointing saves no memory.
 """
 
 import pytest
@@ -14,7 +14,7 @@ from hf_moe_ep import ParallelConfig
 from hf_moe_ep.planner.counted import OPTIMIZER, TRANSIENT
 from hf_moe_ep.planner.step import Batch, plan_step
 
-# Type -> a match of the error with which a plan of a step is refused.
+# Type -> a match of the error that refuses a plan of a step.
 REFUSED = {
     "diffusion_gemma": "the forward of diffusion_gemma takes no labels",
     "diffusion_gemma_text": "no diffusion_gemma_text with a language model head",

@@ -1,4 +1,4 @@
-"""The plan that is derived for each model type equals a table that was made independently of it.
+"""The derived plan of each model type equals a table that was made without the derivation.
 
 The table was made once, for Transformers 5.23.0: a model of each type was built with its default
 config, and its module names and source code were read. Where a derived plan differs from the table,
@@ -118,7 +118,7 @@ unlimited_ocr          whole mlp.experts      self_attn norm num_experts       -
 zaya                   text  mlp.experts      self_attn norm num_experts       -    all
 """
 TABLE = {row[0]: row[1:] for row in map(str.split, MODULES.strip().splitlines())}
-# The weights that are stacked over experts, if they are not just gate_up_proj and down_proj.
+# The stacked weights of types that have others than gate_up_proj and down_proj.
 WEIGHTS = {
     "gpt_oss": ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),
     "muse_spark": ("gate_up_proj", "down_proj", "post_expert_norm.weight"),
@@ -142,7 +142,7 @@ ROUTER = dict.fromkeys(
     "router",
 ) | {"dbrx": "layer"}
 # The modules outside of the decoder that encode pictures or sound, in the order of the model.
-BESIDE: dict[str, tuple[str, ...]] = {
+ENCODERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("aria", "deepseek_ocr2", "minimax_m3_vl", "mistral_large4", "unlimited_ocr"),
         ("vision_tower", "multi_modal_projector"),
@@ -159,13 +159,13 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "muse_spark": ("vision_tower", "vision_adapter", "vision_projection", "audio_tower"),
     "qwen3_omni_moe_thinker": ("audio_tower", "visual"),
 }
-# The same for types whose default config, which the table describes, has no tower.
+# The encoders of types whose default config, which the table describes, has no tower.
 TOWERS = {
     "gemma4": ("vision_tower", "embed_vision"),
     "kimi_k25": ("vision_tower", "mm_projector"),
 }
-# How the hub stores the first stacked weight of a layer, if it is not as one gate_proj and one
-# up_proj per expert.
+# How the hub stores the first stacked weight of a layer, for types that do not store one gate_proj
+# and one up_proj per expert.
 _W13 = "w1.weight + w3.weight"
 STORED = {
     **dict.fromkeys(
@@ -253,7 +253,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
                 "attention": f"{prefix}layers.*.self_attn",
                 "final_norm": f"{prefix}norm",
             },
-            "the prefix of the base model is not that of its modules",
+            "the modules do not have the prefix of the base model",
         )
         for name, prefix in (("llama4", "language_model.model."), ("llama4_text", "model."))
     },
@@ -264,9 +264,9 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
             "experts": "layers.*.experts",
             "attention": "encoder.language_model.layers.*.self_attn",
             "final_norm": "encoder.language_model.norm",
-            "beside": ("encoder.vision_tower", "encoder.embed_vision"),
+            "encoders": ("encoder.vision_tower", "encoder.embed_vision"),
         },
-        "its two towers share their layers; names are those of the first, experts are in both",
+        "two towers share their layers; names are from the first tower, experts are in both",
     ),
     "dots3_note": (
         {"experts": "language_model.layers.*.mlp.experts"},
@@ -275,7 +275,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "ernie4_5_vl_moe": (
         {
             "experts": "language_model.layers.*.mlp.*.experts",
-            "beside": ("vision_tower", "resampler_model"),
+            "encoders": ("vision_tower", "resampler_model"),
         },
         "one pattern matches both sets of experts; the resampler runs only when the tower runs",
     ),
@@ -286,7 +286,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def _expected(model_type: str) -> dict[str, Any]:
+def _build_expected(model_type: str) -> dict[str, Any]:
     scope, experts, attention, final_norm, num_experts, aux, _ = TABLE[model_type]
     prefix = "language_model." if scope == "whole" else ""
     layers = f"{prefix}layers.*"
@@ -304,14 +304,14 @@ def _expected(model_type: str) -> dict[str, Any]:
         "num_experts": num_experts,
         "aux_loss_coef": coefficients[aux],
         "expert_weights": WEIGHTS.get(model_type, ("gate_up_proj", "down_proj")),
-        "beside": BESIDE.get(model_type, ()),
+        "encoders": ENCODERS.get(model_type, ()),
         "router": ROUTER.get(model_type, "gate"),
         **DIFFERENCES.get(model_type, ({}, ""))[0],
     }
 
 
 def _count_moe_layers(rule: str, config: Any) -> int:
-    """Count the layers with experts by a rule that the source of the model type contains."""
+    """Count the layers with experts by a rule from the source code of the model type."""
     layers = range(config.num_hidden_layers)
     match rule:
         case "all":
@@ -342,7 +342,7 @@ def _count_moe_layers(rule: str, config: Any) -> int:
     raise ValueError(rule)
 
 
-def _parts(config: PreTrainedConfig, model_type: str) -> Parts:
+def _find_parts(config: PreTrainedConfig, model_type: str) -> Parts:
     with torch.device("meta"):
         return parts_of(model_class(model_type)(config))
 
@@ -351,20 +351,20 @@ def test_the_table_has_every_type() -> None:
     assert set(MODEL_TYPES) <= TABLE.keys()
 
 
-DERIVED = few_fast(name for name in MODEL_TYPES if not differences(name).refused)
+NOT_REFUSED = few_fast(name for name in MODEL_TYPES if not differences(name).refused)
 
 
-@pytest.mark.parametrize("model_type", DERIVED)
-def test_derived_plan(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", NOT_REFUSED)
+def test_the_derived_plan_equals_the_table(model_type: str) -> None:
     """The model is on the meta device and has every kind of layer that the type has."""
     config = tiny_config(model_type)
-    parts = _parts(config, model_type)
-    expected = _expected(model_type)
+    parts = _find_parts(config, model_type)
+    expected = _build_expected(model_type)
     if getattr(config, "vision_config", None) is not None:
-        expected["beside"] = TOWERS.get(model_type, expected["beside"])
+        expected["encoders"] = TOWERS.get(model_type, expected["encoders"])
     tower = parts.plan.vision
-    derived = {name: getattr(parts.plan, name) for name in expected if name != "beside"}
-    derived["beside"] = parts.plan.encoders if tower is None else (tower.tower,)
+    derived = {name: getattr(parts.plan, name) for name in expected if name != "encoders"}
+    derived["encoders"] = parts.plan.encoders if tower is None else (tower.tower,)
     derived["router"] = parts.plan.router.rpartition(".")[2]
     assert derived == expected
     rule = TABLE[model_type][-1]
@@ -372,7 +372,7 @@ def test_derived_plan(model_type: str) -> None:
     assert parts.num_experts == 8
 
 
-def _storage_on_the_hub(model: Any, plan: ModelPlan) -> str:
+def _describe_storage(model: Any, plan: ModelPlan) -> str:
     """Describe in the words of STORED how the first layer's experts are stored."""
     shapes = {name: tuple(tensor.shape) for name, tensor in distinct_tensors(model).items()}
     layout = hub_layout(model, plan, shapes)
@@ -382,8 +382,8 @@ def _storage_on_the_hub(model: Any, plan: ModelPlan) -> str:
         return "as stock's own parameters"
     first, *others = pieces_of_stack[0]
     if any(piece.key != first.key for piece in others):
-        of_expert_0 = [piece.key for piece in (first, *others) if piece.start[0] == 0]
-        return " + ".join(re.search(r"\w+(\.weight)?$", key)[0] for key in of_expert_0)
+        keys_of_expert_0 = [piece.key for piece in (first, *others) if piece.start[0] == 0]
+        return " + ".join(re.search(r"\w+(\.weight)?$", key)[0] for key in keys_of_expert_0)
     if others:
         return "interleaved"
     if first.axes != (0, 1, 2):
@@ -395,7 +395,7 @@ def _storage_on_the_hub(model: Any, plan: ModelPlan) -> str:
 @pytest.mark.parametrize(
     "model_type", [name for name in MODEL_TYPES if not differences(name).refused]
 )
-def test_how_the_hub_stores_experts(model_type: str) -> None:
+def test_the_storage_of_experts_on_the_hub_equals_the_table(model_type: str) -> None:
     """The layout is derived from transformers' weight conversions, or the plan states it."""
     with torch.device("meta"):
         model = model_class(model_type)(tiny_config(model_type))
@@ -403,4 +403,4 @@ def test_how_the_hub_stores_experts(model_type: str) -> None:
         patch(model)
     in_table = STORED.get(model_type, "gate_proj.weight + up_proj.weight")
     expected, _ = STORED_OTHERWISE.get(model_type, (in_table, ""))
-    assert _storage_on_the_hub(model, parts_of(model).plan) == expected
+    assert _describe_storage(model, parts_of(model).plan) == expected

@@ -1,8 +1,8 @@
 """A layer that gradient checkpointing recomputes chooses the same experts, on 2 ranks at ep 2.
 
-Routers choose by topk over experts, over groups of experts first, or over experts and one more that
-skips the layer; by a table of token ids; or by a random sample (PhiMoE). In JetMoE attention has
-experts of its own, which are chosen by a topk of the same sizes.
+A router may choose by topk over experts, over groups of experts first, or over experts and one more
+entry that skips the layer. It may also use a table of token ids, or draw a random sample (PhiMoE).
+In JetMoE attention has experts of its own, which are chosen by a topk of the same sizes.
 """
 
 import warnings
@@ -23,7 +23,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from hf_moe_ep import apply_ep_fsdp2
 
-# Their routers do not choose by topk over experts alone. Both kinds of checkpointing are tested.
+# The routers of these types do not choose by topk over experts only. Both kinds of checkpointing
+# are tested.
 OTHER_ROUTERS: dict[str, dict[str, Any]] = {
     "phimoe": {"router_jitter_noise": 0.3},  # with noise, the router draws a sample
     "deepseek_v4": {},
@@ -37,7 +38,7 @@ OTHER_ROUTERS: dict[str, dict[str, Any]] = {
 WRAPPED = ("jetmoe",)
 
 
-def _a_step(model_type: str, use_reentrant: bool, rank: int, world: int) -> None:
+def _check_step(model_type: str, use_reentrant: bool, rank: int, world: int) -> None:
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     options = OTHER_ROUTERS.get(model_type, {})
@@ -57,7 +58,7 @@ CHECKS = [
     Check(
         f"{name}, {'reentrant' if use_reentrant else 'not reentrant'}",
         2,
-        partial(_a_step, name, use_reentrant),
+        partial(_check_step, name, use_reentrant),
         slow=True,
     ).as_parameter()
     for name in [*OTHER_ROUTERS, *TEXT_FAMILIES, *WRAPPED]
@@ -66,7 +67,7 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("claim", CHECKS)
-def test_checkpointed_on_two_ranks(found: Found, claim: Check) -> None:
+def test_a_checkpointed_step_on_two_ranks_equals_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 

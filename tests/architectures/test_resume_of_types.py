@@ -28,19 +28,19 @@ from torch import Tensor
 from hf_moe_ep import load_checkpoint, save_checkpoint
 
 
-def _resumes(model_type: str, rank: int, world: int, folder: str) -> None:
+def _resume(model_type: str, rank: int, world: int, folder: str) -> None:
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     everyone = batches(build(model_type), world)
     num_tokens = count_tokens(everyone)
 
-    def loss_of(run: Run) -> Tensor:
+    def compute_loss(run: Run) -> Tensor:
         torch.manual_seed(rank)  # some routers draw random numbers
         return loss_of_sum(run.model, everyone[rank], num_tokens)
 
     with recording(model_type, "resume") as errors, exactly(model_type):
         run = start_run(model_type, rank, ep_size=2)
-        (loss_of(run) * world).backward()
+        (compute_loss(run) * world).backward()
         run.optimizer.step()
         run.scheduler.step()
         save_checkpoint(folder, run.model, run.optimizer, run.scheduler)
@@ -48,13 +48,15 @@ def _resumes(model_type: str, rank: int, world: int, folder: str) -> None:
         load_checkpoint(folder, resumed.model, resumed.optimizer, resumed.scheduler)
         assert_equal(model_type, everything(resumed), everything(run))
         budget_of_loss = budget(model_type)
-        errors.append(assert_close("next loss", loss_of(resumed), loss_of(run), budget_of_loss))
+        errors.append(
+            assert_close("next loss", compute_loss(resumed), compute_loss(run), budget_of_loss)
+        )
 
 
-CHECKS = [Check(name, 2, partial(_resumes, name), slow=True).as_parameter() for name in MODEL_TYPES]
+CHECKS = [Check(name, 2, partial(_resume, name), slow=True).as_parameter() for name in MODEL_TYPES]
 
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_every_type_resumes_at_another_layout(found: Found, claim: Check) -> None:
-    """Parameters and moments are equal bit by bit; the next loss is within its budget."""
+    """Parameters and moments are equal bit by bit. The next loss is equal within its budget."""
     found.raise_if_failed(claim)

@@ -3,7 +3,7 @@
 A rank applies the norm to the outputs of its own experts, for tokens of all ranks of its ep group.
 The gradient of the norm on a rank therefore comes from other tokens than the gradients of all other
 parameters outside of experts. Stock computes norms in fp32, and the rounding error is as large as
-the effect of a small mistake. These tests therefore compute in fp64 what stock computes in fp32.
+the effect of a small mistake. In these tests, the fp32 parts of stock therefore compute in fp64.
 """
 
 from collections.abc import Callable
@@ -45,22 +45,22 @@ NORM = "post_expert_norm"
 Prepare = Callable[[nn.Module], Any]
 
 
-def _step_equals_stock(
+def _compare_step_with_stock(
     rank: int, world: int, *, prepare: Prepare | None = None, lora: bool = False, **config: Any
 ) -> list[float]:
-    """Compare loss, gradients, gradient norm and an AdamW step with stock; return the errors."""
+    """Compare loss, gradients, their norm and a step with stock, and return the errors."""
     with FP64():
         model, stock = build(MUSE_SPARK, seed=rank), build(MUSE_SPARK)
         if prepare is not None:
             prepare(model)
         if lora:
-            model, stock = _with_lora(model, seed=rank), _with_lora(stock, seed=0)
+            model, stock = _add_lora(model, seed=rank), _add_lora(stock, seed=0)
         apply_ep_fsdp2(model, **config)
         _assert_norms_are_on_the_dense_mesh(model)
         return assert_same_step(MUSE_SPARK, (model, stock), (adamw(model), adamw(stock)))
 
 
-def _with_lora(model: nn.Module, seed: int) -> nn.Module:
+def _add_lora(model: nn.Module, seed: int) -> nn.Module:
     """Add LoRA to experts and attention, and unfreeze the shared norms, which PEFT has frozen."""
     adapted = with_lora(model, r=3, seed=seed)
     for name, parameter in adapted.named_parameters():
@@ -93,7 +93,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 STEPS = [
     Check(
-        name, world, partial(_step_equals_stock, **options), slow=name != "ep 2", timeout=120.0
+        name,
+        world,
+        partial(_compare_step_with_stock, **options),
+        slow=name != "ep 2",
+        timeout=120.0,
     ).as_parameter()
     for name, (world, options) in LAYOUTS.items()
 ]
@@ -104,17 +108,17 @@ def test_a_step_equals_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def lora_and_a_trained_norm(rank: int, world: int) -> None:
+def lora_factors_train_with_the_shared_norms(rank: int, world: int) -> None:
     """Train LoRA factors of the experts together with the shared norms."""
     with recording(MUSE_SPARK, "lora") as errors:
-        errors += _step_equals_stock(rank, world, lora=True, ep_size=2)
+        errors += _compare_step_with_stock(rank, world, lora=True, ep_size=2)
 
 
-def resumed_at_another_layout(rank: int, world: int, folder: str) -> None:
-    """Save while each norm is sharded over two ranks; resume with the whole norm on each rank."""
+def norms_resume_at_another_layout(rank: int, world: int, folder: str) -> None:
+    """Save norms that are sharded over two ranks, and resume with whole norms on each rank."""
     with recording(MUSE_SPARK, "resume") as errors:
-        saved = _run(0, ep_size=2)
-        resumed = _run(1, ep_size=1, dp_replicate_size=2)
+        saved = _start_run(0, ep_size=2)
+        resumed = _start_run(1, ep_size=1, dp_replicate_size=2)
         _train(saved, seed=0)
         _train(resumed, seed=9)  # load_checkpoint must replace this state
         save_checkpoint(f"{folder}/saved", saved.model, saved.optimizer, saved.scheduler)
@@ -130,7 +134,7 @@ def resumed_at_another_layout(rank: int, world: int, folder: str) -> None:
                 errors.append(assert_close(f"next step: {name}", actual[name], tensor, FP64_MODEL))
 
 
-def _run(seed: int, **config: Any) -> Run:
+def _start_run(seed: int, **config: Any) -> Run:
     model = build(MUSE_SPARK, seed=seed)
     apply_ep_fsdp2(model, **config)
     optimizer = adamw(model)
@@ -148,7 +152,10 @@ def _train(run: Run, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "claim", on_ranks(2, lora_and_a_trained_norm, resumed_at_another_layout, slow=True)
+    "claim",
+    on_ranks(
+        2, lora_factors_train_with_the_shared_norms, norms_resume_at_another_layout, slow=True
+    ),
 )
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

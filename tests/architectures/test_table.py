@@ -34,7 +34,7 @@ def test_every_model_type_has_a_row() -> None:
 
 
 def test_every_column_of_every_type_is_recorded() -> None:
-    """The record is a result or a refusal."""
+    """A record is a result or a refusal."""
     for column in results.COLUMNS:
         missing = {name for name in MODEL_TYPES if column not in TYPES[name]}
         assert not missing, f"{column}: {table.COMMAND}"

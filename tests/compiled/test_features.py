@@ -24,12 +24,17 @@ CONFIG = {"compile_layers": "aot_eager"}
 CHECKPOINTED = partial(checkpointing, use_reentrant=False)
 
 
-def _batches(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Make batches whose sizes have no graph of their own: no size is 1, or equals another size."""
+def _make_batches(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    """Make batches whose sizes all differ and are not 1.
+
+    torch.compile would make a separate graph for equal sizes and for 1.
+    """
     return [batch(model, 2 + rank, 11 + 2 * rank + step, seed=100 * step + rank)]
 
 
-BASE = Case("base", 2, ep=2, config=CONFIG, model={"num_hidden_layers": 5}, micro_batches=_batches)
+BASE = Case(
+    "base", 2, ep=2, config=CONFIG, model={"num_hidden_layers": 5}, micro_batches=_make_batches
+)
 
 CASES = {
     "LoRA": BASE.with_(wrap=with_lora, prepare=CHECKPOINTED),
@@ -43,10 +48,11 @@ CASES = {
         config=CONFIG | {"experts_dtype": "nf4"},
     ),
 }
-# The graphs of each rank. With LoRA, in front of the MoE blocks: the first layer, whose input has
-# no gradient, the other layers, and any layer without gradients. After the MoE blocks: a layer with
-# gradients, and one without. With sequence parallelism attention also divides a layer, into five
-# parts, each with and without gradients. Of the batches with pictures, some of rank 1 have no mask.
+# The number of graphs on each rank. LoRA needs three graphs in front of the MoE block (the first
+# layer, whose input has no gradient; other layers; layers without gradients) and two graphs behind
+# it (with and without gradients). With sequence parallelism attention splits a layer into five
+# graphs, each with and without gradients. Pictures need three more graphs on rank 1, where some
+# batches have no mask.
 _LORA = 3 + 2
 GRAPHS = {
     "LoRA": (_LORA, _LORA),
@@ -65,13 +71,13 @@ def _run(name: str, rank: int, world: int) -> None:
     assert graphs == GRAPHS[name][rank], (graphs, dict(counters["graph_break"]))
 
 
-def _random_text(model: nn.Module, rank: int, step: int) -> Batch:
+def _make_random_text(model: nn.Module, rank: int, step: int) -> Batch:
     """Make two to four rows of random length. Each batch has padding, so each one has a mask."""
     length = int(torch.randint(5, 60, (), generator=torch.Generator().manual_seed(2 * step + rank)))
     return batch(model, 2 + step % 3, length, seed=step, pad=1 + step % 2)
 
 
-def _random_pictures(model: nn.Module, rank: int, step: int) -> Batch:
+def _make_random_pictures(model: nn.Module, rank: int, step: int) -> Batch:
     """Make two rows of random length, each with a picture of random size.
 
     The shorter row is padded, so each batch has a mask.
@@ -81,27 +87,27 @@ def _random_pictures(model: nn.Module, rank: int, step: int) -> Batch:
     sides = (2 * torch.randint(1, 5, (4,), generator=draw)).tolist()
     first: Row = [words[0], (sides[0], sides[1]), words[1]]
     second: Row = [words[2], (sides[2], sides[3]), words[3]]
-    if _num_tokens(first) == _num_tokens(second):
+    if _count_tokens(first) == _count_tokens(second):
         second.append(1)
     return vision_batch(model, [first, second], seed=step)
 
 
-def _num_tokens(row: Row) -> int:
+def _count_tokens(row: Row) -> int:
     return sum(item if isinstance(item, int) else item[0] * item[1] // 4 for item in row)
 
 
 STEPS = 200
 MIXED = BASE.with_(model={"num_hidden_layers": 3, "mlp_only_layers": [1]})
 LENGTHS = {
-    "ep 1": (MIXED.with_(ep=1), _random_text),
-    "ep 2": (MIXED, _random_text),
-    "ep 2, checkpoints": (MIXED.with_(prepare=CHECKPOINTED), _random_text),
-    "LoRA": (MIXED.with_(wrap=with_lora), _random_text),
-    "pictures": (BASE.with_(model={"name": "qwen3_vl_moe"}), _random_pictures),
+    "ep 1": (MIXED.with_(ep=1), _make_random_text),
+    "ep 2": (MIXED, _make_random_text),
+    "ep 2, checkpoints": (MIXED.with_(prepare=CHECKPOINTED), _make_random_text),
+    "LoRA": (MIXED.with_(wrap=with_lora), _make_random_text),
+    "pictures": (BASE.with_(model={"name": "qwen3_vl_moe"}), _make_random_pictures),
 }
 
 
-def _make_no_graph_after_the_second_step(name: str, rank: int, world: int) -> None:
+def _check_no_new_graph_after_second_step(name: str, rank: int, world: int) -> None:
     case, make = LENGTHS[name]
     torch.compiler.reset()
     counters.clear()
@@ -123,7 +129,7 @@ def _make_no_graph_after_the_second_step(name: str, rank: int, world: int) -> No
     "claim",
     on_ranks(
         2,
-        {name: partial(_make_no_graph_after_the_second_step, name) for name in LENGTHS},
+        {name: partial(_check_no_new_graph_after_second_step, name) for name in LENGTHS},
         slow=True,
         **PATIENT,
     ),

@@ -1,4 +1,4 @@
-"""`compile_layers`: a few graphs serve all layers, and the numbers are those of eager layers."""
+"""`compile_layers` makes a few graphs for all layers, which compute what eager layers compute."""
 
 import copy
 import warnings
@@ -47,7 +47,7 @@ LENGTHS = (9, 11, 13, 10)
 REENTRANT = {"no checkpoints": None, "checkpoints": False, "reentrant checkpoints": True}
 
 
-def _model(config: dict[str, Any], use_reentrant: bool | None, **sizes: Any) -> nn.Module:
+def _build_model(config: dict[str, Any], use_reentrant: bool | None, **sizes: Any) -> nn.Module:
     model = tiny(**(LAYERS | sizes))
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
@@ -56,7 +56,7 @@ def _model(config: dict[str, Any], use_reentrant: bool | None, **sizes: Any) -> 
     return patch(model, experts_backend="torch", **config)
 
 
-def _grads(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def _compute_grads(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients of one step, and the loss."""
     model.zero_grad()
     loss = model(**inputs).loss
@@ -66,11 +66,11 @@ def _grads(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: g.clone() for n, g in local.items()} | {"loss": loss.detach()}
 
 
-def _graphs() -> int:
+def _count_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def _see_input(
+def _record_input(
     seen: set[tuple[type, bool, bool]], kind: type, norm: nn.Module, args: tuple[Tensor]
 ) -> None:
     seen.add((kind, torch.is_grad_enabled(), args[0]._base is None))
@@ -81,21 +81,23 @@ def _assert_equal_to_eager(
 ) -> list[int]:
     """Compare every gradient of several steps, and return the number of graphs after each step.
 
-    torch 2.11's FSDP2 gives a layer a view of its input, and the recomputed layer no view. Graphs
-    of views serve views only, so the graphs that are made for the other inputs are not counted.
+    torch 2.11's FSDP2 gives a layer a view of its input, but not the recomputed layer. A graph for
+    views cannot run on other inputs, so the graphs that are made for other inputs are not counted.
     """
     torch.compiler.reset()
     counters.clear()
-    eager = _model(config, use_reentrant, **sizes)
+    eager = _build_model(config, use_reentrant, **sizes)
     seen: set[tuple[type, bool, bool]] = set()
     for layer in eager.model.layers:
-        layer.input_layernorm.register_forward_pre_hook(partial(_see_input, seen, type(layer.mlp)))
-    compiled = _model(config | {"compile_layers": "aot_eager"}, use_reentrant, **sizes)
+        layer.input_layernorm.register_forward_pre_hook(
+            partial(_record_input, seen, type(layer.mlp))
+        )
+    compiled = _build_model(config | {"compile_layers": "aot_eager"}, use_reentrant, **sizes)
     graphs = []
     for step, length in enumerate(LENGTHS):
         inputs = batch(eager, 2, length + 8 * rank, seed=step)
-        want, got = _grads(eager, inputs), _grads(compiled, inputs)
-        graphs.append(_graphs() - len(seen) + len({key[:2] for key in seen}))
+        want, got = _compute_grads(eager, inputs), _compute_grads(compiled, inputs)
+        graphs.append(_count_graphs() - len(seen) + len({key[:2] for key in seen}))
         assert want.keys() == got.keys()
         different = [name for name in want if not torch.equal(got[name], want[name])]
         assert not different, f"step {step}: {different}"
@@ -124,12 +126,12 @@ def test_the_aux_loss_of_one_process() -> None:
     assert graphs == [3] * len(LENGTHS)
 
 
-def _aux_loss(config: dict[str, Any], rank: int, world: int) -> None:
+def _check_aux_loss(config: dict[str, Any], rank: int, world: int) -> None:
     found = _assert_equal_to_eager(config, False, rank, **AUX_LOSS)
     assert found == [3] * len(LENGTHS)
 
 
-def _on_ranks(
+def _check_on_ranks(
     ep_size: int, checkpoints: str, graphs: int, rank: int, world: int, **sizes: Any
 ) -> None:
     found = _assert_equal_to_eager({"ep_size": ep_size}, REENTRANT[checkpoints], rank, **sizes)
@@ -138,7 +140,7 @@ def _on_ranks(
 
 # A dense layer is one graph. The MoE block splits a MoE layer into two graphs if ep_size is 2.
 ON_RANKS = {
-    f"ep {ep}, {checkpoints}": partial(_on_ranks, ep, checkpoints, graphs)
+    f"ep {ep}, {checkpoints}": partial(_check_on_ranks, ep, checkpoints, graphs)
     for ep, checkpoints, graphs in (
         (1, "no checkpoints", 2),
         (2, "no checkpoints", 3),
@@ -149,9 +151,9 @@ ON_RANKS = {
     )
 }
 ON_RANKS |= {
-    "aux loss, ep 1": partial(_aux_loss, {"ep_size": 1}),
-    "aux loss, ep 2": partial(_aux_loss, {"ep_size": 2}),
-    "aux loss per layer": partial(_aux_loss, {"ep_size": 2, "aux_loss_per_layer": True}),
+    "aux loss, ep 1": partial(_check_aux_loss, {"ep_size": 1}),
+    "aux loss, ep 2": partial(_check_aux_loss, {"ep_size": 2}),
+    "aux loss per layer": partial(_check_aux_loss, {"ep_size": 2, "aux_loss_per_layer": True}),
 }
 
 
@@ -175,9 +177,9 @@ def test_shared_experts_are_traced_with_their_layer_in_one_process() -> None:
     patch(eager, experts_backend="torch")
     patch(compiled, experts_backend="torch", compile_layers="aot_eager")
     inputs = batch(eager, 2, 9)
-    want, got = _grads(eager, inputs), _grads(compiled, inputs)
+    want, got = _compute_grads(eager, inputs), _compute_grads(compiled, inputs)
     assert all(torch.equal(got[name], want[name]) for name in want)
-    assert _graphs() == 2
+    assert _count_graphs() == 2
 
 
 def _joined_experts_are_saved_and_read(rank: int, world: int, folder: str) -> None:
@@ -187,7 +189,7 @@ def _joined_experts_are_saved_and_read(rank: int, world: int, folder: str) -> No
     experts = model.model.layers[1].mlp.experts
     assert not isinstance(experts, FSDPModule)
     assert experts.gate_up_proj.placements == (Shard(1),)
-    _grads(model, inputs)
+    _compute_grads(model, inputs)
     clip_grad_norm_(model, 0.5)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     want = {name: p.full_tensor() for name, p in model.named_parameters()}
@@ -213,13 +215,13 @@ def test_files_on_two_ranks(found: Found, claim: Check) -> None:
 def test_200_random_lengths_make_no_graph_after_the_second_step(checkpoints: str) -> None:
     torch.compiler.reset()
     counters.clear()
-    model = _model({"compile_layers": "aot_eager"}, REENTRANT[checkpoints], **LAYERS)
+    model = _build_model({"compile_layers": "aot_eager"}, REENTRANT[checkpoints], **LAYERS)
     lengths = torch.randint(3, 60, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     graphs = []
     for step, length in enumerate(lengths):
         # Padded batches have a mask, as the batches of a collator have in most steps.
-        _grads(model, batch(model, 2 + step % 3, length, seed=step, pad=1 + step % 2))
-        graphs.append(_graphs())
+        _compute_grads(model, batch(model, 2 + step % 3, length, seed=step, pad=1 + step % 2))
+        graphs.append(_count_graphs())
     assert graphs[1:] == [graphs[1]] * (len(lengths) - 1)
 
 
@@ -237,9 +239,9 @@ def _route(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _inductor_equals_stock(
     checkpoints: str, graphs: int, rank: int = 0, world: int = 1, **config: Any
 ) -> None:
-    """Stock norms and routers compute in fp32 even in an fp64 model, so both sides get others.
+    """Stock norms and routers compute in fp32 even in an fp64 model, so both models get others.
 
-    Inductor adds up in another order, so an fp32 sum would differ by 1e-7. All ranks have the same
+    Inductor sums in another order, so an fp32 sum would differ by 1e-7. All ranks have the same
     batch.
     """
     torch.compiler.reset()
@@ -249,11 +251,11 @@ def _inductor_equals_stock(
         mock_patch.object(modeling_qwen3_moe.Qwen3MoeTopKRouter, "forward", _route),
     ):
         sizes: dict[str, Any] = {"num_hidden_layers": 2, "mlp_only_layers": [0]}
-        model = _model({"compile_layers": True} | config, REENTRANT[checkpoints], **sizes)
+        model = _build_model({"compile_layers": True} | config, REENTRANT[checkpoints], **sizes)
         stock = tiny(**sizes)
         for step, length in enumerate((9, 11)):
             inputs = batch(stock, 2, length, seed=step)
-            want = _grads(stock, inputs)
+            want = _compute_grads(stock, inputs)
             loss = model(**inputs).loss
             loss.backward()
             got = whole(model, {n: p.grad for n, p in model.named_parameters()}) | {"loss": loss}
@@ -261,7 +263,7 @@ def _inductor_equals_stock(
             for name in want:
                 budget = FP32_INSIDE if name == "loss" else FP64_MODEL
                 assert_close(name, got[name], want[name], budget)
-    assert _graphs() == graphs
+    assert _count_graphs() == graphs
 
 
 @pytest.mark.slow
@@ -285,19 +287,21 @@ def test_inductor_equals_stock_on_two_ranks(found: Found, claim: Check) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [None, False])
 def test_routes_are_recorded_and_replayed(use_reentrant: bool | None) -> None:
-    """Compiled layers were traced with their MoE blocks before the block of `replay` is opened."""
+    """Compiled layers were traced with their MoE blocks before `replay` begins."""
     torch.compiler.reset()
-    eager = _model({}, use_reentrant, **SMALL, mlp_only_layers=[])
-    compiled = _model({"compile_layers": "aot_eager"}, use_reentrant, **SMALL, mlp_only_layers=[])
+    eager = _build_model({}, use_reentrant, **SMALL, mlp_only_layers=[])
+    compiled = _build_model(
+        {"compile_layers": "aot_eager"}, use_reentrant, **SMALL, mlp_only_layers=[]
+    )
     inputs = batch(eager, 2, 9)
     with RoutingReplay(compiled).record() as routes:
-        recorded = _grads(compiled, inputs)
-    want = _grads(eager, inputs)
+        recorded = _compute_grads(compiled, inputs)
+    want = _compute_grads(eager, inputs)
     assert all(torch.equal(recorded[name], want[name]) for name in want)
     routes.ids = (routes.ids + 1) % 8
     results = []
     for model in (eager, compiled):
-        _grads(model, inputs)
+        _compute_grads(model, inputs)
         with RoutingReplay(model).replay(routes):
             loss = model(**inputs).loss
         model.zero_grad()
@@ -310,24 +314,24 @@ def test_routes_are_recorded_and_replayed(use_reentrant: bool | None) -> None:
 def test_evaluation_runs_without_compilation() -> None:
     torch.compiler.reset()
     counters.clear()
-    model = _model({"compile_layers": "aot_eager"}, None, **SMALL).eval()
-    want = _model({}, None, **SMALL).eval()
+    model = _build_model({"compile_layers": "aot_eager"}, None, **SMALL).eval()
+    want = _build_model({}, None, **SMALL).eval()
     inputs = batch(model, 2, 9)
     assert torch.equal(model(**inputs).logits, want(**inputs).logits)
-    assert _graphs() == 0
+    assert _count_graphs() == 0
 
 
 def test_a_layer_with_a_cache_runs_without_compilation_and_warns() -> None:
     torch.compiler.reset()
     counters.clear()
-    model = _model({"compile_layers": "aot_eager"}, None, **SMALL)
+    model = _build_model({"compile_layers": "aot_eager"}, None, **SMALL)
     with pytest.warns(UserWarning, match=r"KV cache in training.*without use_cache=True"):
         model(**batch(model, 2, 9), use_cache=True)
-    assert _graphs() == 0
+    assert _count_graphs() == 0
 
 
 def test_unpatch_restores_the_classes_of_all_modules() -> None:
-    model = _model({}, None, **SMALL)
+    model = _build_model({}, None, **SMALL)
     before = {name: type(module) for name, module in model.named_modules()}
     compile_layers(model, backend="aot_eager")
     assert {name: type(module) for name, module in model.named_modules()} != before
@@ -343,15 +347,15 @@ def test_unpatch_restores_the_classes_of_all_modules() -> None:
 @pytest.mark.slow
 def test_a_copy_is_compiled_and_has_its_own_weights() -> None:
     torch.compiler.reset()
-    model = _model({"compile_layers": "aot_eager"}, None, **SMALL)
+    model = _build_model({"compile_layers": "aot_eager"}, None, **SMALL)
     inputs = batch(model, 2, 9)
-    want = _grads(model, inputs)
+    want = _compute_grads(model, inputs)
     other = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data.zero_()
     counters.clear()
-    got = _grads(other, inputs)
-    assert _graphs() == 0  # the copy shares the graphs
+    got = _compute_grads(other, inputs)
+    assert _count_graphs() == 0  # the copy shares the graphs
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -364,10 +368,10 @@ def test_a_second_call_replaces_the_backend() -> None:
         calls.append(graph)
         return graph
 
-    model = _model({"compile_layers": "aot_eager"}, None, **SMALL, mlp_only_layers=[])
-    want = _grads(model, batch(model, 2, 9))
+    model = _build_model({"compile_layers": "aot_eager"}, None, **SMALL, mlp_only_layers=[])
+    want = _compute_grads(model, batch(model, 2, 9))
     compile_layers(model, backend=backend)
-    got = _grads(model, batch(model, 2, 9))
+    got = _compute_grads(model, batch(model, 2, 9))
     assert calls and all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -440,7 +444,7 @@ def test_a_backend_that_fails_names_the_layer() -> None:
     def broken(graph: Any, inputs: Any) -> Any:
         raise NotImplementedError("no such instruction")
 
-    model = _model({}, None, **SMALL)
+    model = _build_model({}, None, **SMALL)
     compile_layers(model, backend=broken)
     with pytest.raises(
         RuntimeError, match=r"(?s)failed in model\.layers\.0 .*no such instruction.*compile_layers"
@@ -451,7 +455,7 @@ def test_a_backend_that_fails_names_the_layer() -> None:
 def test_a_layer_that_cannot_be_traced_is_named() -> None:
     """Another package has kept torch.compile out of the class of the decoder layers."""
     torch.compiler.reset()
-    model = _model({}, None, **SMALL)
+    model = _build_model({}, None, **SMALL)
     kind = type(model.model.layers[0])
     with mock_patch.object(kind, "forward", torch.compiler.disable(inner_forward(kind))):
         compile_layers(model, backend="aot_eager")
@@ -469,7 +473,7 @@ def _norm_by_mode(self: Any, hidden_states: Tensor) -> Tensor:
 def test_a_layer_that_reaches_the_recompile_limit_is_named(name: str) -> None:
     """A graph break divides the layer, and each part has graphs of its own."""
     torch.compiler.reset()
-    model = _model({}, None, num_hidden_layers=1, mlp_only_layers=[])
+    model = _build_model({}, None, num_hidden_layers=1, mlp_only_layers=[])
     # torch 2.11 has no such argument, and reads its config.
     with mock_patch.object(options, "_RECOMPILE_LIMIT", 2):
         compile_layers(model, backend="eager")
@@ -494,17 +498,17 @@ def test_a_layer_that_reaches_the_recompile_limit_is_named(name: str) -> None:
 
 def test_compilation_that_the_user_has_switched_off_is_no_error() -> None:
     torch.compiler.reset()
-    model = _model({"compile_layers": "eager"}, None, num_hidden_layers=1, mlp_only_layers=[])
+    model = _build_model({"compile_layers": "eager"}, None, num_hidden_layers=1, mlp_only_layers=[])
     with torch.compiler.set_stance("force_eager"):
         model(**batch(model, 2, 9)).loss.backward()
     counters.clear()
     model(**batch(model, 2, 9))
-    assert _graphs() == 1
+    assert _count_graphs() == 1
 
 
 @pytest.mark.slow
 def test_mixers_are_called_without_tracing_and_named_once(caplog: Any) -> None:
-    """A delta net runs a loop over the blocks of a sequence, and has packed rows in hooks."""
+    """A delta net runs a loop over the blocks of a sequence; hooks separate its packed rows."""
     torch.compiler.reset()
     counters.clear()
     eager, compiled = (models.tiny("qwen3_next", output_router_logits=False) for _ in range(2))
@@ -516,11 +520,11 @@ def test_mixers_are_called_without_tracing_and_named_once(caplog: Any) -> None:
     graphs = []
     for step, length in enumerate((9, 70, 130)):  # blocks of 64 tokens
         inputs = batch(eager, 2, length, seed=step)
-        want, got = _grads(eager, inputs), _grads(compiled, inputs)
+        want, got = _compute_grads(eager, inputs), _compute_grads(compiled, inputs)
         for name in want:
             # The gradient that a delta net receives has other strides, and is summed in this order.
             assert_close(name, got[name], want[name], FP64_MODEL)
-        graphs.append(_graphs())
+        graphs.append(_count_graphs())
     # A layer with attention is one graph. A delta net splits a layer into two, and there are a
     # dense layer and a MoE layer with one.
     assert graphs == [5] * 3, dict(counters["graph_break"])

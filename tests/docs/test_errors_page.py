@@ -18,7 +18,7 @@ MESSAGES = [
 ]
 
 
-def _texts(tree: Any) -> Iterator[str]:
+def _read_texts(tree: Any) -> Iterator[str]:
     """Yield every string of a source file. A null byte replaces each value in an f-string."""
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
@@ -34,7 +34,7 @@ def _is_text(node: Any) -> bool:
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     files = (pages.ROOT / "hf_moe_ep").rglob("*.py")
-    return [text for file in files for text in _texts(ast.parse(file.read_text()))]
+    return [text for file in files for text in _read_texts(ast.parse(file.read_text()))]
 
 
 def _quotes(message: str, text: str) -> bool:

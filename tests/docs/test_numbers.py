@@ -15,15 +15,17 @@ FIGURES = {
 }
 
 
-def _cells(row: str) -> list[str]:
+def _split_cells(row: str) -> list[str]:
     return [cell.strip() for cell in row.strip("|").split(" | ")]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/comparison.md"])
 def test_the_table_has_the_medians_of_the_results(page: str) -> None:
-    rows = [_cells(row) for row in pages.read(RESULTS).splitlines() if row.startswith("| ")]
+    rows = [_split_cells(row) for row in pages.read(RESULTS).splitlines() if row.startswith("| ")]
     medians = {(row[0], row[1]): tuple(cell.partition(" ")[0] for cell in row[2:4]) for row in rows}
-    table = {row[0]: row[1:] for row in map(_cells, pages.read(page).splitlines()) if len(row) == 3}
+    table = {
+        row[0]: row[1:] for row in map(_split_cells, pages.read(page).splitlines()) if len(row) == 3
+    }
     for label, figure in FIGURES.items():
         for ep, cell in zip(("2", "4"), table[label], strict=True):
             assert tuple(re.findall(r"[\d.]+", cell)) == medians[ep, figure], (label, ep)

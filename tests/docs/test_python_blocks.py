@@ -1,8 +1,8 @@
 """Every Python block of README and docs/ runs, with a small model instead of a large one.
 
-A block expects a dataset, eight GPUs and a model of 30B parameters. Here it runs on two CPU ranks
-with a model of two layers. `SMALLER` lists all changes of its text. `RUNS` has a function for each
-block, which defines the names that the page leaves to its reader.
+A block expects a dataset, eight GPUs and a model of 30B parameters. The tests run it on two CPU
+ranks with a model of two layers. `SMALLER` lists all changes of its text. `RUNS` has a function for
+each block, which defines the names that the page expects its reader to define.
 """
 
 import importlib.util
@@ -192,11 +192,11 @@ def train_on_images(page: str, number: int, rank: int, world: int, folder: str) 
     data = [vision_batch(model, [row], seed) for seed, row in enumerate(rows)]
     with _work_in(folder), launched():
         args = ONE_STEP(output_dir="out", per_device_train_batch_size=1, save_strategy="no")
-        names = _run(page, number, model=model, args=args, data=data, collate=_first)
+        names = _run(page, number, model=model, args=args, data=data, collate=_take_first)
         assert names["trainer"].state.global_step == 1
 
 
-def _first(samples: list[Any]) -> dict[str, Any]:
+def _take_first(samples: list[Any]) -> dict[str, Any]:
     return dict(samples[0])
 
 
@@ -285,7 +285,9 @@ def record_and_replay(page: str, number: int, rank: int, world: int, folder: str
 
 
 def read_engine_arrays(page: str, number: int, rank: int, world: int, folder: str) -> None:
-    """Two samples have 5 and 7 tokens. The engine never forwards the last one: it has no routes."""
+    """Two samples have 5 and 7 tokens. An engine never forwards the last token of a sample, which
+    therefore has no routes.
+    """
     lengths = [5, 7]
     arrays = [torch.randint(8, (length - 1, 2, 2)).numpy() for length in lengths]
     outputs = [SimpleNamespace(outputs=[SimpleNamespace(routed_experts=a)]) for a in arrays]
@@ -305,7 +307,7 @@ def read_engine_arrays(page: str, number: int, rank: int, world: int, folder: st
 
 
 def send_to_an_engine(page: str, number: int, rank: int, world: int, folder: str) -> None:
-    """The engine ends with the weights of the step before the last one, and 2 of 100 steps run."""
+    """2 of 100 steps run. At the end the engine has the weights of the step before the last."""
     model, held, lists = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2), {}, []
 
     def load_weights(weights: list[tuple[str, torch.Tensor]]) -> None:

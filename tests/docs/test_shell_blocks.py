@@ -37,7 +37,7 @@ YAML_BLOCKS = [
 ]
 
 
-def commands(text: str) -> Iterator[list[str]]:
+def split_commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each command, without leading variables, comments and line breaks."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
@@ -177,7 +177,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_commands_exist_and_take_their_options(block: pages.Block) -> None:
-    lines = list(commands(block.text))
+    lines = list(split_commands(block.text))
     assert lines
     for name, *words in lines:
         COMMANDS[name](*words)

@@ -1,6 +1,6 @@
-"""What notebooks, examples and benchmarks import from the package exists.
+"""Every name that notebooks, examples and benchmarks import from the package exists.
 
-Their own tests run them, but these tests are slow.
+Other tests run these files, but those tests are slow.
 """
 
 import ast
@@ -16,7 +16,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SCRIPTS = sorted(path for top in ("examples", "benchmarks") for path in (ROOT / top).rglob("*.py"))
 
 
-def _code_of(path: Path) -> str:
+def _read_code(path: Path) -> str:
     if path.suffix == ".py":
         return path.read_text()
     cells = json.loads(path.read_text())["cells"]
@@ -26,7 +26,7 @@ def _code_of(path: Path) -> str:
     return "\n".join(line.rstrip("\n") for line in python)
 
 
-def _missing(code: str) -> Iterator[str]:
+def _find_missing(code: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(code)):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("hf_moe_ep"):
             continue
@@ -41,8 +41,10 @@ def _missing(code: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", NOTEBOOKS + SCRIPTS, ids=lambda p: p.name)
 def test_imported_names_exist(path: Path) -> None:
-    assert not list(_missing(_code_of(path)))
+    assert not list(_find_missing(_read_code(path)))
 
 
 def test_a_name_that_does_not_exist_is_found() -> None:
-    assert list(_missing("from hf_moe_ep import patch, nothing\nfrom hf_moe_ep.cli import main"))
+    assert list(
+        _find_missing("from hf_moe_ep import patch, nothing\nfrom hf_moe_ep.cli import main")
+    )

@@ -34,7 +34,7 @@ FOLDERS = (
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], Message]:
-    """Build the sdist; return its file names without the top folder, and its PKG-INFO."""
+    """Build the sdist, and return its file names without the top folder, and its PKG-INFO."""
     source = tmp_path_factory.mktemp("sdist") / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*NOT_COPIED))
     (source / "dist").mkdir()

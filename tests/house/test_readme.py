@@ -69,7 +69,7 @@ def test_every_page_of_docs_is_in_the_navigation() -> None:
     assert {*docs, *notebooks} <= set(listed)
 
 
-def _rows(page: str, columns: int) -> Iterator[list[str]]:
+def _read_rows(page: str, columns: int) -> Iterator[list[str]]:
     """Yield the cells of each table row that has this number of columns."""
     for line in pages.read(page).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
@@ -78,14 +78,16 @@ def _rows(page: str, columns: int) -> Iterator[list[str]]:
 
 
 def test_the_models_of_the_readme_are_those_that_were_tested() -> None:
-    """ARCHITECTURES.md has their expert, sequence and context parallelism, and as many types."""
-    tested = {row[0].strip("`* "): row for row in _rows("ARCHITECTURES.md", 9) if "`" in row[0]}
+    """ARCHITECTURES.md lists the same parallelism for these models, and as many types."""
+    tested = {
+        row[0].strip("`* "): row for row in _read_rows("ARCHITECTURES.md", 9) if "`" in row[0]
+    }
     readme = " ".join(pages.read("README.md").split())
     assert f"all {len(tested)} model types" in readme
     trained = sum(row[1] == "yes" for row in tested.values())
     assert f"{trained} of them can be trained" in readme
     num_types = 0
-    for _, types in _rows("README.md", 2):
+    for _, types in _read_rows("README.md", 2):
         for name in re.findall(r"`(\w+)`", types):
             if name != "model_type":
                 assert tested[name][1] == "yes"
@@ -95,7 +97,7 @@ def test_the_models_of_the_readme_are_those_that_were_tested() -> None:
     assert num_types == 12
 
 
-def _calls(page: str) -> Iterator[tuple[str, ast.Call]]:
+def _find_calls(page: str) -> Iterator[tuple[str, ast.Call]]:
     """Yield the calls of our public names in the sentences and tables of a page."""
     for span in pages.spans(page):
         try:
@@ -112,7 +114,7 @@ def _calls(page: str) -> Iterator[tuple[str, ast.Call]]:
 @pytest.mark.parametrize("page", PAGES)
 def test_calls_in_the_text_have_arguments_that_exist(page: str) -> None:
     options = {field.name for field in fields(ParallelConfig)}
-    for name, call in _calls(page):
+    for name, call in _find_calls(page):
         signature = inspect.signature(getattr(hf_moe_ep, name))
         known = set(signature.parameters)
         if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
@@ -132,7 +134,7 @@ def test_names_in_the_text_exist(page: str) -> None:
 def parse_tree(text: str) -> Iterator[tuple[Path, str]]:
     """Yield (path, description) for each folder and file of a source tree in a page.
 
-    Indentation nests folders. A line begins with a name; its text may name more files.
+    Indentation nests folders. A line begins with a name, and its text may name more files.
     """
     folders: list[tuple[int, Path]] = []
     for line in text.splitlines():

@@ -1,7 +1,6 @@
-"""Where a model is cut, how a batch is cut, and which models cannot be cut.
+"""Models are cut by layers, and batches by rows. The stages of a model compute what stock computes.
 
-The stages of a cut model are also run one after the other in this process, for every type of model
-that has a plan for stages.
+For every type of model that can be cut, the stages run one after the other in one process.
 """
 
 import copy
@@ -23,24 +22,24 @@ from hf_moe_ep import ParallelConfig, patch
 from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.pipeline.cut import cut_model, layers_of_stages, parts_of_stage, stage_of_names
 from hf_moe_ep.pipeline.micro_batches import check_can_be_cut, count_targets, cut_batch
-from hf_moe_ep.pipeline.run import _move
+from hf_moe_ep.pipeline.run import _move_to_device
 from hf_moe_ep.sharding.units import units_of
 from hf_moe_ep.state import STATE, ModelState
 
 
 def test_layers_are_divided_evenly_or_as_given() -> None:
-    def sizes(num_layers: int, **config: Any) -> list[int]:
+    def divide(num_layers: int, **config: Any) -> list[int]:
         ranges = layers_of_stages(num_layers, ParallelConfig(**config))
         assert [index for layers in ranges for index in layers] == list(range(num_layers))
         return [len(layers) for layers in ranges]
 
-    assert sizes(8, pp_size=4) == [2, 2, 2, 2]
-    assert sizes(7, pp_size=3) == [3, 2, 2]
-    assert sizes(7, pp_size=2, pp_layers=[2, 5]) == [2, 5]
+    assert divide(8, pp_size=4) == [2, 2, 2, 2]
+    assert divide(7, pp_size=3) == [3, 2, 2]
+    assert divide(7, pp_size=2, pp_layers=[2, 5]) == [2, 5]
     with pytest.raises(ValueError, match=r"pp_size \(4\).*has 3 layers; try pp_size=3"):
-        sizes(3, pp_size=4)
+        divide(3, pp_size=4)
     with pytest.raises(ValueError, match=r"gives 6 layers to 2 stages.*has 7 layers"):
-        sizes(7, pp_size=2, pp_layers=(2, 4))
+        divide(7, pp_size=2, pp_layers=(2, 4))
     with pytest.raises(ValueError, match=r"has 3 numbers.*pp_size is 2; set pp_size=3"):
         ParallelConfig(pp_size=2, pp_layers=(1, 2, 3))
     with pytest.raises(ValueError, match=r"pp_layers must be a whole number >= 1, got 0"):
@@ -89,7 +88,7 @@ def test_arguments_are_on_the_host_before_a_stage_of_the_host_runs(
 
     monkeypatch.setattr(Tensor, "to", to)
     for device in ("cpu", "cuda"):
-        _move({"mask": torch.zeros(1)}, torch.device(device))
+        _move_to_device({"mask": torch.zeros(1)}, torch.device(device))
     assert copies == [("cpu", False), ("cuda", True)]
 
 
@@ -130,7 +129,7 @@ def run_stages(stages: list[nn.Module], inputs: dict[str, Tensor]) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_stages_of_every_type_compute_as_stock(model_type: str) -> None:
-    """Two stages give the loss and the gradients of stock, or the type is refused by name."""
+    """Two stages give the loss and the gradients of stock. Types that are refused are skipped."""
     stock = build(model_type)
     try:
         stages = _cut_evenly_or_by_hand(stock)

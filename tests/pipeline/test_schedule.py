@@ -1,8 +1,8 @@
-"""The order of operations of every stage, run by a simulation without ranks.
+"""A simulation without ranks runs the operations of every stage in their order.
 
-In the simulation a stage waits until the neighbour has computed the operand of its next operation,
-as it does on real ranks. A wrong order waits forever, or keeps too many activations, or takes
-longer than the formula of the bubble says.
+As on real ranks, a stage waits until the neighbour has computed the operand of its next operation.
+With a wrong order a stage waits forever, keeps too many activations, or takes longer than the
+formula of the bubble says.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,10 @@ STAGES, MICRO_BATCHES = range(1, 9), range(1, 33)
 
 
 def simulate(orders: Sequence[Sequence[Operation]]) -> tuple[int, list[int]]:
-    """Run each stage's operations, of one time unit each.
+    """Run the operations of each stage. Every operation takes one time unit.
 
-    Returns the time of the last operation, and the most micro-batches that each stage has kept.
+    Returns the time of the last operation, and for each stage the largest number of micro-batches
+    that it has kept at one time.
     """
     last = len(orders) - 1
     done: dict[tuple[int, Operation], int] = {}
@@ -96,8 +97,10 @@ def test_the_simulation_finds_a_changed_order() -> None:
 Step = tuple[str, int, int, Operation]  # what happens, the sender, the receiver, the operation
 
 
-def script_of(schedule: str, stage: int, stages: int, count: int, early: bool | None) -> list[Step]:
-    """List what a stage does: start to receive, wait for an operand, start to send."""
+def list_script(
+    schedule: str, stage: int, stages: int, count: int, early: bool | None
+) -> list[Step]:
+    """List the steps of a stage: start to receive, wait for an operand, start to send."""
     order = operations(schedule, stage, stages, count)
     awaited = awaited_early(schedule, stage, stages, count)
     script: list[Step] = []
@@ -107,10 +110,10 @@ def script_of(schedule: str, stage: int, stages: int, count: int, early: bool | 
         if 0 <= sender < stages and ("receive", sender, stage, operation) not in script:
             script.append(("receive", sender, stage, operation))
         for following in order[position + 1 : position + 2]:
-            sender_of_next = stage - 1 if following.is_forward else stage + 1
+            next_sender = stage - 1 if following.is_forward else stage + 1
             is_early = awaited[position + 1] if early is None else early
-            if is_early and 0 <= sender_of_next < stages:
-                script.append(("receive", sender_of_next, stage, following))
+            if is_early and 0 <= next_sender < stages:
+                script.append(("receive", next_sender, stage, following))
         if 0 <= sender < stages:
             script.append(("wait", sender, stage, operation))
         if 0 <= receiver < stages:
@@ -118,13 +121,13 @@ def script_of(schedule: str, stage: int, stages: int, count: int, early: bool | 
     return script
 
 
-def ends(schedule: str, stages: int, count: int, early: bool | None = None) -> bool:
+def all_stages_end(schedule: str, stages: int, count: int, early: bool | None = None) -> bool:
     """Simulate hosts that block as with NCCL; return False if all stages wait forever.
 
     The first transfer between two ranks in a direction blocks both hosts until both have started
-    it. `early` replaces what `awaited_early` says.
+    it. `early` replaces the result of `awaited_early`.
     """
-    scripts = [script_of(schedule, stage, stages, count, early) for stage in range(stages)]
+    scripts = [list_script(schedule, stage, stages, count, early) for stage in range(stages)]
     sent: set[tuple[int, int, Operation]] = set()
     connected: set[tuple[int, int]] = set()
     while any(scripts):
@@ -155,9 +158,9 @@ def ends(schedule: str, stages: int, count: int, early: bool | None = None) -> b
 def test_no_stage_waits_forever_if_transfers_block_the_host(schedule: str) -> None:
     for stages in range(1, 6):
         for count in range(1, 9):
-            assert ends(schedule, stages, count), (stages, count)
+            assert all_stages_end(schedule, stages, count), (stages, count)
 
 
 def test_stages_would_wait_forever_for_gradients_awaited_too_early() -> None:
-    assert not ends("gpipe", 2, 2, early=True)
-    assert not ends("1f1b", 4, 3, early=True)
+    assert not all_stages_end("gpipe", 2, 2, early=True)
+    assert not all_stages_end("1f1b", 4, 3, early=True)

@@ -1,4 +1,4 @@
-"""Counts, biases, replay, balancing and Muon with stages equal those of one process."""
+"""With stages, counts, biases, replay, balancing and Muon give the results of one process."""
 
 import math
 from functools import partial
@@ -41,7 +41,7 @@ from hf_moe_ep.pipeline.run import Pipeline
 ONE_PROCESS: dict[str, Any] = {"experts_backend": "torch"}
 
 
-def step(model: nn.Module, reference: nn.Module, number: int) -> None:
+def run_step(model: nn.Module, reference: nn.Module, number: int) -> None:
     """Compute the gradients of one step of both models, for the batches of all data ranks."""
     size, rank = data_parallel_size(model), data_parallel_rank(model)
     batches = [rows_of(5)(reference, other, number)[0] for other in range(size)]
@@ -55,7 +55,7 @@ def step(model: nn.Module, reference: nn.Module, number: int) -> None:
 def counts_every_token_once(sizes: dict[str, Any], rank: int, world: int) -> None:
     model = apply_ep_fsdp2(four_layers(rank, mlp_only_layers=[0]), **sizes)
     reference = patch(four_layers(0, mlp_only_layers=[0]), **ONE_PROCESS)
-    step(model, reference, 0)
+    run_step(model, reference, 0)
     got, want = expert_load(model), expert_load(reference)
     assert got.layers == want.layers == tuple(f"model.layers.{i}.mlp.experts" for i in (1, 2, 3))
     assert torch.equal(got.counts, want.counts)
@@ -67,7 +67,7 @@ def biases_follow_the_load(rank: int, world: int) -> None:
     model = apply_ep_fsdp2(build("deepseek_v3", seed=rank), pp_size=2, **options)
     reference = patch(build("deepseek_v3"), **ONE_PROCESS, **options)
     for number in range(2):
-        step(model, reference, number)
+        run_step(model, reference, number)
         update_router_bias(model)
         update_router_bias(reference)
     wanted = {name: x for name, x in reference.named_buffers() if "bias" in name}
@@ -83,7 +83,7 @@ def muon_trains_every_matrix(rank: int, world: int) -> None:
     reference = patch(four_layers(0, **config), **ONE_PROCESS)
     optimizers = [Muon(x, 1e-2) for x in (model, reference)]
     for number in range(2):
-        step(model, reference, number)
+        run_step(model, reference, number)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -93,8 +93,8 @@ def muon_trains_every_matrix(rank: int, world: int) -> None:
         assert_close(name, full_tensor(parameter.detach()), wanted[name], FP64_MODEL)
 
 
-def _routes(model: nn.Module, data_rank: int, number: int) -> Routes:
-    """Make the routes of `rows_of(5)`, which route live at every third token."""
+def _make_routes(model: nn.Module, data_rank: int, number: int) -> Routes:
+    """Make routes for `rows_of(5)`. At every third token the router chooses by itself (-1)."""
     (rows,) = rows_of(5)(model, data_rank, number)
     shape = rows["input_ids"].shape
     generator = torch.Generator().manual_seed(10 * number + data_rank)
@@ -104,7 +104,7 @@ def _routes(model: nn.Module, data_rank: int, number: int) -> Routes:
     return Routes(ids, (0, 1, 2, 3))
 
 
-def replays_routes(
+def routes_are_replayed(
     sizes: dict[str, Any], dense: list[int], checkpointed: bool, rank: int, world: int
 ) -> None:
     """Record and replay with micro-batches over stages: choices, losses, gradients and report."""
@@ -120,7 +120,7 @@ def replays_routes(
     batches = [rows_of(5)(reference, other, 0)[0] for other in range(size)]
     count = global_token_count(model, batches[own]["labels"])
     routed = [layer for layer in range(4) if layer not in dense]
-    given = [_routes(reference, other, 0) for other in range(size)]
+    given = [_make_routes(reference, other, 0) for other in range(size)]
     given = [Routes(x.ids[:, :, routed], tuple(routed)) for x in given]
     with FP64(), ours.replay(given[own]):
         loss = model(**batches[own], num_items_in_batch=count).loss
@@ -161,14 +161,14 @@ def replays_routes(
 def routes_that_do_not_fit_raise_on_every_stage(rank: int, world: int) -> None:
     model = apply_ep_fsdp2(four_layers(0), pp_size=2)
     (rows,) = rows_of(5)(model, 0, 0)
-    replay, routes = RoutingReplay(model), _routes(model, 0, 0)
+    replay, routes = RoutingReplay(model), _make_routes(model, 0, 0)
     short = Routes(routes.ids[:4], routes.layers)
     with (
         pytest.raises(ValueError, match=r"routes of 4 rows of 6 tokens.*forward of 5 rows"),
         replay.replay(short),
     ):
         model(**rows)
-    other = _routes(model, rank, rank)  # each stage has other routes
+    other = _make_routes(model, rank, rank)  # each stage has other routes
     with (
         pytest.raises(ValueError, match=r"pipeline column were given different batches"),
         replay.replay(Routes(other.ids[:5, :6], other.layers)),
@@ -178,14 +178,14 @@ def routes_that_do_not_fit_raise_on_every_stage(rank: int, world: int) -> None:
         assert torch.isfinite(model(**rows).loss)
 
 
-def moves_experts(sizes: dict[str, Any], rank: int, world: int, folder: str) -> None:
+def moved_experts_train_alike(sizes: dict[str, Any], rank: int, world: int, folder: str) -> None:
     """Balanced layers of all stages train as before, and files are in the hub's order."""
     model = apply_ep_fsdp2(four_layers(rank, mlp_only_layers=[0]), **sizes)
     reference = patch(four_layers(0, mlp_only_layers=[0]), **ONE_PROCESS)
     optimizers = [torch.optim.AdamW(x.parameters(), foreach=False) for x in (model, reference)]
     moved = torch.zeros(3, dtype=torch.bool)
     for number in range(3):
-        step(model, reference, number)
+        run_step(model, reference, number)
         with experts_in_hub_order(model, optimizers[0]):
             compare(f"gradient {number} of", model, reference, lambda p: p.grad, FP64_MODEL)
         for optimizer in optimizers:
@@ -232,21 +232,21 @@ def computes_a_loss_of_the_caller(rank: int, world: int) -> None:
 
 
 def forwards_may_interleave(rank: int, world: int) -> None:
-    """Two forwards before a backward, an evaluation and a second model between them."""
+    """Two forwards may run before a backward, with an evaluation and a second model between."""
     models = [apply_ep_fsdp2(four_layers(seed + rank), pp_size=2) for seed in (0, 10)]
     references = [patch(four_layers(seed), **ONE_PROCESS) for seed in (0, 10)]
     first, second = (rows_of(5)(references[0], 0, number)[0] for number in range(2))
 
     def run(model: nn.Module, other: nn.Module) -> None:
         loss = model(**first).loss
-        of_other = other(**second).loss
+        other_loss = other(**second).loss
         model.eval()
         with torch.no_grad():
             evaluated = model(**second).loss
         model.train()
         later = model(**second).loss
         assert_close("evaluated", evaluated, later.detach(), FP64_MODEL)
-        (3 * of_other).backward()
+        (3 * other_loss).backward()
         (loss + 0.5 * later).backward()
 
     with FP64():
@@ -257,7 +257,7 @@ def forwards_may_interleave(rank: int, world: int) -> None:
 
 
 def backward_runs_outside_of_autocast(rank: int, world: int) -> None:
-    """A caller calls the model under autocast and backward outside of it, so stages do, too."""
+    """A caller runs the forward under autocast, but not backward. Stages must do the same."""
     model = apply_ep_fsdp2(four_layers(rank, dtype=torch.float32), pp_size=2)
     (rows,) = rows_of(4)(model, 0, 0)
     seen: list[tuple[str, bool]] = []
@@ -284,7 +284,7 @@ def every_backward_is_the_last(rank: int, world: int) -> None:
 
 
 def router_logits_may_be_switched(rank: int, world: int) -> None:
-    """With router logits another tensor travels: a stage must not take it for a hidden state."""
+    """With router logits one more tensor is sent, which a stage must not take for hidden states."""
     config = {"router_aux_loss_coef": 0.3}
     model = apply_ep_fsdp2(four_layers(rank, **config), pp_size=2, pp_microbatches=1)
     reference = four_layers(0, **config)
@@ -318,13 +318,13 @@ TWO_RANKS = {
 }
 SLOW_TWO_RANKS = {
     "biases": biases_follow_the_load,
-    "replay": partial(replays_routes, {"pp_size": 2}, [0], False),
+    "replay": partial(routes_are_replayed, {"pp_size": 2}, [0], False),
 }
 FOUR_RANKS = {
-    "replay, ep 2": partial(replays_routes, {"pp_size": 2, "ep_size": 2}, [1], True),
-    "replay, sp 2": partial(replays_routes, {"pp_size": 2, "sp_size": 2}, [], False),
-    "replay, a dense stage": partial(replays_routes, {"pp_size": 4}, [0], True),
-    "experts are moved": partial(moves_experts, {"pp_size": 2, "ep_size": 2}),
+    "replay, ep 2": partial(routes_are_replayed, {"pp_size": 2, "ep_size": 2}, [1], True),
+    "replay, sp 2": partial(routes_are_replayed, {"pp_size": 2, "sp_size": 2}, [], False),
+    "replay, a dense stage": partial(routes_are_replayed, {"pp_size": 4}, [0], True),
+    "experts are moved": partial(moved_experts_train_alike, {"pp_size": 2, "ep_size": 2}),
     "counts, ep 2": partial(counts_every_token_once, {"pp_size": 2, "ep_size": 2}),
     "counts, ep_fsdp 2": partial(counts_every_token_once, {"pp_size": 2}),
     "Muon": muon_trains_every_matrix,

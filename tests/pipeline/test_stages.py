@@ -24,7 +24,7 @@ TWO_NODES: dict[str, Any] = {"dispatcher": "hierarchical", "node_size": 2}
 AUX = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
 
 
-def model_of(model_type: str, **options: Any) -> Any:
+def builder_of(model_type: str, **options: Any) -> Any:
     """Return the function that builds a model of a type from a seed."""
     return partial(_build, model_type, options)
 
@@ -37,8 +37,8 @@ def in_micro_batches(count: int, **options: Any) -> dict[str, Any]:
     return {"pp_microbatches": count, **options}
 
 
-def quantised(kind: str, name: str, world: int, **options: Any) -> StagesCase:
-    """Build a case with LoRA on quantised experts; the experts of its reference are dequantised."""
+def quantised_case(kind: str, name: str, world: int, **options: Any) -> StagesCase:
+    """Make a case with LoRA on quantised experts, and dequantised experts in its reference."""
     config = {"experts_dtype": "fp8"} if kind == "fp8" else {"experts_dtype": "nf4"}
     if kind == "nested":
         config["experts_double_quant"] = True
@@ -53,8 +53,8 @@ def quantised(kind: str, name: str, world: int, **options: Any) -> StagesCase:
     )
 
 
-def adapted_layers(name: str, layers: tuple[int, ...], **options: Any) -> StagesCase:
-    """Build a case in which the other stage has no parameter that is trained."""
+def adapted_case(name: str, layers: tuple[int, ...], **options: Any) -> StagesCase:
+    """Make a case in which the other stage has no trained parameter."""
     modules = [f"layers.{layer}.self_attn.{kind}_proj" for layer in layers for kind in "qv"]
     wrap = partial(with_lora, r=3, parameters=(), modules=tuple(modules))
     return StagesCase(name, 2, wrap=wrap, **options)
@@ -108,8 +108,8 @@ TWO_RANKS = [
     StagesCase("checkpoints", 2, prepare=CHECKPOINT),
     StagesCase("reentrant checkpoints", 2, prepare=REENTRANT),
     StagesCase("LoRA", 2, wrap=partial(with_lora, r=3)),
-    adapted_layers("adapters on the first stage", (0, 1), prepare=REENTRANT),
-    adapted_layers("adapters on the last stage", (2, 3), batches=accumulated),
+    adapted_case("adapters on the first stage", (0, 1), prepare=REENTRANT),
+    adapted_case("adapters on the last stage", (2, 3), batches=accumulated),
     StagesCase("compiled", 2, config={"compile_layers": "aot_eager"}),
     StagesCase(
         "aux loss per layer",
@@ -123,25 +123,25 @@ TWO_RANKS = [
     StagesCase(
         "fused loss, without labels", 2, config={"fused_loss": True}, batches=some_unlabelled
     ),
-    StagesCase("deepseek_v3", 2, make=model_of("deepseek_v3")),
-    StagesCase("gpt_oss", 2, make=model_of("gpt_oss")),
-    StagesCase("qwen3_next", 2, make=model_of("qwen3_next")),
+    StagesCase("deepseek_v3", 2, make=builder_of("deepseek_v3")),
+    StagesCase("gpt_oss", 2, make=builder_of("gpt_oss")),
+    StagesCase("qwen3_next", 2, make=builder_of("qwen3_next")),
 ]
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "checkpoints": {"prepare": CHECKPOINT},
     "reentrant checkpoints": {"prepare": REENTRANT},
     "compiled": {"config": {"compile_layers": OF_ONE_SIZE}},
 }
 TWO_RANKS += [
-    StagesCase(f"{name}, {way}", 2, make=model_of(name), **options)
+    StagesCase(f"{name}, {variant}", 2, make=builder_of(name), **options)
     for name in ("deepseek_v3", "gpt_oss", "qwen3_next")
-    for way, options in WAYS.items()
+    for variant, options in VARIANTS.items()
 ]
 FOUR_RANKS = [
     StagesCase("ep 2, 7 rows in 4", 4, ep=2, config=in_micro_batches(4), batches=rows_of(7)),
 ]
 SLOW_FOUR_RANKS = [
-    quantised("fp8", "ep 2, 4 rows in 3", 4, ep=2, config=in_micro_batches(3)),
+    quantised_case("fp8", "ep 2, 4 rows in 3", 4, ep=2, config=in_micro_batches(3)),
     StagesCase("ep 2", 4, ep=2),
     StagesCase("ep 2, accumulation", 4, ep=2, batches=accumulated),
     StagesCase("ep_fsdp 2", 4, config=in_micro_batches(4)),
@@ -191,28 +191,30 @@ SLOW_FOUR_RANKS = [
     StagesCase("ep 2, checkpoints", 4, ep=2, prepare=CHECKPOINT),
     StagesCase("ep 2, reentrant checkpoints", 4, ep=2, prepare=REENTRANT),
     StagesCase("ep 2, LoRA", 4, ep=2, wrap=partial(with_lora, r=3)),
-    StagesCase("ep 2, deepseek_v3", 4, ep=2, make=model_of("deepseek_v3")),
-    StagesCase("ep 2, gpt_oss", 4, ep=2, make=model_of("gpt_oss")),
-    StagesCase("pp 4, qwen3_next", 4, pp=4, make=model_of("qwen3_next")),
-    StagesCase("sp 2, qwen3_next", 4, sp=2, make=model_of("qwen3_next")),
-    StagesCase("sp 2, deepseek_v3", 4, sp=2, make=model_of("deepseek_v3")),
+    StagesCase("ep 2, deepseek_v3", 4, ep=2, make=builder_of("deepseek_v3")),
+    StagesCase("ep 2, gpt_oss", 4, ep=2, make=builder_of("gpt_oss")),
+    StagesCase("pp 4, qwen3_next", 4, pp=4, make=builder_of("qwen3_next")),
+    StagesCase("sp 2, qwen3_next", 4, sp=2, make=builder_of("qwen3_next")),
+    StagesCase("sp 2, deepseek_v3", 4, sp=2, make=builder_of("deepseek_v3")),
     StagesCase(
         "ep 2, LoRA, accumulation", 4, ep=2, wrap=partial(with_lora, r=3), batches=accumulated
     ),
-    quantised("nf4", "ep 2, 4 rows in 3", 4, ep=2, config=in_micro_batches(3)),
-    quantised("nf4", "ep 2, accumulation", 4, ep=2, batches=accumulated),
-    quantised("nf4", "ep 2, checkpoints", 4, ep=2, prepare=CHECKPOINT),
-    quantised("nf4", "ep 2, etp 2", 8, ep=2, etp=2),
-    quantised("nf4", "ep_fsdp 2, recomputed", 4, config={"recompute_activations": True}),
-    quantised("nf4", "ep 2, chunks", 4, ep=2, config={"dispatch_chunks": 2}),
-    quantised(
+    quantised_case("nf4", "ep 2, 4 rows in 3", 4, ep=2, config=in_micro_batches(3)),
+    quantised_case("nf4", "ep 2, accumulation", 4, ep=2, batches=accumulated),
+    quantised_case("nf4", "ep 2, checkpoints", 4, ep=2, prepare=CHECKPOINT),
+    quantised_case("nf4", "ep 2, etp 2", 8, ep=2, etp=2),
+    quantised_case("nf4", "ep_fsdp 2, recomputed", 4, config={"recompute_activations": True}),
+    quantised_case("nf4", "ep 2, chunks", 4, ep=2, config={"dispatch_chunks": 2}),
+    quantised_case(
         "nested", "ep 2, 7 rows in 4", 4, ep=2, config=in_micro_batches(4), batches=rows_of(7)
     ),
-    quantised("nf4", "pp 4, 7 rows in 4", 4, pp=4, config=in_micro_batches(4), batches=rows_of(7)),
-    quantised("fp8", "ep 2, reentrant checkpoints", 4, ep=2, prepare=REENTRANT),
-    quantised("fp8", "etp 2", 4, etp=2),
-    quantised("fp8", "ep 2, gpipe", 4, ep=2, config=in_micro_batches(4, pp_schedule="gpipe")),
-    quantised("fp8", "sp 2", 4, sp=2),
+    quantised_case(
+        "nf4", "pp 4, 7 rows in 4", 4, pp=4, config=in_micro_batches(4), batches=rows_of(7)
+    ),
+    quantised_case("fp8", "ep 2, reentrant checkpoints", 4, ep=2, prepare=REENTRANT),
+    quantised_case("fp8", "etp 2", 4, etp=2),
+    quantised_case("fp8", "ep 2, gpipe", 4, ep=2, config=in_micro_batches(4, pp_schedule="gpipe")),
+    quantised_case("fp8", "sp 2", 4, sp=2),
 ]
 
 

@@ -1,8 +1,8 @@
 """`balance_experts` changes neither the numbers, nor the saved files, nor a resumed run.
 
-Two models start with the same values. One of them, `model`, is balanced between its steps by random
-loads, so that experts of all ranks move; its twin never moves an expert. A move keeps every bit.
-After a step, the sums over an expert's tokens have another order, and the tolerance is 1e-10.
+Two models start with the same values. `model` is balanced between its steps by random loads, so
+that experts of all ranks move. The experts of `twin` never move. A move keeps every bit. After a
+step, the sums over an expert's tokens have another order, so the tolerance is 1e-10.
 """
 
 import json
@@ -114,7 +114,7 @@ CASES = [
 ]
 
 
-def checks() -> list[Any]:
+def _make_checks() -> list[Any]:
     return [
         Check(case.name, case.world, partial(_run, case), slow=case.slow).as_parameter()
         for case in CASES
@@ -134,7 +134,7 @@ def _build(case: Case, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, case.optimizer(trained)
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
+def _run_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
     rank = data_parallel_rank(model)
     optimizer.zero_grad()
     loss = model(**batch(model, 2, 8 + 4 * (rank % 2), seed=10 * number + rank)).loss
@@ -145,14 +145,14 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Te
     return loss.detach()
 
 
-def _in_hub_order(model: nn.Module, optimizer: Any) -> Numbers:
-    """Like _in_slot_order, with row e of an expert tensor for expert e of the hub's checkpoint."""
+def _gather_in_hub_order(model: nn.Module, optimizer: Any) -> Numbers:
+    """Gather like _gather_in_slot_order, but with expert e in row e of each expert tensor."""
     with experts_in_hub_order(model, optimizer):
-        return _in_slot_order(model, optimizer)
+        return _gather_in_slot_order(model, optimizer)
 
 
-def _in_slot_order(model: nn.Module, optimizer: Any) -> Numbers:
-    """Gather parameters, gradients, moments and buffers, with experts where the ranks hold them."""
+def _gather_in_slot_order(model: nn.Module, optimizer: Any) -> Numbers:
+    """Gather parameters, gradients, moments and buffers, with each expert in its slot."""
     numbers: Numbers = {}
     for name, parameter in model.named_parameters():
         numbers[name] = parameter.detach()
@@ -173,7 +173,7 @@ def _check_close(where: str, got: Numbers, want: Numbers) -> None:
             assert torch.equal(got[name], tensor), name
 
 
-def _random_load(model: nn.Module, seed: int) -> ExpertLoad:
+def _make_random_load(model: nn.Module, seed: int) -> ExpertLoad:
     state = patched_state(model)
     generator, experts = random.Random(seed), state.num_experts
     counts = [[generator.randrange(1000) for _ in range(experts)] for _ in state.moe_layers]
@@ -184,9 +184,9 @@ def _random_load(model: nn.Module, seed: int) -> ExpertLoad:
     return ExpertLoad(torch.tensor(counts), names)
 
 
-def _balance(model: nn.Module, optimizer: Any, seed: int) -> Tensor:
-    """Move experts by a random load; return the new slots [L, E]. FIRST_SEED moves every layer."""
-    load = _random_load(model, seed)
+def _balance_by_random_load(model: nn.Module, optimizer: Any, seed: int) -> Tensor:
+    """Move experts by a random load, and return the new slots [L, E]. FIRST_SEED moves all."""
+    load = _make_random_load(model, seed)
     balanced = balance_experts(model, optimizer, load)
     assert balanced.slots is not None
     hub_order = torch.arange(load.counts.shape[1])
@@ -199,36 +199,36 @@ def _balance(model: nn.Module, optimizer: Any, seed: int) -> Tensor:
 def _run(case: Case, rank: int, world: int, folder: str) -> None:
     model, optimizer = _build(case, seed=rank)
     twin, twin_optimizer = _build(case, seed=rank)
-    losses = _step(model, optimizer, 0), _step(twin, twin_optimizer, 0)
+    losses = _run_step(model, optimizer, 0), _run_step(twin, twin_optimizer, 0)
     assert torch.equal(*losses)
 
-    before, base = _in_slot_order(model, optimizer), describe_base(model)
-    slots = _balance(model, optimizer, FIRST_SEED)
-    assert_equal(_in_hub_order(model, optimizer), before)
+    before, base = _gather_in_slot_order(model, optimizer), describe_base(model)
+    slots = _balance_by_random_load(model, optimizer, FIRST_SEED)
+    assert_equal(_gather_in_hub_order(model, optimizer), before)
     assert describe_base(model) == base
     assert re.search(r"this rank: .*slots \d", describe(model))
     _check_slots(model, optimizer, before, slots)
 
     for number in (1, 2):
-        losses = _step(model, optimizer, number), _step(twin, twin_optimizer, number)
+        losses = _run_step(model, optimizer, number), _run_step(twin, twin_optimizer, number)
         assert_close(f"loss of step {number}", *losses, FP64_MODEL)
-        numbers = _in_hub_order(model, optimizer)
-        _check_close(f"step {number}", numbers, _in_hub_order(twin, twin_optimizer))
-        _balance(model, optimizer, FIRST_SEED + number)
-        assert_equal(_in_hub_order(model, optimizer), numbers)
+        numbers = _gather_in_hub_order(model, optimizer)
+        _check_close(f"step {number}", numbers, _gather_in_hub_order(twin, twin_optimizer))
+        _balance_by_random_load(model, optimizer, FIRST_SEED + number)
+        assert_equal(_gather_in_hub_order(model, optimizer), numbers)
     _check_files(case, model, optimizer, twin, twin_optimizer, Path(folder))
     _check_refusals(model, optimizer)
 
 
 def _check_slots(model: nn.Module, optimizer: Any, before: Numbers, slots: Tensor) -> None:
-    """Expert e of `before` (in hub order) is now row slots[e] of every expert tensor and moment."""
+    """Check that expert e of `before` (in hub order) is row slots[e] of every expert tensor."""
     layers = {
         stock_name(name): vars(module)[STATE].index
         for name, module in model.named_modules()
         if isinstance(vars(module).get(STATE), MoELayer)
     }
     compared = 0
-    for name, tensor in _in_slot_order(model, optimizer).items():
+    for name, tensor in _gather_in_slot_order(model, optimizer).items():
         path = stock_name(name.rpartition(" ")[2])
         index = next((i for layer, i in layers.items() if path.startswith(f"{layer}.")), None)
         if index is None or tensor.ndim < 2:
@@ -242,33 +242,35 @@ def _check_slots(model: nn.Module, optimizer: Any, before: Numbers, slots: Tenso
 def _check_files(
     case: Case, model: nn.Module, optimizer: Any, twin: nn.Module, twin_optimizer: Any, folder: Path
 ) -> None:
-    """Each model resumes from the other's checkpoint bit by bit; both publish the same files."""
-    before = _in_hub_order(model, optimizer)
+    """Check that each model resumes from the other's checkpoint, and that both save equal files."""
+    before = _gather_in_hub_order(model, optimizer)
     save_checkpoint(folder / "moved", model, optimizer)
-    assert_equal(_in_hub_order(model, optimizer), before)
+    assert_equal(_gather_in_hub_order(model, optimizer), before)
     load_checkpoint(folder / "moved", twin, twin_optimizer)
-    assert_equal(_without_grads(_in_slot_order(twin, twin_optimizer)), _without_grads(before))
+    assert_equal(_remove_grads(_gather_in_slot_order(twin, twin_optimizer)), _remove_grads(before))
     save_checkpoint(folder / "stayed", twin, twin_optimizer, asynchronous=True).wait()
     _check_same_files(folder / "moved", folder / "stayed")
 
-    _step(twin, twin_optimizer, 3)
-    later = _in_slot_order(twin, twin_optimizer)
+    _run_step(twin, twin_optimizer, 3)
+    later = _gather_in_slot_order(twin, twin_optimizer)
     save_checkpoint(folder / "later", twin, twin_optimizer)
-    placements = [layer.placement for layer in _layers(model)]
+    placements = [layer.placement for layer in _list_layers(model)]
     optimizer.state.clear()  # loading into an empty optimizer has to move the moments as well
     load_checkpoint(folder / "later", model, optimizer)
-    assert_equal(_without_grads(_in_hub_order(model, optimizer)), _without_grads(later))
-    resumed = [layer.placement for layer in _layers(model)]
+    assert_equal(_remove_grads(_gather_in_hub_order(model, optimizer)), _remove_grads(later))
+    resumed = [layer.placement for layer in _list_layers(model)]
     assert all(torch.equal(a, b) for a, b in zip(placements, resumed, strict=True))
-    _check_close("resumed", {"": _step(model, optimizer, 4)}, {"": _step(twin, twin_optimizer, 4)})
+    _check_close(
+        "resumed", {"": _run_step(model, optimizer, 4)}, {"": _run_step(twin, twin_optimizer, 4)}
+    )
 
     load_checkpoint(folder / "later", model, optimizer)
     load_checkpoint(folder / "later", twin, twin_optimizer)
     # A save that fails does not move experts.
-    before = _in_slot_order(model, optimizer)
+    before = _gather_in_slot_order(model, optimizer)
     with pytest.raises(ValueError, match="complete checkpoint"):
         save_checkpoint(folder / "later", model, optimizer)
-    assert_equal(_in_slot_order(model, optimizer), before)
+    assert_equal(_gather_in_slot_order(model, optimizer), before)
     if case.wrap is None:
         for name, saved in (("a", model), ("b", twin)):
             save_pretrained(saved, folder / name)
@@ -284,11 +286,11 @@ def _check_files(
             assert_equal(*tensors)
 
 
-def _without_grads(numbers: Numbers) -> Numbers:
+def _remove_grads(numbers: Numbers) -> Numbers:
     return {name: tensor for name, tensor in numbers.items() if not name.startswith("grad ")}
 
 
-def _layers(model: nn.Module) -> list[MoELayer]:
+def _list_layers(model: nn.Module) -> list[MoELayer]:
     states = (vars(module).get(STATE) for module in model.modules())
     return [layer for layer in states if isinstance(layer, MoELayer)]
 
@@ -309,7 +311,7 @@ def _check_same_files(first: Path, second: Path) -> None:
 
 
 def _check_refusals(model: nn.Module, optimizer: Any) -> None:
-    """torch's own state dicts would hold moved experts in the wrong order, so these calls raise."""
+    """Check that calls raise which would save or load moved experts in the wrong order."""
     with experts_in_hub_order(model, optimizer):
         state_dict = model.state_dict()
     for call in (
@@ -324,38 +326,38 @@ def _check_refusals(model: nn.Module, optimizer: Any) -> None:
             call()
     other_optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     with pytest.raises(ValueError, match=r"is trained, but is not a parameter of this"):
-        balance_experts(model, other_optimizer, _random_load(model, 5))
+        balance_experts(model, other_optimizer, _make_random_load(model, 5))
     wrong_load = ExpertLoad(torch.ones(1, 4, dtype=torch.int64), ("a",))
     with pytest.raises(ValueError, match=r"load has 1 layers of 4 experts, and this model has \d"):
         balance_experts(model, optimizer, wrong_load)
-    load_of_this_rank = _random_load(model, 6 + dist.get_rank())
+    load_of_this_rank = _make_random_load(model, 6 + dist.get_rank())
     with pytest.raises(ValueError, match="different values of load"):
         balance_experts(model, optimizer, load_of_this_rank)
 
 
-def _skewed(rank: int, world: int) -> None:
-    """3 of 4 choices go to rank 0's experts. One balance brings the maximum to 1.15 of the mean."""
+def _even_a_skewed_load(rank: int, world: int) -> None:
+    """3 of 4 choices are experts of rank 0. One balance lowers the maximum to 1.15 of the mean."""
     model = tiny(seed=rank, num_experts=EXPERTS, num_experts_per_tok=TOP_K)
     apply_ep_fsdp2(model, ep_size=world)
     optimizer = AdamW(model.parameters())
-    _skewed_step(model, rank)
+    _run_skewed_step(model, rank)
     load = expert_load(model)
     assert load.rank_max_over_mean.min() > 2.8, load
     optimizer.zero_grad()
     with _count_sent_bytes() as sent:
         balanced = balance_experts(model, optimizer, load)
-    assert sum(sent) == _expected_bytes(model, balanced.slots, rank, world) > 0
+    assert sum(sent) == _sum_expected_bytes(model, balanced.slots, rank, world) > 0
     assert balanced.rank_max_over_mean.max() <= 1.15, balanced
     assert expert_load(model).counts.sum() == 0
-    losses = _skewed_step(model, rank)
+    losses = _run_skewed_step(model, rank)
     measured = expert_load(model)
     assert torch.equal(measured.counts, load.counts)
     assert torch.equal(measured.rank_max_over_mean, balanced.rank_max_over_mean)
     stock = tiny(seed=0, num_experts=EXPERTS, num_experts_per_tok=TOP_K)
-    assert_close("loss", losses, _skewed_step(stock, rank), FP64_MODEL)
+    assert_close("loss", losses, _run_skewed_step(stock, rank), FP64_MODEL)
     for other in range(world):
         if other != rank:
-            _skewed_step(stock, other)
+            _run_skewed_step(stock, other)
     with experts_in_hub_order(model, optimizer):
         for name, parameter in stock.named_parameters():
             got = full_tensor(model.get_parameter(name).grad)
@@ -378,7 +380,7 @@ def _count_sent_bytes() -> Iterator[list[int]]:
         yield sent
 
 
-def _expected_bytes(model: nn.Module, slots: Tensor, rank: int, world: int) -> int:
+def _sum_expected_bytes(model: nn.Module, slots: Tensor, rank: int, world: int) -> int:
     """Sum the bytes of experts that leave this rank, from hub order and without moments."""
     bytes_per_expert = sum(
         parameter.numel() // EXPERTS * parameter.element_size()
@@ -393,7 +395,7 @@ def _expected_bytes(model: nn.Module, slots: Tensor, rank: int, world: int) -> i
 EXPERTS, TOP_K = 32, 4
 
 
-def _skewed_step(model: nn.Module, rank: int) -> Tensor:
+def _run_skewed_step(model: nn.Module, rank: int) -> Tensor:
     """Run 2 x 64 tokens forward and backward; about 3 of 4 random ids are among the first 8."""
     weights = torch.ones(EXPERTS)
     weights[:8] = 11
@@ -414,62 +416,62 @@ def test_moved_experts_are_found_without_a_copy_of_numbers_to_the_device() -> No
     assert slots_TK.dtype == torch.int32 and slots_TK.tolist() == [[2, 3], [1, 0]]
 
 
-@pytest.mark.parametrize("claim", on_ranks(4, _skewed, slow=True))
+@pytest.mark.parametrize("claim", on_ranks(4, _even_a_skewed_load, slow=True))
 def test_one_balance_evens_a_skewed_load(found: Found, claim: Check) -> None:
     """Loss and gradients of 4 ranks equal those of a stock model with the same routes."""
     found.raise_if_failed(claim)
 
 
-def _plain_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+def _build_plain() -> tuple[nn.Module, torch.optim.Optimizer]:
     return _build(Case("", 2, {"ep_size": 2}), seed=0)
 
 
 def balancing_between_micro_batches_is_an_error(rank: int, world: int) -> None:
-    """FSDP2 holds unreduced gradients then, and they belong to the experts of the old placement."""
-    model, optimizer = _plain_model()
+    """Between micro-batches FSDP2 holds unreduced gradients for the experts' old placement."""
+    model, optimizer = _build_plain()
     model.set_requires_gradient_sync(False)
     model(**batch(model, 2, 8, seed=rank)).loss.backward()
     with pytest.raises(
         ValueError, match="has not reduced yet cannot move with the experts; call it"
     ):
-        _balance(model, optimizer, FIRST_SEED)
+        _balance_by_random_load(model, optimizer, FIRST_SEED)
     model.set_requires_gradient_sync(True)
     model(**batch(model, 2, 8, seed=rank)).loss.backward()
-    before = _in_hub_order(model, optimizer)
-    _balance(model, optimizer, FIRST_SEED)
-    assert_equal(_in_hub_order(model, optimizer), before)
+    before = _gather_in_hub_order(model, optimizer)
+    _balance_by_random_load(model, optimizer, FIRST_SEED)
+    assert_equal(_gather_in_hub_order(model, optimizer), before)
 
 
 def an_optimizer_that_is_listed_twice_moves_once(rank: int, world: int) -> None:
-    model, optimizer = _plain_model()
-    _step(model, optimizer, 0)
-    before = _in_hub_order(model, optimizer)
-    balance_experts(model, [optimizer, optimizer], _random_load(model, FIRST_SEED))
-    assert_equal(_in_hub_order(model, optimizer), before)
+    model, optimizer = _build_plain()
+    _run_step(model, optimizer, 0)
+    before = _gather_in_hub_order(model, optimizer)
+    balance_experts(model, [optimizer, optimizer], _make_random_load(model, FIRST_SEED))
+    assert_equal(_gather_in_hub_order(model, optimizer), before)
 
 
 def ranks_with_different_optimizers_raise(rank: int, world: int) -> None:
     """A rank without optimizer would send no moments, while the other rank waits for them."""
-    model, optimizer = _plain_model()
-    _step(model, optimizer, 0)
-    own_optimizer, load = optimizer if rank else None, _random_load(model, FIRST_SEED)
+    model, optimizer = _build_plain()
+    _run_step(model, optimizer, 0)
+    own_optimizer, load = optimizer if rank else None, _make_random_load(model, FIRST_SEED)
     with pytest.raises(ValueError, match=r"different values of optimizer: rank 0 with '4 grad \("):
         balance_experts(model, own_optimizer, load)
-    _balance(model, optimizer, FIRST_SEED)
-    before = _in_slot_order(model, optimizer)
+    _balance_by_random_load(model, optimizer, FIRST_SEED)
+    before = _gather_in_slot_order(model, optimizer)
     with (
         pytest.raises(ValueError, match=r"experts_in_hub_order with different values of"),
         experts_in_hub_order(model, own_optimizer),
     ):
         pass
-    assert_equal(_in_slot_order(model, optimizer), before)
+    assert_equal(_gather_in_slot_order(model, optimizer), before)
 
 
 def an_optimizer_of_moved_experts_gives_no_state_dict(rank: int, world: int) -> None:
-    model, _ = _plain_model()
-    balance_experts(model, None, _random_load(model, FIRST_SEED))
+    model, _ = _build_plain()
+    balance_experts(model, None, _make_random_load(model, FIRST_SEED))
     optimizer = AdamW(model.parameters())
-    _step(model, optimizer, 0)
+    _run_step(model, optimizer, 0)
     with pytest.raises(ValueError, match=r"state dict of AdamW would have"):
         optimizer.state_dict()
     with experts_in_hub_order(model, optimizer):
@@ -477,35 +479,35 @@ def an_optimizer_of_moved_experts_gives_no_state_dict(rank: int, world: int) -> 
 
 
 def moments_that_are_not_in_hub_order_are_not_saved(rank: int, world: int, folder: str) -> None:
-    model, optimizer = _plain_model()
-    _step(model, optimizer, 0)
-    _balance(model, optimizer, FIRST_SEED)
-    before = _in_slot_order(model, optimizer)
+    model, optimizer = _build_plain()
+    _run_step(model, optimizer, 0)
+    _balance_by_random_load(model, optimizer, FIRST_SEED)
+    before = _gather_in_slot_order(model, optimizer)
     for save in (optimizer.state_dict, partial(save_checkpoint, folder, model, optimizer)):
         with (
             pytest.raises(ValueError, match=r"not for the state of AdamW: write experts_in"),
             experts_in_hub_order(model),
         ):
             save()
-    assert_equal(_in_slot_order(model, optimizer), before)
+    assert_equal(_gather_in_slot_order(model, optimizer), before)
     with experts_in_hub_order(model, optimizer):
         optimizer.state_dict()
         save_checkpoint(folder, model, optimizer)
 
 
 def balancing_while_hub_tensors_sends_is_an_error(rank: int, world: int) -> None:
-    model, optimizer = _plain_model()
+    model, optimizer = _build_plain()
     tensors = hub_tensors(model, max_bytes=2**12)
     next(tensors)
-    _balance(model, optimizer, FIRST_SEED)
+    _balance_by_random_load(model, optimizer, FIRST_SEED)
     with pytest.raises(RuntimeError, match="has moved experts since hub_tensors listed"):
         next(tensors)
 
 
 def arguments_of_a_wrong_type_or_value_raise(rank: int, world: int) -> None:
     """Both ranks raise, even if only one of them received the wrong argument."""
-    model, optimizer = _plain_model()
-    load = _random_load(model, FIRST_SEED)
+    model, optimizer = _build_plain()
+    load = _make_random_load(model, FIRST_SEED)
     for threshold in (float("nan"), 0.5, "1.2", True):
         own_threshold = threshold if rank else 1.2
         with pytest.raises(ValueError, match=r"so 1 or more, got .*; try 1.2"):
@@ -516,16 +518,16 @@ def arguments_of_a_wrong_type_or_value_raise(rank: int, world: int) -> None:
         balance_experts(model, torch.optim.lr_scheduler.ConstantLR(optimizer), load)
 
 
-def _experts_modules_of_a_layer_move_apart(rank: int, world: int) -> None:
+def _experts_modules_of_a_layer_move_separately(rank: int, world: int) -> None:
     """Layers of ERNIE-4.5-VL have two experts modules, each with its own order of experts."""
     model = tiny_of("ernie4_5_vl_moe", seed=0)
     inputs = inputs_of(model, 2, 8, seed=3 + rank)
     apply_ep_fsdp2(model, ep_size=world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = _in_slot_order(model, optimizer)
+    before = _gather_in_slot_order(model, optimizer)
     loss = loss_of(model, inputs)
-    _balance(model, optimizer, FIRST_SEED)
-    assert_equal(_in_hub_order(model, optimizer), before)
+    _balance_by_random_load(model, optimizer, FIRST_SEED)
+    assert_equal(_gather_in_hub_order(model, optimizer), before)
     assert_close("loss", loss_of(model, inputs), loss, FP64_MODEL)
 
 
@@ -550,11 +552,11 @@ def test_misuse_never_mixes_experts_up(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, _experts_modules_of_a_layer_move_apart))
+@pytest.mark.parametrize("claim", on_ranks(2, _experts_modules_of_a_layer_move_separately))
 def test_layers_may_have_several_experts_modules(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-@pytest.mark.parametrize("claim", checks())
+@pytest.mark.parametrize("claim", _make_checks())
 def test_balancing_changes_only_the_placement_of_experts(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

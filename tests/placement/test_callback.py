@@ -65,12 +65,12 @@ def _train(
     return trainer
 
 
-def _losses(trainer: Trainer) -> torch.Tensor:
+def _read_losses(trainer: Trainer) -> torch.Tensor:
     log = trainer.state.log_history
     return torch.tensor([entry["loss"] for entry in log if "loss" in entry])
 
 
-def _parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
+def _gather_parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
     with experts_in_hub_order(trainer.model, trainer.optimizer):
         return whole_parameters(trainer.model)
 
@@ -86,9 +86,9 @@ def _train_and_resume(wrap: Any, rank: int, world: int, folder: str) -> None:
             got.save_model(str(moving / "by hand"))
     assert has_moved_experts(patched_state(got.model))
     assert not has_moved_experts(patched_state(want.model))
-    assert_close("losses", _losses(got), _losses(want), FP32_BUDGET)
-    trained = _parameters(got)
-    for name, parameter in _parameters(want).items():
+    assert_close("losses", _read_losses(got), _read_losses(want), FP32_BUDGET)
+    trained = _gather_parameters(got)
+    for name, parameter in _gather_parameters(want).items():
         assert_close(name, trained[name], parameter, AFTER_ADAMW)
     if wrap is None:
         assert_equal(read_all(moving / "final"), read_all(moving / "by hand"))
@@ -97,53 +97,55 @@ def _train_and_resume(wrap: Any, rank: int, world: int, folder: str) -> None:
         resumed = _train(
             resuming, wrap=wrap, seed=3, resume=str(moving / "checkpoint-3"), rebalance_every=5
         )
-    assert_close("resumed", _losses(resumed)[-3:], _losses(got)[-3:], FP32_BUDGET)
+    assert_close("resumed", _read_losses(resumed)[-3:], _read_losses(got)[-3:], FP32_BUDGET)
     with launched():
         unmoved = _train(resuming, wrap=wrap, seed=4, resume=str(moving / "checkpoint-3"))
-    assert_close("resumed without moves", _losses(unmoved)[-3:], _losses(got)[-3:], FP32_BUDGET)
+    assert_close(
+        "resumed without moves", _read_losses(unmoved)[-3:], _read_losses(got)[-3:], FP32_BUDGET
+    )
 
 
 def _save_and_load_state(rank: int, world: int, folder: str) -> None:
-    """Load a `save_state` of moved experts after another move, and in a model without moves."""
+    """Load a state with moved experts after another move, and in a model without moves."""
     with launched():
         accelerator = Accelerator(cpu=True)
-        model, optimizer = _prepared(accelerator, seed=0)
-        _step(accelerator, model, optimizer, rank)
+        model, optimizer = _prepare(accelerator, seed=0)
+        _run_step(accelerator, model, optimizer, rank)
         balance_experts(model, optimizer, expert_load(model))
         assert has_moved_experts(patched_state(model))
-        _step(accelerator, model, optimizer, rank + 10)
-        saved = _state_in_hub_order(model, optimizer)
+        _run_step(accelerator, model, optimizer, rank + 10)
+        saved = _gather_state_in_hub_order(model, optimizer)
         accelerator.save_state(f"{folder}/state")
         state_dict = accelerator.get_state_dict(model)
-        _step(accelerator, model, optimizer, rank + 20)
+        _run_step(accelerator, model, optimizer, rank + 20)
         balance_experts(model, optimizer, expert_load(model))
-        later = _state_in_hub_order(model, optimizer)
+        later = _gather_state_in_hub_order(model, optimizer)
         accelerator.load_state(f"{folder}/state")
-        assert_equal(_state_in_hub_order(model, optimizer), saved)
+        assert_equal(_gather_state_in_hub_order(model, optimizer), saved)
         assert any(not torch.equal(later[name], saved[name]) for name in saved)
         if rank == 0:
             assert_equal(state_dict, {name: saved[name] for name in state_dict})
     with launched():
         accelerator = Accelerator(cpu=True)
-        unmoved, unmoved_optimizer = _prepared(accelerator, seed=5)
-        _step(accelerator, unmoved, unmoved_optimizer, rank)
+        unmoved, unmoved_optimizer = _prepare(accelerator, seed=5)
+        _run_step(accelerator, unmoved, unmoved_optimizer, rank)
         accelerator.load_state(f"{folder}/state")
         assert not has_moved_experts(patched_state(unmoved))
-        assert_equal(_state_in_hub_order(unmoved, unmoved_optimizer), saved)
+        assert_equal(_gather_state_in_hub_order(unmoved, unmoved_optimizer), saved)
 
 
-def _prepared(accelerator: Accelerator, seed: int) -> tuple[Any, Any]:
+def _prepare(accelerator: Accelerator, seed: int) -> tuple[Any, Any]:
     model = patch(tiny(dtype=torch.float32, seed=seed), ep_size=2)
     return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
-def _step(accelerator: Accelerator, model: Any, optimizer: Any, seed: int) -> None:
+def _run_step(accelerator: Accelerator, model: Any, optimizer: Any, seed: int) -> None:
     accelerator.backward(model(**batch(model, 2, 9, seed=seed)).loss)
     optimizer.step()
     optimizer.zero_grad()
 
 
-def _state_in_hub_order(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+def _gather_state_in_hub_order(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     with experts_in_hub_order(model, optimizer):
         return whole_state(model, optimizer)
 

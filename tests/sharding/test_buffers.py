@@ -1,4 +1,4 @@
-"""With fsdp_double_buffer training has the same bits, and makes no buffer after the first step."""
+"""With fsdp_double_buffer training gives the same bits, and allocates buffers in step 1 only."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,7 +86,7 @@ def _train(
     return model, numbers, num_buffers
 
 
-def _has_the_same_bits(config: dict[str, Any], options: dict[str, Any], rank: int, _: int) -> None:
+def _check_same_bits(config: dict[str, Any], options: dict[str, Any], rank: int, _: int) -> None:
     _, want, _ = _train(rank, config, **options)
     model, got, counts = _train(rank, config | {"fsdp_double_buffer": True}, **options)
     assert len(got) == len(want)
@@ -125,7 +125,7 @@ CHECKS = [
     Check(
         name,
         world,
-        partial(_has_the_same_bits, config, options),
+        partial(_check_same_bits, config, options),
         slow=name not in FAST,
         skip=THREE_UNITS if name == "reentrant checkpoints" else "",
     ).as_parameter()
@@ -139,8 +139,8 @@ def test_training_has_the_same_bits(found: Found, claim: Check) -> None:
 
 
 def _a_step_allocates_no_buffer(rank: int, world: int) -> None:
-    """FSDP2's transfers of a later step are between buffers of the first one, and the peak of a
-    step grows by no more than the buffers.
+    """In a later step FSDP2 transfers between the buffers of the first step, and the tensors that
+    the step creates have no larger peak than without buffers.
     """
     peaks = []
     for double in (False, True):
@@ -149,7 +149,7 @@ def _a_step_allocates_no_buffer(rank: int, world: int) -> None:
         for _ in range(2):
             model(**inputs).loss.backward()
             model.zero_grad()
-        with _flat_tensors() as addresses, PeakBytes() as tensors:
+        with _record_addresses() as addresses, PeakBytes() as tensors:
             model(**inputs).loss.backward()
         peaks.append(tensors.peak)
     fixed = patched_state(model).buffers
@@ -158,14 +158,14 @@ def _a_step_allocates_no_buffer(rank: int, world: int) -> None:
     assert peaks[1] <= peaks[0], "the buffers exist already, so a step creates fewer tensors"
     print(
         f"tensors of a step: {peaks[0] / 2**20:.2f} MiB at the peak, {peaks[1] / 2**20:.2f} MiB "
-        f"beside {len(own)} fixed buffers of {fixed.num_bytes / 2**20:.2f} MiB; "
+        f"besides {len(own)} fixed buffers of {fixed.num_bytes / 2**20:.2f} MiB; "
         f"{len(addresses)} transfers"
     )
 
 
 @contextmanager
-def _flat_tensors() -> Iterator[list[int]]:
-    """Record the addresses of what units gather to and reduce from in fixed buffers."""
+def _record_addresses() -> Iterator[list[int]]:
+    """Record the addresses of the tensors that units gather into, and of those that they reduce."""
     addresses: list[int] = []
     gather, reduce = buffers_of_units._all_gather, buffers_of_units._reduce_scatter
 
@@ -252,7 +252,7 @@ class _GroupOfTwo:
 
 
 def test_an_input_without_output_does_not_become_gradients() -> None:
-    """An error between two allocations, such as an out-of-memory error, leaves an input alone."""
+    """An error between two allocations, such as a lack of memory, leaves an input unused."""
     buffers, group = FixedBuffers(), cast(Any, _GroupOfTwo())
     allocate = partial(
         _ReduceScatter(buffers, group).allocate, dtype=torch.float32, device=torch.device("cpu")
@@ -267,12 +267,12 @@ def test_an_input_without_output_does_not_become_gradients() -> None:
     assert allocate([8]).data_ptr() != address and buffers.num_buffers == 2
 
 
-def _nccl_is_missing(rank: int, world: int) -> None:
+def _check_nccl_is_needed(rank: int, world: int) -> None:
     for double in (False, True):
         with pytest.raises(ValueError, match=r"nccl_ub=True .* communicate on cpu"):
             apply_ep_fsdp2(tiny(), nccl_ub=True, fsdp_double_buffer=double)
 
 
-@pytest.mark.parametrize("claim", [Check("2 ranks", 2, _nccl_is_missing).as_parameter()])
+@pytest.mark.parametrize("claim", [Check("2 ranks", 2, _check_nccl_is_needed).as_parameter()])
 def test_nccl_is_needed(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

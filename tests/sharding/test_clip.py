@@ -1,4 +1,4 @@
-"""clip_grad_norm_, compared with torch's on the gathered gradients, and global_token_count."""
+"""clip_grad_norm_ equals torch's function on gathered gradients; ranks count their tokens."""
 
 import itertools
 import math
@@ -39,34 +39,34 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 ONE_GROUP = ("ep 4", "ep 2, dim 0", "HSDP")
 
 
-def _full(tensor: Tensor) -> Tensor:
+def _gather(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _take_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _grads(model: nn.Module) -> dict[str, Tensor]:
+def _collect_grads(model: nn.Module) -> dict[str, Tensor]:
     grads = {name: p.grad for name, p in model.named_parameters()}
     assert all(grad is not None for grad in grads.values())
     return grads  # type: ignore[return-value]
 
 
-def _trained_model(layout: dict[str, Any], sizes: dict[str, Any], rank: int) -> nn.Module:
+def _build_with_gradients(layout: dict[str, Any], sizes: dict[str, Any], rank: int) -> nn.Module:
     """Return a sharded model with gradients of different orders of magnitude."""
     model = tiny(**sizes)
     apply_ep_fsdp2(model, **layout)
     model(**batch(model, 2, 7 + rank, seed=rank)).loss.backward()
-    for index, grad in enumerate(_grads(model).values()):
-        _local(grad).mul_(10.0 ** (index % 3 - 1))
+    for index, grad in enumerate(_collect_grads(model).values()):
+        _take_local(grad).mul_(10.0 ** (index % 3 - 1))
     return model
 
 
 def _check_clip(name: str, model: nn.Module, rank: int) -> None:
-    grads = _grads(model)
-    before = {key: _local(grad).clone() for key, grad in grads.items()}
-    gathered = {key: _full(grad).clone() for key, grad in grads.items()}
+    grads = _collect_grads(model)
+    before = {key: _take_local(grad).clone() for key, grad in grads.items()}
+    gathered = {key: _gather(grad).clone() for key, grad in grads.items()}
     if name == "empty shards":
         empty = [key for key, grad in before.items() if "experts" in key and not grad.numel()]
         assert len(empty) == (4 if rank >= 2 else 0), empty  # gate_up and down of 2 layers
@@ -79,27 +79,27 @@ def _check_clip(name: str, model: nn.Module, rank: int) -> None:
             assert_close(where, got, want, FP64_LAYER)
             factor = min(1.0, max_norm / (want.item() + 1e-6))  # torch's own epsilon
             for key, grad in grads.items():
-                assert_close(f"{where}: {key}", _full(grad), factor * gathered[key], FP64_LAYER)
+                assert_close(f"{where}: {key}", _gather(grad), factor * gathered[key], FP64_LAYER)
                 if factor == 1.0:
-                    assert torch.equal(_local(grad), before[key]), f"{where}: {key}"
-                _local(grad).copy_(before[key])
+                    assert torch.equal(_take_local(grad), before[key]), f"{where}: {key}"
+                _take_local(grad).copy_(before[key])
             everyone = [torch.empty_like(got) for _ in range(dist.get_world_size())]
             dist.all_gather(everyone, got)
             assert all(torch.equal(other, got) for other in everyone), f"{where}: {everyone}"
 
 
 def _check_nonfinite(name: str, model: nn.Module, rank: int) -> list[str]:
-    """Put nan or inf in one shard (under HSDP in both replicas of it); every rank must raise."""
+    """Put nan or inf in one shard (with HSDP in both of its replicas). Every rank must raise."""
     problems = []
-    grads = _grads(model)
+    grads = _collect_grads(model)
     shards = 2 if name.startswith("HSDP") else 4
     dense, experts = "model.embed_tokens.weight", "model.layers.1.mlp.experts.down_proj"
     table = itertools.product((dense, experts), range(shards), (math.nan, INF), (2.0, INF))
     for key, bad_shard, value, norm_type in table:
-        before = {other: _local(grad).clone() for other, grad in grads.items()}
+        before = {other: _take_local(grad).clone() for other, grad in grads.items()}
         assert before[key].numel()
         if rank % shards == bad_shard:
-            _local(grads[key]).view(-1)[0] = value
+            _take_local(grads[key]).view(-1)[0] = value
         raised = torch.zeros(4)
         try:
             clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=True)
@@ -110,7 +110,7 @@ def _check_nonfinite(name: str, model: nn.Module, rank: int) -> list[str]:
             where = f"{name}: {key} has {value} in shard {bad_shard}, p={norm_type}"
             problems.append(f"{where}: raised on ranks {raised.nonzero().flatten().tolist()}")
         for other, grad in grads.items():
-            _local(grad).copy_(before[other])
+            _take_local(grad).copy_(before[other])
     return problems
 
 
@@ -133,17 +133,17 @@ def labels_are_counted_over_all_ranks(rank: int, world: int) -> None:
 
 
 def norm_and_clipping_equal_torch(layout: str, rank: int, world: int) -> None:
-    _check_clip(layout, _trained_model(*LAYOUTS[layout], rank), rank)
+    _check_clip(layout, _build_with_gradients(*LAYOUTS[layout], rank), rank)
 
 
 def a_nonfinite_element_raises_on_every_rank(layout: str, rank: int, world: int) -> None:
-    problems = _check_nonfinite(layout, _trained_model(*LAYOUTS[layout], rank), rank)
+    problems = _check_nonfinite(layout, _build_with_gradients(*LAYOUTS[layout], rank), rank)
     assert not problems, "\n".join(problems)
 
 
-def two_all_reduces(layout: str, rank: int, world: int) -> None:
-    """One all-reduce sums the dense gradients, the other the experts', over any number of axes."""
-    model = _trained_model(*LAYOUTS[layout], rank)
+def two_all_reduces_are_enough(layout: str, rank: int, world: int) -> None:
+    """One all-reduce sums the dense gradients, and one the experts' gradients over all axes."""
+    model = _build_with_gradients(*LAYOUTS[layout], rank)
     for norm_type in (2.0, INF):
         with CommDebugMode() as collectives:
             clip_grad_norm_(model, 1.0, norm_type)
@@ -152,7 +152,7 @@ def two_all_reduces(layout: str, rank: int, world: int) -> None:
 
 def without_a_common_group_one_all_reduce_per_axis(rank: int, world: int) -> None:
     """torch up to 2.11 cannot make the common group of some layouts."""
-    model = _trained_model(*LAYOUTS["HSDP"], rank)
+    model = _build_with_gradients(*LAYOUTS["HSDP"], rank)
     state = find_state(model)
     assert state is not None and state.meshes is not None and state.meshes.experts is not None
     want = clip_grad_norm_(model, INF)
@@ -169,7 +169,7 @@ ON_FOUR_RANKS = {
         f"bad element: {name}": partial(a_nonfinite_element_raises_on_every_rank, name)
         for name in ("ep 2, dim 0", "HSDP")
     },
-    **{f"all-reduces: {name}": partial(two_all_reduces, name) for name in ONE_GROUP},
+    **{f"all-reduces: {name}": partial(two_all_reduces_are_enough, name) for name in ONE_GROUP},
     "axes in turn": without_a_common_group_one_all_reduce_per_axis,
     "token count": labels_are_counted_over_all_ranks,
 }
@@ -187,7 +187,7 @@ def test_on_four_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _model_with_gradients(dtype: torch.dtype = torch.float64) -> nn.Module:
+def _build_in_one_process(dtype: torch.dtype = torch.float64) -> nn.Module:
     model = patch(tiny(dtype=dtype))
     model(**batch(model, 2, 9)).loss.backward()
     return model
@@ -196,23 +196,25 @@ def _model_with_gradients(dtype: torch.dtype = torch.float64) -> nn.Module:
 @pytest.mark.parametrize("norm_type", [*NORMS, "inf"])
 def test_one_process_equals_torch(norm_type: float | str) -> None:
     for max_norm in (1e-3, 1e3):  # far below and above the norm
-        ours, theirs = _model_with_gradients(), _model_with_gradients()
+        ours, theirs = _build_in_one_process(), _build_in_one_process()
         got = clip_grad_norm_(ours, max_norm, norm_type)
         want = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm, norm_type)
         assert_close("norm", got, want, FP64_LAYER)
-        for (name, grad), want_grad in zip(_grads(ours).items(), _grads(theirs).values()):
+        for (name, grad), want_grad in zip(
+            _collect_grads(ours).items(), _collect_grads(theirs).values()
+        ):
             assert_close(name, grad, want_grad, FP64_LAYER)
 
 
 def test_the_norm_of_bf16_gradients_is_computed_in_fp32() -> None:
-    model = _model_with_gradients(torch.bfloat16)
-    truth = torch.nn.utils.get_total_norm([g.double() for g in _grads(model).values()])
+    model = _build_in_one_process(torch.bfloat16)
+    truth = torch.nn.utils.get_total_norm([g.double() for g in _collect_grads(model).values()])
     got = clip_grad_norm_(model, 0.125)
     assert got.dtype == torch.float32
     assert_close("norm", got, truth, FP32_INSIDE)  # the norm is summed in fp32
     # The factor is fp32, and each product is rounded to bf16 once.
-    before = _grads(_model_with_gradients(torch.bfloat16))
-    for name, grad in _grads(model).items():
+    before = _collect_grads(_build_in_one_process(torch.bfloat16))
+    for name, grad in _collect_grads(model).items():
         assert torch.equal(grad, (before[name].float() * (0.125 / (got + 1e-6))).bfloat16()), name
 
 
@@ -245,10 +247,10 @@ def test_nonfinite_without_the_flag_behaves_like_torch() -> None:
             grad, want_grad = getattr(ours, name).grad, getattr(theirs, name).grad
             assert torch.equal(grad.nan_to_num(7), want_grad.nan_to_num(7)), name
     with pytest.raises(RuntimeError, match=r"gradient norm \(p=2\.0\) is inf.*clipped to 1\.5"):
-        clip_grad_norm_(_model_with_inf(), 1.5, error_if_nonfinite=True)
+        clip_grad_norm_(_build_with_inf(), 1.5, error_if_nonfinite=True)
 
 
-def _model_with_inf() -> nn.Module:
+def _build_with_inf() -> nn.Module:
     model = nn.Linear(3, 2)
     model.bias.grad = torch.tensor([1.0, INF])
     return model
@@ -257,12 +259,12 @@ def _model_with_inf() -> nn.Module:
 @pytest.mark.parametrize("norm_type", [0, -1.0, -INF, math.nan, "l2"])
 def test_a_norm_type_has_to_be_positive(norm_type: float | str) -> None:
     with pytest.raises(ValueError, match="norm_type"):
-        clip_grad_norm_(_model_with_inf(), 1.0, norm_type)
+        clip_grad_norm_(_build_with_inf(), 1.0, norm_type)
 
 
 def test_parameters_instead_of_the_model_are_refused() -> None:
     """torch.nn.utils.clip_grad_norm_ takes parameters, so users may pass them here as well."""
-    model = _model_with_inf()
+    model = _build_with_inf()
     for wrong in (model.parameters(), list(model.parameters()), model.weight):
         with pytest.raises(ValueError, match="model"):
             clip_grad_norm_(wrong, 1.0)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Clipping and fused AdamW take a few operator calls, whatever the number of parameters."""
+"""Clipping and fused AdamW call few operators, for any number of parameters."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _model(lora: bool) -> tuple[nn.Module, list[Tensor]]:
+def _build_model(lora: bool) -> tuple[nn.Module, list[Tensor]]:
     """Return a model of 8 layers with gradients, and its trained parameters."""
     model: Any = tiny(num_hidden_layers=8)
     if lora:
@@ -49,7 +49,7 @@ def _model(lora: bool) -> tuple[nn.Module, list[Tensor]]:
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
 def test_clipping_calls_few_operators(lora: bool) -> None:
     with fake_group(0, 4):
-        model, _ = _model(lora)
+        model, _ = _build_model(lora)
         for norm_type, limit in ((2.0, 30), (float("inf"), 45)):
             with _Calls() as calls:
                 clip_grad_norm_(model, 1.0, norm_type)
@@ -58,11 +58,11 @@ def test_clipping_calls_few_operators(lora: bool) -> None:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
 def test_fused_adamw_steps_all_meshes_in_one_call(lora: bool) -> None:
-    """The loop over parameters gives the same result, and calls ten operators for each of them."""
+    """A loop over the parameters gives the same result, and calls ten operators per parameter."""
     results = []
     with fake_group(0, 4):
         for options in ({"fused": True}, {"foreach": False}):
-            _, trained = _model(lora)
+            _, trained = _build_model(lora)
             optimizer = torch.optim.AdamW(trained, lr=1e-2, **options)
             optimizer.step()
             with _Calls() as calls:

@@ -1,4 +1,4 @@
-"""The options of sharding: the device of a model in a user's own loop, and gradient divisors."""
+"""Options of sharding: the device that each rank chooses, divisors and dtypes of gradients."""
 
 import copy
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class _Gpus:
 MACHINE = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
 
 
-def _device_on(backend: str, gpus: _Gpus, **environment: str) -> torch.device:
+def _choose_device(backend: str, gpus: _Gpus, **environment: str) -> torch.device:
     with pytest.MonkeyPatch.context() as patches:
         patches.delenv("LOCAL_RANK")
         for name, value in environment.items():
@@ -69,48 +69,48 @@ def the_backend_selects_gpu_or_cpu(rank: int, world: int) -> None:
     """
     for backend in ("undefined", "nccl", "cpu:gloo,cuda:nccl"):
         gpus = _Gpus(MACHINE)
-        device = _device_on(backend, gpus, LOCAL_RANK=str(rank))
+        device = _choose_device(backend, gpus, LOCAL_RANK=str(rank))
         assert device == torch.device("cuda", rank), (backend, device)
     for backend in ("gloo", "cpu:gloo"):
-        assert _device_on(backend, _Gpus(MACHINE), LOCAL_RANK=str(rank)) == torch.device("cpu")
+        assert _choose_device(backend, _Gpus(MACHINE), LOCAL_RANK=str(rank)) == torch.device("cpu")
     assert default_device() == torch.device("cpu")
 
 
 def without_set_device_local_rank_selects_the_gpu(rank: int, world: int) -> None:
     for initialized in (False, True):
         gpus = _Gpus(MACHINE, initialized=initialized)
-        device = _device_on("nccl", gpus, LOCAL_RANK=str(rank))
+        device = _choose_device("nccl", gpus, LOCAL_RANK=str(rank))
         assert device == torch.device("cuda", rank) and gpus.set_to == [rank]
 
 
 def a_chosen_device_is_not_changed(rank: int, world: int) -> None:
     gpus = _Gpus(MACHINE, current=3 - rank)
-    assert _device_on("nccl", gpus, LOCAL_RANK=str(rank)) == torch.device("cuda", 3 - rank)
+    assert _choose_device("nccl", gpus, LOCAL_RANK=str(rank)) == torch.device("cuda", 3 - rank)
     with pytest.MonkeyPatch.context() as patches:
         bound = torch.device("cuda", 1 - rank)
         patches.setattr(
             dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound))
         )
         gpus = _Gpus(["GPU-e", "GPU-f"])
-        assert _device_on("nccl", gpus, LOCAL_RANK=str(rank)) == bound
+        assert _choose_device("nccl", gpus, LOCAL_RANK=str(rank)) == bound
 
 
 def each_rank_sees_only_its_own_gpu(rank: int, world: int) -> None:
     gpus = _Gpus([f"GPU-{rank}"])
-    assert _device_on("nccl", gpus, LOCAL_RANK=str(rank)) == torch.device("cuda", 0)
+    assert _choose_device("nccl", gpus, LOCAL_RANK=str(rank)) == torch.device("cuda", 0)
 
 
 def one_gpu_for_two_ranks_is_refused(rank: int, world: int) -> None:
     """Without LOCAL_RANK both ranks choose GPU 0, and both raise before the first collective."""
     match = r"ranks \d and \d would both compute on GPU GPU-a .*set_device\(int\(os.environ"
     with pytest.raises(ValueError, match=match):
-        _device_on("nccl", _Gpus(MACHINE))
+        _choose_device("nccl", _Gpus(MACHINE))
 
 
 def fp16_gradients_are_rounded_before_they_are_divided(rank: int, world: int) -> None:
-    """Dividing a subnormal fp16 number first would lose its last bits, and the loss is scaled down
-    until the experts' gradients are subnormal. Both ranks have the same batch, so the mean of their
-    gradients must equal the gradient of one process bit by bit.
+    """If a subnormal fp16 number were divided first, it would lose its last bits. The loss is made
+    so small that the experts' gradients are subnormal. Both ranks have the same batch, so the mean
+    of their gradients must equal the gradient of one process bit by bit.
     """
     stock = tiny(dtype=torch.float16, num_hidden_layers=1)
     inputs = batch(stock, 2, 7, seed=0)
@@ -171,7 +171,7 @@ def test_gradients_are_reduced_in_the_same_dtype_by_every_torch(
     reduce_dtype: torch.dtype | None,
     expected: torch.dtype | None,
 ) -> None:
-    """A `reduce_dtype` of None means `param_dtype` before torch 2.15, and fp32 of masters since."""
+    """A `reduce_dtype` of None means `param_dtype`, and since torch 2.15 the dtype of masters."""
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype=FP32)
     options = ShardOptions(policy, OffloadPolicy(), fp32_masters=True, reshard_after_forward=True)
     passed = options.fully_shard_kwargs()["mp_policy"]

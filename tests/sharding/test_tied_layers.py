@@ -1,8 +1,8 @@
 """Two towers share the parameters of their layers: each layer and its tied layer are one unit.
 
-In DiffusionGemma, a canvas of tokens attends to the keys and values of a prompt. The layers that
-run on the prompt and those that run on the canvas have the same parameters. The forward takes no
-labels, so the loss is computed here. `FP64` computes in fp64 what stock computes in fp32.
+In DiffusionGemma, a canvas of tokens attends to the keys and values of a prompt. The layers of the
+prompt and the layers of the canvas have the same parameters. The forward takes no labels, so the
+loss is computed in this file. Within `FP64`, stock's fp32 parts compute in fp64.
 """
 
 from collections.abc import Callable
@@ -35,31 +35,31 @@ pytestmark = pytest.mark.skipif(
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]
 
 
-def of_canvas(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+def canvas_loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Return the sum of the canvas tokens' losses, divided by a fixed number of tokens."""
     given = {name: value for name, value in inputs.items() if name != "labels"}
     logits = model(**given).logits.flatten(0, 1)
     return F.cross_entropy(logits, inputs["labels"].flatten(), reduction="sum") / 10
 
 
-def of_prompt(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Return a loss of the first tower's output alone."""
+def prompt_loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Return a loss that depends on the output of the first tower only."""
     given = {name: value for name, value in inputs.items() if name != "labels"}
     return model(**given).encoder_last_hidden_state.square().sum() / 10
 
 
-def of_given_cache(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+def cached_loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Return the loss of a forward that runs the second tower alone."""
     given = {name: value for name, value in inputs.items() if name != "labels"}
     with torch.no_grad():
         cache = model(**given).cache
     prompt = ("input_ids", "attention_mask")
     given = {name: value for name, value in given.items() if name not in prompt}
-    return of_canvas(model, {**given, "cache": cache, "labels": inputs["labels"]})
+    return canvas_loss(model, {**given, "cache": cache, "labels": inputs["labels"]})
 
 
 def assert_equals_stock(
-    rank: int, world: int, losses: tuple[Loss, ...] = (of_canvas, of_canvas), **config: Any
+    rank: int, world: int, losses: tuple[Loss, ...] = (canvas_loss, canvas_loss), **config: Any
 ) -> None:
     """Compare the gradients of several forwards and backwards, which are added up, with stock."""
     with FP64():
@@ -73,7 +73,7 @@ def assert_equals_stock(
         assert_same_grads(str(config), model, stock, FP64_MODEL)
 
 
-def towers(model: Any) -> tuple[list[nn.Module], list[nn.Module]]:
+def list_towers(model: Any) -> tuple[list[nn.Module], list[nn.Module]]:
     return [*model.model.encoder.language_model.layers], [*model.model.decoder.layers]
 
 
@@ -83,7 +83,7 @@ def layers_are_gathered_one_after_the_other(rank: int, world: int) -> None:
     (inputs,) = batches(model, 1)
     apply_ep_fsdp2(model)
     gathered: list[list[int]] = []
-    first, second = towers(model)
+    first, second = list_towers(model)
 
     def record(*_: Any) -> None:
         for tower in (first, second):
@@ -91,7 +91,7 @@ def layers_are_gathered_one_after_the_other(rank: int, world: int) -> None:
 
     for layer in chain(first, second):
         layer.register_forward_pre_hook(record)
-    of_canvas(model, inputs).backward()
+    canvas_loss(model, inputs).backward()
     once = [[0], [1], [2], [3]]
     again = [[0, 3], [1, 3], [2, 3], [3]]
     assert gathered == [*chain(*zip(once, once)), *chain(*zip(again, again))]
@@ -100,19 +100,19 @@ def layers_are_gathered_one_after_the_other(rank: int, world: int) -> None:
 def both_towers_are_trained_and_saved_in_the_loaded_dtype(
     rank: int, world: int, folder: str
 ) -> None:
-    """Master weights are fp32. Files have the names of the second tower, as those of stock."""
+    """Master weights are fp32. Files have the names of the second tower, as in stock."""
     model = build(MODEL_TYPE).to(torch.bfloat16)
     model.save_pretrained(Path(folder, "stock"))  # rank 0 writes
     apply_ep_fsdp2(model, ep_size=2)
     assert all(
-        a is b for a, b in zip(*(chain(*map(nn.Module.parameters, x)) for x in towers(model)))
+        a is b for a, b in zip(*(chain(*map(nn.Module.parameters, x)) for x in list_towers(model)))
     )
     save_pretrained(model, Path(folder, "ours"))
     stock = load_file(Path(folder, "stock", "model.safetensors"))
     assert_equal(read_all(Path(folder, "ours")), stock)
 
 
-def with_prompt_as_long_as_the_canvas(model: nn.Module) -> dict[str, Tensor]:
+def make_batch_with_prompt_as_long_as_canvas(model: nn.Module) -> dict[str, Tensor]:
     """Make a batch whose prompt has padding, with the labels of the canvas, which stock ignores."""
     (inputs,) = batches(model, 1)
     inputs = {name: value[:, -CANVAS:] for name, value in inputs.items()}
@@ -123,11 +123,11 @@ def with_prompt_as_long_as_the_canvas(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def padding_of_the_prompt_is_no_padding_of_the_canvas(rank: int, world: int) -> None:
+def padding_of_the_prompt_is_not_padding_of_the_canvas(rank: int, world: int) -> None:
     with FP64():
         model, stock = build(MODEL_TYPE, seed=rank), build(MODEL_TYPE)
         apply_ep_fsdp2(model, ep_size=2)
-        inputs = with_prompt_as_long_as_the_canvas(stock)
+        inputs = make_batch_with_prompt_as_long_as_canvas(stock)
         assert_close("logits", model(**inputs).logits, stock(**inputs).logits, FP64_MODEL)
 
 
@@ -143,7 +143,7 @@ CHECKS = [
         2,
         layers_are_gathered_one_after_the_other,
         both_towers_are_trained_and_saved_in_the_loaded_dtype,
-        padding_of_the_prompt_is_no_padding_of_the_canvas,
+        padding_of_the_prompt_is_not_padding_of_the_canvas,
         experts_of_two_layers_are_not_moved,
         {
             "ep 1": partial(assert_equals_stock, ep_size=1),
@@ -152,10 +152,10 @@ CHECKS = [
             "fixed buffers": partial(assert_equals_stock, ep_size=1, fsdp_double_buffer=True),
             "compiled": partial(assert_equals_stock, ep_size=1, compile_layers=True),
             "a loss of the prompt": partial(
-                assert_equals_stock, losses=(of_prompt, of_canvas), ep_size=2
+                assert_equals_stock, losses=(prompt_loss, canvas_loss), ep_size=2
             ),
             "a given cache": partial(
-                assert_equals_stock, losses=(of_given_cache, of_canvas), ep_size=1
+                assert_equals_stock, losses=(cached_loss, canvas_loss), ep_size=1
             ),
         },
         slow=True,
@@ -178,13 +178,13 @@ def test_on_ranks(found: Found, claim: Check) -> None:
 
 def test_tokens_of_the_canvas_are_counted_whatever_the_mask_of_the_prompt() -> None:
     model = patch(build(MODEL_TYPE))
-    inputs = with_prompt_as_long_as_the_canvas(model)
+    inputs = make_batch_with_prompt_as_long_as_canvas(model)
     model(**inputs)
     top_k = model.config.text_config.top_k_experts
     assert expert_load(model).counts.sum(1).tolist() == [CANVAS * top_k] * 8
 
 
-def test_a_plan_of_ones_own_names_the_tied_layers() -> None:
+def test_a_given_plan_names_the_tied_layers() -> None:
     model = build(MODEL_TYPE)
     plan = replace(find_plan(model), origin="given")
     assert (plan.layers, plan.tied_layers) == (

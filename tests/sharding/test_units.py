@@ -1,6 +1,6 @@
 """FSDP2 units that stay gathered never use old weights, and recomputed units reduce gradients.
 
-Outside of forward and backward, parameters are shards, also after an error.
+Outside of forward and backward, parameters are shards, even after an error.
 """
 
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def _is_interrupted(model: nn.Module, inputs: Batch) -> None:
     hook.remove()
 
 
-def _losses(
+def _collect_losses(
     rank: int, between: Callable[[nn.Module, Batch], None], options: dict[str, Any]
 ) -> list[Tensor]:
     """Take three steps and return their losses and norms; `between` runs before each clipping."""
@@ -98,13 +98,13 @@ NEVER_RESHARD = {"ep_size": 1, "reshard_after_forward": False}
 def _check_losses(
     between: Callable[[nn.Module, Batch], None], options: dict[str, Any], rank: int, world: int
 ) -> None:
-    want = _losses(rank, _no_forward, options)
-    for number, value in enumerate(_losses(rank, between, options)):
+    want = _collect_losses(rank, _no_forward, options)
+    for number, value in enumerate(_collect_losses(rank, between, options)):
         assert torch.equal(value, want[number]), (number, value, want[number])
 
 
-def _gradients(model: nn.Module, inputs: Batch, listed: nn.Module | None) -> dict[str, Tensor]:
-    """Run a step; between forward and backward, list the parameters of `listed`."""
+def _take_gradients(model: nn.Module, inputs: Batch, listed: nn.Module | None) -> dict[str, Tensor]:
+    """Run a step, and list the parameters of `listed` between its forward and its backward."""
     model.zero_grad()
     loss = model(**inputs).loss
     if listed is not None:
@@ -122,13 +122,13 @@ def _check_listed(
         prepare(model)
     apply_ep_fsdp2(model, **options)
     inputs = batch(model, 2, 7, seed=rank)
-    want = _gradients(model, inputs, None)
+    want = _take_gradients(model, inputs, None)
     layers = model.model.layers
     for listed in (model, nn.ModuleList([model]), layers, layers[-1], model.lm_head):
-        for name, grad in _gradients(model, inputs, listed).items():
+        for name, grad in _take_gradients(model, inputs, listed).items():
             assert torch.equal(grad, want[name]), (type(listed), name)
     # A rank that lists alone takes the same collectives as the others.
-    for name, grad in _gradients(model, inputs, model if rank == 0 else None).items():
+    for name, grad in _take_gradients(model, inputs, model if rank == 0 else None).items():
         assert torch.equal(grad, want[name]), f"listed on rank 0: {name}"
 
 
@@ -136,7 +136,7 @@ def _append_output(outputs: list[torch.Tensor], *arguments: Any) -> None:
     outputs.append(arguments[-1])
 
 
-def _called_after_a_list(rank: int, world: int) -> None:
+def _units_may_run_after_a_list(rank: int, world: int) -> None:
     """A unit that is still gathered runs once more, after a list of parameters."""
     gradients = []
     for lists in (False, True):
@@ -178,7 +178,7 @@ def _routers_compute_in_fp32(
     world: int,
     model_type: str = "glm4_moe",
 ) -> None:
-    """Transformers keeps the router of GLM-4.5 in fp32 in a bf16 model, and so does a step."""
+    """Transformers keeps GLM-4.5's router in fp32 in a bf16 model, and a step must use fp32."""
     model = architectures.tiny(model_type, dtype=torch.bfloat16)
     if not any(pattern.search("gate.weight") for pattern in kept_in_fp32(model, torch.bfloat16)):
         return  # transformers 5.16 keeps the correction bias of GLM-4.5 alone
@@ -202,7 +202,7 @@ def _routers_compute_in_fp32(
     assert all(gate.weight.grad.full_tensor().any() for gate in gates)
 
 
-def _trained_copies_and_heads_in_fp32(rank: int, world: int) -> None:
+def _trained_copies_and_heads_compute_in_fp32(rank: int, world: int) -> None:
     """PEFT trains a copy of a router; a head for multi-token prediction has a router of its own."""
     build = partial(architectures.tiny, "glm4_moe", dtype=torch.bfloat16)
     mtp = {"mtp_layers": 1, "mtp_from_scratch": True}
@@ -224,7 +224,7 @@ def _trained_copies_and_heads_in_fp32(rank: int, world: int) -> None:
         assert grads and all(grad is not None for grad in grads), name
 
 
-def _adapted_routers_in_fp32(rank: int, world: int) -> None:
+def _adapted_routers_compute_in_fp32(rank: int, world: int) -> None:
     """PEFT adds its factors to the router's weight before the router's own forward."""
     for options in ({"parameters": (*EXPERTS, "mlp.gate.weight")}, {"modules_to_save": ["gate"]}):
         model = with_lora(architectures.tiny("glm4_moe", dtype=torch.bfloat16), seed=0, **options)
@@ -236,7 +236,7 @@ def _adapted_routers_in_fp32(rank: int, world: int) -> None:
 
 
 def _heads_compute_in_fp32(rank: int, world: int) -> None:
-    """Transformers keeps the head of HY-V4 in fp32 in a bf16 model, and so does a step."""
+    """In a bf16 model transformers keeps the head of HY-V4 in fp32, and a step must use fp32."""
     sizes = {"dtype": torch.bfloat16, "tie_word_embeddings": False}
     stock = architectures.tiny("hy_v4", **sizes)
     inputs = batch(stock, 2, 7, seed=rank)
@@ -266,7 +266,7 @@ def _routers_of_a_script_are_cast(rank: int, world: int) -> None:
     model(**batch(model, 2, 7, seed=rank)).loss.backward()
 
 
-def _frozen_after_a_forward(rank: int, world: int) -> None:
+def _parameters_may_be_frozen_after_a_forward(rank: int, world: int) -> None:
     """Parameters that are frozen after a forward without backward get no gradients."""
     model = apply_ep_fsdp2(tiny(), ep_size=2)
     inputs = batch(model, 2, 7, seed=rank)
@@ -277,7 +277,7 @@ def _frozen_after_a_forward(rank: int, world: int) -> None:
         assert (parameter.grad is None) == (".layers." in name), name
 
 
-def _gathered_by_hand(rank: int, world: int) -> None:
+def _units_may_be_gathered_by_hand(rank: int, world: int) -> None:
     """After a backward, a unit that the caller gathers lists its gathered parameters."""
     model = apply_ep_fsdp2(tiny(), ep_size=2)
     model(**batch(model, 2, 7, seed=rank)).loss.backward()
@@ -291,7 +291,7 @@ def _gathered_by_hand(rank: int, world: int) -> None:
 
 
 def _fails_in_backward(options: dict[str, Any], prepare: Prepare | None, rank: int, _: int) -> None:
-    """Incomplete gradients are refused. Once they are deleted, training equals that without error.
+    """Incomplete gradients are refused. After they are deleted, training is as without the error.
 
     The gradients of the units that the error has stopped must not be added to later gradients.
     """
@@ -300,7 +300,7 @@ def _fails_in_backward(options: dict[str, Any], prepare: Prepare | None, rank: i
         prepare(model)
     apply_ep_fsdp2(model, **options)
     inputs, others = batch(model, 2, 7, seed=rank), batch(model, 2, 7, seed=2 + rank)
-    want = _gradients(model, inputs, None)
+    want = _take_gradients(model, inputs, None)
 
     def fail_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
         if output.requires_grad:  # not in the first run of a reentrant checkpoint
@@ -319,7 +319,7 @@ def _fails_in_backward(options: dict[str, Any], prepare: Prepare | None, rank: i
         for refused in (partial(model, **inputs), partial(clip_grad_norm_, model, 1.0)):
             with pytest.raises(ValueError, match=r"last backward raised .* optimizer.zero_grad"):
                 refused()
-        for name, grad in _gradients(model, inputs, None).items():
+        for name, grad in _take_gradients(model, inputs, None).items():
             assert torch.equal(grad, want[name]), name
 
 
@@ -404,11 +404,11 @@ CHECKS = on_ranks(
     {name: partial(_check_losses, between, WHOLE_EXPERTS) for name, between in BETWEEN.items()},
     {"listed: whole experts": partial(_check_listed, *LISTED["whole experts"])},
     {
-        "called after a list": _called_after_a_list,
+        "called after a list": _units_may_run_after_a_list,
         "embedding called first": _embedding_is_called_first,
         "routers in fp32": partial(_routers_compute_in_fp32, None, {"ep_size": 2}),
-        "frozen": _frozen_after_a_forward,
-        "gathered by hand": _gathered_by_hand,
+        "frozen": _parameters_may_be_frozen_after_a_forward,
+        "gathered by hand": _units_may_be_gathered_by_hand,
         "fails in backward": partial(_fails_in_backward, WHOLE_EXPERTS, None),
         "two forwards": partial(two_forwards_before_one_backward, None),
         "two forwards, reentrant": partial(two_forwards_before_one_backward, _reentrant),
@@ -430,9 +430,9 @@ MORE_CHECKS = on_ranks(
         "routers in fp32, with children": partial(
             _routers_compute_in_fp32, None, {"ep_size": 2}, model_type="ernie4_5_moe"
         ),
-        "copies and heads of routers in fp32": _trained_copies_and_heads_in_fp32,
+        "copies and heads of routers in fp32": _trained_copies_and_heads_compute_in_fp32,
         "heads in fp32": _heads_compute_in_fp32,
-        "adapters on routers in fp32": _adapted_routers_in_fp32,
+        "adapters on routers in fp32": _adapted_routers_compute_in_fp32,
         "routers in fp32 of a script": _routers_of_a_script_are_cast,
         "routers in fp32, buffers": partial(
             _routers_compute_in_fp32, None, {"ep_size": 1, "fsdp_double_buffer": True}

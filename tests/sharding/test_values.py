@@ -29,7 +29,7 @@ NO_MASTERS = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), False, True)
 
 def test_a_tied_parameter_is_one_entry_with_two_owners() -> None:
     model = patch(tiny(tie_word_embeddings=True))
-    entries = _entries(model, NO_MASTERS)
+    entries = _find_entries_of(model, NO_MASTERS)
     assert entries.keys() == set(model.parameters())
     tied = entries[model.lm_head.weight]
     assert [(type(module).__name__, name) for module, name in tied.owners] == [
@@ -40,7 +40,7 @@ def test_a_tied_parameter_is_one_entry_with_two_owners() -> None:
 
 def test_only_experts_and_their_factors_are_split_over_ep() -> None:
     model = patch(with_lora(tiny()))
-    entries = _entries(model, NO_MASTERS)
+    entries = _find_entries_of(model, NO_MASTERS)
     split = {name for name, p in model.named_parameters() if entries[p].over_ep}
     stacked = {name for name, p in model.named_parameters() if entries[p].stack is not None}
     assert {name.rpartition(".")[2] for name in split - stacked} == {"gate_up_proj", "down_proj"}
@@ -59,18 +59,18 @@ def test_ignored_and_subclassed_parameters_have_no_entry() -> None:
     options = ShardOptions(
         MixedPrecisionPolicy(), OffloadPolicy(), False, True, ignored_params=frozenset([ignored])
     )
-    missing = set(model.parameters()) - _entries(model, options).keys()
+    missing = set(model.parameters()) - _find_entries_of(model, options).keys()
     assert missing == {ignored, model.model.norm.packed}
 
 
-def _entries(model: nn.Module, options: ShardOptions) -> dict[nn.Parameter, ParameterEntry]:
+def _find_entries_of(model: nn.Module, options: ShardOptions) -> dict[nn.Parameter, ParameterEntry]:
     state = find_state(model)
     assert state is not None
     return find_entries(model, find_units(model, state.plan).all_experts, state.plan, options)
 
 
 def test_a_correction_bias_is_never_sharded_or_cast() -> None:
-    """Also if the script lets all parameters require gradients before it shards the model."""
+    """This holds even if the script lets all parameters require gradients before sharding."""
     model = tiny_of("ernie4_5_moe", seed=0, dtype=torch.bfloat16)
     model.requires_grad_(True)
     with fake_group(0, 2):
@@ -89,11 +89,11 @@ class _Holder(nn.Module):
         self.weight = nn.Parameter(values.to(dtype))
 
 
-def _meshes() -> Meshes:
+def _build_meshes() -> Meshes:
     return build_meshes(ParallelConfig(ep_size=2), torch.device("cpu"))
 
 
-def a_lora_factor(rank: int, world: int) -> None:
+def a_lora_factor_is_stacked_split_and_registered(rank: int, world: int) -> None:
     """The packed factor has 5 rows and 3 * 4 columns: column r * 4 + e is rank r of expert e."""
     packed = torch.arange(60.0, dtype=torch.float64).view(5, 12)
     holder = _Holder(rank, packed)
@@ -105,7 +105,7 @@ def a_lora_factor(rank: int, world: int) -> None:
         stack=lambda factor: stack_b(factor, 4),
         over_ep=True,
     )
-    (new,) = materialize(entry, _meshes(), NO_MASTERS, {})
+    (new,) = materialize(entry, _build_meshes(), NO_MASTERS, {})
     assert holder.weight is new and second_owner.tied is new
     assert isinstance(new, DTensor) and new.shape == (4, 5, 3)
     assert new.placements == (Shard(0),)
@@ -116,24 +116,24 @@ def a_lora_factor(rank: int, world: int) -> None:
         assert torch.equal(local[index], packed[:, columns]), expert
 
 
-def a_dense_weight_with_an_fp32_master(rank: int, world: int) -> None:
+def a_trained_weight_gets_an_fp32_master(rank: int, world: int) -> None:
     values = torch.tensor([[1.0, 2.0, 3.0]])
     holder = _Holder(rank, values, torch.bfloat16)
     entry = ParameterEntry(holder.weight, [(holder, "weight")], None, over_ep=False)
-    (new,) = materialize(entry, _meshes(), MASTERS, {})
+    (new,) = materialize(entry, _build_meshes(), MASTERS, {})
     assert not isinstance(new, DTensor) and torch.equal(new, values)
     frozen = _Holder(rank, values, torch.bfloat16).requires_grad_(False)
     entry = ParameterEntry(frozen.weight, [(frozen, "weight")], None, over_ep=False)
-    (new,) = materialize(entry, _meshes(), MASTERS, {})
+    (new,) = materialize(entry, _build_meshes(), MASTERS, {})
     assert new.dtype == torch.bfloat16
     assert not frozen.weight.requires_grad
 
 
-def a_slice_of_experts_does_not_keep_the_whole_in_memory(rank: int, world: int) -> None:
+def a_slice_of_experts_does_not_keep_all_experts_in_memory(rank: int, world: int) -> None:
     values = torch.arange(24.0).view(4, 3, 2)
     holder = _Holder(rank, values, torch.float32)
     entry = ParameterEntry(holder.weight, [(holder, "weight")], None, over_ep=True)
-    (new,) = materialize(entry, _meshes(), MASTERS, {})
+    (new,) = materialize(entry, _build_meshes(), MASTERS, {})
     local = new.to_local()
     assert torch.equal(local, values[:2] if rank == 0 else values[2:])
     assert local.untyped_storage().nbytes() == local.nbytes
@@ -149,13 +149,13 @@ def experts_on_meta_stay_there(rank: int, world: int) -> None:
         True,
         empty_params=frozenset([holder.weight]),
     )
-    (new,) = materialize(entry, _meshes(), options, {})
+    (new,) = materialize(entry, _build_meshes(), options, {})
     assert isinstance(new, DTensor) and new.shape == (4, 5, 3)
     assert new.to_local().is_meta and new.to_local().shape == (2, 5, 3)
 
 
 def parameters_without_master_must_stay_frozen(rank: int, world: int) -> None:
-    """A frozen parameter of a bf16 model has no fp32 master; a trained one may be frozen later."""
+    """A frozen parameter of a bf16 model has no fp32 master. Others may be frozen later."""
     for name in ("model.layers.0.mlp.gate.weight", "model.layers.1.mlp.experts.down_proj"):
         model = tiny(dtype=torch.bfloat16)
         model.get_parameter(name).requires_grad_(False)
@@ -187,9 +187,9 @@ def wide_parameters_may_be_unfrozen(rank: int, world: int) -> None:
     "claim",
     on_ranks(
         2,
-        a_lora_factor,
-        a_dense_weight_with_an_fp32_master,
-        a_slice_of_experts_does_not_keep_the_whole_in_memory,
+        a_lora_factor_is_stacked_split_and_registered,
+        a_trained_weight_gets_an_fp32_master,
+        a_slice_of_experts_does_not_keep_all_experts_in_memory,
         experts_on_meta_stay_there,
         parameters_without_master_must_stay_frozen,
         wide_parameters_may_be_unfrozen,

@@ -1,7 +1,7 @@
 """Experts that a rank holds whole are not copied by FSDP2, and train as if FSDP2 held them.
 
-Each case runs twice on two ranks with ep_size 2: once as users get it, and once with FSDP2 units of
-one rank. Losses, gradients and weights after two steps must have the same bits.
+Each case runs twice on two ranks with ep_size 2: once as usual, and once with FSDP2 units of one
+rank. Losses, gradients and weights after two steps must have the same bits.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_moe_ep import apply_ep_fsdp2
-from hf_moe_ep.sharding import shard
+from hf_moe_ep.sharding import expert_units, shard
 from hf_moe_ep.upstream.operators import moved_bytes
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -74,14 +74,15 @@ MORE_CASES = [
 
 
 @contextmanager
-def _units_of_one_rank() -> Iterator[None]:
+def _make_units_of_one_rank() -> Iterator[None]:
     """Make FSDP2 units of experts whose ep_fsdp group has one rank."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(shard, "can_stay_whole", lambda *_: False)
+        for module in (expert_units, shard):
+            patches.setattr(module, "can_stay_whole", lambda *_: False)
         yield
 
 
-def _experts(model: nn.Module) -> list[nn.Module]:
+def _find_experts(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__.endswith("MoeExperts")]
 
 
@@ -116,12 +117,12 @@ def _train(case: Case, rank: int) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def _trains_with_the_same_bits(case: Case, rank: int, world: int) -> None:
-    with _units_of_one_rank():
+    with _make_units_of_one_rank():
         stock, want = _train(case, rank)
     model, got = _train(case, rank)
-    names = {name for experts in _experts(model) for name, _ in experts.named_parameters()}
+    names = {name for experts in _find_experts(model) for name, _ in experts.named_parameters()}
     assert names >= {"gate_up_proj", "down_proj"}
-    assert not any(isinstance(experts, FSDPModule) for experts in _experts(model))
+    assert not any(isinstance(experts, FSDPModule) for experts in _find_experts(model))
     layouts = [
         {n: (p.shape, p.device_mesh, p.placements, p.dtype) for n, p in m.named_parameters()}
         for m in (model, stock)
@@ -153,18 +154,18 @@ class _Copies(TorchDispatchMode):
         return out
 
 
-def _one_layer(wrap: Callable[[nn.Module], nn.Module] | None = None) -> tuple[Any, list[Tensor]]:
+def _build_layer(wrap: Callable[[nn.Module], nn.Module] | None = None) -> tuple[Any, list[Tensor]]:
     """Return a sharded model of one layer, and its two matrices on this rank."""
     model: Any = tiny(dtype=torch.bfloat16, num_hidden_layers=1)
     model = apply_ep_fsdp2(model if wrap is None else wrap(model), ep_size=2)
-    (experts,) = _experts(model)
+    (experts,) = _find_experts(model)
     return model, [experts.gate_up_proj.to_local(), experts.down_proj.to_local()]
 
 
 def frozen_masters_are_saved_and_not_their_copies(rank: int, world: int) -> None:
     """Experts that are frozen after sharding have masters, too."""
-    model, matrices = _one_layer()
-    for experts in _experts(model):
+    model, matrices = _build_layer()
+    for experts in _find_experts(model):
         experts.requires_grad_(False)
     saved: list[Tensor] = []
 
@@ -177,12 +178,12 @@ def frozen_masters_are_saved_and_not_their_copies(rank: int, world: int) -> None
     kept = [x for x in saved if x.shape in {matrix.shape for matrix in matrices}]
     assert {x.dtype for x in kept} == {torch.float32}, "a copy in bf16 was kept"
     loss.backward()
-    assert all(experts.gate_up_proj.grad is None for experts in _experts(model))
+    assert all(experts.gate_up_proj.grad is None for experts in _find_experts(model))
 
 
 def masters_are_cast_and_not_copied(rank: int, world: int) -> None:
     """No copy in bf16 is kept from forward to backward."""
-    model, matrices = _one_layer()
+    model, matrices = _build_layer()
     inputs = batch(model, 1, 5, seed=rank)
     model(**inputs).loss.backward()
     model.zero_grad()
@@ -204,8 +205,8 @@ def masters_are_cast_and_not_copied(rank: int, world: int) -> None:
     casts = backward.names.pop("aten._to_copy")
     assert casts == 4, "two matrices and their two gradients"
     assert not backward.names.keys() & COPIES, backward.names
-    with _units_of_one_rank():
-        model, matrices = _one_layer()
+    with _make_units_of_one_rank():
+        model, matrices = _build_layer()
     with _Copies(matrices) as stock:
         model(**inputs).loss.backward()
     assert stock.names.keys() & COPIES, "FSDP2 copies, and this test sees it"
@@ -215,7 +216,7 @@ COPIES = {"aten.copy_", "aten.div", "aten.add", "aten.add_", "aten.clone"}
 
 
 def frozen_experts_are_not_touched(rank: int, world: int) -> None:
-    model, matrices = _one_layer(with_lora)
+    model, matrices = _build_layer(with_lora)
     assert matrices[0].dtype == torch.bfloat16
     inputs = batch(model, 1, 5, seed=rank)
     with _Copies(matrices) as copies:
@@ -223,21 +224,21 @@ def frozen_experts_are_not_touched(rank: int, world: int) -> None:
     assert not copies.names, copies.names
 
 
-def fsdp2_keeps_what_it_has_to_move(rank: int, world: int) -> None:
+def experts_that_fsdp2_must_move_are_units(rank: int, world: int) -> None:
     """With CPU offload, or with more than one rank in ep_fsdp, experts are FSDP2 units."""
     for ep_size, options in (
         (2, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
         (1, {}),
     ):
         model = apply_ep_fsdp2(tiny(), ep_size=ep_size, **options)
-        assert all(isinstance(experts, FSDPModule) for experts in _experts(model))
+        assert all(isinstance(experts, FSDPModule) for experts in _find_experts(model))
     model = apply_ep_fsdp2(tiny(), ep_size=2)
-    assert not any(isinstance(experts, FSDPModule) for experts in _experts(model))
-    assert all(isinstance(p, DTensor) for e in _experts(model) for p in e.parameters())
+    assert not any(isinstance(experts, FSDPModule) for experts in _find_experts(model))
+    assert all(isinstance(p, DTensor) for e in _find_experts(model) for p in e.parameters())
 
 
 def layers_share_experts_only_if_these_stay_whole(rank: int, world: int) -> None:
-    """FSDP2 units would train two copies. Whole experts get the gradients of both layers."""
+    """FSDP2 units would train two copies. Experts outside of FSDP2 get both layers' gradients."""
     for ep_size, options in (
         (2, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
         (1, {}),
@@ -245,17 +246,17 @@ def layers_share_experts_only_if_these_stay_whole(rank: int, world: int) -> None
         with pytest.raises(
             ValueError, match=r"layers\.0\..* and .*layers\.1\..* are one parameter"
         ):
-            apply_ep_fsdp2(_with_shared_experts(tiny()), ep_size=ep_size, **options)
-    model, stock = (_with_shared_experts(tiny()) for _ in range(2))
+            apply_ep_fsdp2(_share_experts(tiny()), ep_size=ep_size, **options)
+    model, stock = (_share_experts(tiny()) for _ in range(2))
     apply_ep_fsdp2(model, ep_size=2)
     model(**batch(model, 2, 7)).loss.backward()
     stock(**batch(model, 2, 7)).loss.backward()
-    for experts, of_stock in zip(_experts(model), _experts(stock), strict=True):
-        got, want = experts.gate_up_proj.grad.full_tensor(), of_stock.gate_up_proj.grad
+    for experts, stock_experts in zip(_find_experts(model), _find_experts(stock), strict=True):
+        got, want = experts.gate_up_proj.grad.full_tensor(), stock_experts.gate_up_proj.grad
         assert_close("gradient", got, want, FP64_MODEL)
 
 
-def _with_shared_experts(model: Any) -> Any:
+def _share_experts(model: Any) -> Any:
     first, second = (layer.mlp.experts for layer in model.model.layers[:2])
     second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
     return model
@@ -269,7 +270,7 @@ def _with_shared_experts(model: Any) -> Any:
         masters_are_cast_and_not_copied,
         frozen_masters_are_saved_and_not_their_copies,
         frozen_experts_are_not_touched,
-        fsdp2_keeps_what_it_has_to_move,
+        experts_that_fsdp2_must_move_are_units,
         layers_share_experts_only_if_these_stay_whole,
     )
     + on_ranks(
