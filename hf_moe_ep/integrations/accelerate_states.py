@@ -1,26 +1,24 @@
 """Make the checkpoints of Accelerate's `save_state` safe: only a complete checkpoint is loaded.
 
-A save writes a marker (hf_moe_ep.json) first and a manifest (manifest.json, the hashes of all
-files) last, as the Trainer and `save_checkpoint` do (`checkpoints/storage/manifest.py`). If the job
-is killed in between, `load_state` refuses the folder, even if it held an older complete state. Save
-to a new folder each time to keep the older state: `out/step-100`, or one of the names that
+A save writes a marker first and a manifest last (`checkpoints/storage/manifest.py`). If the job is
+killed in between, `load_state` refuses the folder, even if it contained an older complete state. To
+keep the older state, save to a new folder each time: `out/step-100`, or one of the names that
 Accelerate counts up (automatic_checkpoint_naming). With these automatic names:
 
     - older folders are deleted after the manifest is written (stock deletes them before the save)
     - a folder that a killed job left unfinished is overwritten
     - `load_state()` without a folder loads the newest complete folder
 
-Before a load, all files are compared with the manifest. A folder without marker and manifest was
-written by stock Accelerate or by an older hf_moe_ep. It is loaded with a warning.
+Before a load, all files are compared with the manifest. `checkpoints/newest.py` says what happens
+to a folder that has neither marker nor manifest. The manifest names only files that Accelerate
+writes, so files of other hooks (`register_save_state_pre_hook`) are not verified. The folder must
+be on a disk that all ranks share.
 
-The manifest names the files that Accelerate writes. Other files in the folder, such as those of
-`register_save_state_pre_hook`, are not verified. The folder must be on a disk that all ranks share.
-
-An unpickler that runs no code (`checkpoints/storage/unpickle.py`) reads the files of
-torch.distributed.checkpoint (DCP). Accelerate reads the other files with weights_only=True. The
-exception is `custom_checkpoint_*.pkl`, the state of objects that the script passed to
-`register_for_checkpointing`: Accelerate unpickles any object in it (accelerate/checkpointing.py,
-load_custom_state). Load such files from trusted sources only.
+`checkpoints/storage/unpickle.py` reads the files of torch.distributed.checkpoint (DCP) without
+running code. Accelerate reads the other files with weights_only=True, except for
+`custom_checkpoint_*.pkl`, the state of objects that the script passed to
+`register_for_checkpointing`: Accelerate unpickles any object in such a file
+(accelerate/checkpointing.py, load_custom_state), so load it only from a source that you trust.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ _FILES = re.compile(
     r"\.(bin|safetensors)|scaler\.pt|(random_states|custom_checkpoint)_\d+\.pkl"
     rf"|({Path(BASE).stem}|{Path(EXTRA).stem})(_\d+)?\.json|{re.escape(manifest.STARTED)}"
 )
-# Files that each rank writes for itself. An earlier save may have had more ranks than this one.
+# Each rank writes such files. An earlier save may have had more ranks than this save.
 _FILES_OF_RANKS = ("random_states_*.pkl", "*_rank*.bin")
 _FILES_OF_DCP = (".metadata", "*.distcp")
 
@@ -82,10 +80,9 @@ _FILES_OF_DCP = (".metadata", "*.distcp")
 def save_state(
     original: Callable[..., Any], self: Accelerator, output_dir: Any = None, *args: Any, **kw: Any
 ) -> Any:
-    """Wrap `Accelerator.save_state`: save between a marker and a manifest.
+    """Wrap `Accelerator.save_state`: write a marker first and a manifest last.
 
-    Experts are saved in hub order: row e of a stacked tensor is expert e, even if `balance_experts`
-    has moved experts to other rows.
+    Experts are saved in hub order (placement/hub_order.py).
 
     Raises:
         ValueError: on every rank, with automatic names: the next folder exists already.
@@ -117,14 +114,17 @@ def save_state(
         return original(self, os.fspath(folder), *args, **kw)
 
     apart = _apart_dims_by_name(self)
-    # With automatic names Accelerate refuses an existing folder, and deletes older folders before
-    # it saves.
-    by_folder = replaced(project, "automatic_checkpoint_naming", False)
     has_stages = any(state.stage is not None for state in states)
-    by_each = planned_by_each(apart, has_stages=has_stages)
-    with _all_experts_in_hub_order(self), by_each, optimizers_of_stages(), by_folder:
-        with share_write_errors(accelerate.accelerator):
-            saved = run_on_all(f"saving {folder}", save)
+    with (
+        _all_experts_in_hub_order(self),
+        planned_by_each(apart, has_stages=has_stages),
+        optimizers_of_stages(),
+        # With automatic names Accelerate refuses an existing folder, and deletes older folders
+        # before it saves.
+        replaced(project, "automatic_checkpoint_naming", False),
+        share_write_errors(accelerate.accelerator),
+    ):
+        saved = run_on_all(f"saving {folder}", save)
     manifest.write(folder, layout_of(states[0]), belongs=_is_written_by_accelerate)
     if automatic and project.total_limit is not None:
         limit = project.total_limit
@@ -135,12 +135,12 @@ def save_state(
 def load_state(
     original: Callable[..., Any], self: Accelerator, input_dir: Any = None, *args: Any, **kw: Any
 ) -> Any:
-    """Wrap `Accelerator.load_state`: load complete folders only, and refuse code in DCP's files.
+    """Wrap `Accelerator.load_state`: load complete folders only, and refuse pickles with code.
 
-    The number of micro-batches since the last optimizer step becomes that of rank 0 on every rank.
+    Every rank gets the number of micro-batches since the last optimizer step from rank 0.
     Otherwise ranks that did not exist when the state was saved would synchronise gradients in other
-    micro-batches than the other ranks, which would wait for them forever. If other ranks have
-    saved, random generators are seeded anew, with a warning.
+    micro-batches, and the other ranks would wait for them forever. If other ranks have saved,
+    random generators are seeded anew, with a warning.
 
     Raises:
         ValueError: on every rank, before anything is loaded: the folder is damaged, unfinished or
@@ -169,14 +169,14 @@ def load_state(
         check_bases(prepared_models(self), folder)
         restore_all_extra(prepared_models(self), folder)
         loaded = original(self, os.fspath(folder), *args, **kw)
-    # Accelerate reads the step from the file of this rank's random states, and ignores errors.
+    # Accelerate reads `step` from the file with this rank's random states, and ignores errors.
     self.step = run_on_first("load_state", lambda: self.step)
     reseed_on_other_ranks(folder, _find_states(self)[0], _random_file, "torch_manual_seed")
     return loaded
 
 
 def _random_file(rank: int, world: int) -> str:
-    """Return the name of the file of random states of a rank (accelerate/checkpointing.py)."""
+    """Return the name of the file with a rank's random states (accelerate/checkpointing.py)."""
     return f"random_states_{rank}.pkl"
 
 
@@ -215,10 +215,10 @@ def _clear_unfinished(folder: Path) -> None:
 
 
 def _remove_files_of_ranks(folder: Path) -> None:
-    """Remove the per-rank files that an earlier save wrote to this folder."""
-    parts = [path for path in folder.iterdir() if path.is_dir() and _FOLDERS.fullmatch(path.name)]
+    """Remove the files that single ranks wrote to this folder in an earlier save."""
+    dcp_folders = [p for p in folder.iterdir() if p.is_dir() and _FOLDERS.fullmatch(p.name)]
     stale = [file for pattern in _FILES_OF_RANKS for file in folder.glob(pattern)]
-    stale += [file for part in parts for pattern in _FILES_OF_DCP for file in part.glob(pattern)]
+    stale += [f for part in dcp_folders for pattern in _FILES_OF_DCP for f in part.glob(pattern)]
     for file in stale:
         if _is_written_by_accelerate(file.relative_to(folder).as_posix()):
             file.unlink()
@@ -236,7 +236,7 @@ def _delete_older(written: Path, limit: int) -> None:
 
 @contextmanager
 def _all_experts_in_hub_order(accelerator: Accelerator) -> Iterator[None]:
-    """Keep all prepared models' experts and their optimizer states in hub order in the block."""
+    """Keep the experts and optimizer states of all prepared models in hub order in the block."""
     with ExitStack() as stack:
         for model in prepared_models(accelerator):
             optimizers = prepared_optimizers(accelerator)

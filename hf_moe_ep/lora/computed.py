@@ -61,7 +61,7 @@ def pack_conversion(factor: ParameterFactor) -> Conversion:
 
 
 def activate(original: Callable[..., Any], self: Any, active_adapters: list[str]) -> Any:
-    """Wrap `ParamWrapper._activate_lora`: store the factors on our experts for one forward."""
+    """Wrap `ParamWrapper._activate_lora`: compute with the factors, which PEFT would merge."""
     experts = self.get_base_layer()
     if not _is_computed_here(experts):
         return original(self, active_adapters)
@@ -91,10 +91,10 @@ def _store_adapters(experts: Any, parameter: str, adapters: list[Adapter]) -> It
 
 
 def call_base_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `BaseTuner.forward`: call a patched model as a module, so that its hooks run.
+    """Wrap `BaseTuner.forward`: run the model's forward hooks, which PEFT 0.20 skips.
 
-    PEFT 0.20 calls `model.forward`, which skips FSDP2's hooks and ours. Newer versions of PEFT call
-    the model.
+    PEFT 0.20 calls `model.forward` and thereby skips the hooks of FSDP2 and of this package. Newer
+    versions of PEFT call the model.
     """
     if find_state(self.model) is None:
         return original(self, *args, **kwargs)
@@ -129,10 +129,10 @@ def check_attachable(state: ModelState) -> None:
 def load_adapter(
     original: Callable[..., Any], self: Any, model_id: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `PeftModel.load_adapter`: keep the loaded values if the layers are on meta.
+    """Wrap `PeftModel.load_adapter`: refuse a sharded model, and load values of layers on meta.
 
-    Factors stay on the host. A module in modules_to_save is a copy of a module on meta, which
-    cannot hold loaded values, so all layers are read before.
+    The factors of such layers are created on the host. A module in modules_to_save is a copy of a
+    module on meta, which cannot store loaded values, so all layers are read before.
 
     Raises:
         ValueError: the model is sharded.
@@ -163,7 +163,7 @@ def load_adapter(
 
 
 def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the method `name` of `BaseTuner`, which merges or unloads adapters.
+    """Wrap the method `name` of `BaseTuner`: refuse to merge or unload in a sharded model.
 
     Raises:
         ValueError: the model is sharded.

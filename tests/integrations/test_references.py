@@ -287,7 +287,7 @@ def test_a_function_is_replaced_in_modules_that_imported_it(
     user = types.ModuleType("somewhere_importing")
     vars(user)["f"] = vars(source)["f"]
     rows = [
-        Wrap(f"somewhere_imported:{path}", _twice, "to see it", FEATURE)
+        Wrap(f"somewhere_imported:{path}", _twice, FEATURE)
         for path in ("f", "A.g", "A.missing", "missing")
     ]
     monkeypatch.setitem(sys.modules, "somewhere_imported", source)
