@@ -1,4 +1,4 @@
-"""The axolotl plugin `ExpertParallel`, for a YAML file without `hf-moe-ep run`.
+"""Patch axolotl's models by a plugin, so that a YAML file needs no `hf-moe-ep run`.
 
     plugins:
       - hf_moe_ep.integrations.axolotl.ExpertParallel
@@ -6,8 +6,8 @@
       ep_size: 8
       sp_size: 2
 
-axolotl imports this module if the file names the plugin; nothing else imports it. The plugin is a
-user of this package, so it calls the package's public names.
+Only axolotl imports this module, if the YAML file names the plugin. The plugin calls this package
+by its public names, as a user does.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _REPORT = "report"
 
 
 class Arguments(BaseModel):
-    """The keys that the plugin adds to axolotl's configuration.
+    """The key that the plugin adds to axolotl's configuration.
 
-    `hf_moe_ep` holds fields of ParallelConfig, and `report`, an option of `hf-moe-ep run`.
+    `hf_moe_ep` has fields of ParallelConfig, and `report`, an option of `hf-moe-ep run`.
     """
 
     hf_moe_ep: dict[str, Any] | None = None
@@ -48,18 +48,18 @@ class Arguments(BaseModel):
 class ExpertParallel(BasePlugin):
     """Patch the model that axolotl trains, and its reference model.
 
-    The experts are computed by hf_moe_ep instead of axolotl's own kernels, so leave out
-    `use_scattermoe`, `use_sonicmoe`, `expert_backend` and `experts_implementation`. Liger's other
-    kernels and axolotl's cross-entropies stay. Use `cpu_ram_efficient_loading: true` in
-    fsdp_config, so that one process per machine reads the weights.
+    hf_moe_ep computes the experts instead of axolotl's own kernels, so leave out `use_scattermoe`,
+    `use_sonicmoe`, `expert_backend` and `experts_implementation`. Liger's other kernels and
+    axolotl's cross-entropies are still used. Set `cpu_ram_efficient_loading: true` in fsdp_config,
+    so that one process per machine reads the weights.
     """
 
     def get_input_args(self) -> str:
-        """Return the name of the class with the plugin's keys."""
+        """Return the name of the class with the plugin's key."""
         return f"{__name__}.{Arguments.__name__}"
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Refuse options that compute, split or store the experts otherwise.
+        """Refuse options with which axolotl would compute, split or store the experts itself.
 
         Raises:
             ValueError: such an option is set; the message names it.
@@ -81,7 +81,7 @@ class ExpertParallel(BasePlugin):
                 "quantize_moe_experts: true stores the experts in a layout that hf_moe_ep cannot "
                 "split over ranks; leave it out, and write hf_moe_ep: {experts_dtype: nf4}"
             )
-        # axolotl's kernel plugin sets "eager" if none of its kernels is on.
+        # axolotl's kernel plugin sets "eager" if none of its kernels is used.
         cfg.experts_implementation = None
 
     def post_model_build(self, cfg: Any, model: nn.Module) -> None:

@@ -7,12 +7,11 @@ wrappers send the tensors of `hub_tensors` instead, with the adapters merged int
 of these tensors are the keys of a checkpoint on the hub: each engine maps the keys to its own
 parameters, as it does when it loads a checkpoint.
 
-    class or attribute in TRL         engine
-    VLLMGeneration                    vLLM in the same process, or in a server (GRPO, RLOO, ..)
-    weight_transfer of                any object with TRL's WeightTransferProtocol; TRL's own sends
-      AsyncGRPOTrainer and            to a server of vLLM
-      AsyncDistillationTrainer
+    class of TRL                      engine
+    VLLMGeneration (GRPO, RLOO, ..)   vLLM in the same process, or in a server
     OnlineDPOTrainer                  vLLM in the same process, or in a server
+    AsyncGRPOTrainer,                 any engine for which `weight_transfer` implements TRL's
+    AsyncDistillationTrainer          WeightTransferProtocol; TRL's own class sends to a vLLM server
 """
 
 from __future__ import annotations
