@@ -160,7 +160,7 @@ def _bytes_by_hand(assignment: Any) -> int:
 
 def _operations(assignment: Any, rank: int | None) -> int:
     """Return the operations of rank `rank` of each group; None: of this rank."""
-    owned = [matrix_range for ranges in assignment.whole for matrix_range in ranges]
+    owned = list(assignment.whole)
     for bucket in assignment.buckets:
         owned += bucket.ranges[dist.get_rank(bucket.group) if rank is None else rank]
     return sum(

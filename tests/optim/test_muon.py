@@ -212,14 +212,14 @@ def test_an_unsharded_model_is_orthogonalised_on_its_own_device(
     optimizer = Muon(model, lr=0.1)
     model(**batch(model, 2, 6)).loss.backward()
     devices = set()
-    block_of_update = muon._block_of_update
+    compute_block = muon._compute_block
 
     def record(*args: Any) -> Any:
         devices.add(args[-1])
-        return block_of_update(*args[:-1], torch.device("cpu"))
+        return compute_block(*args[:-1], torch.device("cpu"))
 
     monkeypatch.setattr(muon, "computing_device", lambda _: "the device")
-    monkeypatch.setattr(muon, "_block_of_update", record)
+    monkeypatch.setattr(muon, "_compute_block", record)
     optimizer.step()
     assert devices == {"the device"}
 
