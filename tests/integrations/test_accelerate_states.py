@@ -1,4 +1,4 @@
-"""`Accelerator.save_state` of a patched model: only complete states are loaded."""
+"""Test `save_state` and `load_state` of a patched model: only complete states are loaded."""
 
 import errno
 import random
@@ -61,7 +61,7 @@ def _on_rank_0(rank: int, run: Any) -> None:
 
 
 def _a_changed_file_is_refused(rank: int, world: int, folder: str) -> None:
-    """The error names the file. Files that `save_state` did not write may change."""
+    """The error names the file. A file that `save_state` has not written may change."""
     state = Path(folder, "state")
     with launched(**SHARDED):
         run = _Run(rank)
@@ -112,7 +112,7 @@ def _states_without_a_manifest_load(rank: int, world: int, folder: str) -> None:
 
 
 def _files_of_an_earlier_save_are_deleted(rank: int, world: int, folder: str) -> None:
-    """More ranks saved to the same folder before. Files of the user stay."""
+    """More ranks have saved to the same folder before. Other files are not deleted."""
     state = Path(folder, "state")
     stale = [state / "random_states_7.pkl", state / "optimizer_0" / "__7_0.distcp"]
     of_user = [state / "notes" / "__7_0.distcp", state / "other.pkl"]
@@ -131,7 +131,7 @@ def _files_of_an_earlier_save_are_deleted(rank: int, world: int, folder: str) ->
 
 
 def _a_full_disk_of_one_rank_is_an_error_on_all(rank: int, world: int, folder: str) -> None:
-    """The state saved before stays the newest complete one, and loads."""
+    """The previous state is still the newest complete state, and can be loaded."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "__1_0.distcp")
@@ -161,7 +161,7 @@ def _a_full_disk_of_one_rank_is_an_error_on_all(rank: int, world: int, folder: s
 
 
 def _a_full_disk_of_rank_0_ends_all_ranks(rank: int, world: int, folder: str) -> None:
-    """With FULL_STATE_DICT rank 0 writes the model, and the other ranks gather the optimizer."""
+    """With FULL_STATE_DICT rank 0 writes the model while other ranks gather the optimizer."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "pytorch_model_fsdp.bin")
@@ -179,7 +179,7 @@ def _a_full_disk_of_rank_0_ends_all_ranks(rank: int, world: int, folder: str) ->
 
 
 def _a_folder_that_is_not_shared_is_refused(rank: int, world: int, folder: str) -> None:
-    """The error comes before a rank writes its shards to its own disk."""
+    """The error is raised before any rank writes its shards to its own disk."""
     with launched(**SHARDED):
         run = _Run(rank)
         with (
@@ -190,7 +190,7 @@ def _a_folder_that_is_not_shared_is_refused(rank: int, world: int, folder: str) 
 
 
 def _automatic_checkpoint_naming(rank: int, world: int, folder: str) -> None:
-    """Checkpoints are ordered by number, although the clock goes back an hour at each save.
+    """Checkpoints are ordered by number: in this test the clock goes back an hour at each save.
 
     A folder whose save did not finish is skipped by `load_state` and overwritten by `save_state`.
     Folders beyond `total_limit` are deleted after the new one is complete.
@@ -236,9 +236,9 @@ def _automatic_checkpoint_naming(rank: int, world: int, folder: str) -> None:
 def _a_state_of_fewer_ranks_continues_with_one_step_on_all(
     rank: int, world: int, folder: str
 ) -> None:
-    """A rank without random states would synchronise gradients at other times, and hang.
+    """Otherwise a rank without a saved state would synchronise gradients at other times, and hang.
 
-    Each data rank gets generators of its own, the same ones at every load.
+    Each data rank gets other generators, the same ones at every load.
     """
     state = Path(folder, "state")
     with launched(**SHARDED):

@@ -1,6 +1,6 @@
-"""`Accelerator.save_state` with quantised experts.
+"""Test `save_state` and `load_state` with quantised experts.
 
-A killed run resumes bit by bit. The files hold hashes of the quantised experts, not their bytes.
+A killed run resumes bit by bit. The files contain hashes of the quantised experts, not their bytes.
 """
 
 import os
@@ -34,10 +34,10 @@ class Case:
     """A model and how it is saved.
 
     Attributes:
-        experts_dtype: The format of the experts.
-        state_dict_type: Accelerate's FSDP_STATE_DICT_TYPE.
-        adapted: Train adapters (True), or all parameters except the frozen experts (False).
-        sizes: The sizes of the layout.
+        experts_dtype: the format of the experts.
+        state_dict_type: the value of Accelerate's FSDP_STATE_DICT_TYPE.
+        adapted: True to train adapters, False to train all parameters except the frozen experts.
+        sizes: the sizes of the layout.
     """
 
     experts_dtype: str | None
@@ -147,7 +147,7 @@ def _resume(rank: int, world: int, folder: str) -> dict[str, dict[str, Tensor]]:
     return states
 
 
-# A model that must not load the state of "fp8, full", and words of the error.
+# Models that must not load the state of "fp8, full", and words of the error.
 OTHER_BASES = {
     "other weights": (replace(CASES["fp8, full"], seed=1), "gate_up_proj .*another base"),
     "other format": (
@@ -158,7 +158,7 @@ OTHER_BASES = {
 
 
 def _check_refusals(rank: int, world: int, folder: str) -> None:
-    """Refuse another base, and a file that lacks tensors. No rank loads any tensor."""
+    """Check that another base, and a file that lacks tensors, are refused before any load."""
     where = Path(folder, "fp8, full")
     for case, words in OTHER_BASES.values():
         _assert_refused(case, rank, where, words)
@@ -206,8 +206,8 @@ def test_a_killed_run_resumes_bit_by_bit(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_files_hold_hashes_and_no_bytes_of_experts(folder: Path, name: str) -> None:
-    """The bytes of trained parameters are found in the files, so the search works."""
+def test_files_contain_hashes_and_no_bytes_of_experts(folder: Path, name: str) -> None:
+    """The search works, because it finds the bytes of trained parameters in the files."""
     files = [
         path.read_bytes() for path in sorted(folder.joinpath(name).rglob("*")) if path.is_file()
     ]

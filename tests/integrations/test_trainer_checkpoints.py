@@ -1,6 +1,7 @@
-"""The Trainer's checkpoints of a patched model.
+"""Test the Trainer's checkpoints of a patched model.
 
-Only complete checkpoints are resumed, and old ones are deleted after the new one is complete.
+A run resumes only from complete checkpoints, and old checkpoints are deleted after the new
+checkpoint is complete.
 """
 
 import errno
@@ -46,10 +47,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Results:
-    """Four ranks train to step 3 and stop. Changed copies of their folder are resumed at ep 4.
+    """Four ranks train to step 3 and stop. Other runs resume from changed copies at ep 4.
 
     torn     the manifest is missing, as after a save that did not finish
-    stock    our two files are missing, as the stock Trainer saves
+    stock    our two files are missing, as after a save of the stock Trainer
     """
     half = folder / "half"
     results = launch(
@@ -89,9 +90,9 @@ def test_each_checkpoint_is_complete(runs: Results, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["pytorch_model_fsdp_0", "optimizer_0"])
 def test_each_rank_plans_what_it_saves(runs: Results, folder: Path, part: str) -> None:
-    """`.metadata` shows it: tensors with the same layout share one list of chunks.
+    """Tensors with the same layout then share one list of chunks in `.metadata`.
 
-    torch, which gathers the plans of all ranks, writes one list per tensor. See also
+    torch gathers the plans of all ranks, and writes one list per tensor. See also
     `tests/checkpoints/test_planner.py`.
     """
     reader = MetadataReader(folder / "half" / "checkpoint-3" / part)
@@ -102,8 +103,8 @@ def test_each_rank_plans_what_it_saves(runs: Results, folder: Path, part: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["torn", "stock"])
-def test_resumed_at_another_ep_size(runs: Results, case: str) -> None:
-    """resume_from_checkpoint=True skips the torn checkpoint-3. Stock's needs no manifest."""
+def test_runs_resume_at_another_ep_size(runs: Results, case: str) -> None:
+    """resume_from_checkpoint=True skips the torn checkpoint-3. Stock's need no manifest."""
     assert_same_log(runs[case][0], runs["whole"][0])
 
 
@@ -171,7 +172,7 @@ def test_old_checkpoints_are_deleted_last(tmp_path: Path, environment: None) -> 
 def test_folders_that_the_trainer_has_not_written_are_refused(
     tmp_path: Path, environment: None
 ) -> None:
-    """Without the error, stock raises a FileNotFoundError."""
+    """Without this error, stock would raise FileNotFoundError."""
     trainer = _trainer(tmp_path / "out", True)
     hub, own, runs, file = (tmp_path / name for name in ("hub", "own", "runs", "file"))
     tiny(dtype=torch.float32).save_pretrained(hub)
@@ -193,7 +194,7 @@ def test_folders_that_the_trainer_has_not_written_are_refused(
 
 
 def test_experts_are_resumed_in_one_process(tmp_path: Path, environment: None) -> None:
-    """Stock looks for its own parameter names in the file, and would not load the experts."""
+    """Stock would look for the model's parameter names in the file, and would find no experts."""
     trainer = _trainer(tmp_path, True)
     trainer.train()
     expected = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -211,7 +212,7 @@ def test_experts_are_resumed_in_one_process(tmp_path: Path, environment: None) -
             assert torch.equal(parameter, expected[name]), (load, name)
 
 
-def test_tensors_beside_an_adapter_are_resumed_in_one_process(
+def test_tensors_that_peft_does_not_save_are_resumed_in_one_process(
     tmp_path: Path, environment: None
 ) -> None:
     """Stock saves only the adapter. A checkpoint of stock is refused if it lacks a parameter.
@@ -248,7 +249,7 @@ def test_tensors_beside_an_adapter_are_resumed_in_one_process(
 
 @pytest.mark.slow
 def test_resuming_with_other_rows_per_step_warns(tmp_path: Path, environment: None) -> None:
-    """The Trainer skips 1 step of its own size, whatever the size of the saved step was."""
+    """The Trainer skips 1 step of its own size, although the saved step had another size."""
     _trainer(tmp_path, True, save_total_limit=3, **_BATCHES).train()
     folder = os.fspath(tmp_path / "checkpoint-1")
     assert manifest.read(folder)["layout"]["rows_per_step"] == 4
@@ -267,7 +268,7 @@ def test_resuming_with_other_rows_per_step_warns(tmp_path: Path, environment: No
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train(resume_from_checkpoint=folder)
-        # The Trainer then restores the size of the checkpoint, which its finder may have shrunk.
+        # The Trainer then restores the batch size of the checkpoint, which may have become smaller.
         finds = dict(zip(_BATCHES, (8, 1), strict=True)) | {"auto_find_batch_size": True}
         trainer = _trainer(tmp_path / "other", True, **finds)
         trainer._train_batch_size = 3
@@ -278,7 +279,7 @@ def test_resuming_with_other_rows_per_step_warns(tmp_path: Path, environment: No
 def test_a_checkpoint_of_more_ranks_reseeds_random_generators(
     tmp_path: Path, environment: None
 ) -> None:
-    """Stock looks for `rng_state.pth`, does not find it, and keeps the generators as they are."""
+    """Stock looks for `rng_state.pth`, does not find it, and does not change the generators."""
     _trainer(tmp_path, True).train()
     folder = tmp_path / "checkpoint-3"
     content = manifest.read(folder)
@@ -296,13 +297,13 @@ def test_a_checkpoint_of_more_ranks_reseeds_random_generators(
         with pytest.warns(UserWarning, match=expected):
             trainer._load_rng_state(os.fspath(folder))
         draws.append((torch.rand(()).item(), random.random(), np.random.rand()))
-        # All data ranks must draw the same order, and torch's generators differ on them.
+        # All data ranks must draw the same order, although their default generators differ.
         assert loader.batch_sampler.sampler.generator is not None
     assert draws[0] == draws[1]
 
 
 def test_files_of_an_unfinished_save_are_deleted(tmp_path: Path, environment: None) -> None:
-    """Eight ranks wrote the files, with random states that a resumed run must not read."""
+    """Eight ranks wrote the files. A resumed run must not read their random states."""
     folder = tmp_path / "checkpoint-1"
     stale = [folder / "rng_state_7.pth", folder / "optimizer_0" / "__7_0.distcp"]
     notes = folder / "notes.txt"
@@ -344,7 +345,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, environment: None
 def test_a_torn_checkpoint_is_deleted_before_complete_ones(
     tmp_path: Path, environment: None, limit: int
 ) -> None:
-    """A run is killed in the save of step 3, resumes from 1 and saves 2. Stock would keep 3."""
+    """A run is killed in the save of step 3, resumes from step 1 and saves step 2."""
     trainer = _trainer(tmp_path, True)
     trainer.args.save_total_limit = None
     trainer.train()
@@ -360,7 +361,7 @@ def test_a_torn_checkpoint_is_deleted_before_complete_ones(
 
 
 class _SavesOnSigterm(transformers.TrainerCallback):
-    """Requests a checkpoint at step 2, as the Trainer does when its process gets SIGTERM."""
+    """Request a checkpoint at step 2, as the Trainer does when its process gets SIGTERM."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -373,7 +374,7 @@ class _SavesOnSigterm(transformers.TrainerCallback):
 
 
 def test_a_checkpoint_of_sigterm_is_complete(tmp_path: Path, environment: None) -> None:
-    """The Trainer removes a file from it after it has been saved."""
+    """The Trainer removes a file from such a checkpoint after the save."""
     trainer = _trainer(tmp_path, True, enable_jit_checkpoint=True, save_steps=100)
     trainer.add_callback(_SavesOnSigterm(trainer))
     trainer.train()
@@ -389,7 +390,7 @@ def test_a_checkpoint_of_sigterm_is_complete(tmp_path: Path, environment: None) 
 def test_a_checkpoint_that_cannot_be_deleted_ends_no_run(
     tmp_path: Path, environment: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A killed job may still have a file of it open, on a disk of NFS."""
+    """On NFS, a killed job may still have a file of the checkpoint open."""
     torn, stock = tmp_path / "checkpoint-7", shutil.rmtree
     torn.mkdir()
     manifest.begin(torn)
@@ -397,7 +398,7 @@ def test_a_checkpoint_that_cannot_be_deleted_ends_no_run(
     def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
         if Path(path) != torn:
             stock(path, *args, **kwargs)
-        elif not kwargs.get("ignore_errors"):  # stock rotates by time, and ignores errors
+        elif not kwargs.get("ignore_errors"):  # stock deletes by time, and ignores errors
             raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
     monkeypatch.setattr(manifest.shutil, "rmtree", rmtree)
@@ -447,7 +448,7 @@ def test_checkpoints_of_an_unpatched_model_are_stock(tmp_path: Path, environment
 
 
 class _GetAttrCall:
-    """Is pickled as a call of getattr(owner, name)."""
+    """An object that is pickled as a call of getattr(owner, name)."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.call = getattr, (owner, name)
@@ -456,7 +457,7 @@ class _GetAttrCall:
         return self.call
 
 
-def test_unpickling_allows_getattr_for_enum_members_only(tmp_path: Path) -> None:
+def test_unpickling_allows_getattr_only_for_enum_members(tmp_path: Path) -> None:
     """Python up to 3.11.3 pickles enums as calls of getattr."""
     enum = metadata._MEM_FORMAT_ENCODING
     (tmp_path / "enum").write_bytes(pickle.dumps(_GetAttrCall(enum, "TORCH_CONTIGUOUS_FORMAT")))
