@@ -1,4 +1,4 @@
-"""adapter_config.json for stacked and for single experts, written out by hand."""
+"""Compare conversions of adapter_config.json with configs that are written by hand."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ SINGLE: dict[str, Any] = STACKED | {
 }
 
 
-def test_the_table_of_the_docstring() -> None:
+def test_conversions_give_the_table_of_the_docstring() -> None:
     assert convert_config_to_single(STACKED, STACKS, ATTENTION) == SINGLE
     same = {"gate_up_proj": 1, "down_proj": 1}
     assert convert_config_to_stacked(SINGLE, STACKS, ATTENTION, same) == STACKED
@@ -61,7 +61,7 @@ def test_limited_targets_become_full_names(limits: dict[str, Any]) -> None:
     assert config["layers_to_transform"] is None
 
 
-def test_two_a_double_the_rank_and_keep_the_scale() -> None:
+def test_different_a_of_gate_and_up_double_the_rank_and_keep_the_scale() -> None:
     growth = {"gate_up_proj": 2, "down_proj": 1}
     config = convert_config_to_stacked(SINGLE, STACKS, ATTENTION, growth)
     assert find_rank_and_alpha(config, f"{EXPERTS}.gate_up_proj") == (8, 32)  # 16 / 4 = 32 / 8
@@ -69,7 +69,7 @@ def test_two_a_double_the_rank_and_keep_the_scale() -> None:
 
 
 def test_an_entry_for_one_layer_does_not_change_another() -> None:
-    """Layer 0 has rank 5 and layer 1 the default. The short key for layer 0 would match both."""
+    """Layer 0 has rank 5, layer 1 has the default. A short key for layer 0 would match both."""
     first = Stack("model.layers.1.mlp.experts", "down_proj", 2, 8, 16, "w")
     second = Stack("model.layers.0.mlp.experts", "down_proj", 2, 8, 5, "w")
     old = {"r": 8, "lora_alpha": 16, "target_modules": ["down_proj"]}

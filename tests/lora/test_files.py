@@ -1,4 +1,4 @@
-"""Adapter files of a sharded model open in stock PEFT, and files of stock PEFT open here."""
+"""Test that stock PEFT loads adapter files of a sharded model, and that we load PEFT's files."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def _logits(model: nn.Module) -> Tensor:
 
 
 def _check_saved(model: nn.Module, save: Any, folder: str) -> None:
-    """Save a sharded model. Stock PEFT must compute its logits from the files, merged or not."""
+    """Save a sharded model. From the files stock PEFT must compute its logits, merged or not."""
     logits = _logits(model)
     save(model, folder)
     assert max(path.stat().st_size for path in Path(folder).iterdir()) < 500_000, "not the base"
@@ -91,7 +91,7 @@ def test_an_adapter_trained_by_stock_peft_opens_at_ep_2(tmp_path: Path) -> None:
 
 
 def test_another_order_of_lora_b_changes_the_logits() -> None:
-    """Columns of lora_B are (r, E). unsloth-zoo read (E, r) until its PR 1269; shapes are equal."""
+    """lora_B's columns are (r, E). unsloth-zoo read (E, r), of the same shape, until PR 1269."""
     stock = with_lora(tiny(), seed=0)
     model = with_lora(patch(tiny()), seed=0)
     logits = _logits(stock)
@@ -105,7 +105,7 @@ def test_another_order_of_lora_b_changes_the_logits() -> None:
 
 
 def _compare_initial_factors(rank: int, world: int) -> None:
-    """All ranks get the initial factors of rank 0; each rank has drawn others."""
+    """All ranks get the initial factors of rank 0, although each rank has drawn other values."""
 
     def attach(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -121,12 +121,12 @@ def _compare_initial_factors(rank: int, world: int) -> None:
     assert local < 0.3 * sum(tensor.numel() for tensor in gathered.values()), "a quarter per rank"
 
 
-def test_initial_factors_are_those_of_rank_0() -> None:
+def test_initial_factors_equal_rank_0s() -> None:
     run_ranks(_compare_initial_factors, 4)
 
 
 def _train_on_bf16(rank: int, world: int, folder: str) -> None:
-    """PEFT casts adapters of a bf16 base to fp32. Shards and files are fp32, products are bf16."""
+    """PEFT casts adapters of a bf16 base to fp32. Shards and files are fp32; products are bf16."""
     model = with_lora(tiny(dtype=torch.bfloat16), seed=rank)
     dtypes = {p.dtype for n, p in model.named_parameters() if "lora_" in n and "proj" in n}
     assert torch.float32 in dtypes
@@ -143,18 +143,18 @@ def _train_on_bf16(rank: int, world: int, folder: str) -> None:
     gathered = {name: full_tensor(p) for name, p in adapters.items()}
     for name, tensor in factors.pack_factors(model, gathered).items():
         assert torch.equal(opened.get_parameter(name), tensor), name
-    # The mean, not the maximum: rounding may route a token to another expert.
+    # The mean is compared, because rounding may route a token to another expert.
     error = (_logits(opened) - after).abs().mean() / after.abs().mean()
     assert error < 0.05, f"logits in stock PEFT: mean error {error}"
 
 
 @pytest.mark.slow
-def test_fp32_adapters_on_a_bf16_base(tmp_path: Path) -> None:
+def test_fp32_adapters_on_a_bf16_base_equal_peft(tmp_path: Path) -> None:
     run_ranks(_train_on_bf16, 2, str(tmp_path / "adapter"))
 
 
 def _save_with_accelerate(rank: int, world: int, folder: str) -> None:
-    """Both kinds of state dict work, and PEFT saves the gathered one as in its scripts."""
+    """Both types of state dict work. PEFT saves the gathered state dict as in its scripts."""
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         state, adapter = f"{folder}/{kind}", f"{folder}/{kind}-adapter"
         with launched(FSDP_STATE_DICT_TYPE=kind):
@@ -167,7 +167,7 @@ def _save_with_accelerate(rank: int, world: int, folder: str) -> None:
             assert (_logits(model) - logits).abs().max() > 0.01, kind
             accelerator.load_state(state)
             assert torch.equal(_logits(model), logits), kind
-            # Called on every rank, as in PEFT's examples for FSDP.
+            # Every rank calls this, as in PEFT's examples for FSDP.
             accelerator.unwrap_model(model).save_pretrained(
                 adapter,
                 is_main_process=accelerator.is_main_process,
@@ -179,12 +179,12 @@ def _save_with_accelerate(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_states_and_adapters_saved_by_accelerate(tmp_path: Path) -> None:
+def test_states_and_adapters_saved_by_accelerate_can_be_loaded(tmp_path: Path) -> None:
     run_ranks(_save_with_accelerate, 2, str(tmp_path))
 
 
 def _add_by_transformers(rank: int, world: int, folder: str) -> None:
-    """`model.add_adapter` makes no PeftModel. The files are still those of PEFT."""
+    """`model.add_adapter` creates no PeftModel. The files are the same as PEFT's."""
     model = tiny(dtype=torch.float32)
     torch.manual_seed(rank)
     model.add_adapter(
@@ -205,7 +205,7 @@ def _read_keys(folder: str) -> set[str]:
 
 
 def _save_embeddings(rank: int, world: int, folder: str) -> None:
-    """PEFT saves embeddings too if they are larger than those of the base on disk (new tokens)."""
+    """PEFT also saves embeddings with new tokens, which are larger than in the base on disk."""
     if rank == 0:
         tiny(dtype=torch.float32).save_pretrained(f"{folder}/base")
     dist.barrier()
@@ -244,7 +244,7 @@ def _save_with_checkpoint_wrappers(rank: int, world: int, folder: str) -> None:
         assert_close(f"{name}: logits in stock PEFT", _logits(opened), logits, BUDGET)
 
 
-def test_modules_to_save_under_accelerates_activation_checkpointing(tmp_path: Path) -> None:
+def test_modules_to_save_work_with_accelerates_activation_checkpointing(tmp_path: Path) -> None:
     run_ranks(_save_with_checkpoint_wrappers, 2, str(tmp_path))
 
 
@@ -254,5 +254,5 @@ def test_embeddings_are_saved_where_peft_saves_them(tmp_path: Path) -> None:
 
 
 @needs_add_adapter
-def test_an_adapter_added_by_transformers(tmp_path: Path) -> None:
+def test_an_adapter_added_by_transformers_opens_in_peft(tmp_path: Path) -> None:
     run_ranks(_add_by_transformers, 2, str(tmp_path / "adapter"))

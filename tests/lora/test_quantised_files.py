@@ -1,4 +1,4 @@
-"""Quantised experts of a sharded model: memory, gathers, hashes of the base, resuming, files."""
+"""Test quantised experts of a sharded model: memory, all-gathers, hashes, resuming and files."""
 
 import importlib.util
 import json
@@ -84,7 +84,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def gathered_bytes_of_experts(rank: int, world: int) -> None:
-    """All-gathers of experts in one step: each format against bf16, with LoRA on attention only."""
+    """Compare all-gathered bytes of experts in a step with bf16; only attention has LoRA."""
     sums = {}
     for kind in ("", *HELD):
         model = with_lora(tiny(dtype=torch.bfloat16, **LARGE), parameters=())
@@ -140,7 +140,7 @@ def a_changed_byte_or_swapped_experts_change_a_hash(rank: int, world: int) -> No
 
 
 class BytesRead(TorchDispatchMode):
-    """Counts in `num` the bytes of `tensors` that operations read; making a view reads nothing."""
+    """Count in `num` the bytes of `tensors` that operations read. A view reads nothing."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class BytesRead(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operations on plain tensors are dispatched here too
+            return NotImplemented  # operations on plain tensors are dispatched here too
         out = func(*args, **(kwargs or {}))
         made = {x.untyped_storage().data_ptr() for x in tree_leaves(out) if isinstance(x, Tensor)}
         for taken in tree_leaves((args, kwargs)):
@@ -160,7 +160,7 @@ class BytesRead(TorchDispatchMode):
 
 
 def base_is_read_once(kind: str, rank: int, world: int, folder: str) -> None:
-    """The first save and a load read all bytes. A save after training LoRA alone reads none."""
+    """The first save and a load read all bytes. A save after LoRA training reads none."""
     model = shard(kind, ep_size=2)
     optimizer = _adamw(model)
     tensors = [t for n, stack, _ in quantised_matrices(model) for t in stack.by_name(n).values()]
@@ -204,7 +204,7 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 def resuming_needs_the_same_base_not_the_same_layout(rank: int, world: int, folder: str) -> None:
-    """A resumed run takes the same steps. The base is not saved; another base is refused."""
+    """A resumed run takes the same steps. The base is not saved, and another base is refused."""
     for kind in ("nf4", "fp8"):
         where = Path(folder, kind)
         model = shard(kind, ep_size=2)
@@ -249,8 +249,8 @@ def resuming_needs_the_same_base_not_the_same_layout(rank: int, world: int, fold
         load_checkpoint(Path(folder, "nf4"), shard("nf4", ep_size=2), None)
 
 
-def frozen_without_peft(rank: int, world: int, folder: str) -> None:
-    """Without PEFT, trained attention is saved; calls that need the experts' values are refused."""
+def frozen_quantised_experts_without_peft(rank: int, world: int, folder: str) -> None:
+    """Trained attention is saved without PEFT. Calls that need values of experts are refused."""
 
     def frozen(seed: int) -> nn.Module:
         model = tiny(seed=seed, **LARGE)
@@ -367,7 +367,7 @@ CHECKS = [
     a_changed_byte_or_swapped_experts_change_a_hash,
     {f"base is read once, {kind}": partial(base_is_read_once, kind) for kind in HELD},
     resuming_needs_the_same_base_not_the_same_layout,
-    frozen_without_peft,
+    frozen_quantised_experts_without_peft,
     the_adapter_opens_in_stock_peft,
     unsupported_cases_are_refused,
 ]
