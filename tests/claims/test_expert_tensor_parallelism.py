@@ -1,4 +1,4 @@
-"""With etp_size > 1 several ranks share each expert, and training equals that of stock, in fp64.
+"""With etp_size > 1 several ranks share each expert, and training equals stock in fp64.
 
 Losses, every gradient, the gradient norm and the weights after three steps of AdamW are compared
 with stock in one process.
@@ -79,12 +79,12 @@ def test_more_layouts_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-# Biases and interleaved, transposed weights; shared experts; routing weights that multiply inputs,
-# and transposed weights; two stock parameters for gate and up.
+# The types have: biases and interleaved, transposed weights; shared experts; routing weights that
+# multiply inputs, and transposed weights; two stock parameters for gate and up.
 TYPES = ("mixtral", "gpt_oss", "deepseek_v3", "llama4_text", "dbrx")
 
 
-def _trains_like_stock(model_type: str, sizes: dict[str, int], rank: int, world: int) -> None:
+def _compare_with_stock(model_type: str, sizes: dict[str, int], rank: int, world: int) -> None:
     model, stock = build(model_type, seed=rank), build(model_type)
     apply_ep_fsdp2(model, **sizes)
     optimizers = adamw(model), adamw(stock)
@@ -92,7 +92,7 @@ def _trains_like_stock(model_type: str, sizes: dict[str, int], rank: int, world:
         assert_same_step(f"{model_type} step {step}", (model, stock), optimizers, seed=7 * step)
 
 
-def _adapters_train_like_peft(model_type: str, rank: int, world: int) -> None:
+def _compare_adapters_with_peft(model_type: str, rank: int, world: int) -> None:
     model, stock = build_adapted(model_type, seed=rank), build_adapted(model_type, seed=0)
     apply_ep_fsdp2(model, ep_size=2, etp_size=2)
     optimizers = adamw(model), adamw(stock)
@@ -100,9 +100,9 @@ def _adapters_train_like_peft(model_type: str, rank: int, world: int) -> None:
         assert_same_step(f"{model_type} step {step}", (model, stock), optimizers, seed=7 * step)
 
 
-# Interleaved and transposed; transposed, and PEFT takes the matrices for [out, in]; no gate.
+# The types are: interleaved and transposed; transposed, which PEFT treats as [out, in]; no gate.
 ADAPTED = [
-    Check(name, 4, partial(_adapters_train_like_peft, name), slow=True).as_parameter()
+    Check(name, 4, partial(_compare_adapters_with_peft, name), slow=True).as_parameter()
     for name in ("gpt_oss", "llama4_text", "nemotron_h")
 ]
 
@@ -116,7 +116,7 @@ OF_TYPES = [
     Check(
         f"{name}, {', '.join(f'{key} {size}' for key, size in sizes.items())}",
         4,
-        partial(_trains_like_stock, name, sizes),
+        partial(_compare_with_stock, name, sizes),
         slow=True,
     ).as_parameter()
     for name in TYPES
@@ -129,8 +129,8 @@ def test_types_equal_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _all_ranks_skip_a_step(modules: tuple[str, ...], part: str, rank: int, world: int) -> None:
-    """The first gradient of the optimizer is a factor that all ranks of an etp group have."""
+def _skip_a_step_on_all_ranks(modules: tuple[str, ...], part: str, rank: int, world: int) -> None:
+    """The optimizer's first gradient belongs to a factor that all ranks of an etp group have."""
     model = apply_ep_fsdp2(with_lora(tiny(), modules=modules), etp_size=2)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     named.sort(key=lambda item: "experts" not in item[0])
@@ -161,7 +161,7 @@ SKIPS = {
 @pytest.mark.parametrize(
     "claim",
     on_ranks_of_checks(
-        2, {name: partial(_all_ranks_skip_a_step, *case) for name, case in SKIPS.items()}
+        2, {name: partial(_skip_a_step_on_all_ranks, *case) for name, case in SKIPS.items()}
     ),
 )
 def test_all_ranks_skip_a_step_with_an_infinity(found: Found, claim: Check) -> None:

@@ -1,4 +1,4 @@
-"""examples/finetune_grpo.py on four ranks: the reward rises, and stock can load the saved model.
+"""In examples/finetune_grpo.py on four ranks the reward rises, and stock loads the saved model.
 
 The reward is the share of digits in the answer to a sum: about 1 % for an untrained model, and
 almost 100 % after a few steps, also in a stock process that loads the saved model.

@@ -1,9 +1,9 @@
-"""GRPO with an engine: after each of 3 steps on 4 ranks, the engine holds the model's weights.
+"""After each of 3 GRPO steps on 4 ranks, the engine has the model's weights.
 
-These are the tensors that save_pretrained writes. In a sync each rank receives every byte that it
-lacks once, in small parts; this includes the factors of LoRA.
+The engine gets the tensors that save_pretrained writes. In a sync each rank receives every byte
+that it lacks once, in small parts, also of LoRA factors.
 
-The engine is `support.engine`'s stand-in for vLLM in TRL's colocate mode (`support.trl_engine`).
+`support.engine` is a fake of vLLM in TRL's colocate mode (`support.trl_engine`).
 """
 
 import os
@@ -107,6 +107,6 @@ def grpo(lora: bool, rank: int, world: int, folder: str) -> None:
 @pytest.mark.parametrize(
     "claim", on_ranks(4, {"full": partial(grpo, False), "lora": partial(grpo, True)})
 )
-def test_after_each_step_the_engine_holds_the_weights(found: Found, claim: Check) -> None:
+def test_after_each_step_the_engine_has_the_weights(found: Found, claim: Check) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     found.raise_if_failed(claim)

@@ -1,9 +1,9 @@
 """A damaged or hostile checkpoint runs no code, and loads no wrong value without a message.
 
-The tests take checkpoints of `save_checkpoint`, `accelerator.save_state` and the Trainer and spoil
-each at random: they flip a bit, truncate or delete a file, exchange it with another run's, or
-insert a pickle that runs code at one of the places that hold pickles. An attacker can write a
-manifest too, so a hostile checkpoint has a new manifest, no manifest, or the old one.
+The tests damage checkpoints of `save_checkpoint`, `accelerator.save_state` and the Trainer at
+random: they flip a bit, truncate or delete a file, replace a file by another run's, or replace a
+pickle by a pickle that runs code. An attacker can also write a manifest, so a hostile checkpoint
+has a new manifest, no manifest, or the old manifest.
 """
 
 import pickle
@@ -51,7 +51,7 @@ class _Run:
         _, self.model, self.optimizer = prepared(model, self.accelerator, ep_size=2)
 
     def save_two(self, folder: Path) -> dict[str, Tensor]:
-        """Save the states after one and after two steps; return the values of the first state."""
+        """Save the states after one and two steps, and return the values of the first state."""
         states = []
         for which in ("first", "second"):
             self.accelerator.backward(self.model(**batch(self.model, 2, 7, seed=self.rank)).loss)
@@ -73,7 +73,7 @@ class _Run:
 
 
 class _TrainerRun(TrainerCallback):
-    """A Trainer, which is made anew for each checkpoint that it loads."""
+    """A training run, which creates a new Trainer for each checkpoint that it loads."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -162,7 +162,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _spoil(number: int, saved: Path, other: Path, folder: Path, trace: Path) -> tuple[str, str]:
-    """Spoil a copy of a checkpoint; return the kind of damage, and which manifest the copy has."""
+    """Damage a copy of a checkpoint. Return the kinds of the damage and of its manifest."""
     generator = random.Random(number)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(saved, folder)
@@ -188,7 +188,7 @@ def _spoil(number: int, saved: Path, other: Path, folder: Path, trace: Path) -> 
 def _load_spoiled(
     rank: int, world: int, folder: str, ways: tuple[str, ...], numbers: list[int]
 ) -> Counter[str]:
-    """Load each spoiled checkpoint, and count how many are refused, cause a warning, or load the
+    """Load each damaged checkpoint, and count how many are refused, cause a warning, or load the
     saved values.
     """
     outcomes: Counter[str] = Counter()
@@ -236,7 +236,7 @@ def _load(run: _Run | _TrainerRun, way: str, folder: Path, saved_values: dict[st
 
 
 def _error_of(load: Callable[[], None]) -> str:
-    """Return the error of `load`, if any. Other tests check which error it is."""
+    """Return the error of `load`, or None. Other tests check the kind of the error."""
     try:
         load()
     except Exception as error:  # noqa: BLE001

@@ -29,14 +29,14 @@ from hf_moe_ep.checkpoints.training.save import save_checkpoint
 from hf_moe_ep.ranks import all_ranks
 from hf_moe_ep.ranks.background import SaveHandle
 
-# Kind of run: the layouts of even and odd rounds, and the number of layers.
+# kind of run: (the layouts of even and odd rounds, the number of layers)
 RUNS = {
     "ep": ((Layout("ep2", 2, {"ep_size": 2}), Layout("ep1", 2, {"ep_size": 1})), 1),
     "stages": ((Layout("pp2", 2, {"pp_size": 2}),) * 2, 2),
 }
 MODULES = {"folder": training_folder, "manifest": manifest}
-# (rank that dies, seconds after the start of a save or the function in which it dies, number of the
-# save in the round)
+# (the rank that dies; the seconds after the start of a save, or the function in which it dies; the
+# number of the save in the round)
 Kill = tuple[int, float | str, int]
 BUDGET = 1e-9  # transformers' loss has fp32 logits, and another layout sums in another order
 
@@ -73,7 +73,7 @@ def _resume_and_die(rank: int, world: int, kind: str, root: str, round_: int, ki
                 log.write(f"{number} {loss!r} {round_}\n")
         if rank == victim and number == first + after:
             if isinstance(moment, str):
-                handle.wait()  # the previous save may still run, and must not be the one to fail
+                handle.wait()  # the previous save may still run, and must not fail
             _schedule_kill(moment)
         handle = save_checkpoint(
             f"{root}/step-{number + 1}",
@@ -114,7 +114,7 @@ def _run_rounds(kind: str, root: Path, kills: list[Kill]) -> dict[str, int]:
         complete = {path.name for path in _folders(root)} - {path.name for path in torn}
         assert before <= complete, "a complete checkpoint must stay complete"
         for name in complete:
-            manifest.check(root / name)  # a folder with a manifest has to hold every byte
+            manifest.check(root / name)  # a folder with a manifest must be complete
         if complete:
             newest = max(complete, key=lambda name: int(name.partition("-")[2]))
             assert manifest.newest_complete(root).name == newest
@@ -162,6 +162,6 @@ def test_kills_at_random_moments(kind: str, num_kills: int, tmp_path: Path) -> N
     counts, last = _check_losses(kind, tmp_path / "run", kills)
     print(counts, last)
     assert counts["died"] == num_kills, (counts, last)
-    # How many kills meet a save depends on the machine.
+    # The number of kills during a save depends on the machine.
     assert counts["torn"] >= num_kills // 8, (counts, last)
     assert counts["resumed"] >= num_kills * 7 // 8, (counts, last)

@@ -1,4 +1,4 @@
-"""One process loads, trains, saves and resumes: on a GPU with NCCL, and on the CPU.
+"""One process loads, trains, saves and resumes, on a GPU with NCCL or on the CPU.
 
 Other tests run several ranks on the CPU. This test is about the device: its random generators,
 copies to the host, gloo and NCCL together, and offloaded parameters.
@@ -60,7 +60,7 @@ def _load(folder: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _resume(folder: str, name: str, device: str) -> tuple[float, State, State]:
-    """Resume from checkpoint `name`, take a step; return its loss, and values before and after."""
+    """Resume from checkpoint `name`, take a step, and return its loss and values around it."""
     model, optimizer = _load(folder, device)
     torch.manual_seed(17)
     load_checkpoint(f"{folder}/{name}", model, optimizer)
@@ -112,7 +112,7 @@ def _train_adapters(rank: int, world: int, folder: str, device: str) -> None:
 
 
 def _train_offloaded(folder: str) -> None:
-    """Parameters and moments are on the host; forward and backward run on the GPU."""
+    """Parameters and moments are on the host. Forward and backward run on the GPU."""
     model = from_pretrained(f"{folder}/hub", offload_policy=CPUOffloadPolicy()).train()
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     optimizer = _adamw(model)

@@ -61,7 +61,7 @@ def _write(folder: Path) -> None:
 
 
 def _fill_with_ramp(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Replace nn.init.normal_, because random values take long and are not needed here."""
+    """Replace nn.init.normal_, because random values are slow and are not needed here."""
     with torch.no_grad():
         return tensor.copy_(torch.linspace(-0.1, 0.1, tensor.shape[-1]).expand_as(tensor))
 
@@ -107,14 +107,14 @@ def _read_layer_at_once(
 
 
 def peak_memory_of_loads(rank: int, world: int, folder: str) -> None:
-    """Load bf16 and FP8 files in all formats. FP8 files into FP8 need not even one matrix."""
+    """Load bf16 and FP8 files in all formats. From FP8 to FP8, no matrix is needed at all."""
     return_what_is_freed()
     if rank == 0:
         _write(Path(folder))
     dist.barrier()
     cases = [(files, kind) for files in ("bf16", "fp8") for kind in KINDS]
-    # Take the minimum of three loads: the first one also imports modules, and on a busy machine the
-    # system reclaims freed memory late.
+    # The minimum of three loads is taken, because the first load also imports modules, and on a busy
+    # machine the system reclaims freed memory late.
     peaks: dict[tuple[str, str], int] = {}
     for files, kind in 3 * cases:
         peak = _temporary_bytes(Path(folder, files), kind)

@@ -1,8 +1,8 @@
-"""The batch files of examples/slurm/, run unchanged with stand-ins for srun and scontrol.
+"""The unchanged batch files of examples/slurm/ resume their jobs after failures.
 
-Two agents with two ranks each stand for two machines. After the death of a rank or an agent, the
-job resumes by itself, and every loss equals that of an undisturbed run. stages.sbatch runs on two
-network namespaces with a slow link between them.
+The tests replace srun and scontrol. Two agents with two ranks each represent two machines. After
+the death of a rank or an agent, the job resumes by itself, and every loss equals the loss of an
+undisturbed run. stages.sbatch runs on two network namespaces with a slow link between them.
 """
 
 import json
@@ -45,9 +45,9 @@ def _losses(folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_after_dead_ranks_and_agents_the_job_resumes(tmp_path: Path, way: str) -> None:
-    """A rank dies at step 1. Another rank stalls at step 2: at the timeout of the process group, an
-    error names it, and torchrun restarts the ranks. An agent dies at step 3: srun ends the other
-    agent and starts both again.
+    """A rank dies at step 1. Another rank stalls at step 2: at the timeout of the process group an
+    error names this rank, and torchrun restarts the ranks. An agent dies at step 3: srun ends the
+    other agent and starts both again.
     """
     file = SLURM / f"{way}.sbatch"
     outputs = {}
@@ -72,7 +72,7 @@ def test_after_dead_ranks_and_agents_the_job_resumes(tmp_path: Path, way: str) -
 
 @pytest.mark.slow
 def test_a_job_whose_time_is_up_is_requeued_and_resumes(tmp_path: Path) -> None:
-    """Slurm sends a signal before the time limit, and the batch file then requeues its job."""
+    """Slurm sends a signal before the time limit. Then the batch file requeues its job."""
     file = SLURM / "torchrun.sbatch"
 
     def signal_after_step_2(shell: subprocess.Popen[bytes]) -> None:
@@ -140,7 +140,7 @@ def _run_stages(folder: Path, network: Nodes, failures: Sequence[str] = ()) -> i
 
 @pytest.mark.slow
 def test_stages_on_a_slow_link_resume_after_a_death(tmp_path: Path) -> None:
-    """Each node is a stage with ep 2. The losses are those of one machine without stages.
+    """Each node is a stage with ep 2. The losses equal one machine's without stages.
 
     A rank of the second stage dies at step 1, and srun starts all ranks again.
     """

@@ -1,11 +1,10 @@
 """After a kill during a save, a load gives one complete state or an error.
 
-The save is `accelerator.save_state` or one of the Trainer. Each round saves state A, takes a step
-to state B and saves again, in the folder of A or in the next folder that Accelerate or the Trainer
-names. A rank is killed (SIGKILL) during the second save. Two new ranks then load A or B bit by bit,
-or raise an error because the folder is torn; they never load a mixture of A and B. With pipeline
-stages a rank compares the state of its stage. test_kills.py lists the tests of kills in other
-saves.
+`accelerator.save_state` or the Trainer saves. Each round saves state A, takes a step to state B and
+saves again, in the folder of A or in the next folder that Accelerate or the Trainer names. A rank
+is killed (SIGKILL) during the second save. Two new ranks then load A or B bit by bit, or raise an
+error because the folder is torn. They never load a mixture of A and B. With pipeline stages a rank
+compares the state of its stage. test_kills.py lists the tests of kills in other saves.
 """
 
 import random
@@ -79,10 +78,10 @@ def _load(rank: int, world: int, root: str, automatic: bool, sizes: dict[str, in
             accelerator.load_state(folder)
         except ValueError as error:
             return f"refused: {error}"
-        return _which(whole_state(model, optimizer), root, rank)
+        return _name_state(whole_state(model, optimizer), root, rank)
 
 
-def _which(got: dict[str, Tensor], root: str, rank: int) -> str:
+def _name_state(got: dict[str, Tensor], root: str, rank: int) -> str:
     for which in "AB":
         want = torch.load(f"{root}/{which}-{rank}.pt")
         if all(torch.equal(got[name], value) for name, value in want.items()):
@@ -117,7 +116,7 @@ class _Callback(TrainerCallback):
     ) -> None:
         if state.global_step:
             values = whole_state(kwargs["model"], kwargs["optimizer"])
-            self.loaded = _which(values, self.root, dist.get_rank())
+            self.loaded = _name_state(values, self.root, dist.get_rank())
             control.should_training_stop = True
 
 
@@ -154,7 +153,8 @@ def _resume(rank: int, world: int, root: str, automatic: bool, sizes: dict[str, 
     return callback.loaded
 
 
-# way to save: (saves twice, loads, the longest time in seconds until the kill)
+# kind of save: (a function that saves twice, a function that loads, the longest time in seconds
+# until the kill)
 WAYS: dict[str, tuple[Any, Any, float]] = {
     "save_state": (_save_twice, _load, 0.12),
     "Trainer": (_train, _resume, 0.3),
@@ -193,5 +193,5 @@ def test_after_a_kill_no_mixture_is_loaded(
             assert loaded[0] in ("A", "B"), loaded
     print(dict(outcomes), f"{torn} torn")
     assert not outcomes["a mixture"], outcomes
-    # How many kills meet a save depends on the machine.
+    # The number of kills during a save depends on the machine.
     assert torn >= rounds // 8, torn

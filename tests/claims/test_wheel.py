@@ -1,9 +1,9 @@
-"""The wheel holds the whole package, and its declared requirements are enough to train with it.
+"""The wheel contains the whole package, and its requirements are enough to train with it.
 
-It is built from the sdist, as `python -m build` does, so the sdist holds all that an installation
-needs. The wheel is installed into new virtual environments, which contain only the packages that
-its metadata requires, as links to the running environment. The tests need no network, and the
-checkout is not on the path.
+The wheel is built from the sdist, as `python -m build` does, so the sdist has everything that an
+installation needs. The wheel is installed into new virtual environments, which contain only the
+packages that its metadata requires, as links to the running environment. The tests need no network,
+and the checkout is not on the path.
 """
 
 import email
@@ -79,7 +79,7 @@ assert not found, f"installed, but not required: {{found}}"
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the sdist from a copy of the checkout, then `pip wheel` the sdist.
 
-    A copy, because setuptools writes into the source.
+    The checkout is copied, because setuptools writes into the source.
     """
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(*NOT_COPIED))
@@ -94,7 +94,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_the_wheel_holds_every_folder_and_no_tests(wheel: Path) -> None:
+def test_the_wheel_contains_every_folder_and_no_tests(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
         scripts = next(name for name in names if name.endswith("entry_points.txt"))
@@ -123,19 +123,19 @@ class Installed:
     work: Path
 
     def run(self, *command: str, code: int = 0) -> str:
-        """Run a program of the environment in `work`; return what it printed."""
+        """Run a program of the environment in `work`, and return its output."""
         return _run([os.fspath(self.python.with_name(command[0])), *command[1:]], self.work, code)
 
 
 @pytest.fixture(scope="module")
 def plain(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """`pip install WHEEL`."""
+    """Return an environment made by `pip install WHEEL`."""
     return _install(wheel, "", tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
 def with_peft(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """`pip install WHEEL[peft]`."""
+    """Return an environment made by `pip install WHEEL[peft]`."""
     return _install(wheel, "peft", tmp_path_factory.mktemp("peft"))
 
 
@@ -190,7 +190,7 @@ def test_the_examples_train_from_the_wheel(with_peft: Installed) -> None:
 
 
 def _install(wheel: Path, extra: str, folder: Path) -> Installed:
-    """Make a virtual environment with the wheel, and links to its requirements with `extra`."""
+    """Make a virtual environment with the wheel, and with links to its requirements."""
     _run([sys.executable, "-m", "venv", "--without-pip", os.fspath(folder / "venv")], folder)
     python = folder / "venv" / "bin" / "python"
     _run(
@@ -235,7 +235,7 @@ def _required(requirements: Iterable[Requirement], extra: str) -> list[metadata.
 
 
 def _run(command: list[str], folder: Path, code: int = 0) -> str:
-    """Run a command without the checkout on its path; assert its exit code, and return stdout."""
+    """Run a command without the checkout on its path, check its exit code, and return stdout."""
     dropped = ("PYTHONPATH", "VIRTUAL_ENV", "RANK", "WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": os.fspath(folder / "home")}
