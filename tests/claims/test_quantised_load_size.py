@@ -113,8 +113,8 @@ def peak_memory_of_loads(rank: int, world: int, folder: str) -> None:
         _write(Path(folder))
     dist.barrier()
     cases = [(files, kind) for files in ("bf16", "fp8") for kind in KINDS]
-    # The minimum of three loads is taken, because the first load also imports modules, and on a busy
-    # machine the system reclaims freed memory late.
+    # The minimum of three loads is taken, because the first load also imports modules, and a busy
+    # machine reclaims freed memory late.
     peaks: dict[tuple[str, str], int] = {}
     for files, kind in 3 * cases:
         peak = _temporary_bytes(Path(folder, files), kind)

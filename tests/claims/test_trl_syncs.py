@@ -1,7 +1,7 @@
 """After each sync of GRPO and RLOO on 2 ranks, the engine has the tensors of save_pretrained.
 
 The engine records every (key, tensor). The model is a Qwen3-Next in bf16 whose checkpoint has a
-layer for multi-token prediction. The first sync also sends the tensors of this layer, byte for byte.
+layer for multi-token prediction. The first sync also sends this layer's tensors, byte for byte.
 """
 
 import os
