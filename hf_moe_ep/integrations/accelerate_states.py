@@ -95,7 +95,7 @@ def save_state(
         return original(self, output_dir, *args, **kw)
     check_state_dict_type(self)
     if automatic:
-        folder = _automatic_parent(self) / f"checkpoint_{self.save_iteration}"
+        folder = _get_automatic_parent(self) / f"checkpoint_{self.save_iteration}"
     else:
         folder = Path(output_dir)
 
@@ -113,7 +113,7 @@ def save_state(
         write_extra(prepared_models(self), folder)
         return original(self, os.fspath(folder), *args, **kw)
 
-    apart = _apart_dims_by_name(self)
+    apart = _find_apart_dims(self)
     has_stages = any(state.stage is not None for state in states)
     with (
         _all_experts_in_hub_order(self),
@@ -144,7 +144,7 @@ def load_state(
 
     Raises:
         ValueError: on every rank, before anything is loaded: the folder is damaged, unfinished or
-            absent; or a file of DCP, which the error names, holds objects other than plain values.
+            absent; or a file of DCP, which the error names, has objects other than plain values.
     """
     automatic = self.project_configuration.automatic_checkpoint_naming
     if not _find_states(self) or (input_dir is None and not automatic):
@@ -152,14 +152,14 @@ def load_state(
 
     def choose() -> tuple[Path, bool]:
         if input_dir is None:
-            return newest_resumable(_automatic_parent(self), _AUTOMATIC_NAME)
+            return newest_resumable(_get_automatic_parent(self), _AUTOMATIC_NAME)
         named_folder = Path(input_dir).expanduser()
         return named_folder, is_verifiable(named_folder)
 
     folder, verifiable = run_on_first("load_state", choose)
     check_resumable(folder, verifiable)
     check_state_dict_type(self)
-    apart = _apart_dims_by_name(self)
+    apart = _find_apart_dims(self)
     with (
         loading_values(folder),
         _all_experts_in_hub_order(self),
@@ -171,11 +171,11 @@ def load_state(
         loaded = original(self, os.fspath(folder), *args, **kw)
     # Accelerate reads `step` from the file with this rank's random states, and ignores errors.
     self.step = run_on_first("load_state", lambda: self.step)
-    reseed_on_other_ranks(folder, _find_states(self)[0], _random_file, "torch_manual_seed")
+    reseed_on_other_ranks(folder, _find_states(self)[0], _name_random_file, "torch_manual_seed")
     return loaded
 
 
-def _random_file(rank: int, world: int) -> str:
+def _name_random_file(rank: int, world: int) -> str:
     """Return the name of the file with a rank's random states (accelerate/checkpointing.py)."""
     return f"random_states_{rank}.pkl"
 
@@ -186,13 +186,13 @@ def _find_states(accelerator: Accelerator) -> list[ModelState]:
     return [state for state in states if state is not None]
 
 
-def _apart_dims_by_name(accelerator: Accelerator) -> dict[str, int]:
+def _find_apart_dims(accelerator: Accelerator) -> dict[str, int]:
     """Return `etp.apart_dims_by_name` of all prepared models."""
     models = prepared_models(accelerator)
     return {name: dim for model in models for name, dim in apart_dims_by_name(model).items()}
 
 
-def _automatic_parent(accelerator: Accelerator) -> Path:
+def _get_automatic_parent(accelerator: Accelerator) -> Path:
     """Return the parent of all automatically named folders (accelerate/accelerator.py)."""
     return Path(accelerator.project_dir, "checkpoints")
 
@@ -204,7 +204,7 @@ def _is_written_by_accelerate(name: str) -> bool:
 
 
 def _clear_unfinished(folder: Path) -> None:
-    """Remove `folder` if a killed job left it unfinished; any other existing folder is an error."""
+    """Remove `folder` if a killed job left it unfinished; raise if it exists otherwise."""
     if manifest.is_unfinished(folder):
         shutil.rmtree(folder)
     elif folder.exists():
@@ -225,7 +225,7 @@ def _remove_files_of_ranks(folder: Path) -> None:
 
 
 def _delete_older(written: Path, limit: int) -> None:
-    """Delete unfinished checkpoints beside `written`, then the oldest until `limit` are left."""
+    """Delete unfinished checkpoints next to `written`, then the oldest until `limit` are left."""
     others = [path for path in in_series(written.parent, _AUTOMATIC_NAME) if path != written]
     for unfinished in filter(manifest.is_unfinished, others):
         manifest.try_to_delete(unfinished)

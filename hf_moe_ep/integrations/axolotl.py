@@ -38,10 +38,10 @@ class Arguments(BaseModel):
     @field_validator("hf_moe_ep")
     @classmethod
     def _check(cls, settings: dict[str, Any] | None) -> dict[str, Any] | None:
-        report = _split(settings)[1]
+        report = _split_settings(settings)[1]
         if not isinstance(report, bool):
             raise ValueError(f"{_REPORT} must be true or false, got {report!r}")
-        resolve_config(None, _split(settings)[0])
+        resolve_config(None, _split_settings(settings)[0])
         return settings
 
 
@@ -91,7 +91,7 @@ class ExpertParallel(BasePlugin):
             ValueError: the model cannot be patched; or `hf-moe-ep run` has patched it with other
                 settings.
         """
-        settings, state = _split(cfg.hf_moe_ep)[0], find_state(model)
+        settings, state = _split_settings(cfg.hf_moe_ep)[0], find_state(model)
         if state is None:
             hf_moe_ep.patch(model, **settings)
         elif resolve_config(None, settings) != state.config:
@@ -104,10 +104,10 @@ class ExpertParallel(BasePlugin):
         self, cfg: Any, model: nn.Module
     ) -> list[transformers.TrainerCallback]:
         """Return the callback that reports tokens per second and the expert load."""
-        return [RunReport()] if _split(cfg.hf_moe_ep)[1] else []
+        return [RunReport()] if _split_settings(cfg.hf_moe_ep)[1] else []
 
 
-def _split(settings: dict[str, Any] | None) -> tuple[dict[str, Any], Any]:
+def _split_settings(settings: dict[str, Any] | None) -> tuple[dict[str, Any], Any]:
     """Return the fields of ParallelConfig, and the value of `report`."""
     fields = dict(settings or {})
     report = fields.pop(_REPORT, True)

@@ -49,7 +49,7 @@ def _stream(sync: Any, model: Any) -> HubTensors:
     return hub_tensors(model, merge_adapters=True, extra_tensors=extra_tensors)
 
 
-def _dtype_name(info: TensorInfo) -> str:
+def _format_dtype(info: TensorInfo) -> str:
     return str(info.dtype).removeprefix("torch.")
 
 
@@ -65,7 +65,7 @@ def sync_weights(original: Callable[..., None], self: Any) -> None:
         if self.mode == "server":
             # Stock would gather every tensor once only to learn its shape.
             self._weight_metadata = [
-                (info.key, _dtype_name(info), list(info.shape))
+                (info.key, _format_dtype(info), list(info.shape))
                 for info in _stream(self, self.model).metadata()
             ]
         original(self)
@@ -161,7 +161,7 @@ def _update_tensor_list(transfer: Any, infos: list[TensorInfo]) -> None:
     stored = getattr(transfer, "_weight_update_info", None)
     if isinstance(stored, dict):
         stored["names"] = [info.key for info in infos]
-        stored["dtype_names"] = [_dtype_name(info) for info in infos]
+        stored["dtype_names"] = [_format_dtype(info) for info in infos]
         stored["shapes"] = [list(info.shape) for info in infos]
 
 

@@ -279,7 +279,9 @@ ACCELERATE = (
 )
 # Process: installed if the launch config or TrainingArguments ask for FSDP.
 CPU_RANKS = _build_rows(
-    "accelerate.state:AcceleratorState", features.CPU_RANKS, ("__init__", prepare.init_state)
+    "accelerate.state:AcceleratorState",
+    features.CPU_RANKS,
+    ("__init__", prepare.init_accelerator_state),
 )
 # Process: installed for a model with quantised experts, which training does not change.
 QUANTISED = _build_rows(
@@ -400,7 +402,7 @@ ADAPTER_METHODS = (
         _PEFT_MODEL,
         features.ADAPTER_FILES,
         ("save_pretrained", saving.save_adapters),
-        ("_get_base_model_class", saving.base_model_class),
+        ("_get_base_model_class", saving.get_base_model_class),
     ),
     *_build_rows(
         _PEFT_MODEL,

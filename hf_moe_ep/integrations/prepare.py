@@ -3,7 +3,7 @@
 The only function for FSDP2 that is replaced is `fsdp2_prepare_model`, with which `prepare` shards a
 model. If Accelerate is configured to compile a model that it shards, `compile_layers` compiles the
 model's layers instead. All other code for FSDP2 is Accelerate's own: it gives the optimizer the
-sharded parameters, clips, accumulates and saves. `fsdp_on_cpu` lets this code run on CPU ranks.
+sharded parameters, clips, accumulates and saves. `enable_fsdp_on_cpu` lets it run on CPU ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.replaced import replaced
 
 
-def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None) -> None:
+def enable_fsdp_on_cpu(
+    state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None
+) -> None:
     """Let FSDP2 run on CPU ranks if the launch config asks for FSDP.
 
     With `distributed_type: FSDP` and `use_cpu: true` stock Accelerate runs plain multi-process
@@ -74,10 +76,12 @@ def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin 
     declare_fsdp(state)
 
 
-def init_state(original: Callable[..., Any], self: AcceleratorState, *args: Any, **kw: Any) -> None:
+def init_accelerator_state(
+    original: Callable[..., Any], self: AcceleratorState, *args: Any, **kw: Any
+) -> None:
     """Wrap `AcceleratorState.__init__`: let FSDP2 run on CPU ranks if the launch asks for FSDP."""
     original(self, *args, **kw)
-    fsdp_on_cpu(self, kw.get("fsdp_plugin"))
+    enable_fsdp_on_cpu(self, kw.get("fsdp_plugin"))
 
 
 def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +94,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
     models = [arg for arg in args if isinstance(arg, nn.Module)]
     if all(find_state(model) is None for model in models):
         return original(self, *args, **kwargs)
-    fsdp_on_cpu(self.state, None)
+    enable_fsdp_on_cpu(self.state, None)
     check_launch(self)
     take_over_sizes(self.parallelism_config, models)
     states = [state for model in models if (state := find_state(model)) is not None]
@@ -239,7 +243,7 @@ def build_options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
     ignored |= kept_whole(model)
     return ShardOptions(
         mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
-        offload_policy=_offload_policy(plugin.cpu_offload, accelerator.device),
+        offload_policy=_choose_offload_policy(plugin.cpu_offload, accelerator.device),
         fp32_masters=accelerator.mixed_precision != "no" and not quantized,
         # Both settings are True by default, so each of them can switch it off.
         reshard_after_forward=plugin.reshard_after_forward
@@ -248,7 +252,7 @@ def build_options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
     )
 
 
-def _offload_policy(policy: OffloadPolicy | None, device: torch.device) -> OffloadPolicy:
+def _choose_offload_policy(policy: OffloadPolicy | None, device: torch.device) -> OffloadPolicy:
     if isinstance(policy, CPUOffloadPolicy) and device.type == "cpu":
         return CPUOffloadPolicy(pin_memory=False)  # there is no accelerator to pin memory for
     return policy or OffloadPolicy()

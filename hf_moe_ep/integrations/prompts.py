@@ -29,7 +29,7 @@ def compute_prompt_to_save(
     Raises:
         RuntimeError: only rank 0 calls this.
     """
-    if _sharded_parameters(self):
+    if _find_sharded_parameters(self):
         check_everyone_calls("saving a prompt encoder", patience_of_rank_0=PATIENCE_OF_RANK_0)
     return compute_prompt(original, self, *args, **kwargs)
 
@@ -40,7 +40,7 @@ def compute_prompt(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     The prompt is then computed without gradients. If no parameter is sharded at the moment, stock
     code runs, with gradients.
     """
-    sharded, call = _sharded_parameters(self), partial(original, self, *args, **kwargs)
+    sharded, call = _find_sharded_parameters(self), partial(original, self, *args, **kwargs)
     if not sharded:
         return call()
     with torch.no_grad():
@@ -69,7 +69,7 @@ def save_prompts(model: Any, state_dict: Mapping[str, Tensor], save: Callable[[]
     _call_with(model.prompt_encoder, values, save)
 
 
-def _sharded_parameters(model: Any) -> dict[str, DTensor]:
+def _find_sharded_parameters(model: Any) -> dict[str, DTensor]:
     """Return the parameters of the prompt encoders that are sharded at the moment, by name."""
     named = model.prompt_encoder.named_parameters()
     return {name: parameter for name, parameter in named if isinstance(parameter, DTensor)}

@@ -30,7 +30,7 @@ from hf_moe_ep.ranks.all_ranks import is_first, run_on_first, this_rank
 from hf_moe_ep.state import ModelState
 
 
-def saved_layout(folder: Path) -> dict[str, Any]:
+def read_saved_layout(folder: Path) -> dict[str, Any]:
     """Return the layout in the manifest of a checkpoint, or {} if there is no manifest."""
     if not (folder / manifest.MANIFEST).is_file():
         return {}
@@ -57,7 +57,7 @@ def reseed_on_other_ranks(
     world = layout["world_size"]
 
     def find_seed() -> tuple[str, bytes] | None:
-        saved = saved_layout(folder)
+        saved = read_saved_layout(folder)
         missing = [rank for rank in range(world) if not (folder / file_of(rank, world)).is_file()]
         if not missing and ("world_size" not in saved or _shape(saved) == _shape(layout)):
             return None

@@ -172,10 +172,10 @@ def _check_same_architecture(
 def _check_shares_batches(state: ModelState, accelerator: Accelerator) -> None:
     """Raise ValueError if a model would split sequences over ranks that do not share batches."""
     size = state.config.ranks_per_batch
-    if size not in (1, shared_batches.processes_per_batch(accelerator)):
+    if size not in (1, shared_batches.count_processes_per_batch(accelerator)):
         raise ValueError(
             f"this model was patched with {state.config.sequence_sizes}, but the trained model has "
-            f"{shared_batches.sizes_of_shared_batch(accelerator)}; patch both with the same sizes, "
+            f"{shared_batches.describe_shared_batch(accelerator)}; patch both with the same sizes, "
             f"or this model with sp_size=1 and cp_size=1"
         )
 
@@ -261,7 +261,7 @@ def mix_shards(original: Original, model: nn.Module, target_model: nn.Module, al
 def _mix_resharded(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
     reshard(model)
     reshard(target_model)
-    sources, targets = _parameters_by_name(model), _parameters_by_name(target_model)
+    sources, targets = _get_parameters_by_name(model), _get_parameters_by_name(target_model)
     for name in sorted(sources.keys() | targets.keys()):
         in_policy = _describe_layout(sources.get(name))
         in_reference = _describe_layout(targets.get(name))
@@ -276,7 +276,7 @@ def _mix_resharded(model: nn.Module, target_model: nn.Module, alpha: float) -> N
             local_tensor(target).mul_(1.0 - alpha).add_(local_tensor(sources[name]), alpha=alpha)
 
 
-def _parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
+def _get_parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
     return {canonical_name(name): parameter for name, parameter in model.named_parameters()}
 
 

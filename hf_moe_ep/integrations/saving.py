@@ -85,7 +85,7 @@ def save_model(
     is_checkpoint = _internal_call and output_dir is not None
     # Such a checkpoint only refers to the files with extra tensors.
     is_sharded_checkpoint = (
-        is_checkpoint and state_dict_type(self.accelerator) == "SHARDED_STATE_DICT"
+        is_checkpoint and get_state_dict_type(self.accelerator) == "SHARDED_STATE_DICT"
     )
     copies_extra = not is_sharded_checkpoint and not has_adapters(unwrap(self.model))
     folder = output_dir or self.args.output_dir
@@ -353,7 +353,9 @@ def save_gathered_adapter(original: Callable[..., Any], model: nn.Module, output
     return True
 
 
-def base_model_class(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> type:
+def get_base_model_class(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> type:
     """Wrap `PeftModel._get_base_model_class`: return the stock class, not FSDP2's subclass."""
     return stock_class(original(self, *args, **kwargs))
 
@@ -375,7 +377,7 @@ def get_state_dict(
     return pack_factors(model, in_stock_shapes(model, state_dict))
 
 
-def state_dict_type(accelerator: Accelerator) -> str:
+def get_state_dict_type(accelerator: Accelerator) -> str:
     """Return the type of state dict that Accelerate saves, or "" without FSDP."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     return getattr(getattr(plugin, "state_dict_type", None), "name", "")
@@ -389,7 +391,7 @@ def check_state_dict_type(accelerator: Accelerator) -> None:
     that parameters have with this etp_size.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    kind = state_dict_type(accelerator)
+    kind = get_state_dict_type(accelerator)
     for model in prepared_models(accelerator):
         state = find_state(model)
         if state is None or kind == "SHARDED_STATE_DICT":

@@ -6,7 +6,7 @@ The processes that work on the same batch count as one data rank:
     4 processes, pp_size 2    data ranks {0 2} {1 3}: the ranks at the same position of each stage
 
 `share_batches` stores the number of processes per batch on one Accelerator, and
-`processes_per_batch` returns this number. Accelerate assumes that every process has its own
+`count_processes_per_batch` returns this number. Accelerate assumes that every process has its own
 batches, so the wrappers below correct the counts of this Accelerator and of its Trainer.
 
 The Trainer divides its counts by `get_tp_size()`, the only number of processes per batch that it
@@ -59,21 +59,21 @@ def share_batches(accelerator: Accelerator, state: ModelState) -> None:
     """
     num_stages = state.config.pp_size or 1
     size = num_stages * state.config.ranks_per_batch
-    if size == processes_per_batch(accelerator) and num_stages == _num_stages(accelerator):
+    if size == count_processes_per_batch(accelerator) and num_stages == _count_stages(accelerator):
         return
     check_world(state.config, launched_world_size())
     if prepared_loaders(accelerator):
         raise ValueError(
-            f"{_sizes_of_batch(state)}: this Accelerator prepared a data loader before it saw the "
+            f"{_describe_sizes(state)}: this Accelerator prepared a data loader before it saw the "
             f"model, so {size} ranks that share a batch would be given different ones; call "
             f"accelerator.prepare(model, optimizer, dataloader)"
         )
     setattr(accelerator, _PROCESSES_PER_BATCH, size)
-    setattr(accelerator, _SIZES_TEXT, _sizes_of_batch(state))
+    setattr(accelerator, _SIZES_TEXT, _describe_sizes(state))
     setattr(accelerator, _NUM_STAGES, num_stages)
 
 
-def _sizes_of_batch(state: ModelState) -> str:
+def _describe_sizes(state: ModelState) -> str:
     """Name the sizes that make ranks share a batch, for errors: "sp_size=2, pp_size=2"."""
     pp_size = state.config.pp_size or 1
     if pp_size == 1:
@@ -93,7 +93,7 @@ def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> N
     if shares and generates_in_training(trainer):
         raise ValueError(
             f"{type(trainer).__name__} lets each rank generate completions of its own, but with "
-            f"{_sizes_of_batch(state)} ranks share one batch; patch with sp_size=1, cp_size=1 and "
+            f"{_describe_sizes(state)} ranks share one batch; patch with sp_size=1, cp_size=1 and "
             f"pp_size=1 (TRL refuses its own sequence parallelism here as well)"
         )
     if shares:
@@ -102,32 +102,32 @@ def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> N
     state.sums_losses = trainer.args.average_tokens_across_devices
 
 
-def processes_per_batch(accelerator: Accelerator) -> int:
+def count_processes_per_batch(accelerator: Accelerator) -> int:
     """Return the number of processes that share a batch, counted over all pipeline stages."""
     return getattr(accelerator, _PROCESSES_PER_BATCH, 1)
 
 
-def sizes_of_shared_batch(accelerator: Accelerator) -> str:
+def describe_shared_batch(accelerator: Accelerator) -> str:
     """Name the sizes that make ranks share a batch, for errors: "sp_size=2, pp_size=2"."""
     return getattr(accelerator, _SIZES_TEXT, "sp_size=1")
 
 
-def _num_stages(accelerator: Accelerator) -> int:
+def _count_stages(accelerator: Accelerator) -> int:
     return getattr(accelerator, _NUM_STAGES, 1)
 
 
-def data_rank_of(accelerator: Accelerator, rank: int) -> int:
+def find_data_rank(accelerator: Accelerator, rank: int) -> int:
     """Return the index of the batch that a process works on."""
-    num_stages = _num_stages(accelerator)
+    num_stages = _count_stages(accelerator)
     ranks_per_stage = accelerator.num_processes // num_stages
-    return rank % ranks_per_stage // (processes_per_batch(accelerator) // num_stages)
+    return rank % ranks_per_stage // (count_processes_per_batch(accelerator) // num_stages)
 
 
-def _first_ranks(accelerator: Accelerator) -> list[int]:
+def _list_first_ranks(accelerator: Accelerator) -> list[int]:
     """Return the first process of each batch, in the order of the batches."""
     first: dict[int, int] = {}
     for rank in range(accelerator.num_processes):
-        first.setdefault(data_rank_of(accelerator, rank), rank)
+        first.setdefault(find_data_rank(accelerator, rank), rank)
     return list(first.values())
 
 
@@ -148,7 +148,9 @@ def prepare_data_loader(
             (`dispatch_batches=True`, "batch_rebalance") or is a stream that makes its own batches;
             or the loader has more batches for one rank than for another.
     """
-    if processes_per_batch(self) == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
+    if count_processes_per_batch(self) == 1 or getattr(
+        data_loader, "_is_accelerate_prepared", False
+    ):
         prepared = original(self, data_loader, device_placement, *args, **kwargs)
     else:
         prepared = _prepare_shared(self, data_loader, device_placement)
@@ -165,13 +167,12 @@ def get_train_dataloader(original: Original, self: Any, *args: Any, **kwargs: An
         ValueError: ranks share batches, and the data is a stream or pp_size > 1.
     """
     loader = original(self, *args, **kwargs)
-    size = processes_per_batch(self.accelerator)
+    size = count_processes_per_batch(self.accelerator)
     if size > 1:
-        if _num_stages(self.accelerator) > 1:
+        if (num_stages := _count_stages(self.accelerator)) > 1:
             raise ValueError(
-                f"ms-swift divides samples over consecutive ranks, but with pp_size="
-                f"{_num_stages(self.accelerator)} the ranks of a batch are not consecutive; patch "
-                f"with pp_size=1"
+                f"ms-swift divides samples over consecutive ranks, but with pp_size={num_stages} "
+                f"the ranks of a batch are not consecutive; patch with pp_size=1"
             )
         split_over_data_ranks(loader, size)
         loader.worker_init_fn = _seed_by_data_rank(loader.worker_init_fn, self.accelerator)
@@ -183,20 +184,20 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     if self.dispatch_batches:
         raise ValueError(
             f"dispatch_batches=True sends each rank a batch of its own, but with "
-            f"{sizes_of_shared_batch(self)} several ranks share one batch; set "
+            f"{describe_shared_batch(self)} several ranks share one batch; set "
             f"dispatch_batches=False"
         )
-    data_ranks = self.num_processes // processes_per_batch(self)
+    data_ranks = self.num_processes // count_processes_per_batch(self)
     data_loader = copy.copy(data_loader)
     sampler = get_sampler(data_loader)
     if isinstance(data_loader.dataset, IterableDataset):
-        _check_stream(data_loader, sizes_of_shared_batch(self))
+        _check_stream(data_loader, describe_shared_batch(self))
         # DataLoader.__setattr__ refuses a new data set, so it is set in __dict__.
         vars(data_loader)["dataset"] = _Stream(data_loader.dataset)
     elif _rebalances(sampler) or _rebalances(data_loader.batch_sampler):
         raise ValueError(
             f"train_sampling_strategy='batch_rebalance' assigns samples to single processes, but "
-            f"with {sizes_of_shared_batch(self)} several ranks share their samples; use another "
+            f"with {describe_shared_batch(self)} several ranks share their samples; use another "
             f"strategy"
         )
     elif data_ranks == 1 and hasattr(sampler, "generator") and sampler.generator is None:
@@ -208,7 +209,7 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
         data_loader,
         self.device,
         num_processes=data_ranks,
-        process_index=data_rank_of(self, self.process_index),
+        process_index=find_data_rank(self, self.process_index),
         split_batches=self.split_batches,
         put_on_device=self.device_placement if device_placement is None else device_placement,
         rng_types=self.rng_types.copy(),
@@ -230,11 +231,11 @@ def gather_for_metrics(
     original: Original, self: Accelerator, input_data: Any, use_gather_object: bool = False
 ) -> Any:
     """Wrap `Accelerator.gather_for_metrics`: gather each sample once, from one rank per batch."""
-    if processes_per_batch(self) == 1:
+    if count_processes_per_batch(self) == 1:
         return original(self, input_data, use_gather_object)
     _set_stream_remainder(self)
     if use_gather_object or not _are_all_tensors(input_data):
-        is_first = self.process_index in _first_ranks(self)
+        is_first = self.process_index in _list_first_ranks(self)
         return original(self, input_data if is_first else [], True)
     gather = self.gather
     # Stock code calls self.gather, and then drops the samples that pad the last batch.
@@ -252,8 +253,8 @@ def prepare_scheduler(original: Original, self: Accelerator, scheduler: Any) -> 
     """
     prepared = original(self, scheduler)
     per_process = prepared.step_with_optimizer and not prepared.split_batches
-    if processes_per_batch(self) > 1 and per_process and prepared is not scheduler:
-        prepared.scheduler = _EveryNthStep(prepared.scheduler, processes_per_batch(self))
+    if count_processes_per_batch(self) > 1 and per_process and prepared is not scheduler:
+        prepared.scheduler = _EveryNthStep(prepared.scheduler, count_processes_per_batch(self))
     return prepared
 
 
@@ -269,7 +270,7 @@ def get_num_items_in_batch(
     count = original(self, *args, **kwargs)
     if count is None or self.args.average_tokens_across_devices:
         return count
-    return count * processes_per_batch(self.accelerator)
+    return count * count_processes_per_batch(self.accelerator)
 
 
 def floating_point_ops(original: Original, self: transformers.Trainer, inputs: Any) -> Any:
@@ -279,7 +280,7 @@ def floating_point_ops(original: Original, self: transformers.Trainer, inputs: A
     that share a sequence. They are not divided by the number of stages: each stage counts only its
     own parameters, so the FLOPs of all stages add up to the FLOPs of the model.
     """
-    num_ranks = processes_per_batch(self.accelerator) // _num_stages(self.accelerator)
+    num_ranks = count_processes_per_batch(self.accelerator) // _count_stages(self.accelerator)
     return original(self, inputs) // num_ranks
 
 
@@ -289,7 +290,7 @@ def get_tp_size(original: Original, self: transformers.Trainer) -> int:
     The Trainer computes the samples per step, and from them epochs and max_steps, from this number.
     """
     size: int = original(self)
-    return size * processes_per_batch(self.accelerator)
+    return size * count_processes_per_batch(self.accelerator)
 
 
 def prediction_step(
@@ -391,7 +392,7 @@ def compute_loss_of_swift(
     Trainer does, so the wrapper divides it by the number of processes that share a batch.
     """
     result = original(self, model, inputs, *args, **kwargs)
-    size, num_items = processes_per_batch(self.accelerator), _find_num_items(args, kwargs)
+    size, num_items = count_processes_per_batch(self.accelerator), _find_num_items(args, kwargs)
     if size == 1 or not multiplies_by_processes(self, num_items):
         return result
     return (result[0] / size, *result[1:]) if isinstance(result, tuple) else result / size
@@ -438,7 +439,9 @@ def track_num_input_tokens(original: Original, self: transformers.Trainer, input
     before = self.state.num_input_tokens_seen
     original(self, inputs)
     new_tokens = self.state.num_input_tokens_seen - before
-    self.state.num_input_tokens_seen = before + new_tokens // processes_per_batch(self.accelerator)
+    self.state.num_input_tokens_seen = before + new_tokens // count_processes_per_batch(
+        self.accelerator
+    )
 
 
 class _EveryNthStep:
@@ -531,7 +534,7 @@ def _set_stream_remainder(accelerator: Accelerator) -> None:
 def _seed_by_data_rank(init: Any, accelerator: Accelerator) -> Any:
     """Make the Trainer's `worker_init_fn` seed by data rank instead of by process."""
     if isinstance(init, partial) and "rank" in init.keywords:
-        rank = data_rank_of(accelerator, init.keywords["rank"])
+        rank = find_data_rank(accelerator, init.keywords["rank"])
         return partial(init.func, *init.args, **init.keywords | {"rank": rank})
     return init
 
@@ -571,6 +574,6 @@ def _select_first_of_group(gathered: Any, accelerator: Accelerator) -> Any:
 
     def select(rows: Tensor) -> Tensor:
         by_rank = rows.unflatten(0, (accelerator.num_processes, -1))
-        return by_rank[_first_ranks(accelerator)].flatten(0, 1)
+        return by_rank[_list_first_ranks(accelerator)].flatten(0, 1)
 
     return recursively_apply(select, gathered)

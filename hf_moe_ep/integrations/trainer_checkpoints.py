@@ -58,12 +58,12 @@ from hf_moe_ep.checkpoints.training.folder import STATE, layout_of, write_json
 from hf_moe_ep.etp import apart_dims_by_name
 from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.optimizer_states import optimizers_of_stages
-from hf_moe_ep.integrations.random_states import reseed_on_other_ranks, saved_layout
+from hf_moe_ep.integrations.random_states import read_saved_layout, reseed_on_other_ranks
 from hf_moe_ep.integrations.saving import (
     check_state_dict_type,
+    get_state_dict_type,
     restore_all_extra,
     share_write_errors,
-    state_dict_type,
     write_extra,
 )
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
@@ -83,7 +83,7 @@ from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 # This is `transformers.trainer.TRAINER_STATE_NAME`, but the import of that module takes seconds.
 _TRAINER_STATE = "trainer_state.json"
-# The key in the manifest's layout under which `_rows_per_step` is saved.
+# The key in the manifest's layout under which `_count_rows_per_step` is saved.
 _ROWS = "rows_per_step"
 
 # The calls that are postponed until the manifest is written, by the Trainer's output folder.
@@ -127,7 +127,7 @@ def save_checkpoint(
         base = describe_base(self.model)
         run_on_first(f"saving {folder}", lambda: write_json(Path(folder, BASE), base))
     write_extra([self.model], folder)
-    layout = layout_of(state) | {_ROWS: _rows_per_step(self)}
+    layout = layout_of(state) | {_ROWS: _count_rows_per_step(self)}
     manifest.write(folder, layout, belongs=lambda name: name != SAVE_IN_PROGRESS)
     run_on_all(f"pushing {folder}, deleting older ones", lambda: [call() for call in postponed])
 
@@ -205,7 +205,7 @@ def train(
     return original(self, os.fspath(folder), *args, **kwargs)
 
 
-def _rows_per_step(trainer: transformers.Trainer) -> int:
+def _count_rows_per_step(trainer: transformers.Trainer) -> int:
     """Return the number of rows of one optimizer step, summed over all data ranks."""
     args = trainer.args
     if trainer.accelerator.split_batches:  # a batch of the loader is divided over all data ranks
@@ -220,7 +220,7 @@ def _warn_of_other_rows(trainer: transformers.Trainer, folder: Path) -> None:
     If this run has half as many rows per step, for example on half as many ranks, half of the rows
     that were trained in this epoch are not skipped, and are trained for a second time.
     """
-    saved, rows = saved_layout(folder).get(_ROWS), _rows_per_step(trainer)
+    saved, rows = read_saved_layout(folder).get(_ROWS), _count_rows_per_step(trainer)
     if saved is None or saved == rows or trainer.args.auto_find_batch_size:
         return  # With auto_find_batch_size the Trainer restores the batch size of the checkpoint.
     size, accumulation = trainer.args.train_batch_size, trainer.args.gradient_accumulation_steps
@@ -298,14 +298,14 @@ def load_random(
     state = None if self.model is None else find_state(self.model)
     if checkpoint is None or state is None:
         return original(self, checkpoint, *args, **kwargs)
-    if not reseed_on_other_ranks(Path(checkpoint), state, _random_file, "cpu"):
+    if not reseed_on_other_ranks(Path(checkpoint), state, _name_random_file, "cpu"):
         load = partial(original, self, checkpoint, *args, **kwargs)
         return run_on_all(f"loading the random states of {checkpoint}", load)
     shared_batches.share_generators(self.accelerator)
     return None
 
 
-def _random_file(rank: int, world: int) -> str:
+def _name_random_file(rank: int, world: int) -> str:
     """Return the name of the file of random states of a rank (transformers/trainer.py)."""
     return f"rng_state_{rank}.pth" if world > 1 else "rng_state.pth"
 
@@ -335,7 +335,7 @@ def load_model(
         ):
             if (names := _list_names_saved_by_stock(self)) is None:
                 return original(self, *args, **kwargs)
-            is_full = state_dict_type(self.accelerator) == "FULL_STATE_DICT"
+            is_full = get_state_dict_type(self.accelerator) == "FULL_STATE_DICT"
             if self.is_fsdp_enabled and is_full and not restores_adapters_of_full_state():
                 raise ValueError(
                     f"accelerate {accelerate.__version__} restores no adapters from {folder}, "
@@ -364,7 +364,7 @@ def _list_names_saved_by_stock(trainer: transformers.Trainer) -> set[str] | None
     model: Any = unwrap(trainer.model)
     if not is_peft_model(model):
         return None
-    if trainer.is_fsdp_enabled and state_dict_type(trainer.accelerator) == "FULL_STATE_DICT":
+    if trainer.is_fsdp_enabled and get_state_dict_type(trainer.accelerator) == "FULL_STATE_DICT":
         trained = {canonical_name(n) for n, p in model.named_parameters() if p.requires_grad}
         return trained | {canonical_name(name) for name, _ in persistent_buffers(model)}
     if learns_prompts(model):

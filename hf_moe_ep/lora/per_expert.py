@@ -1,8 +1,8 @@
 """Convert tensors between LoRA on stacked experts and LoRA on the matrices of each expert.
 
 `factors.py` describes PEFT's layout of the factors. PEFT nests one wrapper per parameter, in the
-order of `named_parameters`: the factors of gate_up_proj are `experts.base_layer.lora_A`, those of
-down_proj, the outer wrapper, are `experts.lora_A`. Keys do not name the parameter that a wrapper
+order of `named_parameters`: gate_up_proj has the inner wrapper (`experts.base_layer.lora_A`), and
+down_proj has the outer wrapper (`experts.lora_A`). Keys do not name the parameter that a wrapper
 adapts, but the shapes of the two wrappers identify it: gate_up maps H to 2F, and down maps F to H.
 
 Servers that read only single experts ignore such files silently (vllm-project/vllm#41384,
@@ -79,14 +79,16 @@ class AdapterFile:
 
     def factor_shapes(self, module: str) -> tuple[torch.Size, torch.Size]:
         """Return the shapes of a module's lora_A and lora_B."""
-        return self.shapes[_key(module, "A")].shape, self.shapes[_key(module, "B")].shape
+        return self.shapes[_factor_key(module, "A")].shape, self.shapes[
+            _factor_key(module, "B")
+        ].shape
 
     def read_factor(self, module: str, factor: str) -> Tensor:
         """Load a module's lora_A or lora_B."""
-        return self.read(_key(module, factor))
+        return self.read(_factor_key(module, factor))
 
 
-def _key(module: str, factor: str) -> str:
+def _factor_key(module: str, factor: str) -> str:
     return f"{module}.lora_{factor}.weight"
 
 
@@ -96,12 +98,12 @@ def convert_to_single(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[
 
     def yield_tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
         for stack in stacks:
-            a_EPI = stack_a(read(_key(stack.wrapper, "A")), stack.num_experts)
-            b_EOP = stack_b(read(_key(stack.wrapper, "B")), stack.num_experts).contiguous()
+            a_EPI = stack_a(read(_factor_key(stack.wrapper, "A")), stack.num_experts)
+            b_EOP = stack_b(read(_factor_key(stack.wrapper, "B")), stack.num_experts).contiguous()
             for modules, a_PI, b_OP in zip(stack.modules_by_expert(), a_EPI, b_EOP):
                 for module, part_OP in zip(modules, b_OP.chunk(len(modules))):
-                    yield _key(module, "A"), a_PI
-                    yield _key(module, "B"), part_OP
+                    yield _factor_key(module, "A"), a_PI
+                    yield _factor_key(module, "B"), part_OP
 
     config = convert_config_to_single(file.config, stacks, list_other_modules(file.shapes))
     return yield_tensors, config, stacks
@@ -116,16 +118,16 @@ def convert_to_stacked(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list
         for stack in stacks:
             a_of_experts, b_of_experts = [], []
             for modules in stack.modules_by_expert():
-                a_of_parts = [read(_key(module, "A")) for module in modules]
-                b_of_parts = [read(_key(module, "B")) for module in modules]
+                a_of_parts = [read(_factor_key(module, "A")) for module in modules]
+                b_of_parts = [read(_factor_key(module, "B")) for module in modules]
                 if shared:
                     a_of_experts.append(a_of_parts[0])
                     b_of_experts.append(torch.cat(b_of_parts))
                 else:
                     a_of_experts.append(torch.cat(a_of_parts))
                     b_of_experts.append(torch.block_diag(*b_of_parts))
-            yield _key(stack.wrapper, "A"), pack_a(torch.stack(a_of_experts))
-            yield _key(stack.wrapper, "B"), pack_b(torch.stack(b_of_experts))
+            yield _factor_key(stack.wrapper, "A"), pack_a(torch.stack(a_of_experts))
+            yield _factor_key(stack.wrapper, "B"), pack_b(torch.stack(b_of_experts))
 
     growth = {parameter: 1 if shared else len(parts) for parameter, parts in PARTS.items()}
     config = convert_config_to_stacked(file.config, stacks, list_other_modules(file.shapes), growth)
@@ -223,7 +225,7 @@ def _check_single(file: AdapterFile, stack: Stack, module: str, like: str) -> No
     `like` is the same module of the first expert.
     """
     for factor in "AB":
-        key, first_key = _key(module, factor), _key(like, factor)
+        key, first_key = _factor_key(module, factor), _factor_key(like, factor)
         if key not in file.shapes or first_key not in file.shapes:
             raise ValueError(
                 f"{key if key not in file.shapes else first_key} is missing: stacked experts have "

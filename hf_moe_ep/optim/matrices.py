@@ -20,8 +20,8 @@ AdamW trains all other parameters of at most two dims:
 No rule covers other parameters of three or more dims.
 
 With 2 experts of F = 3, gate_up_proj has 6 rows per expert. A rank that holds the rows 2 .. 5 of
-each expert has row 2 of the gate and rows 0 .. 2 of up. `MatrixLayout.block` returns these parts as
-views.
+each expert has row 2 of the gate and rows 0 .. 2 of up. `MatrixLayout.view_block` returns views of
+these parts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MatrixLayout:
         interleaved: True if row r of `out` belongs to part r % parts, False if the parts follow
             each other.
         stack: converts a packed LoRA factor of experts to a stacked view, or None.
-        is_apart: True if the parts have a dim of their own in front of the dim `out` (`etp.py`).
+        has_part_dim: True if the parts have a dim of their own in front of `out` (`etp.py`).
     """
 
     stacked: bool = False
@@ -65,7 +65,7 @@ class MatrixLayout:
     parts: int = 1
     interleaved: bool = False
     stack: Callable[[Tensor], Tensor] | None = None
-    is_apart: bool = False
+    has_part_dim: bool = False
 
     def stacked_view(self, values: Tensor) -> Tensor:
         """View a tensor of the parameter's layout as [E, rows, columns]; E is 1 without experts.
@@ -83,11 +83,11 @@ class MatrixLayout:
 
     def matrix_dim(self, dim: int) -> int:
         """Convert a dim of `stacked_view` to a dim of [E, rows, columns]."""
-        return dim - 1 if self.is_apart and dim > self.out_dim else dim
+        return dim - 1 if self.has_part_dim and dim > self.out_dim else dim
 
     def matrix_shape(self, shape: torch.Size) -> tuple[int, int]:
         """Return (out, in) of one matrix. `shape` is the shape of the unsharded `stacked_view`."""
-        if self.is_apart:
+        if self.has_part_dim:
             sizes = [size for dim, size in enumerate(shape) if dim != self.out_dim]
             return sizes[self.out_dim], sizes[3 - self.out_dim]
         return shape[self.out_dim] // self.parts, shape[3 - self.out_dim]
@@ -98,7 +98,7 @@ class MatrixLayout:
         `rows` is the number of rows of the part. If the parts have a dim of their own, a rank has
         the same rows of each part, and `start` and `stop` already count the rows of a part.
         """
-        if self.is_apart:
+        if self.has_part_dim:
             return start, stop
         if self.interleaved:
             return tuple(-(-(row - part) // self.parts) for row in (start, stop))  # type: ignore[return-value]
@@ -106,14 +106,14 @@ class MatrixLayout:
         low, high = (min(max(row - first, 0), rows) for row in (start, stop))
         return low, high
 
-    def block(self, values: Tensor, start: int, stop: int, part: int, rows: int) -> Tensor:
+    def view_block(self, values: Tensor, start: int, stop: int, part: int, rows: int) -> Tensor:
         """View a rank's rows of one part as [E, out, in].
 
         Args:
             values: the rank's `stacked_view`, with the rows start .. stop - 1 of dim `out`.
             start, stop, part, rows: as in `part_bounds`.
         """
-        if self.is_apart:
+        if self.has_part_dim:
             block = values.select(self.out_dim, part)
             return block.mT if self.transposed else block
         low, high = self.part_bounds(start, stop, part, rows)
@@ -132,15 +132,15 @@ class Layouts:
     Frozen parameters are included, because training may unfreeze them later.
 
     Attributes:
-        of_matrices: the layouts of the parameters that Muon trains.
+        matrix_layouts: the layouts of the parameters that Muon trains.
         unknown: the names of the parameters that no rule covers.
     """
 
-    of_matrices: dict[nn.Parameter, MatrixLayout]
+    matrix_layouts: dict[nn.Parameter, MatrixLayout]
     unknown: dict[nn.Parameter, str]
 
 
-def find_layouts(model: nn.Module, *, split_heads: bool = False) -> Layouts:
+def find_matrix_layouts(model: nn.Module, *, split_heads: bool = False) -> Layouts:
     """Apply the rules to all parameters of a patched model.
 
     Args:
@@ -168,12 +168,12 @@ def find_layouts(model: nn.Module, *, split_heads: bool = False) -> Layouts:
             if own_name.endswith("_bias") and is_experts_module(module):
                 continue
             if parameter.ndim in (3, 4) and is_experts_module(module):
-                is_apart = parameter.ndim == 4
-                layouts.of_matrices[parameter] = _find_expert_layout(module, own_name, is_apart)
+                layout = _find_expert_layout(module, own_name, has_part_dim=parameter.ndim == 4)
+                layouts.matrix_layouts[parameter] = layout
             elif parameter.ndim > 2:
                 layouts.unknown[parameter] = f"{path}.{own_name} {tuple(parameter.shape)}"
             elif isinstance(module, nn.Linear) and own_name == "weight":
-                layouts.of_matrices[parameter] = MatrixLayout(parts=heads.get(name, 1))
+                layouts.matrix_layouts[parameter] = MatrixLayout(parts=heads.get(name, 1))
     return layouts
 
 
@@ -192,7 +192,7 @@ def find_requested_layout(model: nn.Module, parameter: nn.Parameter) -> MatrixLa
     return MatrixLayout() if parameter.ndim == 2 else None
 
 
-def _find_expert_layout(module: nn.Module, name: str, is_apart: bool) -> MatrixLayout:
+def _find_expert_layout(module: nn.Module, name: str, *, has_part_dim: bool) -> MatrixLayout:
     flags = experts_flags(module)
     parts = 2 if flags.has_gate and name != "down_proj" else 1
     return MatrixLayout(
@@ -200,7 +200,7 @@ def _find_expert_layout(module: nn.Module, name: str, is_apart: bool) -> MatrixL
         transposed=flags.is_transposed,
         parts=parts,
         interleaved=parts == 2 and not flags.is_concatenated,
-        is_apart=is_apart,
+        has_part_dim=has_part_dim,
     )
 
 

@@ -26,8 +26,13 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from hf_moe_ep.etp import apart_dims_by_id
-from hf_moe_ep.optim.matrices import Layouts, MatrixLayout, find_layouts, find_requested_layout
-from hf_moe_ep.optim.orthogonal import adjusted_lr, dtype_of_steps, orthogonalise
+from hf_moe_ep.optim.matrices import (
+    Layouts,
+    MatrixLayout,
+    find_matrix_layouts,
+    find_requested_layout,
+)
+from hf_moe_ep.optim.orthogonal import adjust_lr, choose_dtype, orthogonalise
 from hf_moe_ep.optim.owners import (
     BUCKET_BYTES,
     Bucket,
@@ -176,8 +181,8 @@ class Muon(Optimizer):
             by_muon = self._choose(params)
             return by_muon, set(by_muon)
         column = stages.column.get_group()
-        of_stages = gather_from_all("Muon.add_param_group", lambda: self._choose(params), column)
-        return of_stages[stages.index], set().union(*of_stages)
+        by_stage = gather_from_all("Muon.add_param_group", lambda: self._choose(params), column)
+        return by_stage[stages.index], set().union(*by_stage)
 
     def _choose(self, params: list[nn.Parameter]) -> list[bool]:
         if unknown := [self._layouts.unknown[p] for p in params if p in self._layouts.unknown]:
@@ -186,7 +191,7 @@ class Muon(Optimizer):
                 f"{', '.join(unknown)}; give them to AdamW by Muon(model, ..., param_groups=["
                 f"{{'params': [...], 'use_muon': False}}, {{'params': the other parameters}}])"
             )
-        return [p in self._layouts.of_matrices for p in params]
+        return [p in self._layouts.matrix_layouts for p in params]
 
     def _add_group(self, params: list[Any], plain: list[Any], options: dict[str, Any]) -> None:
         use_muon = options["use_muon"]
@@ -198,7 +203,7 @@ class Muon(Optimizer):
 
     def _find_layouts(self) -> Layouts:
         reshard(self.model)
-        return find_layouts(self.model, split_heads=self.split_heads)
+        return find_matrix_layouts(self.model, split_heads=self.split_heads)
 
     def _find_layout(self, parameter: nn.Parameter) -> MatrixLayout:
         """Return the layout of a parameter that the rules or the user give to Muon.
@@ -206,7 +211,7 @@ class Muon(Optimizer):
         Raises:
             ValueError: the parameter holds no matrices, or parts of matrices that cannot be joined.
         """
-        by_rule = self._layouts.of_matrices.get(parameter)
+        by_rule = self._layouts.matrix_layouts.get(parameter)
         layout = by_rule or find_requested_layout(self.model, parameter)
         if layout is not None:
             return layout
@@ -272,7 +277,7 @@ class Muon(Optimizer):
         if params:
             adamw(
                 [local_tensor(p) for p in params],
-                _local_grads(params),
+                _get_local_grads(params),
                 columns["exp_avg"],
                 columns["exp_avg_sq"],
                 [],
@@ -297,7 +302,7 @@ class Muon(Optimizer):
                 assert parameter.grad is not None
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
         buffers = [local_tensor(self.state[p]["momentum_buffer"]) for p in params]
-        shards, grads = [local_tensor(p) for p in params], _local_grads(params)
+        shards, grads = [local_tensor(p) for p in params], _get_local_grads(params)
         lr = float(group["lr"])
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         torch._foreach_mul_(shards, 1 - lr * group["weight_decay"])
@@ -547,7 +552,7 @@ class _BucketExchange:
         """Return the shape of a rank's block of the matrices in a range."""
         entry = self._matrices[matrix_range.index]
         shape = [matrix_range.stop - matrix_range.start, *entry.shape]
-        shape[entry.sharded_dim] = entry.lengths(matrix_range.part)[rank]
+        shape[entry.sharded_dim] = entry.block_lengths(matrix_range.part)[rank]
         return shape[0], shape[1], shape[2]
 
     def _block_sizes(self, ranges: Iterable[MatrixRange], rank: int) -> list[int]:
@@ -557,14 +562,14 @@ class _BucketExchange:
     def _view_block(self, matrices: Tensor, matrix_range: MatrixRange, rank: int) -> Tensor:
         """Return a view of a rank's block of the whole matrices in a range."""
         entry = self._matrices[matrix_range.index]
-        lengths = entry.lengths(matrix_range.part)
+        lengths = entry.block_lengths(matrix_range.part)
         return matrices.narrow(entry.sharded_dim, sum(lengths[:rank]), lengths[rank])
 
     def _empty(self, size: int) -> Tensor:
         update = self._updates[
             next(matrix_range.index for ranges in self._bucket.ranges for matrix_range in ranges)
         ]
-        return torch.empty(size, dtype=dtype_of_steps(update.grad.dtype), device=self._device)
+        return torch.empty(size, dtype=choose_dtype(update.grad.dtype), device=self._device)
 
 
 def _apply_whole(
@@ -591,7 +596,7 @@ def _compute_block(
     if update.group["nesterov"]:
         grad = _view_range(matrix_range, entry, update.grad)
         buffer = grad.lerp(buffer, update.group["momentum"])
-    return buffer.to(device=device, dtype=dtype_of_steps(update.grad.dtype))
+    return buffer.to(device=device, dtype=choose_dtype(update.grad.dtype))
 
 
 def _apply(
@@ -602,7 +607,7 @@ def _apply(
 ) -> None:
     """Add an orthogonalised block to this rank's shard of a parameter."""
     update, entry = updates[matrix_range.index], matrices[matrix_range.index]
-    lr = adjusted_lr(update.lr, update.group["adjust_lr_fn"], *entry.shape)
+    lr = adjust_lr(update.lr, update.group["adjust_lr_fn"], *entry.shape)
     target = _view_range(matrix_range, entry, update.shard)
     target.add_(result.to(target.device), alpha=-lr)
 
@@ -610,7 +615,7 @@ def _apply(
 def _view_range(matrix_range: MatrixRange, entry: Matrices, values: Tensor) -> Tensor:
     """View a range's matrices in a shard, or this rank's block of them, as [N, out, in]."""
     stacked_view = entry.layout.stacked_view(values)
-    return entry.block(stacked_view[matrix_range.start : matrix_range.stop], matrix_range.part)
+    return entry.view_block(stacked_view[matrix_range.start : matrix_range.stop], matrix_range.part)
 
 
 def _describe_matrices(
@@ -623,11 +628,11 @@ def _describe_matrices(
         shape=layout.matrix_shape(unsharded.shape),
         sharding=find_sharding(parameter, layout),
         steps=update.group["ns_steps"],
-        itemsize=dtype_of_steps(update.grad.dtype).itemsize,
+        itemsize=choose_dtype(update.grad.dtype).itemsize,
     )
 
 
-def _local_grads(params: list[nn.Parameter]) -> list[Tensor]:
+def _get_local_grads(params: list[nn.Parameter]) -> list[Tensor]:
     """Return this rank's shards of the gradients. Every parameter has a gradient."""
     return [local_tensor(cast(Tensor, parameter.grad)) for parameter in params]
 

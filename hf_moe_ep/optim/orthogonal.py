@@ -17,7 +17,7 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
 
 
-def dtype_of_steps(dtype: torch.dtype) -> torch.dtype:
+def choose_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients of `dtype` are orthogonalised.
 
     This is bf16, as in torch.optim.Muon, except for fp64, in which tests compare numbers.
@@ -29,7 +29,7 @@ def orthogonalise(x_NAB: Tensor, steps: int) -> Tensor:
     """Bring the singular values of each matrix near 1 by `steps` steps of Newton-Schulz.
 
     Args:
-        x_NAB: N matrices [A, B], in the dtype of `dtype_of_steps`.
+        x_NAB: N matrices [A, B], in the dtype of `choose_dtype`.
         steps: the number of steps.
 
     Returns:
@@ -54,7 +54,7 @@ def count_flops(rows: int, columns: int, steps: int) -> int:
     return steps * 2 * short * short * (2 * long + short)
 
 
-def adjusted_lr(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+def adjust_lr(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) -> float:
     """Return the learning rate of a matrix [rows = out, columns = in], as torch.optim.Muon does.
 
     None or "original"      lr * sqrt(max(1, rows / columns))

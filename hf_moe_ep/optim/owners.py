@@ -83,15 +83,15 @@ class Matrices:
         """The number of floating-point operations of Newton-Schulz for one matrix."""
         return count_flops(*self.shape, self.steps)
 
-    def block(self, stacked_view: Tensor, part: int) -> Tensor:
+    def view_block(self, stacked_view: Tensor, part: int) -> Tensor:
         """View this rank's shard of one part, [E, out, in]. One of the last two dims is sharded."""
         layout, sharding = self.layout, self.sharding
         rows = (0, self.shape[0] * layout.parts)
         if sharding.group is not None and sharding.dim == layout.out_dim:
             rows = sharding.bounds[sharding.rank]
-        return layout.block(stacked_view, *rows, part, self.shape[0])
+        return layout.view_block(stacked_view, *rows, part, self.shape[0])
 
-    def lengths(self, part: int) -> list[int]:
+    def block_lengths(self, part: int) -> list[int]:
         """Return the lengths of all ranks' blocks along the sharded dim."""
         if self.sharding.dim != self.layout.out_dim:
             return [stop - start for start, stop in self.sharding.bounds]
@@ -175,7 +175,7 @@ def divide_whole_matrices(
         if entry.sharding.group is not None:
             continue
         num_experts = entry.sharding.experts
-        at_once = max(1, bucket_bytes // _bytes_of_matrix(entry))
+        at_once = max(1, bucket_bytes // _count_matrix_bytes(entry))
         for part in range(entry.layout.parts):
             for start in range(0, num_experts, at_once):
                 yield MatrixRange(index, part, start, min(start + at_once, num_experts))
@@ -242,11 +242,11 @@ def _divide(
     num_bytes = 0
     for matrix_range in ranges:
         entry = matrices[matrix_range.index]
-        at_once = max(1, bucket_bytes // _bytes_of_matrix(entry))
+        at_once = max(1, bucket_bytes // _count_matrix_bytes(entry))
         for start in range(matrix_range.start, matrix_range.stop, at_once):
             stop = min(start + at_once, matrix_range.stop)
             piece = MatrixRange(matrix_range.index, matrix_range.part, start, stop)
-            size = (stop - start) * _bytes_of_matrix(entry)
+            size = (stop - start) * _count_matrix_bytes(entry)
             if bucket and num_bytes + size > bucket_bytes:
                 yield tuple(bucket)
                 bucket, num_bytes = [], 0
@@ -256,5 +256,5 @@ def _divide(
         yield tuple(bucket)
 
 
-def _bytes_of_matrix(entry: Matrices) -> int:
+def _count_matrix_bytes(entry: Matrices) -> int:
     return entry.shape[0] * entry.shape[1] * entry.itemsize

@@ -28,7 +28,7 @@ from transformers import Trainer
 
 from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, describe, global_token_count, patch
 from hf_moe_ep.integrations.optimizers import clip_grad_norm_of_trainer, get_grad_norm
-from hf_moe_ep.integrations.prepare import check_parallelism, fsdp_on_cpu
+from hf_moe_ep.integrations.prepare import check_parallelism, enable_fsdp_on_cpu
 from hf_moe_ep.state import find_state
 
 WORLD = 2
@@ -173,7 +173,7 @@ def _check_unpatched(rank: int) -> None:
     accelerator = Accelerator(cpu=True)
     patch(tiny(dtype=torch.float32))
     stock = tiny(dtype=torch.float32)
-    fsdp_on_cpu(accelerator.state, None)
+    enable_fsdp_on_cpu(accelerator.state, None)
     model, _ = accelerator.prepare(stock, torch.optim.AdamW(stock.parameters()))
     experts = model.model.layers[0].mlp.experts
     assert experts.gate_up_proj.device_mesh.size() == WORLD

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_moe_ep import newest_checkpoint
 from hf_moe_ep.checkpoints.storage import manifest, unpickle
-from hf_moe_ep.integrations.prepare import fsdp_on_cpu
+from hf_moe_ep.integrations.prepare import enable_fsdp_on_cpu
 from hf_moe_ep.ranks.all_ranks import gather
 
 WORLD = 2
@@ -273,7 +273,7 @@ def _states_of_an_unpatched_model_are_stock(rank: int, world: int, folder: str) 
     """No manifest is written or checked, and stock's code unpickles the values."""
     with launched(**SHARDED):
         accelerator = Accelerator(cpu=True)
-        fsdp_on_cpu(accelerator.state, None)
+        enable_fsdp_on_cpu(accelerator.state, None)
         model = tiny(dtype=torch.float32, num_hidden_layers=1)
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         error = AssertionError("a function of ours ran")

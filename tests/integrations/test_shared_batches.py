@@ -27,7 +27,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from hf_moe_ep import data_parallel_rank, data_parallel_size, global_token_count, patch
 from hf_moe_ep.integrations import shared_batches
-from hf_moe_ep.integrations.shared_batches import processes_per_batch, share_trainer_batches
+from hf_moe_ep.integrations.shared_batches import count_processes_per_batch, share_trainer_batches
 from hf_moe_ep.state import find_state
 
 WORLD, DATA_RANKS, NUM_ROWS = 4, 2, 14
@@ -224,7 +224,7 @@ def _a_model_from_model_init(rank: int, folder: str) -> None:
     state = find_state(trainer.model)
     assert state is not None and trainer.model is not first_model
     assert state.sums_losses is False
-    assert trainer.accelerator.even_batches and processes_per_batch(trainer.accelerator) == 2
+    assert trainer.accelerator.even_batches and count_processes_per_batch(trainer.accelerator) == 2
 
 
 def _flops_equal_one_process(rank: int, folder: str) -> None:

@@ -13,7 +13,7 @@ from support.muon_by_matrix import newton_schulz_in_fp64
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from hf_moe_ep.optim.matrices import MatrixLayout
-from hf_moe_ep.optim.orthogonal import adjusted_lr, count_flops, orthogonalise
+from hf_moe_ep.optim.orthogonal import adjust_lr, count_flops, orthogonalise
 from hf_moe_ep.optim.owners import (
     BUCKET_BYTES,
     Matrices,
@@ -100,7 +100,7 @@ def test_blocks_of_all_ranks_make_up_each_part(interleaved: bool, transposed: bo
             blocks = []
             for start, stop in cuts:
                 mine = stored.narrow(layout.out_dim, start, stop - start)
-                blocks.append(layout.block(mine, start, stop, part, rows))
+                blocks.append(layout.view_block(mine, start, stop, part, rows))
                 low, high = layout.part_bounds(start, stop, part, rows)
                 assert blocks[-1].shape[1] == high - low
             assert torch.equal(torch.cat(blocks, 1), want)
@@ -132,14 +132,14 @@ def test_learning_rates_equal_torchs(name: str | None, shape: tuple[int, int]) -
     except ValueError:
         pytest.skip(f"torch {torch.__version__} has no {name!r}")
     want = _adjust_lr(1e-3, name, torch.Size(shape))
-    assert adjusted_lr(1e-3, name, *shape) == pytest.approx(want, rel=1e-12)
+    assert adjust_lr(1e-3, name, *shape) == pytest.approx(want, rel=1e-12)
 
 
 def test_learning_rates_and_flops_by_hand() -> None:
-    assert adjusted_lr(1e-3, None, 64, 16) == adjusted_lr(1e-3, "original", 64, 16) == 2e-3
-    assert adjusted_lr(1e-3, None, 16, 64) == 1e-3
-    assert adjusted_lr(1e-3, "match_rms_adamw", 16, 64) == pytest.approx(1.6e-3)
-    assert adjusted_lr(1e-3, "spectral_unclamped", 16, 64) == 0.5e-3
+    assert adjust_lr(1e-3, None, 64, 16) == adjust_lr(1e-3, "original", 64, 16) == 2e-3
+    assert adjust_lr(1e-3, None, 16, 64) == 1e-3
+    assert adjust_lr(1e-3, "match_rms_adamw", 16, 64) == pytest.approx(1.6e-3)
+    assert adjust_lr(1e-3, "spectral_unclamped", 16, 64) == 0.5e-3
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         orthogonalise(torch.randn(3, 10, 6), 5)
     assert counter.get_total_flops() == 3 * count_flops(10, 6, 5)
