@@ -38,16 +38,11 @@ def optimizers_of_stages() -> Iterator[None]:
 
     In the block every rank must call torch's functions.
     """
-    get, load = (
-        partial(wrapper, getattr(torch_state_dict, name))
-        for name, wrapper in (
-            ("get_optimizer_state_dict", _get_state),
-            ("set_optimizer_state_dict", _set_state),
-        )
-    )
+    get_state = partial(_get_state, torch_state_dict.get_optimizer_state_dict)
+    set_state = partial(_set_state, torch_state_dict.set_optimizer_state_dict)
     with (
-        replaced(torch_state_dict, "get_optimizer_state_dict", get),
-        replaced(torch_state_dict, "set_optimizer_state_dict", load),
+        replaced(torch_state_dict, "get_optimizer_state_dict", get_state),
+        replaced(torch_state_dict, "set_optimizer_state_dict", set_state),
     ):
         yield
 
@@ -63,8 +58,8 @@ def _get_state(original: Callable[..., Any], model: nn.Module, *args: Any, **kwa
     return {
         "state": {aliases.get(name, name): values for name, values in own["state"].items()},
         "param_groups": [
-            group.options | {"params": whole.names}
-            for group, whole in zip(groups, joined, strict=True)
+            group.options | {"params": joined_group.names}
+            for group, joined_group in zip(groups, joined, strict=True)
         ],
     }
 

@@ -126,11 +126,11 @@ def _classify_reference(
         ValueError: the model cannot be a reference of the policy.
     """
     state = find_state(model)
-    if state is None and output_head(model) is None:
+    has_head = output_head(model) is not None  # False for a reward model
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if state is None and (not has_head or is_sharded):
         return _OTHER
-    if state is None and any(isinstance(module, FSDPModule) for module in model.modules()):
-        return _OTHER
-    if policy is not None and output_head(model) is not None:  # not a reward model
+    if policy is not None and has_head:
         _check_same_architecture(model, state, policy)
     if state is None:
         return _STOCK

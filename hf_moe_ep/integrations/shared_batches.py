@@ -148,9 +148,8 @@ def prepare_data_loader(
             (`dispatch_batches=True`, "batch_rebalance") or is a stream that makes its own batches;
             or the loader has more batches for one rank than for another.
     """
-    if count_processes_per_batch(self) == 1 or getattr(
-        data_loader, "_is_accelerate_prepared", False
-    ):
+    is_prepared = getattr(data_loader, "_is_accelerate_prepared", False)
+    if is_prepared or count_processes_per_batch(self) == 1:
         prepared = original(self, data_loader, device_placement, *args, **kwargs)
     else:
         prepared = _prepare_shared(self, data_loader, device_placement)
@@ -439,9 +438,8 @@ def track_num_input_tokens(original: Original, self: transformers.Trainer, input
     before = self.state.num_input_tokens_seen
     original(self, inputs)
     new_tokens = self.state.num_input_tokens_seen - before
-    self.state.num_input_tokens_seen = before + new_tokens // count_processes_per_batch(
-        self.accelerator
-    )
+    num_processes = count_processes_per_batch(self.accelerator)
+    self.state.num_input_tokens_seen = before + new_tokens // num_processes
 
 
 class _EveryNthStep:

@@ -79,9 +79,8 @@ class AdapterFile:
 
     def factor_shapes(self, module: str) -> tuple[torch.Size, torch.Size]:
         """Return the shapes of a module's lora_A and lora_B."""
-        return self.shapes[_factor_key(module, "A")].shape, self.shapes[
-            _factor_key(module, "B")
-        ].shape
+        lora_a, lora_b = (self.shapes[_factor_key(module, factor)] for factor in "AB")
+        return lora_a.shape, lora_b.shape
 
     def read_factor(self, module: str, factor: str) -> Tensor:
         """Load a module's lora_A or lora_B."""

@@ -178,13 +178,15 @@ class Muon(Optimizer):
         """
         stages = getattr(patched_state(self.model).meshes, "stages", None)
         if stages is None:
-            by_muon = self._choose(params)
+            by_muon = self._choose_on_this_stage(params)
             return by_muon, set(by_muon)
         column = stages.column.get_group()
-        by_stage = gather_from_all("Muon.add_param_group", lambda: self._choose(params), column)
+        by_stage = gather_from_all(
+            "Muon.add_param_group", lambda: self._choose_on_this_stage(params), column
+        )
         return by_stage[stages.index], set().union(*by_stage)
 
-    def _choose(self, params: list[nn.Parameter]) -> list[bool]:
+    def _choose_on_this_stage(self, params: list[nn.Parameter]) -> list[bool]:
         if unknown := [self._layouts.unknown[p] for p in params if p in self._layouts.unknown]:
             raise ValueError(
                 f"it is unknown whether these parameters are matrices for Muon: "
