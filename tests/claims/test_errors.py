@@ -29,34 +29,34 @@ LAUNCH = r"distributed_type: FSDP.*fsdp_version: 2"
 SHARDED = "pass the model as from_pretrained returns it"
 
 
-def _llama() -> nn.Module:
+def _build_llama() -> nn.Module:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 11, "num_hidden_layers": 1}
     return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes))
 
 
-def _with_tp() -> nn.Module:
+def _build_with_tp() -> nn.Module:
     model = tiny()
     model._tp_size = 2
     return model
 
 
-def _loaded_distributed() -> nn.Module:
+def _build_distributed() -> nn.Module:
     model = tiny()
     model._is_distributed_loading_by_transformers = True
     return model
 
 
-def _without_experts() -> nn.Module:
+def _build_without_experts() -> nn.Module:
     return tiny(mlp_only_layers=[0, 1])
 
 
-def _without_experts_in_layer_1() -> nn.Module:
+def _build_without_experts_in_layer_1() -> nn.Module:
     model = tiny()
     model.model.layers[1].mlp.experts = nn.Identity()
     return model
 
 
-def _without_layer_1() -> nn.Module:
+def _build_without_layer_1() -> nn.Module:
     model = tiny()
     del model.model.layers[1]
     return model
@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "experts": (tiny, {"ep_size": 3}, r"ep_size \(3\).*num_experts \(8\).*try 1, 2, 4, 8$"),
     "more than experts": (tiny, {"ep_size": 16}, r"ep_size \(16\).*num_experts \(8\).*try 1, 2"),
     "architecture": (
-        _llama,
+        _build_llama,
         {},
         r"unknown architecture 'llama' \(Llama.*none of.*experts interface",
     ),
@@ -89,21 +89,21 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         "gate of Qwen3MoeExperts of qwen3_moe is none of swish, gelu.*experts_backend='eager'",
     ),
     "no experts": (
-        _without_experts,
+        _build_without_experts,
         {},
         "unknown architecture 'qwen3_moe' .*none of its modules uses transformers",
     ),
-    "a layer lost": (_without_layer_1, {}, "found 1 decoder layers.*expected 2"),
+    "a layer lost": (_build_without_layer_1, {}, "found 1 decoder layers.*expected 2"),
     "foreign experts": (
-        _without_experts_in_layer_1,
+        _build_without_experts_in_layer_1,
         {},
         r"without transformers.*layers\.1\.mlp\.experts",
     ),
-    "tp by transformers": (_with_tp, {}, f"transformers sharded this model.*{SHARDED}"),
+    "tp by transformers": (_build_with_tp, {}, f"transformers sharded this model.*{SHARDED}"),
 }
 if hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"):
     match = f"transformers sharded this.*{SHARDED}"
-    REFUSED["loaded distributed"] = (_loaded_distributed, {}, match)
+    REFUSED["loaded distributed"] = (_build_distributed, {}, match)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -25,44 +25,44 @@ from hf_moe_ep.ranks.boxes import local_tensor
 TWO_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
 
 
-def _case(name: str, world: int, ep: int, etp: int, **options: Any) -> Case:
+def _make_case(name: str, world: int, ep: int, etp: int, **options: Any) -> Case:
     config = options.pop("config", {})
     return Case(name, world, ep, **options).with_config(etp_size=etp, **config)
 
 
-TWO_RANKS = [_case("etp 2", 2, 1, 2)]
+TWO_RANKS = [_make_case("etp 2", 2, 1, 2)]
 FOUR_RANKS = [
-    _case("ep 2 x etp 2", 4, 2, 2, micro_batches=parity.three_micro_batches),
-    _case("etp 2 x ep_fsdp 2, a single expert", 4, 1, 2).with_(
+    _make_case("ep 2 x etp 2", 4, 2, 2, micro_batches=parity.three_micro_batches),
+    _make_case("etp 2 x ep_fsdp 2, a single expert", 4, 1, 2).with_(
         model={"num_experts": 1, "num_experts_per_tok": 1}
     ),
-    _case("etp 4", 4, 1, 4),
-    _case("ep 2 x etp 2, all experts", 4, 2, 2, model=TWO_EXPERTS),
-    _case("etp 2 x ep_fsdp 2", 4, 1, 2),
-    _case("etp 2, HSDP", 4, 1, 2, replicate=2),
-    _case("ep 2 x etp 2, sp 2", 4, 2, 2, sp=2),
-    _case("etp 4, sp 4, checkpoint", 4, 1, 4, sp=4, prepare=CHECKPOINT),
-    _case("checkpoint", 4, 2, 2, prepare=CHECKPOINT).with_(**TWO_FORWARDS),
-    _case("reentrant checkpoint", 4, 2, 2, prepare=REENTRANT).with_(**TWO_FORWARDS),
-    _case("3 chunks", 4, 2, 2, config={"dispatch_chunks": 3}),
-    _case("hierarchical", 4, 2, 2, config={"dispatcher": "hierarchical", "node_size": 2}),
-    _case("a rank without labels", 4, 2, 2, micro_batches=parity.one_rank_without_labels),
-    _case("no resharding", 4, 1, 2, config={"reshard_after_forward": False}),
-    _case("compiled layers", 4, 2, 2, config={"compile_layers": parity.OF_ONE_SIZE}),
-    _case("recomputed activations", 4, 2, 2, config={"recompute_activations": True}),
+    _make_case("etp 4", 4, 1, 4),
+    _make_case("ep 2 x etp 2, all experts", 4, 2, 2, model=TWO_EXPERTS),
+    _make_case("etp 2 x ep_fsdp 2", 4, 1, 2),
+    _make_case("etp 2, HSDP", 4, 1, 2, replicate=2),
+    _make_case("ep 2 x etp 2, sp 2", 4, 2, 2, sp=2),
+    _make_case("etp 4, sp 4, checkpoint", 4, 1, 4, sp=4, prepare=CHECKPOINT),
+    _make_case("checkpoint", 4, 2, 2, prepare=CHECKPOINT).with_(**TWO_FORWARDS),
+    _make_case("reentrant checkpoint", 4, 2, 2, prepare=REENTRANT).with_(**TWO_FORWARDS),
+    _make_case("3 chunks", 4, 2, 2, config={"dispatch_chunks": 3}),
+    _make_case("hierarchical", 4, 2, 2, config={"dispatcher": "hierarchical", "node_size": 2}),
+    _make_case("a rank without labels", 4, 2, 2, micro_batches=parity.one_rank_without_labels),
+    _make_case("no resharding", 4, 1, 2, config={"reshard_after_forward": False}),
+    _make_case("compiled layers", 4, 2, 2, config={"compile_layers": parity.OF_ONE_SIZE}),
+    _make_case("recomputed activations", 4, 2, 2, config={"recompute_activations": True}),
 ]
 EIGHT_RANKS = [
-    _case("ep 2 x etp 2 x ep_fsdp 2", 8, 2, 2),
-    _case("ep 2 x etp 2 x ep_fsdp 2, one expert a rank", 8, 2, 2, model=TWO_EXPERTS),
-    _case("ep_outside", 8, 2, 2, config={"ep_outside": True}),
-    _case("ep 2 x etp 2, HSDP", 8, 2, 2, replicate=2),
-    _case("ep 2 x etp 4, hierarchical", 8, 2, 4).with_config(
+    _make_case("ep 2 x etp 2 x ep_fsdp 2", 8, 2, 2),
+    _make_case("ep 2 x etp 2 x ep_fsdp 2, one expert a rank", 8, 2, 2, model=TWO_EXPERTS),
+    _make_case("ep_outside", 8, 2, 2, config={"ep_outside": True}),
+    _make_case("ep 2 x etp 2, HSDP", 8, 2, 2, replicate=2),
+    _make_case("ep 2 x etp 4, hierarchical", 8, 2, 4).with_config(
         etp_size=4, dispatcher="hierarchical", node_size=4
     ),
 ]
 LORA = [
-    _case("LoRA, ep 2 x etp 2", 4, 2, 2, wrap=with_lora),
-    _case("LoRA, etp 2 x ep_fsdp 2, checkpoint", 4, 1, 2, wrap=with_lora, prepare=CHECKPOINT),
+    _make_case("LoRA, ep 2 x etp 2", 4, 2, 2, wrap=with_lora),
+    _make_case("LoRA, etp 2 x ep_fsdp 2, checkpoint", 4, 1, 2, wrap=with_lora, prepare=CHECKPOINT),
 ]
 
 

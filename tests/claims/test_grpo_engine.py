@@ -44,7 +44,7 @@ FP32_MERGED = 1e-6  # merging is one product and one sum in fp32, here in anothe
 
 
 @contextmanager
-def _in_small_parts(model: Any) -> Iterator[None]:
+def _check_sends_small_parts(model: Any) -> Iterator[None]:
     """Check which bytes a sync sends."""
     small = partial(hub_tensors, max_bytes=MAX_BYTES)
     with mock.patch.object(engines, "hub_tensors", small), Received() as received:
@@ -86,7 +86,9 @@ def grpo(lora: bool, rank: int, world: int, folder: str) -> None:
         synced_weights.append(engine.parameters["model.layers.1.mlp.experts.w13_weight"].clone())
 
     rows = Dataset.from_list([{"prompt": f"word{3 + index}"} for index in range(24)])
-    generation = generation_class(engine, after_sync, during_sync=_in_small_parts, vocab_size=97)
+    generation = generation_class(
+        engine, after_sync, during_sync=_check_sends_small_parts, vocab_size=97
+    )
     with launched(), mock.patch.object(grpo_trainer, "VLLMGeneration", generation):
         model = patch(tiny(dtype=torch.float32), ep_size=2)
         trainer = GRPOTrainer(

@@ -134,7 +134,7 @@ def _find_pickles(folder: Path) -> list[tuple[str, Path]]:
     return [
         *(("byte item", dcp) for dcp in dcp_folders if _has_byte_items(dcp)),
         *(("metadata", dcp / ".metadata") for dcp in dcp_folders),
-        *(("file", file) for file in _files(folder) if file.suffix in PICKLES),
+        *(("file", file) for file in _list_files(folder) if file.suffix in PICKLES),
     ]
 
 
@@ -154,7 +154,7 @@ def _has_byte_items(folder: Path) -> bool:
     )
 
 
-def _files(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     """List the files that hold values; other tests damage the manifest and the marker."""
     excluded = ("manifest.json", manifest.STARTED)
     files = (file for file in folder.rglob("*") if file.is_file())
@@ -169,7 +169,7 @@ def _spoil(number: int, saved: Path, other: Path, folder: Path, trace: Path) -> 
     pickles = _find_pickles(folder)
     if number % 2 or not pickles:
         kind, which_manifest = generator.choice(DAMAGES), "old"
-        files = [file for file in _files(folder) if file.stat().st_size]
+        files = [file for file in _list_files(folder) if file.stat().st_size]
         file = generator.choice(files)
         before = file.read_bytes()
         _damage(kind, file, other / file.relative_to(folder), generator)
@@ -221,7 +221,7 @@ def _load_spoiled(
 def _load(run: _Run | _TrainerRun, way: str, folder: Path, saved_values: dict[str, Tensor]) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        own_error = _error_of(lambda: run.load(way, folder))
+        own_error = _get_error(lambda: run.load(way, folder))
     errors: list[Any] = [None, None]
     dist.all_gather_object(errors, own_error)
     assert len({error == "" for error in errors}) == 1, f"only one rank raised: {errors}"
@@ -235,7 +235,7 @@ def _load(run: _Run | _TrainerRun, way: str, folder: Path, saved_values: dict[st
     return "warned of" if warned else "wrong"
 
 
-def _error_of(load: Callable[[], None]) -> str:
+def _get_error(load: Callable[[], None]) -> str:
     """Return the error of `load`, or None. Other tests check the kind of the error."""
     try:
         load()

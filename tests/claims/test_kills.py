@@ -41,7 +41,7 @@ Kill = tuple[int, float | str, int]
 BUDGET = 1e-9  # transformers' loss has fp32 logits, and another layout sums in another order
 
 
-def _folders(root: Path) -> list[Path]:
+def _list_folders(root: Path) -> list[Path]:
     return list(root.glob("step-*"))
 
 
@@ -50,7 +50,7 @@ def _start(kind: str, round_: int, seed: int = 0) -> Run:
     return start("full", layouts[round_ % 2], seed=seed, num_hidden_layers=num_layers)
 
 
-def _reference_losses(rank: int, world: int, kind: str, steps: int) -> list[float]:
+def _compute_reference_losses(rank: int, world: int, kind: str, steps: int) -> list[float]:
     run = _start(kind, 0)
     return [step(run, number) for number in range(steps)]
 
@@ -60,7 +60,7 @@ def _resume_and_die(rank: int, world: int, kind: str, root: str, round_: int, ki
     victim, moment, after = kill
     run = _start(kind, round_, seed=50 + round_)
     asynchronous, first = round_ % 3 != 0, 0
-    if any((path / "manifest.json").exists() for path in _folders(Path(root))):
+    if any((path / "manifest.json").exists() for path in _list_folders(Path(root))):
         first = load_checkpoint(root, run.model, run.optimizer, run.scheduler)["step"]
     else:
         run = _start(kind, round_)
@@ -100,7 +100,7 @@ def _run_rounds(kind: str, root: Path, kills: list[Kill]) -> dict[str, int]:
     counts = {"died": 0, "torn": 0, "resumed": 0}
     root.mkdir()
     for round_, kill in enumerate(kills):
-        before = {path.name for path in _folders(root) if (path / "manifest.json").exists()}
+        before = {path.name for path in _list_folders(root) if (path / "manifest.json").exists()}
         try:
             run_ranks(_resume_and_die, 2, kind, str(root), round_, kill, timeout=90)
         except RankError as error:
@@ -108,10 +108,10 @@ def _run_rounds(kind: str, root: Path, kills: list[Kill]) -> dict[str, int]:
             wrong = ("raised ValueError", "raised AssertionError")
             assert not any(text in str(error) for text in wrong), error
             counts["died"] += 1
-        torn = [path for path in _folders(root) if not (path / "manifest.json").exists()]
+        torn = [path for path in _list_folders(root) if not (path / "manifest.json").exists()]
         counts["torn"] += bool(torn)
         counts["resumed"] += bool(before)
-        complete = {path.name for path in _folders(root)} - {path.name for path in torn}
+        complete = {path.name for path in _list_folders(root)} - {path.name for path in torn}
         assert before <= complete, "a complete checkpoint must stay complete"
         for name in complete:
             manifest.check(root / name)  # a folder with a manifest must be complete
@@ -127,7 +127,7 @@ def _check_losses(kind: str, root: Path, kills: list[Kill]) -> tuple[dict[str, i
     counts = _run_rounds(kind, root, kills)
     lines = [line.split() for line in (root / "losses").read_text().splitlines()]
     last = max(int(number) for number, *_ in lines)
-    want = run_ranks(_reference_losses, 2, kind, last + 1)[0]
+    want = run_ranks(_compute_reference_losses, 2, kind, last + 1)[0]
     for number, loss, round_ in lines:
         got = float(loss)
         assert abs(got - want[int(number)]) <= BUDGET * want[int(number)], (number, loss, round_)

@@ -23,7 +23,7 @@ from hf_moe_ep import apply_ep_fsdp2, patch, save_pretrained
 from hf_moe_ep.ranks import all_ranks
 
 
-def _largest_of_a_step(model: nn.Module) -> int:
+def _measure_largest_tensor(model: nn.Module) -> int:
     with LargestTensor(model.parameters()) as largest:
         model(**batch(model, 1, 6), use_cache=False).loss.backward()
     return largest.elements
@@ -35,9 +35,9 @@ def test_a_step_allocates_no_tensor_as_large_as_the_experts() -> None:
     stock = with_lora(tiny(dtype=torch.float32, **sizes), r=2)
     experts = stock.get_base_model().model.layers[0].mlp.experts.get_base_layer()
     smallest = min(experts.gate_up_proj.numel(), experts.down_proj.numel())
-    assert _largest_of_a_step(stock) >= smallest
+    assert _measure_largest_tensor(stock) >= smallest
     model = with_lora(patch(tiny(dtype=torch.float32, **sizes)), r=2)
-    assert _largest_of_a_step(model) < smallest
+    assert _measure_largest_tensor(model) < smallest
 
 
 def backward_gathers_only_units_with_gradients(rank: int, world: int) -> None:

@@ -52,7 +52,7 @@ def _run_undisturbed(rank: int, world: int, steps: int, config: dict[str, Any]) 
 
 
 @cache
-def _undisturbed_losses(steps: int, config: tuple[tuple[str, Any], ...]) -> list[str]:
+def _read_undisturbed_losses(steps: int, config: tuple[tuple[str, Any], ...]) -> list[str]:
     return list(run_ranks(_run_undisturbed, 4, steps, dict(config))[0])
 
 
@@ -60,7 +60,7 @@ def _check_losses(folder: Path, config: dict[str, Any]) -> int:
     """Compare every written loss, also of repeated steps, and return the number of steps."""
     losses = read_losses(folder)
     assert sorted(losses) == list(range(len(losses)))
-    want = _undisturbed_losses(len(losses), tuple(config.items()))
+    want = _read_undisturbed_losses(len(losses), tuple(config.items()))
     assert losses == {number: {loss} for number, loss in enumerate(want)}
     return len(losses)
 
@@ -189,7 +189,7 @@ def test_after_a_stall_and_a_kill_the_run_resumes(
 def _check_near(folder: Path, config: dict[str, Any], steps: int) -> None:
     losses = read_losses(folder)
     assert sorted(losses) == list(range(steps))
-    for number, want in enumerate(_undisturbed_losses(steps, tuple(config.items()))):
+    for number, want in enumerate(_read_undisturbed_losses(steps, tuple(config.items()))):
         for loss in losses[number]:
             error = abs(float(loss) - float(want)) / float(want)
             assert error <= OTHER_WORLD_BUDGET, (number, loss)

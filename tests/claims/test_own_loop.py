@@ -24,7 +24,7 @@ STEPS = 4
 FP32 = 1e-4
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])
@@ -33,7 +33,7 @@ def free_port() -> int:
 @contextlib.contextmanager
 def run_engine(model: Path, output: Path) -> Iterator[str]:
     """Run the engine in the block, and yield its port. The trainer must stop it."""
-    port = str(free_port())
+    port = str(find_free_port())
     command = [sys.executable, EXAMPLES / "engine.py", "--model", model, "--port", port]
     with open(output, "w") as file:
         engine = subprocess.Popen(command, stdout=file, stderr=file)

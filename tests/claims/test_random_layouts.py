@@ -111,7 +111,7 @@ def draw(seed: int) -> Draw:
     return drawn
 
 
-def _make(drawn: Draw, seed: int) -> Any:
+def _build_model(drawn: Draw, seed: int) -> Any:
     model = build(drawn.model, seed=seed)
     if drawn.lora is not None:
         torch.manual_seed(seed)
@@ -123,7 +123,7 @@ def _make(drawn: Draw, seed: int) -> Any:
     return model.train()
 
 
-def _batch(drawn: Draw, model: nn.Module, rank: int, number: int) -> dict[str, Tensor]:
+def _make_batch(drawn: Draw, model: nn.Module, rank: int, number: int) -> dict[str, Tensor]:
     rows, length = drawn.shape[0], drawn.shape[1] + 2 * rank
     pad = min(3, length - 2) if drawn.padding in ("right", "left", "4-D") else 0
     inputs = batch(model, rows, length, seed=100 * number + rank, pad=pad)
@@ -158,7 +158,7 @@ def _compare(where: str, model: nn.Module, stock: nn.Module, of: Any) -> None:
 
 
 def _compare_with_stock(drawn: Draw, rank: int, world: int) -> None:
-    model, stock = _make(drawn, rank), _make(drawn, 0)
+    model, stock = _build_model(drawn, rank), _build_model(drawn, 0)
     apply_ep_fsdp2(model, **drawn.sizes, **drawn.config)
     data_rank, size = data_parallel_rank(model), data_parallel_size(model)
     options = {"AdamW": {"lr": 1e-3, "eps": 1e-4}, "SGD": {"lr": 1e-2, "momentum": 0.9}}
@@ -166,7 +166,7 @@ def _compare_with_stock(drawn: Draw, rank: int, world: int) -> None:
     optimizers = make(_list_trainable(model)), make(_list_trainable(stock))
     for step in range(STEPS):
         numbers = range(step * drawn.num_batches, (step + 1) * drawn.num_batches)
-        by_rank = [[_batch(drawn, stock, r, n) for n in numbers] for r in range(size)]
+        by_rank = [[_make_batch(drawn, stock, r, n) for n in numbers] for r in range(size)]
         tokens = global_token_count(model, [inputs["labels"] for inputs in by_rank[data_rank]])
         with FP64():
             for number, inputs in enumerate(by_rank[data_rank]):

@@ -30,11 +30,11 @@ TWO_LAYERS = ["--layers", "2", "--ep_size", "2"]
 WAYS = {"torchrun": [], "accelerate": ["--trainer", "--use_cpu"]}
 
 
-def _arguments(way: str, folder: Path) -> list[str]:
+def _list_arguments(way: str, folder: Path) -> list[str]:
     return [str(JOB), str(folder), "--steps", str(STEPS), "--patience", "30", *WAYS[way]]
 
 
-def _losses(folder: Path) -> list[str]:
+def _read_losses(folder: Path) -> list[str]:
     """Return the loss of each step. A repeated step must have the same loss."""
     by_step = read_losses(folder)
     assert sorted(by_step) == list(range(STEPS)), by_step
@@ -58,10 +58,10 @@ def test_after_dead_ranks_and_agents_the_job_resumes(tmp_path: Path, way: str) -
             (folder / "die-3-1").write_text("rank")
             (folder / "die-2-2").write_text("stall")
             (folder / "die-1-3").write_text("agent")
-        code = run_sbatch(file, *_arguments(way, folder), folder=folder, CONFIG=str(CPU_4))
+        code = run_sbatch(file, *_list_arguments(way, folder), folder=folder, CONFIG=str(CPU_4))
         outputs[name] = (folder / "output").read_text()
         assert code == 0, outputs[name][-6000:]
-    assert _losses(tmp_path / "dying") == _losses(tmp_path / "whole")
+    assert _read_losses(tmp_path / "dying") == _read_losses(tmp_path / "whole")
     # No step was repeated. The losses alone would not show a restart from the beginning.
     assert steps_taken(tmp_path / "dying") == list(range(STEPS))
     assert all((tmp_path / "dying" / f"done-{at}").exists() for at in ("3-1", "2-2", "1-3"))
@@ -124,7 +124,7 @@ def _run_stages(folder: Path, network: Nodes, failures: Sequence[str] = ()) -> i
     before = sum(network.sent(node) for node in range(2))
     code = run_sbatch(
         SLURM / "stages.sbatch",
-        *[*_arguments("accelerate", folder), *TWO_LAYERS],
+        *[*_list_arguments("accelerate", folder), *TWO_LAYERS],
         folder=folder,
         network=network,
         CONFIG=str(file),
@@ -155,11 +155,11 @@ def test_stages_on_a_slow_link_resume_after_a_death(tmp_path: Path) -> None:
     alone.mkdir()
     # Four data ranks instead of two have the same rows.
     rows = ["--per_device_train_batch_size", "4"]
-    arguments = [*_arguments("accelerate", alone)[1:], *TWO_LAYERS, *rows]
+    arguments = [*_list_arguments("accelerate", alone)[1:], *TWO_LAYERS, *rows]
     run_script(JOB, *arguments, output=tmp_path / "alone.txt", config_file=CPU_4)
-    assert _losses(dying) == _losses(whole)
+    assert _read_losses(dying) == _read_losses(whole)
     assert (dying / "done-3-1").exists() and steps_taken(dying).count(0) == 1
     assert "start 1 ended with an error" in (dying / "output").read_text()
-    for got, want in zip(_losses(whole), _losses(alone), strict=True):
+    for got, want in zip(_read_losses(whole), _read_losses(alone), strict=True):
         assert abs(float(got) - float(want)) <= 2e-4, (got, want)  # fp32, in another order
-    print(f"{sent / STEPS / 2**10:.0f} KiB per step crossed the link; losses {_losses(whole)}")
+    print(f"{sent / STEPS / 2**10:.0f} KiB per step crossed the link; losses {_read_losses(whole)}")

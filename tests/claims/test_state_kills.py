@@ -43,7 +43,7 @@ def _start(
     return accelerator, model, optimizer, None if automatic else f"{root}/state"
 
 
-def _rows(model: Any, sizes: dict[str, int], rank: int) -> Any:
+def _make_rows(model: Any, sizes: dict[str, int], rank: int) -> Any:
     return batch(model, 2, 7, seed=0 if "pp_size" in sizes else rank)
 
 
@@ -59,7 +59,7 @@ def _save_twice(
     with launched(**SHARDED):
         accelerator, model, optimizer, folder = _start(root, automatic, sizes, seed=0)
         for which in "AB":
-            accelerator.backward(model(**_rows(model, sizes, rank)).loss)
+            accelerator.backward(model(**_make_rows(model, sizes, rank)).loss)
             optimizer.step()
             optimizer.zero_grad()
             torch.save(whole_state(model, optimizer), f"{root}/{which}-{rank}.pt")
@@ -72,7 +72,7 @@ def _save_twice(
 def _load(rank: int, world: int, root: str, automatic: bool, sizes: dict[str, int]) -> str:
     with launched(**SHARDED):
         accelerator, model, optimizer, folder = _start(root, automatic, sizes, seed=1)
-        accelerator.backward(model(**_rows(model, sizes, rank)).loss)
+        accelerator.backward(model(**_make_rows(model, sizes, rank)).loss)
         optimizer.step()
         try:
             accelerator.load_state(folder)
@@ -120,7 +120,7 @@ class _Callback(TrainerCallback):
             control.should_training_stop = True
 
 
-def _trainer(root: str, sizes: dict[str, int], seed: int, callback: _Callback) -> Trainer:
+def _create_trainer(root: str, sizes: dict[str, int], seed: int, callback: _Callback) -> Trainer:
     model = tiny(dtype=torch.float32, num_hidden_layers=1, seed=seed)
     rows = [{name: x[0] for name, x in batch(model, 1, 7, seed=i).items()} for i in range(8)]
     options: Any = {"use_cpu": True, "max_steps": 2, "save_steps": 1, "report_to": []}
@@ -140,14 +140,14 @@ def _train(
 ) -> None:
     with launched(**SHARDED):
         callback = _Callback(root, automatic, seconds if rank == victim else None)
-        _trainer(root, sizes, 0, callback).train()
+        _create_trainer(root, sizes, 0, callback).train()
 
 
 def _resume(rank: int, world: int, root: str, automatic: bool, sizes: dict[str, int]) -> str:
     with launched(**SHARDED):
         callback = _Callback(root, automatic, None)
         try:
-            _trainer(root, sizes, 1, callback).train(resume_from_checkpoint=True)
+            _create_trainer(root, sizes, 1, callback).train(resume_from_checkpoint=True)
         except ValueError as error:
             return f"refused: {error}"
     return callback.loaded

@@ -84,7 +84,7 @@ def syncs(kind: str, mode: str, lora: bool, rank: int, world: int, folder: str) 
         number = len(experts)
         saved = root / f"step{number}"
         save_pretrained(model, saved)
-        expected = _merged(root / "base", saved) if lora else read_files(saved)
+        expected = _merge_adapter(root / "base", saved) if lora else read_files(saved)
         dist.barrier()
         key = next(k for k in sorted(expected) if re.match(r"model\..*experts.*down_proj", k))
         experts.append(expected[key])
@@ -117,7 +117,7 @@ def syncs(kind: str, mode: str, lora: bool, rank: int, world: int, folder: str) 
     assert not any(torch.equal(a, b) for a, b in pairwise(experts))
 
 
-def _merged(base: Path, adapter: Path) -> dict[str, Tensor]:
+def _merge_adapter(base: Path, adapter: Path) -> dict[str, Tensor]:
     """Merge an adapter with PEFT, and return the tensors that stock's save_pretrained writes."""
     stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     model = PeftModel.from_pretrained(stock, adapter).merge_and_unload()

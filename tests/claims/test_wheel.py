@@ -199,7 +199,7 @@ def _install(wheel: Path, extra: str, folder: Path) -> Installed:
         folder,
     )
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
-    for distribution in _required(_requirements(wheel), extra):
+    for distribution in _find_distributions(_read_requirements(wheel), extra):
         for entry in {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."}:
             target = Path(str(distribution.locate_file(entry)))
             if entry != "__pycache__" and not (site / entry).exists():
@@ -208,14 +208,16 @@ def _install(wheel: Path, extra: str, folder: Path) -> Installed:
     return Installed(python, folder / "work")
 
 
-def _requirements(wheel: Path) -> list[Requirement]:
+def _read_requirements(wheel: Path) -> list[Requirement]:
     with zipfile.ZipFile(wheel) as file:
         name = next(name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
         lines = email.message_from_bytes(file.read(name)).get_all("Requires-Dist") or []
     return [Requirement(line) for line in lines]
 
 
-def _required(requirements: Iterable[Requirement], extra: str) -> list[metadata.Distribution]:
+def _find_distributions(
+    requirements: Iterable[Requirement], extra: str
+) -> list[metadata.Distribution]:
     """Find the installed distributions that pip would install for `requirements`, transitively."""
     todo = [(requirement, frozenset({extra})) for requirement in requirements]
     distributions: dict[str, metadata.Distribution] = {}

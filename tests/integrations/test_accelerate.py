@@ -241,7 +241,7 @@ def _check_replacement_of_every_name(rank: int, world: int) -> None:
         assert_close("loss", model(**inputs).loss, stock(**inputs).loss, FP32_BUDGET)
 
 
-def _does_its_duty(name: str, rank: int, world: int) -> None:
+def _run_check(name: str, rank: int, world: int) -> None:
     check, settings = DUTIES[name]
     with launched(**settings):
         check(rank)
@@ -342,7 +342,7 @@ ON_TWO_RANKS = {
     "the Trainer logs the norm of unscaled gradients": partial(_check_trainer_unscales, False),
     "clips only the given parameters": _check_clip_of_given_parameters,
     "prepares once by every name": _check_replacement_of_every_name,
-    **{f"duty: {name}": partial(_does_its_duty, name) for name in DUTIES},
+    **{f"duty: {name}": partial(_run_check, name) for name in DUTIES},
     **{
         f"saves and loads: {kind}": partial(_check_save_and_load, kind)
         for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT")

@@ -42,11 +42,11 @@ def bf16_error_is_at_most_twice_that_of_stock_bf16(rank: int, world: int) -> Non
     truth = _train_stock(tiny())
     stock = _train_stock(tiny(dtype=torch.float32), bf16=True)
     if rank == 0:
-        ours, of_stock = (_distance(state, truth) for state in (actual, stock))
+        ours, of_stock = (_compute_distance(state, truth) for state in (actual, stock))
         assert 0 < ours <= 2 * of_stock, f"error {ours:.3e}, stock's is {of_stock:.3e}"
 
 
-def _distance(state: State, truth: State) -> float:
+def _compute_distance(state: State, truth: State) -> float:
     squares = [(state[name].double() - value).square().sum() for name, value in truth.items()]
     return torch.stack(squares).sum().sqrt().item()
 

@@ -52,7 +52,7 @@ class _Run:
             assert torch.equal(value, expected[name]), name
 
 
-def _on_rank_0(rank: int, run: Any) -> None:
+def _call_on_rank_0(rank: int, run: Any) -> None:
     """Call `run` on rank 0 while the other ranks wait."""
     dist.barrier()
     if rank == 0:
@@ -66,17 +66,17 @@ def _a_changed_file_is_refused(rank: int, world: int, folder: str) -> None:
     with launched(**SHARDED):
         run = _Run(rank)
         run.step()
-        _on_rank_0(rank, lambda: (state.mkdir(), (state / "log").write_text("step 1")))
+        _call_on_rank_0(rank, lambda: (state.mkdir(), (state / "log").write_text("step 1")))
         expected = run.parameters()
         run.accelerator.save_state(str(state))
         content = manifest.read(state)
         assert content["layout"]["ep_size"] == 2 and "log" not in content["files"]
         assert {"optimizer_0/.metadata", "random_states_1.pkl"} <= content["files"].keys()
-        _on_rank_0(rank, lambda: (state / "log").write_text("step 2"))
+        _call_on_rank_0(rank, lambda: (state / "log").write_text("step 2"))
         run.step()
         run.accelerator.load_state(str(state))
         run.assert_holds(expected)
-        _on_rank_0(rank, lambda: _flip(state / "random_states_1.pkl"))
+        _call_on_rank_0(rank, lambda: _flip_byte(state / "random_states_1.pkl"))
         run.step()
         before = run.parameters()
         with pytest.raises(ValueError, match=r"random_states_1\.pkl has changed since it was"):
@@ -84,7 +84,7 @@ def _a_changed_file_is_refused(rank: int, world: int, folder: str) -> None:
         run.assert_holds(before)
 
 
-def _flip(file: Path) -> None:
+def _flip_byte(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -98,7 +98,7 @@ def _states_without_a_manifest_load(rank: int, world: int, folder: str) -> None:
         run.step()
         expected = run.parameters()
         run.accelerator.save_state(state)
-        _on_rank_0(
+        _call_on_rank_0(
             rank, lambda: [(state / n).unlink() for n in ("manifest.json", manifest.STARTED)]
         )
         run.step()
@@ -123,7 +123,7 @@ def _files_of_an_earlier_save_are_deleted(rank: int, world: int, folder: str) ->
             file.write_bytes(b"of another run")
 
     with launched(**SHARDED):
-        _on_rank_0(rank, write_files)
+        _call_on_rank_0(rank, write_files)
         _Run(rank).accelerator.save_state(state)
         assert not any(file.exists() for file in stale) and all(file.exists() for file in of_user)
         named = manifest.read(state)["files"]
@@ -206,7 +206,7 @@ def _automatic_checkpoint_naming(rank: int, world: int, folder: str) -> None:
         assert sorted(path.name for path in root.iterdir()) == ["checkpoint_1", "checkpoint_2"]
         assert newest_checkpoint(root) == root / "checkpoint_2"
         expected = run.parameters()
-        _on_rank_0(rank, lambda: manifest.begin(root / "checkpoint_3"))
+        _call_on_rank_0(rank, lambda: manifest.begin(root / "checkpoint_3"))
         resumed = _Run(rank, seed=1, iteration=3, **names)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -249,7 +249,7 @@ def _a_state_of_fewer_ranks_continues_with_one_step_on_all(
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             run.accelerator.load_state(state)  # as many ranks as saved
-        _on_rank_0(rank, (state / "random_states_1.pkl").unlink)
+        _call_on_rank_0(rank, (state / "random_states_1.pkl").unlink)
         layouts = [{}, manifest.read(state)["layout"] | {"world_size": 1, "ep_size": 1}]
         reasons = ["has no random state of rank 1", "was saved by 1 data ranks on 1 ranks"]
         draws = []

@@ -95,7 +95,7 @@ def equals_stock(ep: int, rank: int, world: int) -> None:
                 assert_close(key, state[key], value, FP32_BUDGET)
 
 
-def _even_rows() -> list[Row]:
+def _make_even_rows() -> list[Row]:
     """Return 8 rows per step with equal numbers of labels, so that a mean of means is the mean."""
     inputs = batch(tiny(num_hidden_layers=1), 8 * STEPS, 9, ignore=0.0)
     return [{name: value[row] for name, value in inputs.items()} for row in range(8 * STEPS)]
@@ -113,7 +113,7 @@ def _run_steps(
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
         data_ranks = 4 // layout.get("pp_size", 1)
-        some = _even_rows()[8 * steps.start : 8 * steps.stop]
+        some = _make_even_rows()[8 * steps.start : 8 * steps.stop]
         loader: Any = DataLoader(some, batch_size=4 // data_ranks)  # type: ignore[arg-type]
         model, optimizer, loader, scheduler = accelerator.prepare(
             model, optimizer, loader, scheduler
@@ -151,7 +151,7 @@ def continues_at_another_layout(
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     assert len(got) == STEPS
     for step, (loss, norm) in enumerate(got):
-        part = _even_rows()[8 * step : 8 * step + 8]
+        part = _make_even_rows()[8 * step : 8 * step + 8]
         want = stock(**{n: torch.stack([row[n] for row in part]) for n in part[0]}).loss
         want.backward()
         want_norm = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
@@ -211,7 +211,10 @@ def resumes(case: Resumed, rank: int, world: int, folder: str) -> None:
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5
             accelerator.save_state(path)
-            want, wanted_groups = state_of_all_stages(model, optimizer), _options(optimizer)
+            want, wanted_groups = (
+                state_of_all_stages(model, optimizer),
+                _list_group_options(optimizer),
+            )
         with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
             accelerator, model, optimizer = case.start(1, {"pp_size": loaded})
             accelerator.load_state(path)
@@ -219,12 +222,12 @@ def resumes(case: Resumed, rank: int, world: int, folder: str) -> None:
             assert got.keys() == want.keys()
             for name, tensor in want.items():
                 assert torch.equal(got[name], tensor), f"{saved} to {loaded}: {name}"
-            assert _options(optimizer) == wanted_groups, f"{saved} to {loaded}"
+            assert _list_group_options(optimizer) == wanted_groups, f"{saved} to {loaded}"
             accelerator.backward(model(**inputs).loss)
             optimizer.step()
 
 
-def _options(optimizer: Any) -> list[dict[str, Any]]:
+def _list_group_options(optimizer: Any) -> list[dict[str, Any]]:
     groups = optimizer.param_groups
     return [{key: x for key, x in group.items() if key != "params"} for group in groups]
 

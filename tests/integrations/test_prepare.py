@@ -34,7 +34,7 @@ def a_stock_model_prepared_after_ours_has_a_unit_per_layer(rank: int, world: int
         stock = tiny(dtype=torch.float32)
         accelerator.prepare(stock, torch.optim.SGD(stock.parameters()))
         layers = {f"model.layers.{i}" for i in range(len(stock.model.layers))}
-        assert _unit_names(stock) >= layers, _unit_names(stock)
+        assert _list_unit_names(stock) >= layers, _list_unit_names(stock)
 
 
 def accelerates_activation_checkpointing_is_refused_after_sharding(rank: int, world: int) -> None:
@@ -148,7 +148,7 @@ def _replace_by_chunked_loss(model: nn.Module) -> None:
     model.forward = MethodType(_chunked_ce_forward, model)
 
 
-def _unit_names(model: nn.Module) -> set[str]:
+def _list_unit_names(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
 
 

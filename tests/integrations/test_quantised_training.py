@@ -125,7 +125,7 @@ def _record_gathered_dtypes(model: nn.Module) -> set[tuple[str, torch.dtype]]:
     return dtypes
 
 
-def _stock(dtype: torch.dtype, *, bf16: bool = False) -> dict[str, Tensor]:
+def _train_stock(dtype: torch.dtype, *, bf16: bool = False) -> dict[str, Tensor]:
     model = with_lora(tiny(dtype=torch.float32, **SIZES["nf4"]), seed=0)
     dequantise_experts(model, "nf4")
     model = model.to(dtype)
@@ -145,13 +145,13 @@ def accelerate_in_bf16_is_as_close_as_stock(rank: int, world: int) -> None:
     """FSDP2 does not cast codes and scales. The adapters' error is at most twice stock's."""
     model = with_lora(tiny(dtype=torch.float32, **SIZES["nf4"]), seed=0)
     actual = _train(model, rank, mixed_precision="bf16")
-    truth = _stock(torch.float64)
-    of_stock = _distance(_stock(torch.float32, bf16=True), truth)
-    ours = _distance(actual, truth)
+    truth = _train_stock(torch.float64)
+    of_stock = _compute_distance(_train_stock(torch.float32, bf16=True), truth)
+    ours = _compute_distance(actual, truth)
     assert 0 < ours <= 2 * of_stock, f"error {ours:.3e}, stock's is {of_stock:.3e}"
 
 
-def _distance(factors: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+def _compute_distance(factors: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     squares = [(factors[name].double() - value).square().sum() for name, value in truth.items()]
     return torch.stack(squares).sum().sqrt().item()
 

@@ -99,7 +99,7 @@ PROMPT_CONFIGS: dict[str, Callable[[], PeftConfig]] = {
 }
 
 
-def _with_prompt_encoder(kind: str) -> Any:
+def _add_prompt_encoder(kind: str) -> Any:
     torch.manual_seed(3)
     return get_peft_model(tiny(dtype=torch.float32), PROMPT_CONFIGS[kind]())
 
@@ -112,13 +112,13 @@ def prompt_encoders_are_trained_saved_and_used_by_generate(
     To generate and to save, PEFT calls the encoder outside the model's forward.
     """
     for kind in PROMPT_CONFIGS:
-        stock = _with_prompt_encoder(kind)
+        stock = _add_prompt_encoder(kind)
         trained = [parameter for parameter in stock.parameters() if parameter.requires_grad]
         stock_optimizer = torch.optim.SGD(trained, lr=0.1)
         inputs = batch(stock.get_base_model(), 2, 7)
         with launched():
             accelerator, model, optimizer = prepared(
-                _with_prompt_encoder(kind), make_optimizer=torch.optim.SGD, ep_size=2
+                _add_prompt_encoder(kind), make_optimizer=torch.optim.SGD, ep_size=2
             )
             prompt = {"input_ids": inputs["input_ids"][:, :3]}
             assert torch.equal(*_generate(prompt, model, stock)), f"{kind}, before a step"
@@ -189,7 +189,7 @@ def options_that_a_sharded_save_would_ignore_are_refused(rank: int, world: int) 
                 model.save_pretrained("/nowhere", **option)  # type: ignore[operator]
 
 
-def _trainer(folder: str, model: Any, **arguments: Any) -> Trainer:
+def _create_trainer(folder: str, model: Any, **arguments: Any) -> Trainer:
     defaults = {"use_cpu": True, "max_steps": 1, "report_to": [], "disable_tqdm": True}
     options: Any = defaults | {"save_strategy": "no", "learning_rate": 0.05} | arguments
     return Trainer(
@@ -208,7 +208,7 @@ def the_trainer_saves_an_adapter_on_every_rank_or_on_none(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
-        trainer = _trainer(folder, with_lora(tiny(dtype=torch.float32), r=2))
+        trainer = _create_trainer(folder, with_lora(tiny(dtype=torch.float32), r=2))
         trainer.train()
         if trainer.is_world_process_zero():
             with (
@@ -234,9 +234,9 @@ def saving_on_each_of_two_nodes_is_refused(rank: int, world: int, folder: str) -
     node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     with launched(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999", **node):  # nothing connects to it
         with pytest.raises(ValueError, match=r"on 2 nodes \(2 ranks, 1 per node\).*share"):
-            _trainer(folder, model, save_on_each_node=True)
+            _create_trainer(folder, model, save_on_each_node=True)
     with launched():
-        _trainer(folder, model, save_on_each_node=True)
+        _create_trainer(folder, model, save_on_each_node=True)
 
 
 def push_to_hub_uploads_what_save_model_writes(rank: int, world: int, folder: str) -> None:
@@ -246,7 +246,9 @@ def push_to_hub_uploads_what_save_model_writes(rank: int, world: int, folder: st
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         out = f"{folder}/{kind}"
         with launched(FSDP_STATE_DICT_TYPE=kind):
-            trainer = _trainer(out, tiny(dtype=torch.bfloat16, num_hidden_layers=1), bf16=True)
+            trainer = _create_trainer(
+                out, tiny(dtype=torch.bfloat16, num_hidden_layers=1), bf16=True
+            )
             trainer.train()
             trainer.save_model(f"{out}/saved")
             trainer.hub_model_id = "nobody/nothing"
@@ -265,7 +267,7 @@ def push_to_hub_uploads_what_save_model_writes(rank: int, world: int, folder: st
     assert not uploads
 
 
-def _with_two_adapters_and_a_trained_router(seed: int) -> Any:
+def _build_with_two_adapters_and_a_trained_router(seed: int) -> Any:
     """Make a model with a trained active adapter, trained routers and a frozen second adapter."""
     torch.manual_seed(seed)
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
@@ -286,13 +288,13 @@ def tensors_that_are_trained_with_an_adapter_are_resumed(
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         out = f"{folder}/{kind}"
         with launched(FSDP_STATE_DICT_TYPE=kind):
-            trainer = _trainer(out, _with_two_adapters_and_a_trained_router(1), **save)
+            trainer = _create_trainer(out, _build_with_two_adapters_and_a_trained_router(1), **save)
             before = whole(trainer.model)
             trainer.train()
             expected = whole(trainer.model)
             assert not torch.equal(before[router], expected[router])
             trainer.accelerator.save_state(f"{out}/state")
-            resumed = _trainer(out, _with_two_adapters_and_a_trained_router(2), **save)
+            resumed = _create_trainer(out, _build_with_two_adapters_and_a_trained_router(2), **save)
             if kind.startswith("FULL") and not restores_adapters_of_full_state():
                 with pytest.raises(ValueError, match=r"accelerate .* restores no adapters from"):
                     resumed.train(resume_from_checkpoint=True)

@@ -173,7 +173,7 @@ def _loaders_that_cannot_be_shared_are_refused(rank: int) -> None:
         _prepare(DataLoader(_Stream(8), batch_size=None), Accelerator(cpu=True))
 
 
-def _trainer(folder: str, arguments: dict[str, Any], **options: Any) -> Trainer:
+def _create_trainer(folder: str, arguments: dict[str, Any], **options: Any) -> Trainer:
     args = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -187,7 +187,7 @@ def _trainer(folder: str, arguments: dict[str, Any], **options: Any) -> Trainer:
     return Trainer(args=args, **options)
 
 
-def _model_of_sp_2() -> PreTrainedModel:
+def _build_model_of_sp_2() -> PreTrainedModel:
     return patch(tiny(dtype=torch.float32), ep_size=2, sp_size=2)
 
 
@@ -203,8 +203,11 @@ class _Augmented(Dataset):
 
 
 def _workers_of_a_group_draw_the_same_numbers(rank: int, folder: str) -> None:
-    trainer = _trainer(
-        folder, {"dataloader_num_workers": 1}, model=_model_of_sp_2(), train_dataset=_Augmented()
+    trainer = _create_trainer(
+        folder,
+        {"dataloader_num_workers": 1},
+        model=_build_model_of_sp_2(),
+        train_dataset=_Augmented(),
     )
     drawn = next(iter(trainer.get_train_dataloader()))["input_ids"]
     by_rank = trainer.accelerator.gather(drawn).view(2, *drawn.shape)
@@ -213,10 +216,10 @@ def _workers_of_a_group_draw_the_same_numbers(rank: int, folder: str) -> None:
 
 def _a_model_from_model_init(rank: int, folder: str) -> None:
     """`train` builds a new model. It creates the data loader before it prepares the model."""
-    trainer = _trainer(
+    trainer = _create_trainer(
         folder,
         {"average_tokens_across_devices": False},
-        model_init=_model_of_sp_2,
+        model_init=_build_model_of_sp_2,
         train_dataset=_make_rows(),
     )
     first_model = trainer.model
@@ -228,14 +231,14 @@ def _a_model_from_model_init(rank: int, folder: str) -> None:
 
 
 def _flops_equal_one_process(rank: int, folder: str) -> None:
-    stock = _trainer(folder, {}, model=tiny(dtype=torch.float32))
+    stock = _create_trainer(folder, {}, model=tiny(dtype=torch.float32))
     rows = _make_rows()[:2]
     inputs = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     expected = stock.floating_point_ops(inputs)
-    trainer = _trainer(
+    trainer = _create_trainer(
         folder,
         {"train_sampling_strategy": "sequential"},
-        model=_model_of_sp_2(),
+        model=_build_model_of_sp_2(),
         train_dataset=rows,
     )
     trainer.train()
@@ -243,23 +246,23 @@ def _flops_equal_one_process(rank: int, folder: str) -> None:
 
 
 def _a_sampler_that_divides_rows_over_all_ranks_is_refused(rank: int, folder: str) -> None:
-    trainer = _trainer(
+    trainer = _create_trainer(
         folder,
         {"train_sampling_strategy": "batch_rebalance"},
-        model=_model_of_sp_2(),
+        model=_build_model_of_sp_2(),
         train_dataset=_make_rows(),
     )
     with pytest.raises(ValueError, match=r"'batch_rebalance' assigns .* sp_size=2 several ranks"):
         trainer.get_train_dataloader()
 
 
-def _launched(check: Callable[..., None], rank: int, world: int, folder: str) -> None:
+def _run_launched(check: Callable[..., None], rank: int, world: int, folder: str) -> None:
     with launched():
         check(rank, folder) if "folder" in signature(check).parameters else check(rank)
 
 
 BY_NAME = {
-    world: {check.__name__.strip("_"): partial(_launched, check) for check in checks}
+    world: {check.__name__.strip("_"): partial(_run_launched, check) for check in checks}
     for world, checks in {
         WORLD: (
             _compare_loop_with_one_process,

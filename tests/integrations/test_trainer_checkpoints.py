@@ -123,7 +123,7 @@ def environment() -> Iterator[None]:
         yield
 
 
-def _trainer(path: Path, patched: bool, model: Any = None, **arguments: Any) -> Trainer:
+def _create_trainer(path: Path, patched: bool, model: Any = None, **arguments: Any) -> Trainer:
     model = tiny(dtype=torch.float32, num_hidden_layers=1) if model is None else model
     return Trainer(
         model=patch(model) if patched else model,
@@ -151,13 +151,13 @@ def test_old_checkpoints_are_deleted_last(tmp_path: Path, environment: None) -> 
         stock_write(folder, *args, **kwargs)
 
     with mock.patch.object(manifest, "write", record), pytest.raises(OSError, match="killed"):
-        _trainer(tmp_path, True).train()
+        _create_trainer(tmp_path, True).train()
     assert folders == [
         ["checkpoint-1"],
         ["checkpoint-1", "checkpoint-2"],
         ["checkpoint-2", "checkpoint-3"],
     ]
-    trainer = _trainer(tmp_path, True)
+    trainer = _create_trainer(tmp_path, True)
     with pytest.warns(UserWarning, match=r"resuming from .*checkpoint-2, because .*checkpoint-3"):
         trainer.train(resume_from_checkpoint=True)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
@@ -166,14 +166,14 @@ def test_old_checkpoints_are_deleted_last(tmp_path: Path, environment: None) -> 
         load_checkpoint(tmp_path, trainer.model, trainer.optimizer)
     (tmp_path / "checkpoint-3" / manifest.MANIFEST).unlink()
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*\n.*checkpoint-3 has no"):
-        _trainer(tmp_path, True).train(resume_from_checkpoint=True)
+        _create_trainer(tmp_path, True).train(resume_from_checkpoint=True)
 
 
 def test_folders_that_the_trainer_has_not_written_are_refused(
     tmp_path: Path, environment: None
 ) -> None:
     """Without this error, stock would raise FileNotFoundError."""
-    trainer = _trainer(tmp_path / "out", True)
+    trainer = _create_trainer(tmp_path / "out", True)
     hub, own, runs, file = (tmp_path / name for name in ("hub", "own", "runs", "file"))
     tiny(dtype=torch.float32).save_pretrained(hub)
     optimizer = torch.optim.SGD(trainer.model.parameters())
@@ -195,10 +195,10 @@ def test_folders_that_the_trainer_has_not_written_are_refused(
 
 def test_experts_are_resumed_in_one_process(tmp_path: Path, environment: None) -> None:
     """Stock would look for the model's parameter names in the file, and would find no experts."""
-    trainer = _trainer(tmp_path, True)
+    trainer = _create_trainer(tmp_path, True)
     trainer.train()
     expected = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    resumed = _trainer(tmp_path, True)
+    resumed = _create_trainer(tmp_path, True)
     for load in ("resume", "best"):
         with torch.no_grad():
             for parameter in resumed.model.parameters():
@@ -229,11 +229,11 @@ def test_tensors_that_peft_does_not_save_are_resumed_in_one_process(
                 parameter.requires_grad_(True)
         return model
 
-    trainer = _trainer(tmp_path, True, make("mlp.gate.weight"), learning_rate=0.05)
+    trainer = _create_trainer(tmp_path, True, make("mlp.gate.weight"), learning_rate=0.05)
     trainer.model.base_model.model.model.correction_bias.fill_(0.25)
     trainer.train()
     expected = {name: x.clone() for name, x in trainer.model.state_dict().items()}
-    resumed = _trainer(tmp_path, True, make("mlp.gate.weight"))
+    resumed = _create_trainer(tmp_path, True, make("mlp.gate.weight"))
     resumed.train(resume_from_checkpoint=True)
     for name, tensor in resumed.model.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
@@ -242,7 +242,7 @@ def test_tensors_that_peft_does_not_save_are_resumed_in_one_process(
     manifest.write(checkpoint, {})
     with pytest.raises(ValueError, match=r"checkpoint-3 has the active adapter, but lacks .*gate"):
         resumed.train(resume_from_checkpoint=True)
-    adapter_alone = _trainer(tmp_path, True, make(""))
+    adapter_alone = _create_trainer(tmp_path, True, make(""))
     with pytest.warns(UserWarning, match=r"checkpoint-3 lacks .*correction_bias, as checkpoints"):
         adapter_alone._load_from_checkpoint(str(checkpoint))
 
@@ -250,7 +250,7 @@ def test_tensors_that_peft_does_not_save_are_resumed_in_one_process(
 @pytest.mark.slow
 def test_resuming_with_other_rows_per_step_warns(tmp_path: Path, environment: None) -> None:
     """The Trainer skips 1 step of its own size, although the saved step had another size."""
-    _trainer(tmp_path, True, save_total_limit=3, **_BATCHES).train()
+    _create_trainer(tmp_path, True, save_total_limit=3, **_BATCHES).train()
     folder = os.fspath(tmp_path / "checkpoint-1")
     assert manifest.read(folder)["layout"]["rows_per_step"] == 4
     remedies = {
@@ -260,17 +260,17 @@ def test_resuming_with_other_rows_per_step_warns(tmp_path: Path, environment: No
     }
     for (size, accumulation), remedy in remedies.items():
         batches = dict(zip(_BATCHES, (size, accumulation), strict=True))
-        trainer = _trainer(tmp_path / "other", True, **batches)
+        trainer = _create_trainer(tmp_path / "other", True, **batches)
         with pytest.warns(UserWarning, match=f"saved with 4 rows per optimizer step, .*{remedy}"):
             trainer.train(resume_from_checkpoint=folder)
     same = dict(zip(_BATCHES, (1, 4), strict=True))
-    trainer = _trainer(tmp_path / "other", True, **same)
+    trainer = _create_trainer(tmp_path / "other", True, **same)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train(resume_from_checkpoint=folder)
         # The Trainer then restores the batch size of the checkpoint, which may have become smaller.
         finds = dict(zip(_BATCHES, (8, 1), strict=True)) | {"auto_find_batch_size": True}
-        trainer = _trainer(tmp_path / "other", True, **finds)
+        trainer = _create_trainer(tmp_path / "other", True, **finds)
         trainer._train_batch_size = 3
         trainer.train(resume_from_checkpoint=folder)
     assert not [w for w in caught if "rows per optimizer step" in str(w.message)]
@@ -280,14 +280,14 @@ def test_a_checkpoint_of_more_ranks_reseeds_random_generators(
     tmp_path: Path, environment: None
 ) -> None:
     """Stock looks for `rng_state.pth`, does not find it, and does not change the generators."""
-    _trainer(tmp_path, True).train()
+    _create_trainer(tmp_path, True).train()
     folder = tmp_path / "checkpoint-3"
     content = manifest.read(folder)
     (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
     manifest.write(folder, content["layout"] | {"world_size": 4})
     draws = []
     for seed in (1, 2):
-        trainer = _trainer(tmp_path / "other", True)
+        trainer = _create_trainer(tmp_path / "other", True)
         trainer.args.train_sampling_strategy = "group_by_length"
         loader = trainer.get_train_dataloader()
         torch.manual_seed(seed)
@@ -311,7 +311,7 @@ def test_files_of_an_unfinished_save_are_deleted(tmp_path: Path, environment: No
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"of another run")
     manifest.begin(folder)
-    trainer = _trainer(tmp_path, True)
+    trainer = _create_trainer(tmp_path, True)
     trainer.args.max_steps = 1
     trainer.train()
     assert not any(file.exists() for file in stale) and notes.exists()
@@ -325,12 +325,12 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, environment: None
     if os.geteuid() or subprocess.run(small, capture_output=True).returncode:
         pytest.skip("mounting a small disk needs root")
     try:
-        trainer = _trainer(tmp_path, True)
+        trainer = _create_trainer(tmp_path, True)
         trainer.args.max_steps = 1
         trainer.train()
         free = shutil.disk_usage(tmp_path).free
         (tmp_path / "filler").write_bytes(bytes(free - 60_000))  # less than the model
-        trainer = _trainer(tmp_path, True)
+        trainer = _create_trainer(tmp_path, True)
         with pytest.raises(RuntimeError) as caught:
             trainer.train(resume_from_checkpoint=True)
         assert re.search(r"saving .*checkpoint-2 failed on rank 0: .*", str(caught.value))
@@ -346,12 +346,12 @@ def test_a_torn_checkpoint_is_deleted_before_complete_ones(
     tmp_path: Path, environment: None, limit: int
 ) -> None:
     """A run is killed in the save of step 3, resumes from step 1 and saves step 2."""
-    trainer = _trainer(tmp_path, True)
+    trainer = _create_trainer(tmp_path, True)
     trainer.args.save_total_limit = None
     trainer.train()
     (tmp_path / "checkpoint-3" / manifest.MANIFEST).unlink()
     shutil.rmtree(tmp_path / "checkpoint-2")
-    trainer = _trainer(tmp_path, True)
+    trainer = _create_trainer(tmp_path, True)
     trainer.args.save_total_limit, trainer.args.max_steps = limit, 2
     with pytest.warns(UserWarning, match=r"resuming from .*checkpoint-1, because .*checkpoint-3"):
         trainer.train(resume_from_checkpoint=True)
@@ -375,14 +375,14 @@ class _SavesOnSigterm(transformers.TrainerCallback):
 
 def test_a_checkpoint_of_sigterm_is_complete(tmp_path: Path, environment: None) -> None:
     """The Trainer removes a file from such a checkpoint after the save."""
-    trainer = _trainer(tmp_path, True, enable_jit_checkpoint=True, save_steps=100)
+    trainer = _create_trainer(tmp_path, True, enable_jit_checkpoint=True, save_steps=100)
     trainer.add_callback(_SavesOnSigterm(trainer))
     trainer.train()
     saved = tmp_path / "checkpoint-2"
     assert not (saved / SAVE_IN_PROGRESS).exists()
     manifest.check(saved)
     assert newest_checkpoint(tmp_path) == saved
-    resumed = _trainer(tmp_path, True)
+    resumed = _create_trainer(tmp_path, True)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 3
 
@@ -402,7 +402,7 @@ def test_a_checkpoint_that_cannot_be_deleted_ends_no_run(
             raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
     monkeypatch.setattr(manifest.shutil, "rmtree", rmtree)
-    trainer = _trainer(tmp_path, True)
+    trainer = _create_trainer(tmp_path, True)
     with pytest.warns(UserWarning, match=r"checkpoint-7 could not be deleted, .*not empty"):
         trainer.train()
     assert trainer.state.global_step == 3 and (tmp_path / "checkpoint-3").is_dir()
@@ -417,7 +417,7 @@ def test_a_deleted_file_of_nfs_is_not_in_the_manifest(tmp_path: Path) -> None:
 
 
 def test_a_push_to_the_hub_contains_the_manifest(tmp_path: Path, environment: None) -> None:
-    trainer, pushed = _trainer(tmp_path, True), []
+    trainer, pushed = _create_trainer(tmp_path, True), []
 
     def push(folder: str) -> None:
         manifest.check(folder)
@@ -439,12 +439,12 @@ def test_a_push_to_the_hub_contains_the_manifest(tmp_path: Path, environment: No
 
 
 def test_checkpoints_of_an_unpatched_model_are_stock(tmp_path: Path, environment: None) -> None:
-    _trainer(tmp_path, False).train()
+    _create_trainer(tmp_path, False).train()
     names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
     assert not names & {manifest.MANIFEST, manifest.STARTED}
     assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"]
     with mock.patch.object(manifest, "check", side_effect=AssertionError):
-        _trainer(tmp_path, False).train(resume_from_checkpoint=True)
+        _create_trainer(tmp_path, False).train(resume_from_checkpoint=True)
 
 
 class _GetAttrCall:

@@ -446,7 +446,7 @@ MISSING: dict[str, tuple[Any, str, str, Callable[[Accelerator, nn.Module], None]
 }
 
 
-def _without_a_target(name: str, rank: int, world: int) -> None:
+def _check_without_a_target(name: str, rank: int, world: int) -> None:
     """Without the feature a loop equals stock. A call that uses it raises the warning's text."""
     module, function, feature, use = MISSING[name]
     delattr(module, function)
@@ -466,7 +466,7 @@ def _without_a_target(name: str, rank: int, world: int) -> None:
         parameter
         for name in MISSING
         for parameter in on_ranks(
-            2, {f"without {name}": partial(_without_a_target, name)}, alone=True
+            2, {f"without {name}": partial(_check_without_a_target, name)}, alone=True
         )
     ],
 )
@@ -474,7 +474,7 @@ def test_without_a_target(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _replaced_after_patch(rank: int, world: int) -> None:
+def _check_replacement_after_patch(rank: int, world: int) -> None:
     """Replace the function that shards, as axolotl does, after the patch and for the process."""
     calls = []
 
@@ -495,7 +495,7 @@ def _replaced_after_patch(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize(
     "claim",
-    on_ranks(2, {"replaced after patch": _replaced_after_patch}, alone=True),
+    on_ranks(2, {"replaced after patch": _check_replacement_after_patch}, alone=True),
 )
 def test_a_function_that_a_framework_replaces_after_the_patch(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -282,7 +282,9 @@ def generate_works_before_any_forward(rank: int, world: int) -> None:
         assert torch.equal(*tokens), patch_first
 
 
-def _distillation_losses(model: nn.Module, ranks: Iterable[int], checkpoints: bool) -> list[Tensor]:
+def _train_by_distillation(
+    model: nn.Module, ranks: Iterable[int], checkpoints: bool
+) -> list[Tensor]:
     """Take three steps with evaluations between them, and return the losses of this process.
 
     The model is called as TRL's distillation trainers do: the forward of the PeftModel calls the
@@ -323,8 +325,8 @@ def a_forward_that_calls_only_the_decoder(rank: int, world: int) -> None:
             with_lora(tiny(tie_word_embeddings=tied), seed=0, fp32=False) for _ in range(2)
         )
         apply_ep_fsdp2(model, ep_size=world)
-        want = _distillation_losses(stock, range(world), checkpoints)
-        got = _distillation_losses(model, [rank], checkpoints)
+        want = _train_by_distillation(stock, range(world), checkpoints)
+        got = _train_by_distillation(model, [rank], checkpoints)
         for step in range(3):
             dist.all_reduce(got[2 * step])
             dist.broadcast(got[2 * step + 1], src=0)

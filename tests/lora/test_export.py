@@ -64,7 +64,7 @@ def edit(folder: Path, **changes: Any) -> None:
     (folder / CONFIG).write_text(json.dumps(read_config(folder) | changes, indent=2))
 
 
-def stock_deltas(model: nn.Module) -> dict[str, Tensor]:
+def compute_stock_deltas(model: nn.Module) -> dict[str, Tensor]:
     """Return PEFT's delta of every stacked parameter, of shape (E, out, in)."""
     return {
         f"{name.replace('.base_layer', '')}.{module.parameter_name}": module.get_delta_weight(
@@ -136,7 +136,7 @@ def assert_same_bytes(actual: Path, expected: Path) -> None:
 def test_export_keeps_deltas_and_fuse_restores_the_bytes(case: str, tmp_path: Path) -> None:
     model = save_stock(tmp_path / "a", **CASES[case])
     converted = export_adapter(tmp_path / "a", tmp_path / "b")
-    deltas = stock_deltas(model)
+    deltas = compute_stock_deltas(model)
     assert_same_deltas(stack_deltas(read_single_deltas(tmp_path / "b")), deltas)
     layers = {name.rpartition(".")[0] for name in deltas}
     assert (converted.layers, converted.experts) == (len(layers), E)
@@ -157,7 +157,7 @@ def test_export_keeps_deltas_and_fuse_restores_the_bytes(case: str, tmp_path: Pa
 @pytest.mark.parametrize("expert", ["fastest", "slowest"])
 def test_the_comparison_notices_another_order_of_lora_b(expert: str, tmp_path: Path) -> None:
     """The columns of lora_B are (r, E). Read as (E, r), all sizes fit but experts are mixed."""
-    deltas = stock_deltas(save_stock(tmp_path / "a"))
+    deltas = compute_stock_deltas(save_stock(tmp_path / "a"))
     export_adapter(tmp_path / "a", tmp_path / "b")
     if expert == "slowest":
         source = load_file(tmp_path / "a" / WEIGHTS)
@@ -253,7 +253,9 @@ def test_wrappers_are_identified_by_their_shapes(
     assert outer.parameter_name == ("gate_up_proj" if reverse else "down_proj")
     model.save_pretrained(tmp_path / "a")
     export_adapter(tmp_path / "a", tmp_path / "b")
-    assert_same_deltas(stack_deltas(read_single_deltas(tmp_path / "b")), stock_deltas(model))
+    assert_same_deltas(
+        stack_deltas(read_single_deltas(tmp_path / "b")), compute_stock_deltas(model)
+    )
 
 
 def write_single_experts(folder: Path, rslora: bool = False, **config: Any) -> None:
@@ -293,7 +295,7 @@ def test_foreign_factors_are_stacked_exactly(rslora: bool, tmp_path: Path) -> No
     assert any("vLLM" in note for note in converted.notes), "down_proj has another scale"
     opened = peft.PeftModel.from_pretrained(tiny(), tmp_path / "b").double()
     deltas = stack_deltas(read_single_deltas(tmp_path / "a"))
-    for name, delta in stock_deltas(opened).items():
+    for name, delta in compute_stock_deltas(opened).items():
         # alpha / sqrt(2r) has one more rounding than alpha / sqrt(r).
         assert_close(name, delta, deltas[name], 1e-14)
     inputs = batch(opened, 2, 9)
@@ -309,7 +311,9 @@ def test_one_differing_a_doubles_the_rank(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "b" / WEIGHTS)
     fuse_adapter(tmp_path / "b", tmp_path / "c")
     opened = peft.PeftModel.from_pretrained(tiny(), tmp_path / "c").double()
-    assert_same_deltas(stock_deltas(opened), stack_deltas(read_single_deltas(tmp_path / "b")))
+    assert_same_deltas(
+        compute_stock_deltas(opened), stack_deltas(read_single_deltas(tmp_path / "b"))
+    )
 
 
 @pytest.mark.parametrize(

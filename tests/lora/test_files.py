@@ -34,29 +34,29 @@ def _train(model: nn.Module, steps: int = 3) -> None:
         optimizer.zero_grad()
 
 
-def _logits(model: nn.Module) -> Tensor:
+def _compute_logits(model: nn.Module) -> Tensor:
     with torch.no_grad():
         return model(**batch(model, 2, 9, seed=7)).logits
 
 
 def _check_saved(model: nn.Module, save: Any, folder: str) -> None:
     """Save a sharded model. From the files stock PEFT must compute its logits, merged or not."""
-    logits = _logits(model)
+    logits = _compute_logits(model)
     save(model, folder)
     assert max(path.stat().st_size for path in Path(folder).iterdir()) < 500_000, "not the base"
     opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), folder)
     state = peft.get_peft_model_state_dict(opened)
     assert any("experts.base_layer.lora_B" in key for key in state)
-    assert_close("logits in stock PEFT", _logits(opened), logits, BUDGET)
-    assert_close("logits when merged", _logits(opened.merge_and_unload()), logits, BUDGET)
+    assert_close("logits in stock PEFT", _compute_logits(opened), logits, BUDGET)
+    assert_close("logits when merged", _compute_logits(opened.merge_and_unload()), logits, BUDGET)
 
 
 def _train_at_ep_4(rank: int, world: int, folder: str) -> None:
     model = with_lora(tiny(dtype=torch.float32), seed=0)
     apply_ep_fsdp2(model, ep_size=world)
-    before = _logits(model)
+    before = _compute_logits(model)
     _train(model)
-    assert (_logits(model) - before).abs().max() > 0.01, "training has no effect"
+    assert (_compute_logits(model) - before).abs().max() > 0.01, "training has no effect"
     _check_saved(model, save_pretrained, folder)
     # model.save_pretrained is PEFT's own method, called on every rank.
     _check_saved(model, lambda model, to: model.save_pretrained(to), f"{folder}_of_peft")
@@ -71,17 +71,18 @@ def _open_at_ep_2(rank: int, world: int, folder: str, logits: Tensor) -> None:
         tiny(dtype=torch.float32), f"{folder}/stock", is_trainable=True
     )
     apply_ep_fsdp2(model, ep_size=2)
-    assert_close("logits at ep 2", _logits(model), logits, BUDGET)
+    assert_close("logits at ep 2", _compute_logits(model), logits, BUDGET)
     save_pretrained(model, f"{folder}/again")
     _train(model, steps=1)
-    assert (_logits(model) - logits).abs().max() > 1e-3, "training has no effect"  # a step is 1e-2
+    # A step is about 1e-2.
+    assert (_compute_logits(model) - logits).abs().max() > 1e-3, "training has no effect"
 
 
 def test_an_adapter_trained_by_stock_peft_opens_at_ep_2(tmp_path: Path) -> None:
     stock = with_lora(tiny(dtype=torch.float32), seed=0)
     _train(stock)
     stock.save_pretrained(tmp_path / "stock")
-    run_ranks(_open_at_ep_2, 4, str(tmp_path), _logits(stock))
+    run_ranks(_open_at_ep_2, 4, str(tmp_path), _compute_logits(stock))
     weights, copy = (tmp_path / f / "adapter_model.safetensors" for f in ("stock", "again"))
     assert copy.read_bytes() == weights.read_bytes()
     configs = [peft.LoraConfig.from_pretrained(tmp_path / f).to_dict() for f in ("stock", "again")]
@@ -94,14 +95,14 @@ def test_another_order_of_lora_b_changes_the_logits() -> None:
     """lora_B's columns are (r, E). unsloth-zoo read (E, r), of the same shape, until PR 1269."""
     stock = with_lora(tiny(), seed=0)
     model = with_lora(patch(tiny()), seed=0)
-    logits = _logits(stock)
-    assert_close("logits", _logits(model), logits, 1e-10)
+    logits = _compute_logits(stock)
+    assert_close("logits", _compute_logits(model), logits, 1e-10)
 
     def stack_expert_slowest(packed: Tensor, num_experts: int) -> Tensor:
         return packed.unflatten(1, (num_experts, -1)).permute(1, 0, 2)
 
     with mock.patch.object(factors, "stack_b", stack_expert_slowest), pytest.raises(AssertionError):
-        assert_close("logits", _logits(model), logits, 1e-3)  # the difference is large
+        assert_close("logits", _compute_logits(model), logits, 1e-3)  # the difference is large
 
 
 def _compare_initial_factors(rank: int, world: int) -> None:
@@ -134,9 +135,9 @@ def _train_on_bf16(rank: int, world: int, folder: str) -> None:
     adapters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     assert {p.dtype for p in adapters.values()} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
-    before = _logits(model)
+    before = _compute_logits(model)
     _train(model)
-    after = _logits(model)
+    after = _compute_logits(model)
     assert (after - before).abs().max() > 0.01
     save_pretrained(model, folder)
     opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.bfloat16), folder)
@@ -144,7 +145,7 @@ def _train_on_bf16(rank: int, world: int, folder: str) -> None:
     for name, tensor in factors.pack_factors(model, gathered).items():
         assert torch.equal(opened.get_parameter(name), tensor), name
     # The mean is compared, because rounding may route a token to another expert.
-    error = (_logits(opened) - after).abs().mean() / after.abs().mean()
+    error = (_compute_logits(opened) - after).abs().mean() / after.abs().mean()
     assert error < 0.05, f"logits in stock PEFT: mean error {error}"
 
 
@@ -162,11 +163,11 @@ def _save_with_accelerate(rank: int, world: int, folder: str) -> None:
             accelerator, model, _ = prepared(model, ep_size=2)
             _train(model)
             accelerator.save_state(state)
-            logits = _logits(model)
+            logits = _compute_logits(model)
             _train(model, steps=1)
-            assert (_logits(model) - logits).abs().max() > 0.01, kind
+            assert (_compute_logits(model) - logits).abs().max() > 0.01, kind
             accelerator.load_state(state)
-            assert torch.equal(_logits(model), logits), kind
+            assert torch.equal(_compute_logits(model), logits), kind
             # Every rank calls this, as in PEFT's examples for FSDP.
             accelerator.unwrap_model(model).save_pretrained(
                 adapter,
@@ -175,7 +176,7 @@ def _save_with_accelerate(rank: int, world: int, folder: str) -> None:
             )
             accelerator.wait_for_everyone()
             opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), adapter)
-            assert_close(f"{kind}: logits in stock PEFT", _logits(opened), logits, BUDGET)
+            assert_close(f"{kind}: logits in stock PEFT", _compute_logits(opened), logits, BUDGET)
 
 
 @pytest.mark.slow
@@ -191,12 +192,12 @@ def _add_by_transformers(rank: int, world: int, folder: str) -> None:
         peft.LoraConfig(r=4, target_parameters=list(EXPERTS), init_lora_weights=False)
     )
     apply_ep_fsdp2(model, ep_size=2)
-    logits = _logits(model)
+    logits = _compute_logits(model)
     gathered = gather_state_dict(model)
     assert all("lora_" in name for name in gathered) and len(gathered) == (0 if rank else 2 * 4)
     save_pretrained(model, folder)
     opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), folder)
-    assert_close("logits in stock PEFT", _logits(opened), logits, BUDGET)
+    assert_close("logits in stock PEFT", _compute_logits(opened), logits, BUDGET)
 
 
 def _read_keys(folder: str) -> set[str]:
@@ -232,7 +233,7 @@ def _save_with_checkpoint_wrappers(rank: int, world: int, folder: str) -> None:
         accelerator, model, _ = prepared(model, ep_size=2)
         assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
         _train(model)
-        logits = _logits(model)
+        logits = _compute_logits(model)
         save_pretrained(model, f"{folder}/ours")
         gathered = accelerator.get_state_dict(model)
         if rank == 0:
@@ -241,7 +242,7 @@ def _save_with_checkpoint_wrappers(rank: int, world: int, folder: str) -> None:
     for name in ("ours", "given"):
         assert _read_keys(f"{folder}/{name}") == _read_keys(f"{folder}/stock"), name
         opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), f"{folder}/{name}")
-        assert_close(f"{name}: logits in stock PEFT", _logits(opened), logits, BUDGET)
+        assert_close(f"{name}: logits in stock PEFT", _compute_logits(opened), logits, BUDGET)
 
 
 def test_modules_to_save_work_with_accelerates_activation_checkpointing(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ CASES = [
 ]
 
 
-def _few_tokens(model: Any, rank: int, world: int, step: int) -> list[dict[str, Any]]:
+def _make_few_tokens(model: Any, rank: int, world: int, step: int) -> list[dict[str, Any]]:
     """Use few tokens, because the interpreter is slow, and each expert with a token runs a tile."""
     return [batch(model, 1, 4 + rank, seed=10 * step + rank)]
 
@@ -114,7 +114,7 @@ def kernel_case(kind: str) -> Case:
         2,
         config=of_kernels,
         model=model,
-        micro_batches=_few_tokens,
+        micro_batches=_make_few_tokens,
         budget=FP32_MODEL,
     )
 
@@ -156,7 +156,7 @@ def _compare_type(model_type: str, kind: str, rank: int, world: int) -> None:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     sizes = SIZES_OF_TYPES[model_type]
     if kind == "fp8":
-        sizes = {name: _doubled(size) for name, size in sizes.items()}
+        sizes = {name: _double_size(size) for name, size in sizes.items()}
     sizes = sizes | FIXED.get(model_type, {})
     models = []
     for seed in (rank, 0):
@@ -172,7 +172,7 @@ def _compare_type(model_type: str, kind: str, rank: int, world: int) -> None:
     assert_same_step(model_type, (model, stock), optimizers)
 
 
-def _doubled(size: Any) -> Any:
+def _double_size(size: Any) -> Any:
     return [2 * each for each in size] if isinstance(size, list) else 2 * size
 
 

@@ -212,7 +212,7 @@ def moved_experts_take_their_momentum_along(rank: int, world: int) -> None:
     for it in ((model, optimizer), (twin, its_optimizer)):
         _train(*it, range(2))
     before = expert_load(model)
-    load = ExpertLoad(before.counts.flip(1) ** 2 + torch.arange(8), *_others(before))
+    load = ExpertLoad(before.counts.flip(1) ** 2 + torch.arange(8), *_list_other_fields(before))
     balance_experts(model, optimizer, load)
     for it in ((model, optimizer), (twin, its_optimizer)):
         _train(*it, range(2, 4))
@@ -226,7 +226,7 @@ def moved_experts_take_their_momentum_along(rank: int, world: int) -> None:
         assert_close(name, got, wanted[name], FP64_MODEL)
 
 
-def _others(load: ExpertLoad) -> list[Any]:
+def _list_other_fields(load: ExpertLoad) -> list[Any]:
     names = [name for name in load.__dataclass_fields__ if name != "counts"]
     return [getattr(load, name) for name in names]
 
