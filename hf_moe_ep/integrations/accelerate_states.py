@@ -64,8 +64,8 @@ from hf_moe_ep.upstream.accelerate_and_trainer import prepared_models, prepared_
 from hf_moe_ep.upstream.replaced import replaced
 
 _AUTOMATIC_NAME = re.compile(r"checkpoint_\d+")
-# The names that accelerate/checkpointing.py and accelerate/utils/fsdp_utils.py give to folders
-# (with all files in them) and to files.
+# The names of folders and files that accelerate/checkpointing.py and
+# accelerate/utils/fsdp_utils.py write. All files in these folders count.
 _FOLDERS = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 _FILES = re.compile(
     r"(pytorch_model(_fsdp)?|model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?(_rank\d+)?"
@@ -187,7 +187,7 @@ def _find_states(accelerator: Accelerator) -> list[ModelState]:
 
 
 def _find_apart_dims(accelerator: Accelerator) -> dict[str, int]:
-    """Return `etp.apart_dims_by_name` of all prepared models."""
+    """Join the results of `etp.apart_dims_by_name` for all prepared models."""
     models = prepared_models(accelerator)
     return {name: dim for model in models for name, dim in apart_dims_by_name(model).items()}
 

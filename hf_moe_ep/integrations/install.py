@@ -82,8 +82,8 @@ def prepare_objects(
         state = find_state(model) if isinstance(model, nn.Module) else None
         if state is None:
             continue
-        # A training framework may have replaced the function that shards since the model was
-        # patched (axolotl/monkeypatch/accelerate/fsdp2.py).
+        # After the patch, a training framework may have replaced the function that shards
+        # (axolotl/monkeypatch/accelerate/fsdp2.py).
         wrap_process(ACCELERATE)
         specialise(self, Accelerator, ACCELERATOR_METHODS)
         references.share_meshes(self, state)

@@ -104,7 +104,8 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         for model in models:
             _check_loss(model)
     shared_batches.share_batches(self, state)
-    plugin = getattr(self.state, "fsdp_plugin", None)  # no attribute on one CPU (accelerate 1.15)
+    # In one CPU process the state has no such attribute (accelerate 1.15).
+    plugin = getattr(self.state, "fsdp_plugin", None)
     if plugin is not None and self.is_fsdp2:
         for model in models:
             _remove_other_stages(self, model, args)
@@ -254,7 +255,7 @@ def build_options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
 
 def _choose_offload_policy(policy: OffloadPolicy | None, device: torch.device) -> OffloadPolicy:
     if isinstance(policy, CPUOffloadPolicy) and device.type == "cpu":
-        return CPUOffloadPolicy(pin_memory=False)  # there is no accelerator to pin memory for
+        return CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
     return policy or OffloadPolicy()
 
 

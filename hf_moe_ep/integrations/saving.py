@@ -71,9 +71,9 @@ def save_model(
 ) -> None:
     """Wrap `Trainer.save_model`: write hub layout, also with SHARDED_STATE_DICT.
 
-    Only the adapters of a PeftModel are written. There are two kinds of internal calls:
-    `_save_checkpoint` passes a folder, which stock writes, and `push_to_hub` passes no folder and
-    needs the files of the model.
+    Only the adapters of a PeftModel are written. Two functions of the Trainer make internal calls:
+    `_save_checkpoint` passes a folder, and stock code saves the model. `push_to_hub` passes no
+    folder, and the model is saved in hub layout.
 
     Raises:
         RuntimeError: on every rank that called this: another rank did not call, or a rank failed.
@@ -288,7 +288,7 @@ def save_adapters(
 ) -> None:
     """Wrap `PeftModel.save_pretrained`: gather the adapters of a sharded model, pack as PEFT does.
 
-    A given state dict is packed as it is. Without a state dict every rank must call this.
+    If a state dict is given, the adapters in it are packed. Otherwise every rank must call this.
 
     Raises:
         RuntimeError: no state dict is given, and only rank 0 calls this.

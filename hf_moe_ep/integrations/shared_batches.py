@@ -466,7 +466,7 @@ class _EveryNthStep:
             setattr(self._scheduler, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_scheduler":  # copy and pickle look it up before __init__
+        if name == "_scheduler":  # copy and pickle read it before __init__
             raise AttributeError(name)
         return getattr(self._scheduler, name)
 
@@ -494,7 +494,7 @@ class _Stream(IterableDataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "rows"):  # copy and pickle look them up before __init__
+        if name in ("dataset", "rows"):  # copy and pickle read them before __init__
             raise AttributeError(name)
         return getattr(self.dataset, name)
 

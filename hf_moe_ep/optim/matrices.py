@@ -40,7 +40,7 @@ from hf_moe_ep.upstream.adapters import adapter_parameters
 from hf_moe_ep.upstream.experts_interface import experts_flags, is_experts_module
 from hf_moe_ep.upstream.module_names import stock_name, unwrap
 
-# The projections of attention whose rows are the rows of the first head, of the second head, ..
+# The rows of these projections of attention are divided into heads of consecutive rows.
 _QUERY_HEAD_PROJECTIONS = ("q_proj", "q_b_proj", "kv_b_proj")
 _KEY_HEAD_PROJECTIONS = ("k_proj", "v_proj")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -520,7 +520,7 @@ class _BucketExchange:
         for block in blocks:
             values[start : start + block.numel()].view(block.shape).copy_(block)
             start += block.numel()
-            del block  # before the next one is computed
+            del block  # is freed before the next block is computed
         self._received = self._empty(sum(expected))
         self._transfer = start_all_to_all(
             self._received,
