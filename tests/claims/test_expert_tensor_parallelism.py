@@ -150,7 +150,7 @@ def _skip_a_step_on_all_ranks(modules: tuple[str, ...], part: str, rank: int, wo
         assert torch.equal(local_tensor(p), old), f"{name} was trained in a skipped step"
 
 
-# The factors of gate_up_proj are those of the inner one of PEFT's two wrappers.
+# The inner of PEFT's two wrappers has the factors of gate_up_proj.
 SKIPS = {
     "B of gate_up": ((), "experts.base_layer.lora_B"),
     "A of down": ((), "experts.lora_A"),

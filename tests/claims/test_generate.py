@@ -22,7 +22,7 @@ def compare_continuations(ep_size: int, options: dict[str, Any], rank: int, worl
     assert torch.isfinite(loss), f"ep {ep_size}: loss {loss}"
 
 
-# Prompt and new tokens of rank 0 have 8 positions; those of other ranks have more.
+# The prompt and the new tokens of rank 0 have 8 positions. On other ranks they have more.
 SHORT = {"max_position_embeddings": 8}
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
 ON_FOUR_RANKS = {"ep 2": partial(compare_continuations, 2, {})}

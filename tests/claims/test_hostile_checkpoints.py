@@ -231,12 +231,12 @@ def _load(run: _Run | _TrainerRun, way: str, folder: Path, saved_values: dict[st
         return "as saved"
     messages: list[Any] = [None, None]
     dist.all_gather_object(messages, [str(warning.message) for warning in caught])
-    warned = any("verified" in message for of_rank in messages for message in of_rank)
+    warned = any("verified" in message for rank_messages in messages for message in rank_messages)
     return "warned of" if warned else "wrong"
 
 
 def _get_error(load: Callable[[], None]) -> str:
-    """Return the error of `load`, or None. Other tests check the kind of the error."""
+    """Return the text of the error of `load`, or "". Other tests check the kind of the error."""
     try:
         load()
     except Exception as error:  # noqa: BLE001

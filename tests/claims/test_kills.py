@@ -2,7 +2,7 @@
 
 In each round two ranks resume from the folder, or start. They save after each step, in some rounds
 in the background. One rank is killed (SIGKILL) at a random moment, mostly during a save. Every loss
-must equal that of an uninterrupted run at the same step.
+must equal the loss of an uninterrupted run at the same step.
 
 Other kinds of saves are killed in test_hub_memory_and_kills.py (`save_pretrained`),
 test_state_kills.py (`save_state` and the Trainer), checkpoints/test_switch.py (before each file

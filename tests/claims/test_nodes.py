@@ -69,12 +69,12 @@ def test_a_token_crosses_once_to_each_node(tmp_path: Path, machines: Machines) -
         )
         assert expected_sent < sent <= limit, (router, kind, node, sent / expected_sent)
     for router in ROUTERS:
-        of_ranks, of_nodes = (sum(map(sum, pairs(kind, router, machines))) for kind in KINDS)
+        rank_pairs, node_pairs = (sum(map(sum, pairs(kind, router, machines))) for kind in KINDS)
         factor = 0.7 if router == "any" else 1.0
         assert (
-            (of_nodes < factor * of_ranks)
+            (node_pairs < factor * rank_pairs)
             if machines.ranks_per_node > 1
-            else (of_nodes == of_ranks)
+            else (node_pairs == rank_pairs)
         )
     limit = TOKENS * machines.ranks * OF_GROUPS
     assert sum(map(sum, pairs("hierarchical", "groups", machines))) <= limit

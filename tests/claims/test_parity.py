@@ -1,4 +1,4 @@
-"""Gradients, gradient norms and parameters of N ranks equal those of stock in one process, in fp64.
+"""Gradients, gradient norms and parameters of N ranks equal stock in one process, in fp64.
 
 If the number of ranks is a power of two, the budget is derived from fp64. Otherwise the division of
 the loss by that number rounds in fp32, because transformers computes the loss of fp32 logits.

@@ -82,10 +82,10 @@ def draw(seed: int) -> Draw:
     for name in _SIZES[:4]:
         sizes[name] = choose.choice([1, 1, 1, *(n for n in (2, 4) if left % n == 0)])
         left //= sizes[name]
-    of_experts = world // sizes["pp_size"] // sizes["dp_replicate_size"]
-    sizes["ep_size"] = choose.choice([n for n in (1, 2, 4) if of_experts % n == 0])
-    of_experts //= sizes["ep_size"]
-    sizes["etp_size"] = choose.choice([1, *(n for n in (1, 2, 4) if of_experts % n == 0)])
+    expert_ranks = world // sizes["pp_size"] // sizes["dp_replicate_size"]
+    sizes["ep_size"] = choose.choice([n for n in (1, 2, 4) if expert_ranks % n == 0])
+    expert_ranks //= sizes["ep_size"]
+    sizes["etp_size"] = choose.choice([1, *(n for n in (1, 2, 4) if expert_ranks % n == 0)])
     config = {
         name: choose.choice(values)
         for name, (values, share) in _CONFIG.items()

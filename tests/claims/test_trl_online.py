@@ -40,10 +40,12 @@ def run_job(folder: Path, *arguments: str, ranks: int) -> Run:
     config_file = CPU_4 if ranks > 1 else None
     run_script(JOB, *arguments, output=folder / "output.txt", config_file=config_file)
     log = json.loads((folder / "run.json").read_text())["log"]
-    of_ranks = [json.loads((folder / f"generated{rank}.json").read_text()) for rank in range(ranks)]
-    starts = range(0, len(of_ranks[0]), batch)
+    rows_by_rank = [
+        json.loads((folder / f"generated{rank}.json").read_text()) for rank in range(ranks)
+    ]
+    starts = range(0, len(rows_by_rank[0]), batch)
     generated = [
-        row for start in starts for rows in of_ranks for row in rows[start : start + batch]
+        row for start in starts for rows in rows_by_rank for row in rows[start : start + batch]
     ]
     return Run([entry for entry in log if "loss" in entry], generated)
 

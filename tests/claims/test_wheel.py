@@ -227,12 +227,12 @@ def _find_distributions(
         marker = requirement.marker
         if marker and not any(marker.evaluate({"extra": extra}) for extra in {"", *extras}):
             continue
-        name, its_extras = canonicalize_name(requirement.name), frozenset(requirement.extras)
-        if (name, its_extras) in visited:
+        name, own_extras = canonicalize_name(requirement.name), frozenset(requirement.extras)
+        if (name, own_extras) in visited:
             continue
-        visited.add((name, its_extras))
+        visited.add((name, own_extras))
         distributions[name] = metadata.distribution(name)
-        todo += [(Requirement(line), its_extras) for line in distributions[name].requires or ()]
+        todo += [(Requirement(line), own_extras) for line in distributions[name].requires or ()]
     return list(distributions.values())
 
 

@@ -42,8 +42,10 @@ def bf16_error_is_at_most_twice_that_of_stock_bf16(rank: int, world: int) -> Non
     truth = _train_stock(tiny())
     stock = _train_stock(tiny(dtype=torch.float32), bf16=True)
     if rank == 0:
-        ours, of_stock = (_compute_distance(state, truth) for state in (actual, stock))
-        assert 0 < ours <= 2 * of_stock, f"error {ours:.3e}, stock's is {of_stock:.3e}"
+        own_error, stock_error = (_compute_distance(state, truth) for state in (actual, stock))
+        assert 0 < own_error <= 2 * stock_error, (
+            f"error {own_error:.3e}, stock's is {stock_error:.3e}"
+        )
 
 
 def _compute_distance(state: State, truth: State) -> float:

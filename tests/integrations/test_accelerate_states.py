@@ -115,17 +115,18 @@ def _files_of_an_earlier_save_are_deleted(rank: int, world: int, folder: str) ->
     """More ranks have saved to the same folder before. Other files are not deleted."""
     state = Path(folder, "state")
     stale = [state / "random_states_7.pkl", state / "optimizer_0" / "__7_0.distcp"]
-    of_user = [state / "notes" / "__7_0.distcp", state / "other.pkl"]
+    user_files = [state / "notes" / "__7_0.distcp", state / "other.pkl"]
 
     def write_files() -> None:
-        for file in (*stale, *of_user):
+        for file in (*stale, *user_files):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(b"of another run")
 
     with launched(**SHARDED):
         _call_on_rank_0(rank, write_files)
         _Run(rank).accelerator.save_state(state)
-        assert not any(file.exists() for file in stale) and all(file.exists() for file in of_user)
+        assert not any(file.exists() for file in stale)
+        assert all(file.exists() for file in user_files)
         named = manifest.read(state)["files"]
         assert "random_states_1.pkl" in named and "random_states_7.pkl" not in named
 

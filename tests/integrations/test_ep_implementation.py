@@ -1,6 +1,6 @@
 """Test our dispatch and experts in transformers' own sharding.
 
-Losses, gradients and logits of four ranks equal those of stock in one process, in fp64. With ep 2
+Losses, gradients and logits of four ranks equal stock in one process, in fp64. With ep 2
 two ranks have the same experts. If only one rank has an expert, transformers 5.24 divides the
 expert's gradients twice over gloo, with every implementation.
 """

@@ -195,7 +195,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_bit_by_bit(folder: Path) -> None:
-    """Parameters and moments of each rank equal those of an uninterrupted run."""
+    """Parameters and moments of each rank equal an uninterrupted run's."""
     resumed = run_ranks(_resume, WORLD, str(folder))
     for actual, expected in zip(resumed, run_ranks(_train_uninterrupted, WORLD), strict=True):
         for name in CASES:

@@ -146,9 +146,9 @@ def accelerate_in_bf16_is_as_close_as_stock(rank: int, world: int) -> None:
     model = with_lora(tiny(dtype=torch.float32, **SIZES["nf4"]), seed=0)
     actual = _train(model, rank, mixed_precision="bf16")
     truth = _train_stock(torch.float64)
-    of_stock = _compute_distance(_train_stock(torch.float32, bf16=True), truth)
-    ours = _compute_distance(actual, truth)
-    assert 0 < ours <= 2 * of_stock, f"error {ours:.3e}, stock's is {of_stock:.3e}"
+    stock_error = _compute_distance(_train_stock(torch.float32, bf16=True), truth)
+    own_error = _compute_distance(actual, truth)
+    assert 0 < own_error <= 2 * stock_error, f"error {own_error:.3e}, stock's is {stock_error:.3e}"
 
 
 def _compute_distance(factors: dict[str, Tensor], truth: dict[str, Tensor]) -> float:

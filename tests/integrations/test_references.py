@@ -105,10 +105,10 @@ def a_stock_reference_is_sharded_like_the_policy(rank: int, world: int) -> None:
             "the reference Qwen3MoeForCausalLM is frozen, and sharded layer by layer (ep_size 2)"
         ] * (rank == 0)
         prepared(policy, accelerator, ep_size=2)
-        of_reference = dict(reference.named_parameters())
+        reference_parameters = dict(reference.named_parameters())
         for name, parameter in policy.named_parameters():
-            assert parameter.placements == of_reference[name].placements, name
-            assert parameter.device_mesh == of_reference[name].device_mesh, name
+            assert parameter.placements == reference_parameters[name].placements, name
+            assert parameter.device_mesh == reference_parameters[name].device_mesh, name
 
 
 def a_reference_has_no_fp32_masters(rank: int, world: int) -> None:
@@ -194,9 +194,10 @@ def mixing_into_the_reference_gathers_no_parameter(rank: int, world: int) -> Non
         with stages_gathered(reference) as gathered_in:
             references.mix_shards(call_trl, policy, reference, 0.25)
         assert not gathered_in
-        of_policy, of_reference = tiny(**FP32).state_dict(), tiny(seed=3, **FP32).state_dict()
+        policy_values = tiny(**FP32).state_dict()
+        reference_values = tiny(seed=3, **FP32).state_dict()
         for name, parameter in reference.named_parameters():
-            expected = of_reference[name].mul(0.75).add(of_policy[name], alpha=0.25)
+            expected = reference_values[name].mul(0.75).add(policy_values[name], alpha=0.25)
             assert torch.equal(full_tensor(parameter.detach()), expected), name
         with pytest.raises(ValueError, match=r"sync_ref_model=True mixes shards.*same sizes"):
             references.mix_shards(call_trl, policy, at_ep_1, 0.25)
@@ -221,9 +222,10 @@ def process_groups_are_shared(rank: int, world: int) -> None:
         accelerator = create_accelerator_for(policy)
         at_ep_1 = create_reference(patch(tiny(seed=4, **FP32), ep_size=1), accelerator)
         prepared(policy, accelerator, ep_size=2)
-        of_policy, of_reference = patched_state(policy).meshes, patched_state(at_ep_1).meshes
-        assert of_policy is not None and of_reference is not None
-        assert (of_policy.ep_size, of_reference.ep_size) == (2, 1)
+        policy_meshes = patched_state(policy).meshes
+        reference_meshes = patched_state(at_ep_1).meshes
+        assert policy_meshes is not None and reference_meshes is not None
+        assert (policy_meshes.ep_size, reference_meshes.ep_size) == (2, 1)
 
 
 def models_of_one_accelerator_add_no_groups(rank: int, world: int) -> None:
@@ -231,10 +233,10 @@ def models_of_one_accelerator_add_no_groups(rank: int, world: int) -> None:
     creates an Accelerator."""
     with launched():
         accelerator, first, _ = prepared(tiny(**FP32), ep_size=2)
-        of_first, groups = patched_state(first).meshes, len(_world.pg_map)
+        first_meshes, groups = patched_state(first).meshes, len(_world.pg_map)
         del first
         _, second, _ = prepared(tiny(**FP32), accelerator, ep_size=2)
-        assert patched_state(second).meshes is of_first
+        assert patched_state(second).meshes is first_meshes
         trainer: Any = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(fsdp=False))
         trainer.model = None
 
@@ -244,7 +246,7 @@ def models_of_one_accelerator_add_no_groups(rank: int, world: int) -> None:
         create_accelerator(create, trainer)
         assert trainer.accelerator is not accelerator
         _, third, _ = prepared(tiny(**FP32), trainer.accelerator, ep_size=2)
-        assert patched_state(third).meshes is of_first and len(_world.pg_map) == groups
+        assert patched_state(third).meshes is first_meshes and len(_world.pg_map) == groups
 
 
 CHECKS = (

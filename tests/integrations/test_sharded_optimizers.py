@@ -22,7 +22,7 @@ BUDGET = 1e-2
 
 
 def working_optimizers_train_as_in_one_process(rank: int, world: int) -> None:
-    """After three steps on two ranks, the weights equal those of one process on both batches."""
+    """After three steps on two ranks, the weights equal one process on both batches."""
     for name in WORKING:
         optimizer_class = getattr(torch.optim, name)
         stock = tiny(dtype=torch.float32)

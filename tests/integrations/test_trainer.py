@@ -191,9 +191,11 @@ def test_bf16_is_as_close_to_the_truth_as_stock(slow_runs: Results, name: str) -
     measured = [("log", "loss")]
     measured += [(kind, key) for kind in ("grads", "params") for key in truth.params]
     for kind, key in measured:
-        ours, of_stock = error(actual, kind, key), error(stock, kind, key)
-        assert of_stock > 0, f"{kind} {key}: stock in bf16 is exact, so nothing ran in bf16"
-        assert 0 < ours <= 2 * of_stock, f"{kind} {key}: error {ours:.3e}, of stock {of_stock:.3e}"
+        own_error, stock_error = error(actual, kind, key), error(stock, kind, key)
+        assert stock_error > 0, f"{kind} {key}: stock in bf16 is exact, so nothing ran in bf16"
+        assert 0 < own_error <= 2 * stock_error, (
+            f"{kind} {key}: error {own_error:.3e}, of stock {stock_error:.3e}"
+        )
 
 
 @pytest.mark.slow
@@ -271,7 +273,5 @@ def test_the_best_model_is_loaded_at_the_end(slow_runs: Results, name: str) -> N
     assert losses[0] == losses.max() and losses[0] != losses[2]
     assert result.values["evaluate"] == losses[0]
     for key, parameter in result.params.items():
-        assert torch.equal(parameter, result.params_at[2][key]), (
-            f"{key} is not that of the best step"
-        )
+        assert torch.equal(parameter, result.params_at[2][key]), f"{key} is not from the best step"
         assert not torch.equal(parameter, result.params_at[6][key]), f"{key} was never trained"

@@ -28,8 +28,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     ranks.append(Case("saved", ("train", "save"), ep=2, lora=8))
     ranks.append(Case("after", ("train", "save"), ep=2, lora=8, lora_after=True))
     killed = Case("killed", ep=4, lora=8, arguments=SAVE, folder=folder / "half", kill_after=3)
-    # The checkpoint contains only adapters. If they were not loaded, the losses would be those of
-    # steps 1 to 3.
+    # The checkpoint contains only adapters. If they were not loaded, the losses of
+    # steps 1 to 3 would be repeated.
     resumed = [Case("resumed", ("resume",), ep=2, lora=8, arguments=SAVE, folder=folder / "half")]
     with pytest.raises(AssertionError, match=r"SIGKILL|Signal 9"):
         launch([killed], folder / "killed", CPU_4)

@@ -198,6 +198,6 @@ def test_the_last_stage_computes_compute_loss_func(slow_runs: Results) -> None:
     for result in got:
         assert_close("eval_loss", result.series("eval_loss"), want.series("eval_loss"), FP32_BUDGET)
     model_loss = slow_runs["stock unclipped"][0].series("loss")
-    assert (want.series("loss") / model_loss < 0.99).all(), "the loss is that of the model"
+    assert (want.series("loss") / model_loss < 0.99).all(), "the model's own loss was used"
     for result in slow_runs["own loss sp"]:
         assert "2 ranks share each batch; use sp_size=1 and cp_size=1" in result.error

@@ -287,7 +287,7 @@ print(len(called))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "TRL"])
-def test_a_stock_model_beside_a_patched_one_runs_stock_code(name: str) -> None:
+def test_a_stock_model_runs_stock_code_although_another_model_is_patched(name: str) -> None:
     """All calls of our functions are recorded while a stock model is trained and saved.
 
     A patched model is trained first in the same way, so that all wraps are in force. Afterwards

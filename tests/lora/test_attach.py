@@ -297,9 +297,9 @@ def _train_by_distillation(
         weight = model.get_output_embeddings().weight
         hidden = decoder(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state
         with torch.no_grad():
-            of_teacher = decoder(inputs["input_ids"].flip(1)).last_hidden_state
+            teacher_hidden = decoder(inputs["input_ids"].flip(1)).last_hidden_state
         weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        return ((hidden - of_teacher) @ weight.T).square().mean()
+        return ((hidden - teacher_hidden) @ weight.T).square().mean()
 
     losses = []
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

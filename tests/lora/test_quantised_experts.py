@@ -106,13 +106,12 @@ def kernel_case(kind: str) -> Case:
         "num_hidden_layers": 1,
         "dtype": torch.float32,
     }
-    of_kernels = {"experts_backend": "triton"}
     return quantise_case(
         kind,
         "ep 2, kernels, fp32",
         2,
         2,
-        config=of_kernels,
+        config={"experts_backend": "triton"},
         model=model,
         micro_batches=_make_few_tokens,
         budget=FP32_MODEL,

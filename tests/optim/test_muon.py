@@ -123,8 +123,8 @@ def _compare_with_single_matrices(case: Case, rank: int, world: int) -> None:
     kind = "gpt_oss" if case.model == "gpt_oss" else "halves"
     stock = ByMatrix(reference, LR, kind=kind, **case.muon)
     if case.unfreezes:
-        for it in (model, reference):
-            it.model.layers[0].requires_grad_(False)
+        for each_model in (model, reference):
+            each_model.model.layers[0].requires_grad_(False)
     apply_ep_fsdp2(model, **case.layout)
     optimizer = Muon(model, LR, **case.muon)
     optimizer._bucket_bytes = case.bucket
@@ -188,16 +188,16 @@ def test_one_process_equals_training_of_single_matrices(name: str) -> None:
         for micro in _make_batches(case, reference, 0, 1, step):
             model(**micro).loss.backward()
             reference(**micro).loss.backward()
-        for it in (optimizer, stock):
-            it.step()
-            it.zero_grad()
+        for each_optimizer in (optimizer, stock):
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     want = dict(reference.named_parameters())
     for key, parameter in model.named_parameters():
         assert_close(key, parameter.detach(), want[key], FP64_MODEL)
-    for it, its_optimizer in ((model, optimizer), (reference, stock)):
-        it(**_make_batches(case, reference, 0, 1, 3)[0]).loss.backward()
-        it.model.layers[0].mlp.experts.down_proj.grad[1, 0, 0] = torch.inf
-        its_optimizer.step()
+    for each_model, each_optimizer in ((model, optimizer), (reference, stock)):
+        each_model(**_make_batches(case, reference, 0, 1, 3)[0]).loss.backward()
+        each_model.model.layers[0].mlp.experts.down_proj.grad[1, 0, 0] = torch.inf
+        each_optimizer.step()
     for key, parameter in model.named_parameters():
         assert torch.equal(parameter.isnan(), want[key].isnan()), key
     nan = model.model.layers[0].mlp.experts.down_proj.isnan().flatten(1)
@@ -232,27 +232,27 @@ def test_parameters_that_are_unfrozen_later_are_trained() -> None:
     """
     model, given_frozen, reference = tiny(), tiny(), tiny()
     stock = ByMatrix(reference, LR)
-    for it in (model, given_frozen, reference):
-        it.model.layers[0].requires_grad_(False)
+    for each_model in (model, given_frozen, reference):
+        each_model.model.layers[0].requires_grad_(False)
     optimizer = Muon(patch(model), LR)
     everything = [{"params": patch(given_frozen).parameters()}]
     other_optimizer = Muon(given_frozen, LR, param_groups=everything)
     pairs = (model, optimizer), (given_frozen, other_optimizer), (reference, stock)
     for step in range(3):
         inputs = uneven_batches(reference, 0, 1, step)[0]
-        for it, _ in pairs:
-            it(**inputs).loss.backward()
-            _unfreeze_and_freeze_layers(step, it)
-        for _, its_optimizer in pairs:
-            its_optimizer.step()
-            its_optimizer.zero_grad()
+        for each_model, _ in pairs:
+            each_model(**inputs).loss.backward()
+            _unfreeze_and_freeze_layers(step, each_model)
+        for _, each_optimizer in pairs:
+            each_optimizer.step()
+            each_optimizer.zero_grad()
         if step == 0:
             optimizer.add_param_group({"params": model.model.layers[0].parameters()})
     experts = model.model.layers[0].mlp.experts.down_proj
     assert optimizer.state[experts].keys() == {"momentum_buffer"}
     want = dict(reference.named_parameters())
-    for it in (model, given_frozen):
-        for name, parameter in it.named_parameters():
+    for each_model in (model, given_frozen):
+        for name, parameter in each_model.named_parameters():
             assert_close(name, parameter.detach(), want[name].detach(), FP64_MODEL)
 
 

@@ -62,9 +62,9 @@ def resumes_at_another_layout(rank: int, world: int, folder: str) -> None:
     save_checkpoint(Path(folder) / "step-2", model, optimizer)
     _train(model, optimizer, range(2, 4))
     want = whole_parameters(model)
-    other, its_optimizer = _start(seed=1, ep_size=2, expert_shard_dim=1)
-    load_checkpoint(folder, other, its_optimizer)
-    _train(other, its_optimizer, range(2, 4))
+    other, other_optimizer = _start(seed=1, ep_size=2, expert_shard_dim=1)
+    load_checkpoint(folder, other, other_optimizer)
+    _train(other, other_optimizer, range(2, 4))
     for name, got in whole_parameters(other).items():
         assert_close(name, got, want[name], FP64_MODEL)
     adamw = torch.optim.AdamW(other.parameters(), lr=LR)
@@ -78,15 +78,15 @@ def resumes_with_stages(rank: int, world: int, folder: str) -> None:
     _train(model, optimizer, range(2))
     save_checkpoint(Path(folder) / "step-2", model, optimizer)
     _train(model, optimizer, range(2, 4))
-    in_stages, its_optimizer = _start(seed=1, pp_size=2, ep_size=2)
-    load_checkpoint(Path(folder) / "step-2", in_stages, its_optimizer)
-    _train(in_stages, its_optimizer, range(2, 4))
+    in_stages, other_optimizer = _start(seed=1, pp_size=2, ep_size=2)
+    load_checkpoint(Path(folder) / "step-2", in_stages, other_optimizer)
+    _train(in_stages, other_optimizer, range(2, 4))
     _compare(in_stages, model)
-    save_checkpoint(Path(folder) / "step-4", in_stages, its_optimizer)
+    save_checkpoint(Path(folder) / "step-4", in_stages, other_optimizer)
     again, last_optimizer = _start(seed=2, ep_size=4)
     load_checkpoint(Path(folder) / "step-4", again, last_optimizer)
-    for it in ((again, last_optimizer), (model, optimizer)):
-        _train(*it, range(4, 6))
+    for run in ((again, last_optimizer), (model, optimizer)):
+        _train(*run, range(4, 6))
     _compare(again, model)
 
 
@@ -116,11 +116,11 @@ def groups_of_stages_keep_their_options(rank: int, world: int, folder: str) -> N
     assert set(want.values()) == {LR, 1e-3 if rank == 0 else 1e-4}
     _train(model, optimizer, range(1))
     save_checkpoint(Path(folder) / "step-1", model, optimizer)
-    resumed, its_optimizer = start(1)
-    load_checkpoint(folder, resumed, its_optimizer)
-    assert lr_by_name(resumed, its_optimizer) == want
-    for it in ((model, optimizer), (resumed, its_optimizer)):
-        _train(*it, range(1, 2))
+    resumed, other_optimizer = start(1)
+    load_checkpoint(folder, resumed, other_optimizer)
+    assert lr_by_name(resumed, other_optimizer) == want
+    for run in ((model, optimizer), (resumed, other_optimizer)):
+        _train(*run, range(1, 2))
     for name, parameter in whole_parameters(resumed).items():
         assert torch.equal(parameter, whole_parameters(model)[name]), name
 
@@ -138,10 +138,10 @@ def a_frozen_stage_has_the_groups_of_the_others(rank: int, world: int, folder: s
     assert any(group["params"] for group in optimizer.param_groups) == (rank == 1)
     _train(model, optimizer, range(1))
     save_checkpoint(Path(folder) / "step-1", model, optimizer)
-    resumed, its_optimizer = start(ep_size=2)
-    load_checkpoint(folder, resumed, its_optimizer)
-    for it in ((model, optimizer), (resumed, its_optimizer)):
-        _train(*it, range(1, 2))
+    resumed, other_optimizer = start(ep_size=2)
+    load_checkpoint(folder, resumed, other_optimizer)
+    for run in ((model, optimizer), (resumed, other_optimizer)):
+        _train(*run, range(1, 2))
     _compare(model, resumed)
 
 
@@ -154,9 +154,9 @@ def _compare(model: nn.Module, whole: nn.Module) -> None:
 
 def gradient_scalers_unscale_and_skip(rank: int, world: int) -> None:
     """A scale that is a power of two changes no bit. All ranks skip a step with an infinity."""
-    (model, optimizer), (twin, its_optimizer) = (_start(ep_size=2) for _ in range(2))
+    (model, optimizer), (twin, other_optimizer) = (_start(ep_size=2) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    _train(twin, its_optimizer, range(2))
+    _train(twin, other_optimizer, range(2))
     for step in range(3):
         inputs = batch(model, world, 9, seed=step)
         tokens = inputs["labels"][:, 1:].ne(-100).sum()
@@ -176,7 +176,7 @@ def gradient_scalers_unscale_and_skip(rank: int, world: int) -> None:
 def non_finite_gradients_change_only_their_matrix(rank: int, world: int) -> None:
     """As in torch.optim.Muon, an infinity turns its matrix into NaN, and no other matrix."""
     model, optimizer = _start(expert_shard_dim=1)
-    twin, its_optimizer = _start(expert_shard_dim=1)
+    twin, other_optimizer = _start(expert_shard_dim=1)
     for trained in (model, twin):
         inputs = batch(model, world, 9, seed=0)
         mine = {name: value.chunk(world)[rank] for name, value in inputs.items()}
@@ -186,7 +186,7 @@ def non_finite_gradients_change_only_their_matrix(rank: int, world: int) -> None
         for parameter in (layer.self_attn.q_proj.weight, layer.mlp.experts.gate_up_proj):
             local_tensor(parameter.grad).view(-1)[0] = torch.inf
     optimizer.step()
-    its_optimizer.step()
+    other_optimizer.step()
     wanted = whole_parameters(twin)
     for name, got in whole_parameters(model).items():
         expected = wanted[name].clone()
@@ -208,14 +208,14 @@ def adamws_checkpoint_is_refused(rank: int, world: int, folder: str) -> None:
 
 
 def moved_experts_take_their_momentum_along(rank: int, world: int) -> None:
-    (model, optimizer), (twin, its_optimizer) = (_start(ep_size=2) for _ in range(2))
-    for it in ((model, optimizer), (twin, its_optimizer)):
-        _train(*it, range(2))
+    (model, optimizer), (twin, other_optimizer) = (_start(ep_size=2) for _ in range(2))
+    for run in ((model, optimizer), (twin, other_optimizer)):
+        _train(*run, range(2))
     before = expert_load(model)
     load = ExpertLoad(before.counts.flip(1) ** 2 + torch.arange(8), *_list_other_fields(before))
     balance_experts(model, optimizer, load)
-    for it in ((model, optimizer), (twin, its_optimizer)):
-        _train(*it, range(2, 4))
+    for run in ((model, optimizer), (twin, other_optimizer)):
+        _train(*run, range(2, 4))
     slots = [layer.placement for layer in model._hf_moe_ep.moe_layers]
     assert any(slot is not None for slot in slots)
     wanted = whole_parameters(twin)
@@ -240,9 +240,9 @@ def accelerate_shards_after_the_optimizer_was_made(rank: int, world: int) -> Non
         patch(model, ep_size=2)
         optimizer = Muon(model, LR)
         model, optimizer = accelerator.prepare(model, optimizer)
-        twin, its_optimizer = _start(ep_size=2)
+        twin, other_optimizer = _start(ep_size=2)
         _train(model, optimizer, range(2))
-        _train(twin, its_optimizer, range(2))
+        _train(twin, other_optimizer, range(2))
         wanted = whole_parameters(twin)
         for name, got in whole_parameters(model).items():
             assert torch.equal(got, wanted[name]), name
@@ -279,9 +279,9 @@ def adapter_factors_can_be_given_to_muon(rank: int, world: int) -> None:
         mine = {name: value[rank : rank + 1] for name, value in inputs.items()}
         (model(**mine, num_items_in_batch=tokens).loss * world).backward()
         alone(**inputs, num_items_in_batch=tokens).loss.backward()
-        for it in (optimizer, optimizer_alone):
-            it.step()
-            it.zero_grad()
+        for each_optimizer in (optimizer, optimizer_alone):
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     wanted = dict(alone.named_parameters())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -412,8 +412,8 @@ def test_heads_are_trained_as_single_matrices() -> None:
     patch(other)
     optimizer = Muon(model, LR, split_heads=True)
     whole = Muon(other, LR)
-    for it in (model, other):
-        it(**batch(it, 2, 9)).loss.backward()
+    for each_model in (model, other):
+        each_model(**batch(each_model, 2, 9)).loss.backward()
     optimizer.step()
     whole.step()
     changed = {
