@@ -27,11 +27,11 @@ JOB = ROOT / "tests" / "support" / "jobs" / "going_on.py"
 STAGES = ROOT / "examples" / "accelerate" / "gpu_2x8_stages.yaml"
 STEPS = 4
 TWO_LAYERS = ["--layers", "2", "--ep_size", "2"]
-WAYS = {"torchrun": [], "accelerate": ["--trainer", "--use_cpu"]}
+LAUNCHERS = {"torchrun": [], "accelerate": ["--trainer", "--use_cpu"]}
 
 
-def _list_arguments(way: str, folder: Path) -> list[str]:
-    return [str(JOB), str(folder), "--steps", str(STEPS), "--patience", "30", *WAYS[way]]
+def _list_arguments(launcher: str, folder: Path) -> list[str]:
+    return [str(JOB), str(folder), "--steps", str(STEPS), "--patience", "30", *LAUNCHERS[launcher]]
 
 
 def _read_losses(folder: Path) -> list[str]:
@@ -43,13 +43,13 @@ def _read_losses(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_after_dead_ranks_and_agents_the_job_resumes(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_after_dead_ranks_and_agents_the_job_resumes(tmp_path: Path, launcher: str) -> None:
     """A rank dies at step 1. Another rank stalls at step 2: at the timeout of the process group an
     error names this rank, and torchrun restarts the ranks. An agent dies at step 3: srun ends the
     other agent and starts both again.
     """
-    file = SLURM / f"{way}.sbatch"
+    file = SLURM / f"{launcher}.sbatch"
     outputs = {}
     for name in ("whole", "dying"):
         folder = tmp_path / name
@@ -58,7 +58,9 @@ def test_after_dead_ranks_and_agents_the_job_resumes(tmp_path: Path, way: str) -
             (folder / "die-3-1").write_text("rank")
             (folder / "die-2-2").write_text("stall")
             (folder / "die-1-3").write_text("agent")
-        code = run_sbatch(file, *_list_arguments(way, folder), folder=folder, CONFIG=str(CPU_4))
+        code = run_sbatch(
+            file, *_list_arguments(launcher, folder), folder=folder, CONFIG=str(CPU_4)
+        )
         outputs[name] = (folder / "output").read_text()
         assert code == 0, outputs[name][-6000:]
     assert _read_losses(tmp_path / "dying") == _read_losses(tmp_path / "whole")

@@ -155,14 +155,14 @@ def _resume(rank: int, world: int, root: str, automatic: bool, sizes: dict[str, 
 
 # kind of save: (a function that saves twice, a function that loads, the longest time in seconds
 # until the kill)
-WAYS: dict[str, tuple[Any, Any, float]] = {
+SAVES: dict[str, tuple[Any, Any, float]] = {
     "save_state": (_save_twice, _load, 0.12),
     "Trainer": (_train, _resume, 0.3),
 }
 
 
 @pytest.mark.parametrize(
-    ("rounds", "way", "sizes"),
+    ("rounds", "save_kind", "sizes"),
     [
         (1, "save_state", {"ep_size": 2}),
         pytest.param(20, "save_state", {"ep_size": 2}, marks=pytest.mark.slow),
@@ -172,10 +172,10 @@ WAYS: dict[str, tuple[Any, Any, float]] = {
     ids=["1", "20", "20, stages", "20, Trainer"],
 )
 def test_after_a_kill_no_mixture_is_loaded(
-    rounds: int, way: str, sizes: dict[str, int], tmp_path: Path
+    rounds: int, save_kind: str, sizes: dict[str, int], tmp_path: Path
 ) -> None:
     generator, outcomes, torn = random.Random(rounds), Counter[str](), 0
-    save, load, longest = WAYS[way]
+    save, load, longest = SAVES[save_kind]
     for number in range(rounds):
         root = tmp_path / str(number)
         root.mkdir()

@@ -89,8 +89,8 @@ def _write_base(rank: int, folder: str, seed: int = 0) -> None:
     dist.barrier()
 
 
-def _shard(way: str, model: nn.Module, ep_size: int, **settings: str) -> nn.Module:
-    if way == "own loop":
+def _shard(loop: str, model: nn.Module, ep_size: int, **settings: str) -> nn.Module:
+    if loop == "own loop":
         return apply_ep_fsdp2(model, ep_size=ep_size, **NF4)
 
     def adamw(parameters: Any, lr: float) -> Any:
@@ -110,14 +110,14 @@ def fp32_steps_equal_stock(rank: int, world: int, folder: str) -> None:
     expected = run_steps(stock)
     assert max_error(unquantised["0 loss"], expected["0 loss"]) > 1e-4, "quantising has no effect"
     for name, storage in STORAGE.items():
-        for way, ep_size in (("own loop", 1), ("own loop", 2), ("Accelerate", 2)):
+        for loop, ep_size in (("own loop", 1), ("own loop", 2), ("Accelerate", 2)):
             # Ranks create different adapters, and all must train the adapters of rank 0.
             model = load_lora(folder, storage, torch.float32, seed=5 + rank)
-            model = _shard(way, model, ep_size)
+            model = _shard(loop, model, ep_size)
             packed = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj").weight
             assert isinstance(packed, DTensor) == (name != "bytes"), "bytes are not sharded"
             for key, tensor in run_steps(model).items():
-                assert_close(f"{name}, {way}, {key}", tensor, expected[key], FP32_BUDGET)
+                assert_close(f"{name}, {loop}, {key}", tensor, expected[key], FP32_BUDGET)
 
 
 def an_evaluation_between_steps_repacks_no_shards(rank: int, world: int, folder: str) -> None:
@@ -141,13 +141,16 @@ def bf16_error_is_at_most_twice_stocks(rank: int, world: int, folder: str) -> No
     for model in (truth, stock):
         dequantise_experts(model, "nf4")
     fp32, stock_results = run_steps(truth, 1), run_steps(stock, 1)
-    for way, settings in (("own loop", {}), ("Accelerate", {"ACCELERATE_MIXED_PRECISION": "bf16"})):
+    for loop, settings in (
+        ("own loop", {}),
+        ("Accelerate", {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+    ):
         model = load_lora(folder, torch.bfloat16, torch.bfloat16)
-        results = run_steps(_shard(way, model, 2, **settings), 1)
+        results = run_steps(_shard(loop, model, 2, **settings), 1)
         worst = [
             max(max_error(r[key], fp32[key]) for key in fp32) for r in (results, stock_results)
         ]
-        assert 0 < worst[0] <= 2 * worst[1], (way, worst)
+        assert 0 < worst[0] <= 2 * worst[1], (loop, worst)
     model = load_lora(folder, torch.bfloat16, torch.float32)
     assert packed_parameters(model) and default_policy(model)[0].param_dtype is None
 
@@ -155,10 +158,13 @@ def bf16_error_is_at_most_twice_stocks(rank: int, world: int, folder: str) -> No
 def storage_that_would_be_rounded_is_refused(rank: int, world: int, folder: str) -> None:
     _write_base(rank, folder)
     words = r"4-bit codes as torch.float32 .*gathers .*torch.bfloat16.*quant_storage=torch.bfloa"
-    for way, settings in (("own loop", {}), ("Accelerate", {"ACCELERATE_MIXED_PRECISION": "bf16"})):
+    for loop, settings in (
+        ("own loop", {}),
+        ("Accelerate", {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+    ):
         model = load_lora(folder, torch.float32, torch.bfloat16)
         with pytest.raises(ValueError, match=words):
-            _shard(way, model, 2, **settings)
+            _shard(loop, model, 2, **settings)
     with pytest.raises(
         ValueError, match=r"quantization_config= is an option of transformers' from"
     ):
