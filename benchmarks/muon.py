@@ -36,7 +36,7 @@ from torch import nn
 
 from hf_moe_ep import Muon, ParallelConfig, apply_ep_fsdp2
 from hf_moe_ep.optim import muon
-from hf_moe_ep.optim.matrices import find_layouts
+from hf_moe_ep.optim.matrices import find_matrix_layouts
 from hf_moe_ep.planner.config import find_config
 from hf_moe_ep.planner.hardware import find_hardware
 from hf_moe_ep.planner.held import PlanRequest, Unsharded
@@ -160,7 +160,7 @@ def _bytes_by_hand(assignment: Any) -> int:
 
 def _operations(assignment: Any, rank: int | None) -> int:
     """Return the operations of rank `rank` of each group; None: of this rank."""
-    owned = [matrix_range for ranges in assignment.whole for matrix_range in ranges]
+    owned = list(assignment.whole)
     for bucket in assignment.buckets:
         owned += bucket.ranges[dist.get_rank(bucket.group) if rank is None else rank]
     return sum(
@@ -176,13 +176,13 @@ def in_one_process(rank: int, sizes: Sizes) -> Measured:
     torch.manual_seed(0)
     model = qwen3_moe(sizes, VOCAB)
     patch_model(model)
-    layouts = find_layouts(model).of_matrices
+    layouts = find_matrix_layouts(model).matrix_layouts
     matrices = []
     for parameter, layout in layouts.items():
         values = layout.stacked_view(parameter.detach())
         rows = layout.matrix_shape(values.shape)[0]
         for part in range(layout.parts):
-            matrices += layout.block(values, 0, rows * layout.parts, part, rows).unbind()
+            matrices += layout.view_block(values, 0, rows * layout.parts, part, rows).unbind()
     copies = [nn.Parameter(matrix.clone()) for matrix in matrices]
     for copy in copies:
         copy.grad = torch.randn_like(copy)

@@ -135,7 +135,7 @@ the row above.
     integrations/optimizer_states.py | get_optimizer_state_dict | torch's, while Accelerate saves
     integrations/optimizer_states.py | set_optimizer_state_dict | the same, while it loads
     integrations/trackers.py | trackers | Accelerate's, one at a time while it logs
-    integrations/trainer_checkpoints.py | _held_back | calls that wait for a manifest
+    integrations/trainer_checkpoints.py | _postponed_calls | calls that wait for a manifest
     upstream/adapters.py | named_modules | of a model, while PEFT collects the tensors to save
     upstream/adapters.py | unmerge | of layers whose adapters were merged before sharding
     upstream/adapters.py | _move_adapter_to_device_of_base_layer setattr | of PEFT, for factors

@@ -1,19 +1,19 @@
-"""`replay_routing`: routing replay for TRL's GRPO.
+"""Replay the routing of experts in TRL's GRPO.
 
     replay_routing(trainer, "R2")      # before trainer.train()
 
-    forward            mode "R2"           mode "R3"
-    rollout            no routes           the routes are read from the engine's outputs
-    old log-probs      recorded            replayed
-    reference          not replayed        not replayed
-    update             replayed            replayed
+    forward            mode "R2"             mode "R3"
+    rollout            routes are not read   routes are read from the engine's outputs
+    old log-probs      routes are recorded   routes are replayed
+    reference          no replay             no replay
+    update             routes are replayed   routes are replayed
 
 Routes are the experts of each token in each layer. A replayed forward sends each token to the
-experts that were recorded, or that the engine chose. The reference is another model, or the policy
-without its adapters.
+experts that were recorded (R2), or that the engine chose (R3). The reference is another model, or
+the policy without its adapters.
 
-The routes are one more entry in TRL's dictionary of a generation batch, so TRL shuffles and splits
-the routes with the samples. `upstream/grpo.py` names the methods of a trainer that are replaced.
+The routes are stored as one more entry in TRL's dictionary of a generation batch, so TRL shuffles
+and splits them with the samples. `upstream/grpo.py` names the trainer's methods that are replaced.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hf_moe_ep.upstream.grpo import (
     routes_of_engine,
 )
 
-# The key of the routes in a generation batch. They are [B, S, L, K].
+# The key of the routes, a tensor [B, S, L, K], in a generation batch.
 ROUTES = "hf_moe_ep_routes"
 
 
@@ -53,12 +53,12 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
             forwards. R3 needs vLLM in colocate mode with `enable_return_routed_experts`, because
             TRL's server does not send routes.
 
-    The load-balancing loss counts the experts that the router chooses in the update itself.
+    The load-balancing loss counts the experts that the router itself chooses in the update.
 
     Raises:
         ValueError: the trainer is not a GRPOTrainer; `mode` is neither "R2" nor "R3"; the model is
-            not patched, or its routing cannot be replayed; mode "R3" has no such engine, or the
-            trainer calls the engine several times per sample (`tools`, `rollout_func`). During
+            not patched, or its routing cannot be replayed; with "R3" the trainer has no such
+            engine, or calls the engine several times per sample (`tools`, `rollout_func`). During
             training: the engine returns no routes, or routes for other numbers of tokens.
     """
     if mode not in ("R2", "R3"):
@@ -93,7 +93,7 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
 
 
 class _ReplayingTrainer:
-    """Wrappers of one trainer's methods.
+    """The wrappers of one trainer's methods, and the routes that they exchange.
 
     With `strict`, every replayed expert id is checked. Ids that an engine returned need this check.
     """
@@ -104,7 +104,7 @@ class _ReplayingTrainer:
         self._first_adapter = next((layer for _, layer in adapter_layers(trainer.model)), None)
         # True while a generation batch is scored.
         self._is_scoring = False
-        # Of this generation batch: the engine's arrays of routes, and the routes recorded so far.
+        # The engine's arrays of routes for this generation batch, and the routes recorded so far.
         self._engine_arrays: list[Any] | None = None
         self._recorded: list[Routes] = []
         # The routes of the micro-batch whose loss is computed now, and the layers of all routes.
@@ -157,14 +157,14 @@ class _ReplayingTrainer:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Wrap the log-probabilities: record or replay the routing of the policy's forwards."""
+        """Wrap the computation of log-probabilities: record or replay the policy's routing."""
         called_model = model
         if find_state(model) is self._state and not self._adapters_are_off():
             if self._current is not None:
                 called_model = _ReplayingModel(model, self.replay, self._current, self._strict)
             elif self._is_scoring and self._engine_arrays is not None:
-                prompts = attention_mask.shape[1] - logits_to_keep
-                masks = attention_mask[:, :prompts], attention_mask[:, prompts:]
+                prompt_width = attention_mask.shape[1] - logits_to_keep
+                masks = attention_mask[:, :prompt_width], attention_mask[:, prompt_width:]
                 routes = self._routes_from_engine(*masks)
                 called_model = _ReplayingModel(model, self.replay, routes, self._strict)
             elif self._is_scoring:
@@ -188,8 +188,8 @@ class _ReplayingTrainer:
                 f"so use mode='R2'"
             )
         prompts, completions = prompt_mask.sum(1).tolist(), completion_mask.sum(1).tolist()
-        # If a completion was truncated, TRL may mask all of it (mask_truncated_completions). Its
-        # length then follows from the array, which has no row for the last token.
+        # TRL may mask the whole of a truncated completion (mask_truncated_completions). Its length
+        # then follows from the engine's array, which has no row for the last token.
         lengths = [
             prompt + completion if completion else len(array) + 1
             for prompt, completion, array in zip(
@@ -206,9 +206,9 @@ class _ReplayingTrainer:
 
 
 class _ReplayingModel:
-    """Takes the place of the model, which TRL calls once for each part of a batch.
+    """A callable that TRL gets instead of the model, and calls once for each part of a batch.
 
-    Each call replays the routes of its part.
+    Each call runs the model and replays the routes of this part.
     """
 
     def __init__(self, model: Any, replay: RoutingReplay, routes: Routes, strict: bool) -> None:
@@ -225,9 +225,9 @@ class _ReplayingModel:
 
 
 class _RecordingModel:
-    """Takes the place of the model, which TRL calls once for each part of a batch.
+    """A callable that TRL gets instead of the model, and calls once for each part of a batch.
 
-    Each call appends the routes of its part to `recorded`.
+    Each call runs the model and appends the routes of this part to `recorded`.
     """
 
     def __init__(self, model: Any, replay: RoutingReplay, recorded: list[Routes]) -> None:

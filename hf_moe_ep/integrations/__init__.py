@@ -1,6 +1,6 @@
-"""Wrappers around functions of Accelerate, the Trainer, PEFT and TRL.
+"""Wrap functions of Accelerate, the Trainer, PEFT and TRL.
 
-The first argument of a wrapper is the stock function; the other arguments are those of the stock
+The first argument of a wrapper is the stock function. The other arguments are passed to the stock
 function. `install.py` has the table of all wrappers. Code that a hand-written training loop needs
-as well belongs to other folders; the wrappers call it.
+as well belongs to other folders; the wrappers call this code.
 """

@@ -1,26 +1,24 @@
 """Make the checkpoints of Accelerate's `save_state` safe: only a complete checkpoint is loaded.
 
-A save writes a marker (hf_moe_ep.json) first and a manifest (manifest.json, the hashes of all
-files) last, as the Trainer and `save_checkpoint` do (`checkpoints/storage/manifest.py`). If the job
-is killed in between, `load_state` refuses the folder, even if it held an older complete state. Save
-to a new folder each time to keep the older state: `out/step-100`, or one of the names that
+A save writes a marker first and a manifest last (`checkpoints/storage/manifest.py`). If the job is
+killed in between, `load_state` refuses the folder, even if it contained an older complete state. To
+keep the older state, save to a new folder each time: `out/step-100`, or one of the names that
 Accelerate counts up (automatic_checkpoint_naming). With these automatic names:
 
     - older folders are deleted after the manifest is written (stock deletes them before the save)
     - a folder that a killed job left unfinished is overwritten
     - `load_state()` without a folder loads the newest complete folder
 
-Before a load, all files are compared with the manifest. A folder without marker and manifest was
-written by stock Accelerate or by an older hf_moe_ep. It is loaded with a warning.
+Before a load, all files are compared with the manifest. `checkpoints/newest.py` says what happens
+to a folder that has neither marker nor manifest. The manifest names only files that Accelerate
+writes, so files of other hooks (`register_save_state_pre_hook`) are not verified. The folder must
+be on a disk that all ranks share.
 
-The manifest names the files that Accelerate writes. Other files in the folder, such as those of
-`register_save_state_pre_hook`, are not verified. The folder must be on a disk that all ranks share.
-
-An unpickler that runs no code (`checkpoints/storage/unpickle.py`) reads the files of
-torch.distributed.checkpoint (DCP). Accelerate reads the other files with weights_only=True. The
-exception is `custom_checkpoint_*.pkl`, the state of objects that the script passed to
-`register_for_checkpointing`: Accelerate unpickles any object in it (accelerate/checkpointing.py,
-load_custom_state). Load such files from trusted sources only.
+`checkpoints/storage/unpickle.py` reads the files of torch.distributed.checkpoint (DCP) without
+running code. Accelerate reads the other files with weights_only=True, except for
+`custom_checkpoint_*.pkl`, the state of objects that the script passed to
+`register_for_checkpointing`: Accelerate unpickles any object in such a file
+(accelerate/checkpointing.py, load_custom_state), so load it only from a source that you trust.
 """
 
 from __future__ import annotations
@@ -66,15 +64,15 @@ from hf_moe_ep.upstream.accelerate_and_trainer import prepared_models, prepared_
 from hf_moe_ep.upstream.replaced import replaced
 
 _AUTOMATIC_NAME = re.compile(r"checkpoint_\d+")
-# The names that accelerate/checkpointing.py and accelerate/utils/fsdp_utils.py give to folders
-# (with all files in them) and to files.
+# The names of folders and files that accelerate/checkpointing.py and
+# accelerate/utils/fsdp_utils.py write. All files in these folders count.
 _FOLDERS = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 _FILES = re.compile(
     r"(pytorch_model(_fsdp)?|model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?(_rank\d+)?"
     r"\.(bin|safetensors)|scaler\.pt|(random_states|custom_checkpoint)_\d+\.pkl"
     rf"|({Path(BASE).stem}|{Path(EXTRA).stem})(_\d+)?\.json|{re.escape(manifest.STARTED)}"
 )
-# Files that each rank writes for itself. An earlier save may have had more ranks than this one.
+# Each rank writes such files. An earlier save may have had more ranks than this save.
 _FILES_OF_RANKS = ("random_states_*.pkl", "*_rank*.bin")
 _FILES_OF_DCP = (".metadata", "*.distcp")
 
@@ -82,10 +80,9 @@ _FILES_OF_DCP = (".metadata", "*.distcp")
 def save_state(
     original: Callable[..., Any], self: Accelerator, output_dir: Any = None, *args: Any, **kw: Any
 ) -> Any:
-    """Wrap `Accelerator.save_state`: save between a marker and a manifest.
+    """Wrap `Accelerator.save_state`: write a marker first and a manifest last.
 
-    Experts are saved in hub order: row e of a stacked tensor is expert e, even if `balance_experts`
-    has moved experts to other rows.
+    Experts are saved in hub order (placement/hub_order.py).
 
     Raises:
         ValueError: on every rank, with automatic names: the next folder exists already.
@@ -98,7 +95,7 @@ def save_state(
         return original(self, output_dir, *args, **kw)
     check_state_dict_type(self)
     if automatic:
-        folder = _automatic_parent(self) / f"checkpoint_{self.save_iteration}"
+        folder = _get_automatic_parent(self) / f"checkpoint_{self.save_iteration}"
     else:
         folder = Path(output_dir)
 
@@ -116,15 +113,18 @@ def save_state(
         write_extra(prepared_models(self), folder)
         return original(self, os.fspath(folder), *args, **kw)
 
-    split_dims = _split_dims_by_name(self)
-    # With automatic names Accelerate refuses an existing folder, and deletes older folders before
-    # it saves.
-    by_folder = replaced(project, "automatic_checkpoint_naming", False)
+    split_dims = _find_split_dims(self)
     has_stages = any(state.stage is not None for state in states)
-    planner = use_spread_planner(split_dims, has_stages=has_stages)
-    with _all_experts_in_hub_order(self), planner, optimizers_of_stages(), by_folder:
-        with share_write_errors(accelerate.accelerator):
-            saved = run_on_all(f"saving {folder}", save)
+    with (
+        _all_experts_in_hub_order(self),
+        use_spread_planner(split_dims, has_stages=has_stages),
+        optimizers_of_stages(),
+        # With automatic names Accelerate refuses an existing folder, and deletes older folders
+        # before it saves.
+        replaced(project, "automatic_checkpoint_naming", False),
+        share_write_errors(accelerate.accelerator),
+    ):
+        saved = run_on_all(f"saving {folder}", save)
     manifest.write(folder, layout_of(states[0]), belongs=_is_written_by_accelerate)
     if automatic and project.total_limit is not None:
         limit = project.total_limit
@@ -135,16 +135,16 @@ def save_state(
 def load_state(
     original: Callable[..., Any], self: Accelerator, input_dir: Any = None, *args: Any, **kw: Any
 ) -> Any:
-    """Wrap `Accelerator.load_state`: load complete folders only, and refuse code in DCP's files.
+    """Wrap `Accelerator.load_state`: load complete folders only, and refuse pickles with code.
 
-    The number of micro-batches since the last optimizer step becomes that of rank 0 on every rank.
+    Every rank gets the number of micro-batches since the last optimizer step from rank 0.
     Otherwise ranks that did not exist when the state was saved would synchronise gradients in other
-    micro-batches than the other ranks, which would wait for them forever. If other ranks have
-    saved, random generators are seeded anew, with a warning.
+    micro-batches, and the other ranks would wait for them forever. If other ranks have saved,
+    random generators are seeded anew, with a warning.
 
     Raises:
         ValueError: on every rank, before anything is loaded: the folder is damaged, unfinished or
-            absent; or a file of DCP, which the error names, holds objects other than plain values.
+            absent; or a file of DCP, which the error names, has objects other than plain values.
     """
     automatic = self.project_configuration.automatic_checkpoint_naming
     if not _find_states(self) or (input_dir is None and not automatic):
@@ -152,14 +152,14 @@ def load_state(
 
     def choose() -> tuple[Path, bool]:
         if input_dir is None:
-            return newest_resumable(_automatic_parent(self), _AUTOMATIC_NAME)
+            return newest_resumable(_get_automatic_parent(self), _AUTOMATIC_NAME)
         named_folder = Path(input_dir).expanduser()
         return named_folder, is_verifiable(named_folder)
 
     folder, verifiable = run_on_first("load_state", choose)
     check_resumable(folder, verifiable)
     check_state_dict_type(self)
-    split_dims = _split_dims_by_name(self)
+    split_dims = _find_split_dims(self)
     with (
         loading_values(folder),
         _all_experts_in_hub_order(self),
@@ -169,14 +169,14 @@ def load_state(
         check_bases(prepared_models(self), folder)
         restore_all_extra(prepared_models(self), folder)
         loaded = original(self, os.fspath(folder), *args, **kw)
-    # Accelerate reads the step from the file of this rank's random states, and ignores errors.
+    # Accelerate reads `step` from the file with this rank's random states, and ignores errors.
     self.step = run_on_first("load_state", lambda: self.step)
-    reseed_on_other_ranks(folder, _find_states(self)[0], _random_file, "torch_manual_seed")
+    reseed_on_other_ranks(folder, _find_states(self)[0], _name_random_file, "torch_manual_seed")
     return loaded
 
 
-def _random_file(rank: int, world: int) -> str:
-    """Return the name of the file of random states of a rank (accelerate/checkpointing.py)."""
+def _name_random_file(rank: int, world: int) -> str:
+    """Return the name of the file with a rank's random states (accelerate/checkpointing.py)."""
     return f"random_states_{rank}.pkl"
 
 
@@ -186,13 +186,13 @@ def _find_states(accelerator: Accelerator) -> list[ModelState]:
     return [state for state in states if state is not None]
 
 
-def _split_dims_by_name(accelerator: Accelerator) -> dict[str, int]:
-    """Return `etp.split_dims_by_name` of all prepared models."""
+def _find_split_dims(accelerator: Accelerator) -> dict[str, int]:
+    """Join the results of `etp.split_dims_by_name` for all prepared models."""
     models = prepared_models(accelerator)
     return {name: dim for model in models for name, dim in split_dims_by_name(model).items()}
 
 
-def _automatic_parent(accelerator: Accelerator) -> Path:
+def _get_automatic_parent(accelerator: Accelerator) -> Path:
     """Return the parent of all automatically named folders (accelerate/accelerator.py)."""
     return Path(accelerator.project_dir, "checkpoints")
 
@@ -204,7 +204,7 @@ def _is_written_by_accelerate(name: str) -> bool:
 
 
 def _clear_unfinished(folder: Path) -> None:
-    """Remove `folder` if a killed job left it unfinished; any other existing folder is an error."""
+    """Remove `folder` if a killed job left it unfinished; raise if it exists otherwise."""
     if manifest.is_unfinished(folder):
         shutil.rmtree(folder)
     elif folder.exists():
@@ -215,17 +215,17 @@ def _clear_unfinished(folder: Path) -> None:
 
 
 def _remove_files_of_ranks(folder: Path) -> None:
-    """Remove the per-rank files that an earlier save wrote to this folder."""
-    parts = [path for path in folder.iterdir() if path.is_dir() and _FOLDERS.fullmatch(path.name)]
+    """Remove the files that single ranks wrote to this folder in an earlier save."""
+    dcp_folders = [p for p in folder.iterdir() if p.is_dir() and _FOLDERS.fullmatch(p.name)]
     stale = [file for pattern in _FILES_OF_RANKS for file in folder.glob(pattern)]
-    stale += [file for part in parts for pattern in _FILES_OF_DCP for file in part.glob(pattern)]
+    stale += [f for part in dcp_folders for pattern in _FILES_OF_DCP for f in part.glob(pattern)]
     for file in stale:
         if _is_written_by_accelerate(file.relative_to(folder).as_posix()):
             file.unlink()
 
 
 def _delete_older(written: Path, limit: int) -> None:
-    """Delete unfinished checkpoints beside `written`, then the oldest until `limit` are left."""
+    """Delete unfinished checkpoints next to `written`, then the oldest until `limit` are left."""
     others = [path for path in in_series(written.parent, _AUTOMATIC_NAME) if path != written]
     for unfinished in filter(manifest.is_unfinished, others):
         manifest.try_to_delete(unfinished)
@@ -236,7 +236,7 @@ def _delete_older(written: Path, limit: int) -> None:
 
 @contextmanager
 def _all_experts_in_hub_order(accelerator: Accelerator) -> Iterator[None]:
-    """Keep all prepared models' experts and their optimizer states in hub order in the block."""
+    """Keep the experts and optimizer states of all prepared models in hub order in the block."""
     with ExitStack() as stack:
         for model in prepared_models(accelerator):
             optimizers = prepared_optimizers(accelerator)

@@ -1,4 +1,4 @@
-"""The axolotl plugin `ExpertParallel`, for a YAML file without `hf-moe-ep run`.
+"""Patch axolotl's models by a plugin, so that a YAML file needs no `hf-moe-ep run`.
 
     plugins:
       - hf_moe_ep.integrations.axolotl.ExpertParallel
@@ -6,8 +6,8 @@
       ep_size: 8
       sp_size: 2
 
-axolotl imports this module if the file names the plugin; nothing else imports it. The plugin is a
-user of this package, so it calls the package's public names.
+Only axolotl imports this module, if the YAML file names the plugin. The plugin calls this package
+by its public names, as a user does.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _REPORT = "report"
 
 
 class Arguments(BaseModel):
-    """The keys that the plugin adds to axolotl's configuration.
+    """The key that the plugin adds to axolotl's configuration.
 
-    `hf_moe_ep` holds fields of ParallelConfig, and `report`, an option of `hf-moe-ep run`.
+    `hf_moe_ep` has fields of ParallelConfig, and `report`, an option of `hf-moe-ep run`.
     """
 
     hf_moe_ep: dict[str, Any] | None = None
@@ -38,28 +38,28 @@ class Arguments(BaseModel):
     @field_validator("hf_moe_ep")
     @classmethod
     def _check(cls, settings: dict[str, Any] | None) -> dict[str, Any] | None:
-        report = _split(settings)[1]
+        report = _split_settings(settings)[1]
         if not isinstance(report, bool):
             raise ValueError(f"{_REPORT} must be true or false, got {report!r}")
-        resolve_config(None, _split(settings)[0])
+        resolve_config(None, _split_settings(settings)[0])
         return settings
 
 
 class ExpertParallel(BasePlugin):
     """Patch the model that axolotl trains, and its reference model.
 
-    The experts are computed by hf_moe_ep instead of axolotl's own kernels, so leave out
-    `use_scattermoe`, `use_sonicmoe`, `expert_backend` and `experts_implementation`. Liger's other
-    kernels and axolotl's cross-entropies stay. Use `cpu_ram_efficient_loading: true` in
-    fsdp_config, so that one process per machine reads the weights.
+    hf_moe_ep computes the experts instead of axolotl's own kernels, so leave out `use_scattermoe`,
+    `use_sonicmoe`, `expert_backend` and `experts_implementation`. Liger's other kernels and
+    axolotl's cross-entropies are still used. Set `cpu_ram_efficient_loading: true` in fsdp_config,
+    so that one process per machine reads the weights.
     """
 
     def get_input_args(self) -> str:
-        """Return the name of the class with the plugin's keys."""
+        """Return the name of the class with the plugin's key."""
         return f"{__name__}.{Arguments.__name__}"
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Refuse options that compute, split or store the experts otherwise.
+        """Refuse options with which axolotl would compute, split or store the experts itself.
 
         Raises:
             ValueError: such an option is set; the message names it.
@@ -81,7 +81,7 @@ class ExpertParallel(BasePlugin):
                 "quantize_moe_experts: true stores the experts in a layout that hf_moe_ep cannot "
                 "split over ranks; leave it out, and write hf_moe_ep: {experts_dtype: nf4}"
             )
-        # axolotl's kernel plugin sets "eager" if none of its kernels is on.
+        # axolotl's kernel plugin sets "eager" if none of its kernels is used.
         cfg.experts_implementation = None
 
     def post_model_build(self, cfg: Any, model: nn.Module) -> None:
@@ -91,7 +91,7 @@ class ExpertParallel(BasePlugin):
             ValueError: the model cannot be patched; or `hf-moe-ep run` has patched it with other
                 settings.
         """
-        settings, state = _split(cfg.hf_moe_ep)[0], find_state(model)
+        settings, state = _split_settings(cfg.hf_moe_ep)[0], find_state(model)
         if state is None:
             hf_moe_ep.patch(model, **settings)
         elif resolve_config(None, settings) != state.config:
@@ -104,10 +104,10 @@ class ExpertParallel(BasePlugin):
         self, cfg: Any, model: nn.Module
     ) -> list[transformers.TrainerCallback]:
         """Return the callback that reports tokens per second and the expert load."""
-        return [RunReport()] if _split(cfg.hf_moe_ep)[1] else []
+        return [RunReport()] if _split_settings(cfg.hf_moe_ep)[1] else []
 
 
-def _split(settings: dict[str, Any] | None) -> tuple[dict[str, Any], Any]:
+def _split_settings(settings: dict[str, Any] | None) -> tuple[dict[str, Any], Any]:
     """Return the fields of ParallelConfig, and the value of `report`."""
     fields = dict(settings or {})
     report = fields.pop(_REPORT, True)

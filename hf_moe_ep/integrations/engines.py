@@ -1,18 +1,17 @@
 """Send the weights of a patched model from TRL to a generation engine.
 
-Stock TRL gathers one parameter at a time and sends it under its transformers name. Transformers
+Stock TRL gathers one parameter at a time and sends it under its name in transformers. Transformers
 stacks the experts of a layer in one parameter, which vLLM's loaders of MoE models cannot read. With
-PEFT, TRL first merges the adapters into the model, which is refused for a sharded model. The
+PEFT, TRL first merges the adapters into the model, but a sharded model refuses to merge. The
 wrappers send the tensors of `hub_tensors` instead, with the adapters merged into copies. The names
 of these tensors are the keys of a checkpoint on the hub: each engine maps the keys to its own
 parameters, as it does when it loads a checkpoint.
 
-    class or attribute in TRL         engine
-    VLLMGeneration                    vLLM in the same process, or in a server (GRPO, RLOO, ..)
-    weight_transfer of                any object with TRL's WeightTransferProtocol; TRL's own sends
-      AsyncGRPOTrainer and            to a server of vLLM
-      AsyncDistillationTrainer
+    class of TRL                      engine
+    VLLMGeneration (GRPO, RLOO, ..)   vLLM in the same process, or in a server
     OnlineDPOTrainer                  vLLM in the same process, or in a server
+    AsyncGRPOTrainer,                 any engine for which `weight_transfer` implements TRL's
+    AsyncDistillationTrainer          WeightTransferProtocol; TRL's own class sends to a vLLM server
 """
 
 from __future__ import annotations
@@ -29,33 +28,33 @@ from torch import Tensor
 from hf_moe_ep.checkpoints.hub.tensors import HubTensors, TensorInfo, hub_tensors
 from hf_moe_ep.state import find_state
 
-# Marks an object of TRL that has sent the extra tensors.
+# This attribute of an object of TRL is True after the object has sent the extra tensors.
 _SENT = "_hf_moe_ep_sent"
 
 
 def iter_named_params(original: Callable[..., Any], self: Any) -> Iterator[tuple[str, Tensor]]:
-    """Wrap `VLLMGeneration._iter_named_params`: yield hub names and whole, merged tensors."""
+    """Wrap `VLLMGeneration._iter_named_params`: yield merged tensors under hub names."""
     if find_state(self.model) is None:
         return original(self)
     return _stream(self, self.model)
 
 
 def _stream(sync: Any, model: Any) -> HubTensors:
-    """Stream the weights of a model for an object of TRL.
+    """Stream the weights of a model for `sync`, an object of TRL that sends weights.
 
     Extra tensors (checkpoints/hub/extra.py) do not change, so they are sent only once, unless the
     engine loses them.
     """
-    first = not getattr(sync, _SENT, False)
-    return hub_tensors(model, merge_adapters=True, extra_tensors=first)
+    extra_tensors = not getattr(sync, _SENT, False)
+    return hub_tensors(model, merge_adapters=True, extra_tensors=extra_tensors)
 
 
-def _dtype_name(info: TensorInfo) -> str:
+def _format_dtype(info: TensorInfo) -> str:
     return str(info.dtype).removeprefix("torch.")
 
 
 def sync_weights(original: Callable[..., None], self: Any) -> None:
-    """Wrap `VLLMGeneration.sync_weights`: if one rank fails, the other ranks raise as well."""
+    """Wrap `VLLMGeneration.sync_weights`: raise on every rank if one rank fails."""
     if find_state(self.model) is None:
         original(self)
         return
@@ -66,21 +65,21 @@ def sync_weights(original: Callable[..., None], self: Any) -> None:
         if self.mode == "server":
             # Stock would gather every tensor once only to learn its shape.
             self._weight_metadata = [
-                (info.key, _dtype_name(info), list(info.shape))
+                (info.key, _format_dtype(info), list(info.shape))
                 for info in _stream(self, self.model).metadata()
             ]
         original(self)
         setattr(self, _SENT, True)
     except Exception as error:
-        # When the iterator of hub_tensors is deleted, it makes the other ranks raise. The traceback
-        # keeps the iterator alive in its stack frames, so these frames are cleared.
+        # The iterator of hub_tensors makes the other ranks raise as soon as it is deleted. The
+        # stack frames in the traceback keep the iterator alive, so they are cleared.
         for raised in _with_causes(error):
             traceback.clear_frames(raised.__traceback__)
         raise
 
 
 def move_model(original: Callable[..., None], self: Any) -> None:
-    """Wrap `OnlineDPOTrainer._move_model_to_vllm`: send the tensors of `hub_tensors`."""
+    """Wrap `OnlineDPOTrainer._move_model_to_vllm`: send merged tensors under hub names."""
     model = self.accelerator.unwrap_model(self.model)
     if find_state(model) is None:
         original(self)
@@ -105,15 +104,15 @@ def move_model(original: Callable[..., None], self: Any) -> None:
 
 
 def _announced_update(client: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that tells TRL's server of one update of the whole model."""
-    announce = getattr(client, "weight_update", None)  # TRL before 1.16 has none
+    """Return a context in which TRL's server expects one update of the whole model."""
+    announce = getattr(client, "weight_update", None)  # TRL before 1.16 has no such method
     return contextlib.nullcontext() if announce is None else announce()
 
 
 def list_params(original: Callable[..., Any], model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Wrap `_iter_vllm_named_params`: yield hub names, and tensors that only have a shape.
+    """Wrap `_iter_vllm_named_params`: list the hub names that a server will receive.
 
-    Rank 0 alone calls this for the list of tensors that a server is to receive.
+    The tensors are on the meta device. Only rank 0 calls this.
     """
     if find_state(model) is None:
         return original(model)
@@ -122,10 +121,10 @@ def list_params(original: Callable[..., Any], model: Any) -> Iterator[tuple[str,
 
 
 def sync_merged(original: Callable[..., Any], self: Any, t0: float) -> tuple[float, float, float]:
-    """Wrap `_sync_weight_merged` of an asynchronous trainer: send the tensors of `hub_tensors`.
+    """Wrap `_sync_weight_merged`: send merged tensors under hub names.
 
-    Returns the times at which the engine was paused, all ranks had arrived, and the weights had
-    been sent, as stock does.
+    Returns, as stock does, the times at which the engine was paused, all ranks had arrived, and the
+    weights had been sent.
     """
     model = self.accelerator.unwrap_model(self.model)
     if find_state(model) is None:
@@ -162,7 +161,7 @@ def _update_tensor_list(transfer: Any, infos: list[TensorInfo]) -> None:
     stored = getattr(transfer, "_weight_update_info", None)
     if isinstance(stored, dict):
         stored["names"] = [info.key for info in infos]
-        stored["dtype_names"] = [_dtype_name(info) for info in infos]
+        stored["dtype_names"] = [_format_dtype(info) for info in infos]
         stored["shapes"] = [list(info.shape) for info in infos]
 
 

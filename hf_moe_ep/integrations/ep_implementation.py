@@ -1,4 +1,4 @@
-"""Our dispatch and experts in transformers' expert parallelism: `ep_implementation="hf_moe_ep"`.
+"""Use our dispatch and experts in transformers' own expert parallelism.
 
     from transformers.distributed import DistributedConfig
 
@@ -6,10 +6,10 @@
     config = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="hf_moe_ep")
     model = AutoModelForCausalLM.from_pretrained(name, distributed_config=config)
 
-Transformers shards the model, loads it and saves it, and divides the gradients of experts. A token
-is sent at most once to each rank, and the experts are computed and differentiated by
-`ops/expert_mlp.py`. Everything else of this package (LoRA on experts, sequence parallelism,
-checkpoints at other layouts) needs `patch`.
+Transformers shards, loads and saves the model, and divides the gradients of experts. This package
+sends each token at most once to each rank, and `ops/expert_mlp.py` computes the experts and their
+gradients. All other features of this package (LoRA on experts, sequence parallelism, checkpoints
+for other layouts) need `patch`.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def register_ep_implementation() -> None:
             f"transformers {transformers.__version__} has no registry of implementations of expert "
             f"parallelism (EPImplementationInterface); install transformers>=5.24, or use patch()"
         ) from error
-    # The base class is that of the registry, which older versions lack.
-    kind = type("HfMoeEp", (_Experts, EPImplementation), {})
-    EPImplementationInterface.register(NAME, kind)
+    # Older versions lack the base class, so our class is created here.
+    implementation = type("HfMoeEp", (_Experts, EPImplementation), {})
+    EPImplementationInterface.register(NAME, implementation)
 
 
 class _Experts:
-    """The experts of one layer, as transformers' registry builds and calls them."""
+    """The experts of one layer. Transformers builds and calls objects of this class."""
 
     num_local_experts: int
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
-        super().__init__(experts, ep_mesh, tp_mesh)  # type: ignore[call-arg]  # of the registry
+        super().__init__(experts, ep_mesh, tp_mesh)  # type: ignore[call-arg]  # EPImplementation
         if tp_mesh.size() > 1:
             raise ValueError(
                 f"ep_implementation={NAME!r} gives each rank its own batch, but tp_size="
@@ -71,7 +71,7 @@ class _Experts:
 
     @torch.compiler.disable
     def __call__(self, x_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts. Expert ids count all experts."""
+        """Return each token's weighted sum of expert outputs. Expert ids are global ids."""
         self._num_calls += 1
         tokens = Tokens(x_TH, weights_TK, expert_ids_TK)
         header = Header(
@@ -94,5 +94,5 @@ class _Experts:
             exchanges,
             tokens,
             first_expert=self._first_expert,
-            grad_scale=1.0,  # FSDP2 divides these gradients, as transformers sets it up
+            grad_scale=1.0,  # transformers configures FSDP2 to divide the gradients of experts
         )

@@ -4,8 +4,8 @@ With `rebalance_every` the callback also moves experts between ranks, so that al
 similar numbers of tokens (`placement/balance.py`).
 
 The Trainer first writes the logs to its history, then passes them to the callbacks of tensorboard,
-wandb and trackio, and last to the user's callbacks, where it is too late to add values. For this
-reason `Trainer.log` is wrapped: the wrapper adds the callback's values to the logs first.
+wandb and trackio, and at last to the user's callbacks, which therefore cannot add values in time.
+For this reason `Trainer.log` is wrapped: the wrapper adds the callback's values to the logs first.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from hf_moe_ep.routing.counts import reset_counts
 from hf_moe_ep.routing.load import ExpertLoad, check_counts, load_of_reader
 from hf_moe_ep.state import ModelState, find_state
 
-# The name under which the callback counts tokens for balancing.
+# The callback counts tokens for balancing under this name.
 _BALANCER = "ExpertLoadCallback, rebalance_every"
-# The maximum number of panels in the heat map. Beyond it, neighbouring panels are merged in pairs.
-_MAX_MAPS = 12
+# The maximum number of panels in the heat map. If there are more, neighbouring panels are merged in
+# pairs.
+_MAX_PANELS = 12
 
 
 @dataclass
-class _Map:
-    """The token counts of the steps `first` to `last`, both included."""
+class _Panel:
+    """The token counts of the steps `first` to `last` (inclusive)."""
 
     first: int
     last: int
@@ -49,22 +50,24 @@ class ExpertLoadCallback(transformers.TrainerCallback):
     The values are logged with the training loss, to the Trainer's history and to the trackers of
     `report_to`. They cover all ranks, and all steps since the previous log of this callback:
 
-        expert_load/worst_layer         max / mean load over experts, of the worst layer
+        expert_load/worst_layer         max / mean load over experts, largest value of a layer
         expert_load/mean_layer          max / mean load over experts, mean over all layers
-        expert_load/worst_rank          max / mean load over the ranks of an ep group, worst layer
+        expert_load/worst_rank          max / mean load over the ranks of an ep group, largest value
+                                        of a layer
         expert_load/dead_experts        number of experts without a token, sum over all layers
         expert_load/relative_entropy    entropy of a layer's load / ln(experts), mean over layers
 
     Args:
         every: the minimum number of steps between two logs. With 1 the values are logged whenever
             the Trainer logs its loss (`logging_steps`).
-        heat_map: a PNG that rank 0 writes with every checkpoint and at the end of training: layers
-            x experts, in at most 12 panels over time. Each panel covers the steps since the
-            previous panel. A resumed run starts with the first step after the resume.
+        heat_map: the path of a PNG that rank 0 writes with every checkpoint and at the end of
+            training. It shows the load of layers x experts in at most 12 panels; each panel covers
+            the steps since the previous panel. A resumed run starts with the first step after the
+            resume.
         rebalance_every: the number of steps between two calls of `balance_experts`, which gets the
-            load of these steps; with None it is never called.
-        threshold: experts of a layer are moved if its busiest rank has more than `threshold` times
-            the mean load of the ranks.
+            load of these steps. With None the function is never called.
+        threshold: experts of a layer are moved if the busiest rank of the layer has more than
+            `threshold` times the mean load of the ranks.
 
     Raises:
         ValueError: `every` or `rebalance_every` is not a whole number >= 1, or `threshold` is below
@@ -74,7 +77,7 @@ class ExpertLoadCallback(transformers.TrainerCallback):
         ImportError: `heat_map` is given and matplotlib is not installed.
     """
 
-    # The name under which the callback counts tokens for its logs.
+    # The callback counts tokens for its logs under this name.
     reader = "ExpertLoadCallback"
 
     def __init__(
@@ -101,7 +104,7 @@ class ExpertLoadCallback(transformers.TrainerCallback):
         self.every, self.heat_map = every, None if heat_map is None else Path(heat_map)
         self.rebalance_every, self.threshold = rebalance_every, threshold
         self._read_at = 0
-        self._maps: list[_Map] = []
+        self._panels: list[_Panel] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start counting tokens."""
@@ -129,32 +132,32 @@ class ExpertLoadCallback(transformers.TrainerCallback):
         self._draw()
 
     def values(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Return the values to log at this step; empty until `every` steps have passed."""
+        """Return the values to log at this step, or {} if `every` steps have not passed yet."""
         load = self.load(model, step)
         return {} if load is None else summarise_load(load)
 
     def load(self, model: nn.Module, step: int) -> ExpertLoad | None:
-        """Return the load since the previous log; None until `every` steps have passed."""
+        """Return the load since the previous log, or None if `every` steps have not passed yet."""
         if step - self._read_at < self.every:
             return None
         load = load_of_reader(model, _find_patched(model), self.reader, reset=True)
-        self._remember(_Map(self._read_at + 1, step, load.counts))
+        if self.heat_map is not None:
+            self._add_panel(_Panel(self._read_at + 1, step, load.counts))
         self._read_at = step
         return load
 
-    def _remember(self, new: _Map) -> None:
-        if self.heat_map is None:
-            return
-        self._maps.append(new)
-        if len(self._maps) > _MAX_MAPS:
-            unpaired = self._maps[len(self._maps) // 2 * 2 :]
-            pairs = zip(self._maps[::2], self._maps[1::2], strict=False)
-            merged = [_Map(a.first, b.last, a.counts + b.counts) for a, b in pairs]
-            self._maps = merged + unpaired
+    def _add_panel(self, new: _Panel) -> None:
+        self._panels.append(new)
+        if len(self._panels) > _MAX_PANELS:
+            unpaired = self._panels[len(self._panels) // 2 * 2 :]
+            pairs = zip(self._panels[::2], self._panels[1::2], strict=False)
+            merged = [_Panel(a.first, b.last, a.counts + b.counts) for a, b in pairs]
+            self._panels = merged + unpaired
 
     def _draw(self) -> None:
-        if self.heat_map is not None and self._maps:
-            run_on_first(f"drawing {self.heat_map}", partial(_draw_maps, self.heat_map, self._maps))
+        if self.heat_map is not None and self._panels:
+            draw = partial(_draw_panels, self.heat_map, self._panels)
+            run_on_first(f"drawing {self.heat_map}", draw)
 
 
 def _check_steps(name: str, steps: Any, remedy: str) -> None:
@@ -163,7 +166,7 @@ def _check_steps(name: str, steps: Any, remedy: str) -> None:
 
 
 def summarise_load(load: ExpertLoad) -> dict[str, float]:
-    """Return the values that `ExpertLoadCallback` logs; empty if no token was counted."""
+    """Return the values that `ExpertLoadCallback` logs, or {} if no token was counted."""
     if not load.counts.any():
         return {}
     values = {
@@ -176,12 +179,12 @@ def summarise_load(load: ExpertLoad) -> dict[str, float]:
     return {f"expert_load/{name}": float(value) for name, value in values.items()}
 
 
-def _draw_maps(path: Path, maps: list[_Map]) -> None:
+def _draw_panels(path: Path, panels: list[_Panel]) -> None:
     from hf_moe_ep.routing.heat_map import draw_heat_maps
 
-    titles = [f"steps {panel.first} to {panel.last}" for panel in maps]
+    titles = [f"steps {panel.first} to {panel.last}" for panel in panels]
     path.parent.mkdir(parents=True, exist_ok=True)
-    draw_heat_maps([panel.counts for panel in maps], titles, path)
+    draw_heat_maps([panel.counts for panel in panels], titles, path)
 
 
 def _find_patched(model: nn.Module) -> ModelState:

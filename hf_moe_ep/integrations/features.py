@@ -6,12 +6,12 @@ that would use the feature raise an error with the same text. If, for example, A
 `fsdp2_prepare_model`:
 
     patch(model)                    warns, in a script that uses Accelerate
-    accelerator.prepare(model)      raises on 2 ranks
-    apply_ep_fsdp2(model)           works: a hand-written loop does not use the function
+    accelerator.prepare(model)      raises an error on 2 ranks
+    apply_ep_fsdp2(model)           works, because it does not use the function
 
-Some features list no calls, because a run without them cannot give wrong results silently: such a
-feature only improves an error message, or the missing function is itself the call that would use
-it.
+Some features list no calls, because a run without such a feature cannot silently give wrong
+results: the feature only improves an error message, or no call can use it if its function is
+missing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hf_moe_ep.upstream.wrap import Feature
 
 
 def _find_states(value: Any) -> list[ModelState]:
-    """Return the states of the patched models of `value`: a model, a trainer or an Accelerator."""
+    """Return the states of patched models. `value` may be a model, a trainer or an Accelerator."""
     models = [value, getattr(value, "model", None)]
     if isinstance(value, Accelerator):
         models = prepared_models(value)
@@ -77,7 +77,7 @@ def _prepares_biases(accelerator: Accelerator, *args: Any, **kwargs: Any) -> boo
 def _uses_checkpoints(
     trainer: transformers.Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
 ) -> bool:
-    """Return True if this call of `Trainer.train` writes or reads a patched model's checkpoints."""
+    """Return True if this call of `Trainer.train` uses checkpoints of a patched model."""
     saves = trainer.args.save_strategy != "no"
     return _has_patched_model(trainer) and bool(saves or resume_from_checkpoint)
 
@@ -94,7 +94,13 @@ def _adapts_experts(tuner: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 def _feature(name: str, **used_by: Callable[..., bool]) -> Feature:
-    """Build a feature: each keyword is a call in `_CALLS`, with a predicate on its arguments."""
+    """Build a feature.
+
+    Args:
+        name: the name of the feature in warnings and errors.
+        used_by: for keys of `_CALLS`: a function that takes the arguments of such a call and
+            returns True if the call uses the feature.
+    """
     return Feature(name, {_CALLS[call]: uses_feature for call, uses_feature in used_by.items()})
 
 

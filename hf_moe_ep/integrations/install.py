@@ -1,10 +1,12 @@
 """Wrap functions of Accelerate, transformers, PEFT and trainers: the table of all wrappers.
 
-The table has one row (`Wrap`) per function; the rows form groups, which are constants below.
+The table has one row (`Wrap`) per function. The rows form groups, which are constants below. The
+first line of a wrapper's docstring says why the function is wrapped.
+
 `import hf_moe_ep` replaces no function. `patch` sets methods of its model, such as
-`save_pretrained`; from then on, a group's functions are replaced as soon as the process uses the
-group's library, as the comment on the group says. A training loop that uses only PyTorch replaces
-no function.
+`save_pretrained`. From then on, the functions of a group are replaced as soon as the process uses
+the group's library; the comment on the group says when. A process whose training loop uses only
+PyTorch replaces no function.
 
 Such a function is replaced for the whole process. Its wrapper first checks if it was given a
 patched model. If not, it calls the stock function and does nothing else. With a patched model it
@@ -72,13 +74,16 @@ from hf_moe_ep.upstream.wrap import (
 def prepare_objects(
     original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Accelerator.prepare`: if one of its models is patched, add our methods."""
+    """Wrap `Accelerator.prepare`: detect patched models, refuse launches that do not shard them.
+
+    If a model is patched, our methods are added to the Accelerator and to the model's adapters.
+    """
     for model in args:
         state = find_state(model) if isinstance(model, nn.Module) else None
         if state is None:
             continue
-        # A training framework may have replaced the function that shards since the model was
-        # patched (axolotl/monkeypatch/accelerate/fsdp2.py).
+        # After the patch, a training framework may have replaced the function that shards
+        # (axolotl/monkeypatch/accelerate/fsdp2.py).
         wrap_process(ACCELERATE)
         specialise(self, Accelerator, ACCELERATOR_METHODS)
         references.share_meshes(self, state)
@@ -95,7 +100,10 @@ def prepare_objects(
 def prepare_model(
     original: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Accelerator.prepare_model`, which TRL calls for a teacher model."""
+    """Wrap `Accelerator.prepare_model`: shard a teacher model, as Accelerate would not do.
+
+    TRL calls this function for a teacher. Accelerate calls it for every model that it prepares.
+    """
     if find_state(model) is None:
         return original(self, model, *args, **kwargs)
     specialise(self, Accelerator, ACCELERATOR_METHODS)
@@ -103,10 +111,10 @@ def prepare_model(
 
 
 def create_accelerator(original: Callable[..., Any], self: transformers.Trainer) -> None:
-    """Wrap `Trainer.create_accelerator_and_postprocess`.
+    """Wrap `create_accelerator_and_postprocess`: find patched models before TRL shards references.
 
-    When transformers calls this function, the Trainer already has its model, unless `model_init`
-    builds the model later. TRL's trainers prepare their reference models right after this call.
+    When the Trainer calls this function, it already has its model, unless `model_init` builds the
+    model later. TRL's trainers prepare their reference models right after this call.
     """
     _wrap_cpu_ranks(bool(self.args.fsdp))
     earlier = getattr(self, "accelerator", None)
@@ -118,7 +126,7 @@ def create_accelerator(original: Callable[..., Any], self: transformers.Trainer)
 def call_model_init(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer.call_model_init`: the model that it builds may be patched."""
+    """Wrap `Trainer.call_model_init`: detect a patched model that `model_init` has built."""
     model = original(self, *args, **kwargs)
     adopt_trainer(self, model)
     return model
@@ -127,11 +135,14 @@ def call_model_init(
 def train(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer.train`: the model may have been patched after the Trainer was created."""
+    """Wrap `Trainer.train`: detect late patches, and resume from complete checkpoints only.
+
+    A patch is late if the model was patched after the Trainer was created.
+    """
     adopt_trainer(self, self.model)
     if not is_specialised(self):
         return original(self, *args, **kwargs)
-    # Without a model, `model_init` builds one inside of the original function.
+    # If the Trainer has no model, `model_init` builds one inside the original function.
     state = None if self.model is None else find_state(self.model)
     if state is not None and state.is_reported:
         # This module is slow to import, so it is imported only for `hf-moe-ep run`.
@@ -144,7 +155,10 @@ def train(
 def evaluate(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer.evaluation_loop`: a Trainer that only evaluates does not call `train`."""
+    """Wrap `Trainer.evaluation_loop`: detect a model that was patched after `Trainer.__init__`.
+
+    A Trainer that only evaluates does not call `train`.
+    """
     adopt_trainer(self, self.model)
     return original(self, *args, **kwargs)
 
@@ -156,11 +170,11 @@ def log_expert_load(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Wrap `Trainer.log`: add the values of each `ExpertLoadCallback` to the training logs."""
+    """Wrap `Trainer.log`: add an ExpertLoadCallback's values before any tracker runs."""
     # This module is slow to import, so it is imported at the first call.
     from hf_moe_ep.integrations.expert_load import ExpertLoadCallback
 
-    # Logs of an evaluation hold "eval_loss" instead, and the summary at the end "train_loss".
+    # The logs of an evaluation have "eval_loss", and the last summary has "train_loss" instead.
     if "loss" in logs:
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ExpertLoadCallback):
@@ -192,7 +206,7 @@ def adopt_trainer(trainer: transformers.Trainer, model: Any) -> None:
 
 
 def create_adapters(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `PeftModel.__init__`: add our methods to a PeftModel of a patched model."""
+    """Wrap `PeftModel.__init__`: detect a PeftModel of a patched model, and add our methods."""
     original(self, *args, **kwargs)
     state = find_state(self)
     if state is not None:
@@ -202,7 +216,10 @@ def create_adapters(original: Callable[..., Any], self: Any, *args: Any, **kwarg
 def inject_adapter(
     original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """Wrap `BaseTuner.inject_adapter`: add our methods to the tuner and to the adapter's layers."""
+    """Wrap `BaseTuner.inject_adapter`: detect adapters, and refuse them in a sharded model.
+
+    Our methods are added to the tuner and to the layers of the adapter.
+    """
     new_adapters.inject_adapter(original, self, model, *args, **kwargs)
     state = find_state(model)
     if state is not None:
@@ -227,19 +244,18 @@ def wrap_adapters(model: nn.Module, state: ModelState) -> None:
 
 
 def _build_rows(
-    owner: str, feature: Feature, *functions: tuple[str, Callable[..., Any], str]
+    owner: str, feature: Feature, *functions: tuple[str, Callable[..., Any]]
 ) -> tuple[Wrap, ...]:
     """Build the rows of the table for functions of one owner.
 
     Args:
         owner: the module or class that has the functions, like "module" or "module:Class".
         feature: the feature that is lost if an installed version lacks one of the functions.
-        functions: (name of the stock function, our wrapper, why the function is wrapped).
+        functions: (name of the stock function, our wrapper). The first line of the wrapper's
+            docstring says why the function is wrapped.
     """
     separator = "." if ":" in owner else ":"
-    return tuple(
-        Wrap(f"{owner}{separator}{name}", ours, why, feature) for name, ours, why in functions
-    )
+    return tuple(Wrap(f"{owner}{separator}{name}", ours, feature) for name, ours in functions)
 
 
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
@@ -256,236 +272,95 @@ ACCELERATE = (
     *_build_rows(
         "accelerate.accelerator",
         features.SHARDING,
-        (
-            "fsdp2_prepare_model",
-            prepare.fsdp2_prepare_model,
-            "shards experts over ep, which FSDP2 cannot",
-        ),
+        ("fsdp2_prepare_model", prepare.fsdp2_prepare_model),
     ),
-    *_build_rows(
-        _ACCELERATOR,
-        features.SHARDING,
-        (
-            "prepare",
-            prepare_objects,
-            "refuses launches that would not shard; detects patched models",
-        ),
-    ),
-    *_build_rows(
-        _ACCELERATOR,
-        features.EVALUATED,
-        ("prepare_model", prepare_model, "shards a teacher model, which Accelerate would not do"),
-    ),
+    *_build_rows(_ACCELERATOR, features.SHARDING, ("prepare", prepare_objects)),
+    *_build_rows(_ACCELERATOR, features.EVALUATED, ("prepare_model", prepare_model)),
 )
 # Process: installed if the launch config or TrainingArguments ask for FSDP.
 CPU_RANKS = _build_rows(
     "accelerate.state:AcceleratorState",
     features.CPU_RANKS,
-    ("__init__", prepare.init_state, "lets FSDP2 run on CPU ranks before a model is known"),
+    ("__init__", prepare.init_accelerator_state),
 )
 # Process: installed for a model with quantised experts, which training does not change.
 QUANTISED = _build_rows(
     "accelerate.utils.fsdp_utils",
     features.ACCELERATE_STATE,
-    (
-        "_get_model_state_dict",
-        saving.get_model_state_dict,
-        "leaves quantised experts out of state dicts",
-    ),
-    (
-        "_set_model_state_dict",
-        saving.set_model_state_dict,
-        "loads state dicts without quantised experts",
-    ),
+    ("_get_model_state_dict", saving.get_model_state_dict),
+    ("_set_model_state_dict", saving.set_model_state_dict),
 )
 # Object: an Accelerator that has prepared a patched model.
 ACCELERATOR_METHODS = (
-    *_build_rows(
-        _ACCELERATOR,
-        features.HUB_LAYOUT,
-        ("get_state_dict", saving.get_state_dict, "packs the adapters of experts as PEFT does"),
-    ),
+    *_build_rows(_ACCELERATOR, features.HUB_LAYOUT, ("get_state_dict", saving.get_state_dict)),
     *_build_rows(
         _ACCELERATOR,
         features.ACCELERATE_STATE,
-        ("save_state", accelerate_states.save_state, "writes a marker first and a manifest last"),
-        (
-            "load_state",
-            accelerate_states.load_state,
-            "loads complete checkpoints only; refuses pickles that contain code",
-        ),
+        ("save_state", accelerate_states.save_state),
+        ("load_state", accelerate_states.load_state),
     ),
     *_build_rows(
         _ACCELERATOR,
         features.SLICES,
-        (
-            "prepare_data_loader",
-            shared_batches.prepare_data_loader,
-            "gives the ranks of an sp group the same samples; refuses loaders of uneven length",
-        ),
-        (
-            "prepare_scheduler",
-            shared_batches.prepare_scheduler,
-            "steps a schedule once per data rank, not once per process",
-        ),
-        ("gather_for_metrics", shared_batches.gather_for_metrics, "gathers each sample once"),
+        ("prepare_data_loader", shared_batches.prepare_data_loader),
+        ("prepare_scheduler", shared_batches.prepare_scheduler),
+        ("gather_for_metrics", shared_batches.gather_for_metrics),
     ),
-    *_build_rows(
-        _ACCELERATOR,
-        features.TRACKERS,
-        ("log", trackers.log, "names a tracker that fails, because the other ranks then hang"),
-    ),
-    *_build_rows(
-        _ACCELERATOR,
-        features.CLIP,
-        (
-            "clip_grad_norm_",
-            optimizers.clip_grad_norm,
-            "clips gradients on two meshes (accelerate < 1.15)",
-        ),
-    ),
+    *_build_rows(_ACCELERATOR, features.TRACKERS, ("log", trackers.log)),
+    *_build_rows(_ACCELERATOR, features.CLIP, ("clip_grad_norm_", optimizers.clip_grad_norm)),
 )
 # Object: an optimizer that was prepared together with a patched model.
 (OPTIMIZER_STEP,) = _build_rows(
-    "accelerate.optimizer:AcceleratedOptimizer",
-    features.BIASES,
-    (
-        "step",
-        optimizers.step,
-        "updates the routers' biases; names an optimizer that does not support DTensors",
-    ),
+    "accelerate.optimizer:AcceleratedOptimizer", features.BIASES, ("step", optimizers.step)
 )
 # Process: installed when transformers.trainer is imported.
 TRAINER = (
     *_build_rows(
         _TRAINER,
         features.TRAINER_SLICES,
-        (
-            "create_accelerator_and_postprocess",
-            create_accelerator,
-            "detects a patched model before TRL prepares a reference model",
-        ),
-        ("call_model_init", call_model_init, "detects a patched model that model_init builds"),
-        (
-            "evaluation_loop",
-            evaluate,
-            "detects a model that was patched after the Trainer was created",
-        ),
+        ("create_accelerator_and_postprocess", create_accelerator),
+        ("call_model_init", call_model_init),
+        ("evaluation_loop", evaluate),
     ),
-    *_build_rows(
-        _TRAINER,
-        features.CHECKPOINTS,
-        ("train", train, "resumes from complete checkpoints only; detects late patches"),
-    ),
+    *_build_rows(_TRAINER, features.CHECKPOINTS, ("train", train)),
 )
 # Process: installed for the first Trainer with a patched model.
 ROTATION = _build_rows(
-    "transformers.trainer",
-    features.CHECKPOINTS,
-    (
-        "rotate_checkpoints",
-        trainer_checkpoints.rotate,
-        "deletes older checkpoints after the manifest is written",
-    ),
+    "transformers.trainer", features.CHECKPOINTS, ("rotate_checkpoints", trainer_checkpoints.rotate)
 )
-_LOAD_EXPERTS = "loads the experts of a model that is not sharded, which stock would not do"
 # Object: a Trainer with a patched model.
 TRAINER_METHODS = (
-    *_build_rows(
-        _TRAINER,
-        features.HUB_LAYOUT,
-        ("save_model", saving.save_model, "writes hub layout with SHARDED_STATE_DICT as well"),
-    ),
+    *_build_rows(_TRAINER, features.HUB_LAYOUT, ("save_model", saving.save_model)),
     *_build_rows(
         _TRAINER,
         features.CHECKPOINTS,
-        (
-            "_save_checkpoint",
-            trainer_checkpoints.save_checkpoint,
-            "writes a marker first and a manifest last",
-        ),
-        ("_push_from_checkpoint", trainer_checkpoints.push, "pushes after the manifest is written"),
-        ("_load_from_checkpoint", trainer_checkpoints.load_model, _LOAD_EXPERTS),
-        ("_load_best_model", trainer_checkpoints.load_model, _LOAD_EXPERTS),
-        (
-            "_load_optimizer_and_scheduler",
-            trainer_checkpoints.load_optimizer,
-            "refuses pickles that contain code, which torch would run",
-        ),
-        (
-            "_load_rng_state",
-            trainer_checkpoints.load_random,
-            "seeds random generators anew if other ranks have saved, as load_checkpoint does",
-        ),
+        ("_save_checkpoint", trainer_checkpoints.save_checkpoint),
+        ("_push_from_checkpoint", trainer_checkpoints.push),
+        ("_load_from_checkpoint", trainer_checkpoints.load_model),
+        ("_load_best_model", trainer_checkpoints.load_model),
+        ("_load_optimizer_and_scheduler", trainer_checkpoints.load_optimizer),
+        ("_load_rng_state", trainer_checkpoints.load_random),
     ),
     *_build_rows(
         _TRAINER,
         features.TRAINER_SLICES,
-        ("get_tp_size", shared_batches.get_tp_size, "counts the ranks that share a batch"),
-        (
-            "_get_num_items_in_batch",
-            shared_batches.get_num_items_in_batch,
-            "does not divide the token count of a single rank by tp_size, as stock does",
-        ),
-        (
-            "floating_point_ops",
-            shared_batches.floating_point_ops,
-            "counts total_flos once per data rank",
-        ),
-        (
-            "_track_num_input_tokens",
-            shared_batches.track_num_input_tokens,
-            "counts num_input_tokens_seen once per data rank",
-        ),
-        (
-            "prediction_step",
-            shared_batches.prediction_step,
-            "gathers the logits of whole sequences if the Trainer returns logits",
-        ),
+        ("get_tp_size", shared_batches.get_tp_size),
+        ("_get_num_items_in_batch", shared_batches.get_num_items_in_batch),
+        ("floating_point_ops", shared_batches.floating_point_ops),
+        ("_track_num_input_tokens", shared_batches.track_num_input_tokens),
+        ("prediction_step", shared_batches.prediction_step),
     ),
     *_build_rows(
         _TRAINER,
         features.STAGES,
-        (
-            "_clip_grad_norm",
-            optimizers.clip_grad_norm_of_trainer,
-            "clips by the norm over all stages, and unscales fp16; stock does neither",
-        ),
-        (
-            "_get_grad_norm",
-            optimizers.get_grad_norm,
-            "logs the norm over all stages, and unscales fp16; stock does neither",
-        ),
+        ("_clip_grad_norm", optimizers.clip_grad_norm_of_trainer),
+        ("_get_grad_norm", optimizers.get_grad_norm),
     ),
-    *_build_rows(
-        _TRAINER,
-        features.FULL_EVAL,
-        (
-            "_move_model_to_device",
-            prepare.move_to_device,
-            "leaves a model to sharding, which moves it unit by unit",
-        ),
-    ),
-    *_build_rows(
-        _TRAINER,
-        features.LOGITS,
-        (
-            "compute_loss",
-            shared_batches.compute_loss,
-            "records that nobody reads the logits, so that they need not be computed",
-        ),
-    ),
-    *_build_rows(
-        _TRAINER,
-        features.EXPERT_LOAD,
-        ("log", log_expert_load, "adds an ExpertLoadCallback's values before any tracker runs"),
-    ),
+    *_build_rows(_TRAINER, features.FULL_EVAL, ("_move_model_to_device", prepare.move_to_device)),
+    *_build_rows(_TRAINER, features.LOGITS, ("compute_loss", shared_batches.compute_loss)),
+    *_build_rows(_TRAINER, features.EXPERT_LOAD, ("log", log_expert_load)),
 )
-_OWN_REFERENCE = (
-    "compute_ref_log_probs",
-    references.shard_own_reference,
-    "shards a policy with adapters that serves as its own reference before training",
-)
+_OWN_REFERENCE = ("compute_ref_log_probs", references.shard_own_reference)
 # Object: a trainer of TRL or of ms-swift with a patched model.
 FRAMEWORK_METHODS = (
     *_build_rows("trl.trainer.dpo_trainer:DPOTrainer", features.EVALUATED, _OWN_REFERENCE),
@@ -493,158 +368,102 @@ FRAMEWORK_METHODS = (
     *_build_rows(
         "trl.trainer.sft_trainer:SFTTrainer",
         features.STAGES,
-        (
-            "compute_loss",
-            shared_batches.compute_loss_of_sft,
-            "passes the loss's weights of tokens and aux loss to the model before its forward",
-        ),
+        ("compute_loss", shared_batches.compute_loss_of_sft),
     ),
     *_build_rows(
         "swift.trainers.mixin:DataLoaderMixin",
         features.TRAINER_SLICES,
-        (
-            "get_train_dataloader",
-            shared_batches.get_train_dataloader,
-            "gives the ranks of an sp group the same samples, which ms-swift splits itself",
-        ),
+        ("get_train_dataloader", shared_batches.get_train_dataloader),
     ),
     *_build_rows(
         "swift.trainers.seq2seq_trainer:Seq2SeqTrainer",
         features.TRAINER_SLICES,
-        (
-            "compute_loss",
-            shared_batches.compute_loss_of_swift,
-            "averages over data ranks, where ms-swift averages over processes",
-        ),
+        ("compute_loss", shared_batches.compute_loss_of_swift),
     ),
+    # This trainer's `log` calls the function of transformers' class directly, not our subclass.
     *_build_rows(
-        "swift.rlhf_trainers.dpo_trainer:DPOTrainer",
-        features.EXPERT_LOAD,
-        ("log", log_expert_load, "ms-swift calls the function of the Trainer's class directly"),
+        "swift.rlhf_trainers.dpo_trainer:DPOTrainer", features.EXPERT_LOAD, ("log", log_expert_load)
     ),
 )
 # Object: a patched model.
 MODEL_METHODS = _build_rows(
     "transformers.modeling_utils:PreTrainedModel",
     features.HUB_LAYOUT,
-    ("save_pretrained", saving.save_in_hub_layout, "saves a sharded model in hub layout"),
+    ("save_pretrained", saving.save_in_hub_layout),
 )
 # Process: installed when peft is imported.
 PEFT = (
-    *_build_rows(
-        _PEFT_MODEL,
-        features.ADAPTER_FILES,
-        ("__init__", create_adapters, "detects the PeftModel of a patched model"),
-    ),
-    *_build_rows(
-        _TUNER,
-        features.ADAPTER_REFUSALS,
-        ("inject_adapter", inject_adapter, "detects adapters; refuses them in a sharded model"),
-    ),
+    *_build_rows(_PEFT_MODEL, features.ADAPTER_FILES, ("__init__", create_adapters)),
+    *_build_rows(_TUNER, features.ADAPTER_REFUSALS, ("inject_adapter", inject_adapter)),
 )
 # Object: a PeftModel, a tuner or an adapter layer of a patched model.
 ADAPTER_METHODS = (
     *_build_rows(
         _PEFT_MODEL,
         features.ADAPTER_FILES,
-        ("save_pretrained", saving.save_adapters, "gathers the adapters of a sharded model"),
-        ("_get_base_model_class", saving.base_model_class, "names the stock class, not FSDP2's"),
+        ("save_pretrained", saving.save_adapters),
+        ("_get_base_model_class", saving.get_base_model_class),
     ),
     *_build_rows(
         _PEFT_MODEL,
         features.PROMPTS,
-        (
-            "get_prompt_embedding_to_save",
-            prompts.compute_prompt_to_save,
-            "gathers the prompt encoder",
-        ),
-        (
-            "get_prompt",
-            prompts.compute_prompt,
-            "gathers the prompt encoder outside the model's forward",
-        ),
+        ("get_prompt_embedding_to_save", prompts.compute_prompt_to_save),
+        ("get_prompt", prompts.compute_prompt),
     ),
-    *_build_rows(
-        _PEFT_MODEL,
-        features.ADAPTER_REFUSALS,
-        ("load_adapter", adapters.load_adapter, "refuses a sharded model"),
-    ),
+    *_build_rows(_PEFT_MODEL, features.ADAPTER_REFUSALS, ("load_adapter", adapters.load_adapter)),
     *_build_rows(
         "peft.tuners.lora.layer:ParamWrapper",
         features.ADAPTERS_ON_EXPERTS,
-        (
-            "_activate_lora",
-            adapters.activate,
-            "computes with the low-rank factors; PEFT would merge them into the weights",
-        ),
+        ("_activate_lora", adapters.activate),
     ),
-    *_build_rows(
-        _TUNER,
-        features.ADAPTERS,
-        ("forward", adapters.call_base_model, "runs the forward hooks that peft 0.20 skips"),
-    ),
+    *_build_rows(_TUNER, features.ADAPTERS, ("forward", adapters.call_base_model)),
     *_build_rows(
         _TUNER,
         features.ADAPTER_REFUSALS,
         *(
-            (name, partial(adapters.merge, name), "refuses a sharded model")
+            (name, partial(adapters.merge, name))
             for name in ("merge_and_unload", "unload", "merge_adapter")
         ),
     ),
 )
 
 
-def _rows_of_async(module: str, trainer: str) -> tuple[Wrap, ...]:
+def _build_async_rows(module: str, trainer: str) -> tuple[Wrap, ...]:
     """Build the rows of a trainer of TRL that sends weights to a server while it generates."""
     return (
+        *_build_rows(module, features.ENGINES, ("_iter_vllm_named_params", engines.list_params)),
         *_build_rows(
-            module,
-            features.ENGINES,
-            ("_iter_vllm_named_params", engines.list_params, "lists hub names for a server"),
-        ),
-        *_build_rows(
-            f"{module}:{trainer}",
-            features.ENGINES,
-            ("_sync_weight_merged", engines.sync_merged, "sends merged tensors under hub names"),
+            f"{module}:{trainer}", features.ENGINES, ("_sync_weight_merged", engines.sync_merged)
         ),
     )
 
 
 _ASYNC_TRAINERS = (
     ("trl.experimental.async_grpo.async_grpo_trainer", "AsyncGRPOTrainer"),
-    (
-        "trl.experimental.async_distillation.async_distillation_trainer",
-        "AsyncDistillationTrainer",
-    ),
+    ("trl.experimental.async_distillation.async_distillation_trainer", "AsyncDistillationTrainer"),
 )
 # Process: each row is installed when its module is imported.
 TRL = (
     *_build_rows(
-        "trl.models.utils",
-        features.EVALUATED,
-        ("prepare_fsdp", references.shard_reference, "shards a reference model layer by layer"),
+        "trl.models.utils", features.EVALUATED, ("prepare_fsdp", references.shard_reference)
     ),
-    *_build_rows(
-        "trl.trainer.utils",
-        features.EVALUATED,
-        ("hash_module", references.hash_weights, "reads layers on meta before TRL hashes them"),
-    ),
+    *_build_rows("trl.trainer.utils", features.EVALUATED, ("hash_module", references.hash_weights)),
     *_build_rows(
         "trl.trainer.callbacks:SyncRefModelCallback",
         features.EVALUATED,
-        ("_sync_target_model", references.mix_shards, "mixes the policy into its reference"),
+        ("_sync_target_model", references.mix_shards),
     ),
     *_build_rows(
         "trl.generation.vllm_generation:VLLMGeneration",
         features.ENGINES,
-        ("_iter_named_params", engines.iter_named_params, "sends merged tensors under hub names"),
-        ("sync_weights", engines.sync_weights, "raises on every rank if one rank fails"),
+        ("_iter_named_params", engines.iter_named_params),
+        ("sync_weights", engines.sync_weights),
     ),
-    *(row for module, trainer in _ASYNC_TRAINERS for row in _rows_of_async(module, trainer)),
+    *(row for module, trainer in _ASYNC_TRAINERS for row in _build_async_rows(module, trainer)),
     *_build_rows(
         "trl.experimental.online_dpo.online_dpo_trainer:OnlineDPOTrainer",
         features.ENGINES,
-        ("_move_model_to_vllm", engines.move_model, "sends merged tensors under hub names"),
+        ("_move_model_to_vllm", engines.move_model),
     ),
 )
 
@@ -652,11 +471,7 @@ TRL = (
 AXOLOTL = _build_rows(
     "axolotl.integrations.expert_parallel.shard",
     features.ADAPTER_FILES,
-    (
-        "save_fsdp2_lora_adapter",
-        saving.save_gathered_adapter,
-        "packs the adapters of experts as PEFT does",
-    ),
+    ("save_fsdp2_lora_adapter", saving.save_gathered_adapter),
 )
 
 SLOW_TO_IMPORT = ("trl", "swift", "axolotl")
@@ -727,12 +542,13 @@ class WrapReport(NamedTuple):
 
     Attributes:
         target: the stock function, like "module:Class.function".
-        why: why the function is wrapped.
+        why: why the function is wrapped, from the docstring of the wrapper.
         feature: the feature that needs the wrapper.
         resolved: True if the installed version has the target.
         raises: True if a call that uses the feature raises when the target is missing.
         error: the reason why the target was not found, or "".
-        process: True if the target is replaced for the process, False if single objects are.
+        process: True if the target is replaced for the process, False if methods are set on
+            single objects.
         in_force: True if the target is replaced for this process now.
     """
 

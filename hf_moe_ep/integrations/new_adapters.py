@@ -1,11 +1,11 @@
 """Attach PEFT's adapters to a patched model that is not sharded yet.
 
-Two settings of `hf-moe-ep run` change what PEFT does then:
+Two settings of `hf-moe-ep run` change how PEFT attaches an adapter:
 
-    --lora-experts              the LoraConfig also targets the stacked weights of the experts
-    layers are on meta          factors are created on the host, with the values that stock gives
-    (no --stock-load)           them. If their values depend on the weights, or if the adapter is
-                                not LoRA, the weights are read first
+    --lora-experts              The LoraConfig also targets the stacked weights of the experts.
+    layers are on meta          LoRA factors are created on the host, with stock's values. If their
+    (no --stock-load)           values depend on the weights, or if the adapter is not LoRA, the
+                                weights of the model are read first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ def inject_adapter(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Wrap `BaseTuner.inject_adapter`, which PEFT calls to attach any adapter to layers."""
+    """Attach an adapter with `BaseTuner.inject_adapter`, if a patched model supports the adapter.
+
+    Raises:
+        ValueError: the patched model is sharded, or does not support this adapter.
+    """
     state = find_state(model)
     if state is None:
         original(self, model, adapter_name, *args, **kwargs)
@@ -59,7 +63,7 @@ def inject_adapter(
 
 
 def _check_modules_to_save(model: nn.Module, targets: Iterable[str] | None) -> None:
-    """Raise ValueError if PEFT would copy experts: a copy of a MoE layer copies its whole model.
+    """Raise ValueError if PEFT would copy experts, because the copy would include the whole model.
 
     PEFT copies the modules whose names end with one of the targets (peft/utils/other.py).
     """
@@ -84,7 +88,7 @@ def _target_experts(config: Any, state: ModelState) -> None:
     experts = state.plan.experts.rpartition("*.")[2]
     names = [f"{experts}.{weight}" for weight in state.plan.expert_weights]
     before = list(config.target_parameters or ())
-    # A config that is used for a second adapter has the names already.
+    # If the config was used for another adapter before, it has the names already.
     added = [name for name in names if name not in before]
     config.target_parameters = [*before, *added]
     if added and rank_of_launch() == 0:

@@ -1,13 +1,14 @@
-"""Give torch's state dicts of an optimizer the names and the groups of all pipeline stages.
+"""Make optimizer state dicts of pipeline stages equal to the state dict of the whole model.
 
-Accelerate saves and loads an optimizer with two functions of torch.distributed.checkpoint, which
-see the parameters of one stage. Files must not depend on the number of stages, so inside
-`optimizers_of_stages`:
+Accelerate saves and loads an optimizer with two functions of torch.distributed.checkpoint. On a
+rank these functions get the parameters of one stage, but files must not depend on the number of
+stages. Inside `optimizers_of_stages`:
 
-    a tied weight        the last stage names its copy like the embedding, as a whole model does
-    a parameter group    lists the parameters of all stages; rank 0 writes these lists
-    loading              takes a stage's own parameters from each list, by the number of the group;
-                         torch would search for the groups, and cannot find one that is empty here
+    a tied weight        The last stage names its copy like the embedding, as a whole model does.
+    a parameter group    It lists the parameters of all stages. Rank 0 writes these lists.
+    loading              Each stage takes its own parameters from the list of the group with the
+                         same number. torch would search for a group by its parameters, and could
+                         not find a group that is empty on this stage.
 """
 
 from __future__ import annotations
@@ -33,26 +34,21 @@ from hf_moe_ep.upstream.replaced import replaced
 
 @contextmanager
 def optimizers_of_stages() -> Iterator[None]:
-    """Let torch's functions get and set the state of optimizers of pipeline stages, in the block.
+    """Let torch get and set the optimizer states of pipeline stages in the block.
 
-    Every rank must call the functions.
+    In the block every rank must call torch's functions.
     """
-    get, load = (
-        partial(wrapper, getattr(torch_state_dict, name))
-        for name, wrapper in (
-            ("get_optimizer_state_dict", _get_state),
-            ("set_optimizer_state_dict", _set_state),
-        )
-    )
+    get_state = partial(_get_state, torch_state_dict.get_optimizer_state_dict)
+    set_state = partial(_set_state, torch_state_dict.set_optimizer_state_dict)
     with (
-        replaced(torch_state_dict, "get_optimizer_state_dict", get),
-        replaced(torch_state_dict, "set_optimizer_state_dict", load),
+        replaced(torch_state_dict, "get_optimizer_state_dict", get_state),
+        replaced(torch_state_dict, "set_optimizer_state_dict", set_state),
     ):
         yield
 
 
 def _get_state(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `get_optimizer_state_dict`: whole names, and groups of all stages."""
+    """Wrap `get_optimizer_state_dict`: use names of the whole model, and groups of all stages."""
     own, state = original(model, *args, **kwargs), find_state(model)
     if state is None or state.stage is None:
         return own
@@ -62,8 +58,8 @@ def _get_state(original: Callable[..., Any], model: nn.Module, *args: Any, **kwa
     return {
         "state": {aliases.get(name, name): values for name, values in own["state"].items()},
         "param_groups": [
-            group.options | {"params": whole.names}
-            for group, whole in zip(groups, joined, strict=True)
+            group.options | {"params": joined_group.names}
+            for group, joined_group in zip(groups, joined, strict=True)
         ],
     }
 
@@ -76,14 +72,14 @@ def _set_state(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `set_optimizer_state_dict`: load the parameters of this stage.
+    """Wrap `set_optimizer_state_dict`: load the states of this stage's parameters.
 
     Raises:
         ValueError: on every rank: the optimizer has other parameter groups than the saved one.
     """
     state = find_state(model)
-    is_one = isinstance(optimizers, torch.optim.Optimizer)
-    if state is None or state.stage is None or not is_one:
+    is_single = isinstance(optimizers, torch.optim.Optimizer)
+    if state is None or state.stage is None or not is_single:
         return original(model, optimizers, optim_state_dict, *args, **kwargs)
     saved_groups = optim_state_dict["param_groups"]
     saved = OptimizerState(None, [], {}, [_to_group(group, {}) for group in saved_groups])

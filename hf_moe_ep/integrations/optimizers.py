@@ -1,11 +1,11 @@
 """Run optimizer steps and clip gradients of patched models under Accelerate.
 
-FSDP2's parameters are DTensors. Some optimizers cannot train them: their state consists of plain
-tensors, or they use operators that DTensor does not support. torch's error names only the operator;
-`step` adds the name of the optimizer.
+FSDP2's parameters are DTensors. Some optimizers cannot train DTensors: their state consists of
+plain tensors, or they use operators that DTensor does not support. torch's error names only the
+operator, so `step` adds the name of the optimizer.
 
 Accelerate before 1.15 clips with torch's function, which refuses gradients on two meshes. With
-these versions `clip_grad_norm` uses `sharding/clip.py` instead.
+these versions, and with pipeline stages, `clip_grad_norm` uses `sharding/clip.py` instead.
 
 With `bias_update_rate` the routers' biases of a model are updated after each step of an optimizer
 that trains this model (`routing/bias.py`).
@@ -37,10 +37,11 @@ from hf_moe_ep.upstream.accelerate_and_trainer import (
 from hf_moe_ep.upstream.sharded_models import is_refused_by_dtensor
 from hf_moe_ep.upstream.wrap import Wrap, bind_wrapper
 
-# An attribute of an optimizer: the states of the models with biases that it trains.
+# This attribute of an optimizer lists the states of the models that it trains and whose routers'
+# biases are updated.
 _FOLLOWED = "_hf_moe_ep_followed"
 
-# The optimizers of torch.optim that train a sharded model as one process does
+# The optimizers of torch.optim that train a sharded model with the same results as one process
 # (tests/integrations/test_sharded_optimizers.py).
 WORKING = (
     "Adadelta",
@@ -61,7 +62,7 @@ def step(
     self: AcceleratedOptimizer,
     closure: Callable[..., Any] | None = None,
 ) -> Any:
-    """Wrap `AcceleratedOptimizer.step`: name the optimizer in errors, and update routers' biases.
+    """Wrap `AcceleratedOptimizer.step`: update routers' biases, and name an optimizer that fails.
 
     Raises:
         ValueError: the optimizer does not support DTensors.
@@ -72,7 +73,7 @@ def step(
         if not is_refused_by_dtensor(error) or not _trains_dtensors(self.optimizer):
             raise
         raise _name_optimizer(self.optimizer, error) from error
-    # If gradients are not synchronised, they and the token counts are still being accumulated.
+    # Without synchronised gradients, gradients and token counts are still being accumulated.
     if self.gradient_state.sync_gradients:
         for state in getattr(self, _FOLLOWED, ()):
             update_biases(state, skipped=self.step_was_skipped)
@@ -109,10 +110,13 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float = 2,
 ) -> Any:
-    """Wrap `Accelerator.clip_grad_norm_`: clip a sharded patched model over all its meshes.
+    """Wrap `Accelerator.clip_grad_norm_`: clip gradients on two meshes, and over pipeline stages.
 
-    If Accelerate's own function accepts gradients on several meshes (since 1.15), it is called,
-    unless other pipeline stages hold a part of the model.
+    Accelerate's own function is called if it accepts gradients on several meshes (since 1.15) and
+    the model has no pipeline stages.
+
+    Raises:
+        ValueError: one of several models has pp_size > 1.
     """
     if isinstance(parameters, Tensor):
         return original(self, parameters, max_norm, norm_type)
@@ -136,8 +140,8 @@ def clip_grad_norm(
             f"pp_size > 1; clip each model with hf_moe_ep.clip_grad_norm_(model, max_norm)"
         )
     self.unscale_gradients()
-    # If all parameters belong to one model, its meshes are passed: one process group over both axes
-    # of the experts' mesh saves an all-reduce.
+    # With one model, its meshes are passed: a process group over both axes of the experts' mesh
+    # saves an all-reduce.
     scope = scopes[0] if len(scopes) == 1 else Scope()
     return clip_gradients_of(parameters, max_norm, norm_type, scope)
 
@@ -145,7 +149,10 @@ def clip_grad_norm(
 def clip_grad_norm_of_trainer(
     original: Callable[..., Any], self: transformers.Trainer, model: Any
 ) -> Any:
-    """Wrap `Trainer._clip_grad_norm`: clip over all pipeline stages, and unscale fp16 before."""
+    """Wrap `Trainer._clip_grad_norm`: clip by the norm over all stages, after unscaling fp16.
+
+    Stock does neither: see `_needs_clip_of_accelerator`.
+    """
     if not _needs_clip_of_accelerator(self):
         return original(self, model)
     return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
@@ -154,7 +161,10 @@ def clip_grad_norm_of_trainer(
 def get_grad_norm(
     original: Callable[..., Any], self: transformers.Trainer, model: Any, grad_norm: Any = None
 ) -> Any:
-    """Wrap `Trainer._get_grad_norm`: the norm over all stages, of unscaled gradients."""
+    """Wrap `Trainer._get_grad_norm`: log the norm over all stages, after unscaling fp16.
+
+    Stock does neither: see `_needs_clip_of_accelerator`.
+    """
     if grad_norm is None and _needs_clip_of_accelerator(self):
         grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
     return original(self, model, grad_norm)
@@ -163,8 +173,8 @@ def get_grad_norm(
 def _needs_clip_of_accelerator(trainer: transformers.Trainer) -> bool:
     """Return True if the Trainer's own norm of the gradients would be wrong.
 
-    It sees one pipeline stage. Since transformers 5.24 the Trainer also computes the norm of
-    gradients on several meshes, and does not unscale gradients of fp16 before.
+    The Trainer computes the norm of one pipeline stage. Since transformers 5.24 it also computes
+    the norm of gradients on several meshes, but before the gradients of fp16 are unscaled.
     """
     state = find_state(trainer.model)
     if state is None:
@@ -174,7 +184,7 @@ def _needs_clip_of_accelerator(trainer: transformers.Trainer) -> bool:
 
 
 def _name_optimizer(optimizer: Optimizer, error: RuntimeError) -> ValueError:
-    """Return an error that names the optimizer, in whose step DTensors caused `error`."""
+    """Return an error that names the optimizer. DTensors caused `error` in its step."""
     kind, first_line = type(optimizer), str(error).partition("\n")[0]
     return ValueError(
         f"{kind.__module__}.{kind.__qualname__} cannot train a sharded model: its state or "

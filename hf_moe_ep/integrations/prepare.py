@@ -1,9 +1,9 @@
 """Check the launch and shard the model when `accelerator.prepare` is given a patched model.
 
-Only `fsdp2_prepare_model`, which `prepare` calls to shard, is replaced. If Accelerate is configured
-to compile a model that it shards, `compile_layers` compiles the model's layers instead. All other
-code for FSDP2 is Accelerate's own: it gives the optimizer the sharded parameters, clips,
-accumulates and saves. `fsdp_on_cpu` lets the same code run on CPU ranks.
+The only function for FSDP2 that is replaced is `fsdp2_prepare_model`, with which `prepare` shards a
+model. If Accelerate is configured to compile a model that it shards, `compile_layers` compiles the
+model's layers instead. All other code for FSDP2 is Accelerate's own: it gives the optimizer the
+sharded parameters, clips, accumulates and saves. `enable_fsdp_on_cpu` lets it run on CPU ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.replaced import replaced
 
 
-def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None) -> None:
+def enable_fsdp_on_cpu(
+    state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None
+) -> None:
     """Let FSDP2 run on CPU ranks if the launch config asks for FSDP.
 
     With `distributed_type: FSDP` and `use_cpu: true` stock Accelerate runs plain multi-process
@@ -74,10 +76,12 @@ def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin 
     declare_fsdp(state)
 
 
-def init_state(original: Callable[..., Any], self: AcceleratorState, *args: Any, **kw: Any) -> None:
-    """Wrap `AcceleratorState.__init__`: declare FSDP on CPU ranks if the launch asks for it."""
+def init_accelerator_state(
+    original: Callable[..., Any], self: AcceleratorState, *args: Any, **kw: Any
+) -> None:
+    """Wrap `AcceleratorState.__init__`: let FSDP2 run on CPU ranks if the launch asks for FSDP."""
     original(self, *args, **kw)
-    fsdp_on_cpu(self, kw.get("fsdp_plugin"))
+    enable_fsdp_on_cpu(self, kw.get("fsdp_plugin"))
 
 
 def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +94,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
     models = [arg for arg in args if isinstance(arg, nn.Module)]
     if all(find_state(model) is None for model in models):
         return original(self, *args, **kwargs)
-    fsdp_on_cpu(self.state, None)
+    enable_fsdp_on_cpu(self.state, None)
     check_launch(self)
     take_over_sizes(self.parallelism_config, models)
     states = [state for model in models if (state := find_state(model)) is not None]
@@ -100,7 +104,8 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         for model in models:
             _check_loss(model)
     shared_batches.share_batches(self, state)
-    plugin = getattr(self.state, "fsdp_plugin", None)  # no attribute on one CPU (accelerate 1.15)
+    # In one CPU process the state has no such attribute (accelerate 1.15).
+    plugin = getattr(self.state, "fsdp_plugin", None)
     if plugin is not None and self.is_fsdp2:
         for model in models:
             _remove_other_stages(self, model, args)
@@ -114,9 +119,9 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         else:
             check = partial(_check_no_activation_checkpointing, models, plugin)
             run_on_all("accelerator.prepare", check)
-            # Accelerate would search for the layer classes of the wrap policy, which FSDP2 changed,
-            # and add activation checkpointing, which a model that it prepares again has already.
-            # The next model, such as a stock reference model, needs both settings.
+            # Accelerate would search for the layer classes of its wrap policy, but FSDP2 has
+            # changed these classes. It would also insert activation checkpointing a second time.
+            # Both settings are restored for the next model, such as a stock reference.
             with (
                 replaced(plugin, "auto_wrap_policy", None),
                 replaced(plugin, "activation_checkpointing", False),
@@ -142,11 +147,11 @@ def _remove_other_stages(accelerator: Accelerator, model: nn.Module, args: tuple
         return
     inner = unwrap(model)
     cut_before_sharding(inner, state, build_options(accelerator, inner), accelerator.device)
-    left = {id(parameter) for parameter in inner.parameters()}
+    remaining_ids = {id(parameter) for parameter in inner.parameters()}
     for optimizer in args:
         if isinstance(optimizer, torch.optim.Optimizer):
             for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) in left]
+                group["params"] = [p for p in group["params"] if id(p) in remaining_ids]
 
 
 @contextmanager
@@ -174,7 +179,7 @@ def without_dynamo(accelerator: Accelerator) -> Iterator[dict[str, Any] | None]:
 
 
 def _choose_compilation(state: ModelState, compile_kwargs: dict[str, Any]) -> None:
-    """Set `compile_layers` of a config that does not ask for compilation itself."""
+    """Store Accelerate's options of torch.compile in a config that has none of its own."""
     check_compile_kwargs(compile_kwargs)
     if state.config.compile_kwargs is None:
         state.config = replace(state.config, compile_layers=compile_kwargs)
@@ -190,9 +195,9 @@ def _compile_as_configured(model: nn.Module) -> None:
 def _check_no_activation_checkpointing(
     models: Iterable[nn.Module], plugin: FullyShardedDataParallelPlugin
 ) -> None:
-    """Raise if Accelerate should insert activation-checkpointing wrappers into sharded layers.
+    """Raise ValueError if Accelerate is to insert activation checkpointing into sharded layers.
 
-    A model that Accelerate has prepared before has these wrappers.
+    A model that Accelerate has prepared before is accepted, because it has the wrappers already.
     """
     if plugin.activation_checkpointing and not all(map(was_prepared, models)):
         raise ValueError(
@@ -206,7 +211,10 @@ def _check_no_activation_checkpointing(
 def fsdp2_prepare_model(
     original: Callable[..., Any], accelerator: Accelerator, model: nn.Module
 ) -> nn.Module:
-    """Wrap `fsdp2_prepare_model`: shard a patched model, unless it is sharded already."""
+    """Wrap `fsdp2_prepare_model`: shard experts over ep, which FSDP2 alone cannot do.
+
+    A model that is sharded already is returned as it is.
+    """
     state = find_state(model)
     if state is None:
         return original(accelerator, model)
@@ -219,7 +227,10 @@ def fsdp2_prepare_model(
 def move_to_device(
     original: Callable[..., None], self: Any, model: nn.Module, device: torch.device
 ) -> None:
-    """Wrap `Trainer._move_model_to_device`, which `bf16_full_eval` calls before sharding."""
+    """Wrap `Trainer._move_model_to_device`: leave a model to sharding, which moves it by units.
+
+    With `bf16_full_eval` the Trainer calls this function before the model is sharded.
+    """
     if find_state(model) is None or not self.is_fsdp_enabled:
         original(self, model, device)
 
@@ -233,7 +244,7 @@ def build_options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
     ignored |= kept_whole(model)
     return ShardOptions(
         mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
-        offload_policy=_offload_policy(plugin.cpu_offload, accelerator.device),
+        offload_policy=_choose_offload_policy(plugin.cpu_offload, accelerator.device),
         fp32_masters=accelerator.mixed_precision != "no" and not quantized,
         # Both settings are True by default, so each of them can switch it off.
         reshard_after_forward=plugin.reshard_after_forward
@@ -242,9 +253,9 @@ def build_options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
     )
 
 
-def _offload_policy(policy: OffloadPolicy | None, device: torch.device) -> OffloadPolicy:
+def _choose_offload_policy(policy: OffloadPolicy | None, device: torch.device) -> OffloadPolicy:
     if isinstance(policy, CPUOffloadPolicy) and device.type == "cpu":
-        return CPUOffloadPolicy(pin_memory=False)  # there is no accelerator to pin memory for
+        return CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
     return policy or OffloadPolicy()
 
 
@@ -271,7 +282,7 @@ def check_launch(accelerator: Accelerator) -> None:
 
 
 def _check_loss(model: nn.Module) -> None:
-    """Raise if an older TRL would compute a wrong loss for a patched model on several ranks."""
+    """Raise ValueError if an older TRL would compute a wrong loss of a model on several ranks."""
     state = find_state(model)
     if state is None:
         return
@@ -293,21 +304,22 @@ def _check_loss(model: nn.Module) -> None:
 
 # The sizes that mean the same in Accelerate's ParallelismConfig and in ParallelConfig.
 _SHARED_SIZES = ("cp_size", "sp_size")
-# An attribute of a ParallelismConfig: the sizes that models have taken over, for the next models.
+# This attribute of a ParallelismConfig has the sizes that models have taken over. Models that are
+# prepared later get these sizes too.
 _TAKEN_SIZES = "_hf_moe_ep_taken_sizes"
-# The end of an error that asks to set a size to 1: it names our own setting for this size.
+# If an error asks to set a size to 1, this text at its end names our own setting for the size.
 _REMEDIES = {"ep_size": ", and use ep_size of hf_moe_ep"}
 
 
 def take_over_sizes(parallelism: ParallelismConfig | None, objects: Iterable[Any]) -> None:
-    """Take cp_size and sp_size from Accelerate's ParallelismConfig into the models' own configs.
+    """Move cp_size and sp_size from Accelerate's ParallelismConfig to the models' own configs.
 
     The patched models among `objects` are patched again with these sizes, and the sizes in
-    `parallelism` become 1, so that Accelerate and the Trainer leave attention and batches alone.
-    Models that come later, such as those of `Trainer(model_init=)`, get the sizes as well.
+    `parallelism` become 1, so that Accelerate and the Trainer do not change attention or batches.
+    Models that are created later, as by `Trainer(model_init=)`, get the sizes as well.
 
     Raises:
-        ValueError: a model was patched with another size, or is sharded; or the framework that runs
+        ValueError: a model was patched with another size, or is sharded; or a training framework
             splits sequences by its own code.
     """
     if parallelism is None:
@@ -341,11 +353,11 @@ def take_over_sizes(parallelism: ParallelismConfig | None, objects: Iterable[Any
 
 
 def check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) -> None:
-    """Raise ValueError if the launch or a framework splits the model or its batches otherwise."""
+    """Raise ValueError if the launch or a framework splits a model in another way than `patch`."""
     check_sequence_parallelism()
     if parallelism is None:
         return
-    for name in ("tp_size", "ep_size"):  # ep_size: axolotl adds it
+    for name in ("tp_size", "ep_size"):  # axolotl adds ep_size to the class
         if getattr(parallelism, name, 1) > 1:
             raise ValueError(
                 f"{option_of_size(name)}={getattr(parallelism, name)}, which does not combine with "

@@ -1,8 +1,8 @@
 """Let PEFT call the prompt encoders (prompt tuning, prefix tuning) of a sharded model.
 
 Inside the model's forward FSDP2 has gathered the parameters of the encoder. PEFT also calls the
-encoder outside the forward, when it saves and in `generate`. There the parameters are DTensor
-shards, but PEFT passes plain token ids, so the wrappers gather the parameters first.
+encoder outside the forward: in `generate`, and when it saves. There the parameters are DTensor
+shards, which cannot be combined with PEFT's plain token ids, so the wrappers gather the parameters.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS
 def compute_prompt_to_save(
     original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `PeftModel.get_prompt_embedding_to_save`, which every rank has to call.
+    """Wrap `PeftModel.get_prompt_embedding_to_save`: gather the prompt encoder on every rank.
 
     Raises:
         RuntimeError: only rank 0 calls this.
     """
-    if _sharded_parameters(self):
+    if _find_sharded_parameters(self):
         check_everyone_calls("saving a prompt encoder", patience_of_rank_0=PATIENCE_OF_RANK_0)
     return compute_prompt(original, self, *args, **kwargs)
 
 
 def compute_prompt(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `PeftModel.get_prompt`: gather sharded parameters, and then compute without gradients.
+    """Wrap `PeftModel.get_prompt`: gather the prompt encoder outside the model's forward.
 
-    If no parameter is sharded, stock code runs, with gradients.
+    The prompt is then computed without gradients. If no parameter is sharded at the moment, stock
+    code runs, with gradients.
     """
-    sharded, call = _sharded_parameters(self), partial(original, self, *args, **kwargs)
+    sharded, call = _find_sharded_parameters(self), partial(original, self, *args, **kwargs)
     if not sharded:
         return call()
     with torch.no_grad():
-        whole = {name: gather_tensor(parameter) for name, parameter in sharded.items()}
-        return _call_with(self.prompt_encoder, whole, call)
+        gathered = {name: gather_tensor(parameter) for name, parameter in sharded.items()}
+        return _call_with(self.prompt_encoder, gathered, call)
 
 
 def save_prompts(model: Any, state_dict: Mapping[str, Tensor], save: Callable[[], Any]) -> None:
@@ -68,15 +69,16 @@ def save_prompts(model: Any, state_dict: Mapping[str, Tensor], save: Callable[[]
     _call_with(model.prompt_encoder, values, save)
 
 
-def _sharded_parameters(model: Any) -> dict[str, DTensor]:
-    """Return by name the parameters of the prompt encoders that are sharded at the moment."""
+def _find_sharded_parameters(model: Any) -> dict[str, DTensor]:
+    """Return the parameters of the prompt encoders that are sharded at the moment, by name."""
     named = model.prompt_encoder.named_parameters()
     return {name: parameter for name, parameter in named if isinstance(parameter, DTensor)}
 
 
 def _call_with(encoders: nn.Module, values: Mapping[str, Tensor], call: Callable[[], Any]) -> Any:
     """Run `call` while `values` are the parameters of the encoders."""
-    holder = nn.ModuleDict({"encoders": encoders})  # functional_call replaces those of a module
+    # functional_call replaces the parameters of a module and calls its forward.
+    holder = nn.ModuleDict({"encoders": encoders})
     setattr(holder, "forward", call)  # noqa: B010  mypy: a method
     named = {f"encoders.{name}": tensor for name, tensor in values.items()}
     return functional_call(holder, named, ())

@@ -1,16 +1,17 @@
-"""Seed the random generators of a run that resumes on other ranks than those that saved.
+"""Seed the random generators of a run that resumes on another number of ranks.
 
 Accelerate and the Trainer write one file of random states per rank, and each rank reads the file
-with its own number. A rank without a file keeps the generators that it has. If four ranks resume
-from the checkpoint of two ranks, this leads to
+with its own number. A rank without a file keeps its current generators. If four ranks resume from
+the checkpoint of two ranks, the generators are
 
     rank             0           1           2         3
     stock            restored    restored    kept      kept
     here             seeded      seeded      seeded    seeded, with a warning
 
 As in `load_checkpoint`, all generators are then seeded from the saved state of rank 0 and the
-number of the data rank (`checkpoints/training/rng.py`). This also happens if as many ranks share
-their batches in another way: the ranks of a sequence-parallel group need equal generators.
+number of the data rank (`checkpoints/training/rng.py`). This also happens if the number of ranks is
+the same but other ranks share batches, because the ranks of a sequence-parallel group need equal
+generators.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from hf_moe_ep.ranks.all_ranks import is_first, run_on_first, this_rank
 from hf_moe_ep.state import ModelState
 
 
-def saved_layout(folder: Path) -> dict[str, Any]:
-    """Return the layout in the manifest of a checkpoint; {} if there is none."""
+def read_saved_layout(folder: Path) -> dict[str, Any]:
+    """Return the layout in the manifest of a checkpoint, or {} if there is no manifest."""
     if not (folder / manifest.MANIFEST).is_file():
         return {}
     return dict(manifest.read(folder)["layout"])
@@ -41,55 +42,55 @@ def reseed_on_other_ranks(
 ) -> bool:
     """Seed all generators, with a warning, if other ranks have saved; every rank calls this.
 
-    A checkpoint without any random state changes no generator.
+    If the checkpoint has no random states, no generator is changed.
 
     Args:
         folder: the checkpoint.
         state: the state of the model that is trained.
-        file_of: returns the name of the file of a rank, given the rank and the number of ranks.
-        key: the entry of such a file that holds the state of torch's generator on the CPU.
+        file_of: returns the name of a rank's file, given the rank and the number of ranks.
+        key: the entry of such a file with the state of torch's generator on the CPU.
 
     Returns:
-        True if the generators were seeded, False if each rank can restore its own.
+        True if the generators were seeded, False if stock code restores each rank's own.
     """
     layout = layout_of(state)
     world = layout["world_size"]
 
-    def look() -> tuple[str, bytes] | None:
-        saved = saved_layout(folder)
+    def find_seed() -> tuple[str, bytes] | None:
+        saved = read_saved_layout(folder)
         missing = [rank for rank in range(world) if not (folder / file_of(rank, world)).is_file()]
         if not missing and ("world_size" not in saved or _shape(saved) == _shape(layout)):
             return None
         for file in {file_of(0, number): None for number in (world, 1, 2)}:
             if (folder / file).is_file():
-                of_torch = load_values(folder / file, map_location="cpu")[key]
-                return _describe(saved, missing), bytes(of_torch.numpy().tobytes())
+                torch_state = load_values(folder / file, map_location="cpu")[key]
+                return _describe(saved, missing), bytes(torch_state.numpy().tobytes())
         return None
 
-    found = run_on_first(f"reading the random states in {folder}", look)
+    found = run_on_first(f"reading the random states in {folder}", find_seed)
     if found is None:
         return False
-    reason, of_torch = found
-    rng.reseed({"torch": of_torch}, rng.data_rank_of(layout, this_rank()))
+    reason, torch_state = found
+    rng.reseed({"torch": torch_state}, rng.data_rank_of(layout, this_rank()))
     if is_first():
         warnings.warn(
-            f"{folder} {reason}, and this run has {_count(layout)}: random generators are seeded "
-            f"anew, so dropout and shuffling will differ",
+            f"{folder} {reason}, and this run has {_format_ranks(layout)}: random generators are "
+            f"seeded anew, so dropout and shuffling will differ",
             stacklevel=2,
         )
     return True
 
 
 def _shape(layout: dict[str, Any]) -> tuple[int, int, int]:
-    """Return the numbers on which it depends which rank has which random state."""
+    """Return the numbers that determine which ranks have equal random states."""
     return layout["world_size"], rng.num_data_ranks(layout), rng.ranks_per_batch(layout)
 
 
 def _describe(saved: dict[str, Any], missing: list[int]) -> str:
     if "world_size" in saved:
-        return f"was saved by {_count(saved)}"
+        return f"was saved by {_format_ranks(saved)}"
     return f"has no random state of rank {missing[0]}"
 
 
-def _count(layout: dict[str, Any]) -> str:
+def _format_ranks(layout: dict[str, Any]) -> str:
     return f"{rng.num_data_ranks(layout)} data ranks on {layout['world_size']} ranks"

@@ -5,14 +5,15 @@ root of the reference, so every forward gathers the whole model on every rank. H
 frozen and sharded layer by layer, so that a forward gathers one FSDP2 unit (a layer) at a time:
 
     reference                        how it is sharded
-    a patched model                  by the reference's own config
-    a stock language model of the    the reference is patched with the policy's config first, so
-    policy's architecture            that both models have the same units and shards
-    any other model                  by TRL: a stock reward model, or the reference of a stock
-                                     policy
+    a patched model                  by its own config
+    a stock language model of the    by the policy's config, with which it is patched first: both
+    policy's architecture            models then have the same units and shards
+    another model: a stock reward    by TRL
+    model, the reference of a
+    stock policy
 
-`sync_ref_model=True` mixes the policy's weights into the reference. As both models have the same
-shards, each rank mixes its own shards, without gathering any parameter.
+`sync_ref_model=True` mixes the policy's weights into the reference. Both models have the same
+shards, so each rank mixes its own shards and gathers no parameter.
 """
 
 from __future__ import annotations
@@ -51,25 +52,28 @@ Original = Callable[..., Any]
 
 
 def remember_policy(trainer: transformers.Trainer, state: ModelState) -> None:
-    """Store the state of the policy (the trained model) on its Accelerator: references need it."""
+    """Store the state of the policy (the trained model) on its Accelerator, for its references."""
     setattr(trainer.accelerator, _POLICY, state)
 
 
 def share_meshes(accelerator: Accelerator, state: ModelState) -> None:
-    """Let a model share process groups with the other models that `accelerator` shards."""
+    """Let a model use the process groups of the other models that `accelerator` shards."""
     if not hasattr(accelerator, _MESHES):
         setattr(accelerator, _MESHES, state.shared_meshes)
     state.shared_meshes = getattr(accelerator, _MESHES)
 
 
 def take_over_meshes(earlier: Accelerator | None, accelerator: Accelerator) -> None:
-    """Keep the process groups of a Trainer that creates an Accelerator for each trial."""
+    """Reuse process groups in a Trainer that creates a new Accelerator for each trial."""
     if hasattr(earlier, _MESHES):
         setattr(accelerator, _MESHES, getattr(earlier, _MESHES))
 
 
 def hash_weights(original: Callable[[nn.Module], str], module: nn.Module) -> str:
-    """Wrap TRL's `hash_module`, the key of log-probabilities in a cache: read unread layers."""
+    """Wrap TRL's `hash_module`: read layers that are on meta before TRL hashes them.
+
+    The hash is a part of the key under which TRL caches log-probabilities of the reference.
+    """
     state = find_state(module)
     if state is not None and state.unread is not None:
         if rank_of_launch() == 0:
@@ -83,8 +87,8 @@ def shard_reference(original: Original, model: nn.Module, accelerator: Accelerat
 
     Raises:
         ValueError: on every rank: the reference is a language model of another architecture or with
-            other experts than the policy; it was patched with an sp_size > 1 that is not the
-            policy's; or ranks have different references.
+            other experts than the policy; its sp_size is > 1 and differs from the policy's; or
+            ranks have different references.
     """
     policy: ModelState | None = getattr(accelerator, _POLICY, None)
     if not accelerator.is_fsdp2 or (find_state(model) is None and policy is None):
@@ -116,13 +120,17 @@ _PATCHED, _STOCK, _OTHER = "a patched model", "a stock language model", "another
 def _classify_reference(
     model: nn.Module, policy: ModelState | None, accelerator: Accelerator
 ) -> str:
-    """Return which of the three kinds above a reference is; raise if it cannot be a reference."""
+    """Return one of the three kinds above.
+
+    Raises:
+        ValueError: the model cannot be a reference of the policy.
+    """
     state = find_state(model)
-    if state is None and output_head(model) is None:
+    has_head = output_head(model) is not None  # False for a reward model
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if state is None and (not has_head or is_sharded):
         return _OTHER
-    if state is None and any(isinstance(module, FSDPModule) for module in model.modules()):
-        return _OTHER
-    if policy is not None and output_head(model) is not None:  # not a reward model
+    if policy is not None and has_head:
         _check_same_architecture(model, state, policy)
     if state is None:
         return _STOCK
@@ -133,7 +141,7 @@ def _classify_reference(
 def _check_same_architecture(
     model: nn.Module, state: ModelState | None, policy: ModelState
 ) -> None:
-    """Raise if a reference differs from the policy in its architecture, experts or MoE layers."""
+    """Raise ValueError if a reference has another architecture, or other experts or MoE layers."""
     if state is not None:
         reference_sizes = (state.plan.model_type, state.num_experts, len(state.moe_layers))
     else:
@@ -162,12 +170,12 @@ def _check_same_architecture(
 
 
 def _check_shares_batches(state: ModelState, accelerator: Accelerator) -> None:
-    """Raise if a model would split sequences over ranks that do not share batches."""
+    """Raise ValueError if a model would split sequences over ranks that do not share batches."""
     size = state.config.ranks_per_batch
-    if size not in (1, shared_batches.processes_per_batch(accelerator)):
+    if size not in (1, shared_batches.count_processes_per_batch(accelerator)):
         raise ValueError(
             f"this model was patched with {state.config.sequence_sizes}, but the trained model has "
-            f"{shared_batches.sizes_of_shared_batch(accelerator)}; patch both with the same sizes, "
+            f"{shared_batches.describe_shared_batch(accelerator)}; patch both with the same sizes, "
             f"or this model with sp_size=1 and cp_size=1"
         )
 
@@ -179,24 +187,24 @@ def prepare_evaluated(
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
 ) -> Any:
-    """Wrap `Accelerator.prepare_model`: shard a patched model that is only evaluated, a teacher."""
+    """Prepare a patched model. A model that is only evaluated (a teacher) is sharded first."""
     state = find_state(model) if evaluation_mode and self.is_fsdp2 else None
     if state is not None and state.meshes is None:
         run_on_all("accelerator.prepare_model", partial(_check_shares_batches, state, self))
         policy: ModelState | None = getattr(self, _POLICY, None)
         _shard(model, self, frozen=policy is not None and policy is not state)
-    with without_dynamo(self):  # only layers that are trained are compiled
+    with without_dynamo(self):  # a model that is only evaluated is not compiled
         return original(self, model, device_placement, evaluation_mode)
 
 
 def shard_own_reference(
     original: Original, self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `compute_ref_log_probs` of TRL's DPO and KTO trainers: shard the policy first.
+    """Wrap `compute_ref_log_probs` of DPO and KTO: shard a policy that is its own reference.
 
-    A policy with adapters is its own reference: the forward of the reference disables them. With
-    `precompute_ref_log_probs=True` TRL evaluates this reference before `train` shards the policy.
-    TRL 1 passes (model, inputs); TRL 0.29 and ms-swift pass the inputs alone and use the policy.
+    A policy with adapters is its own reference: the reference's forward disables the adapters. With
+    `precompute_ref_log_probs=True` TRL evaluates the reference before `train` shards the policy.
+    TRL 1 passes (model, inputs). TRL 0.29 and ms-swift pass only the inputs and use the policy.
     """
     model = args[0] if args and isinstance(args[0], nn.Module) else self.model
     state = find_state(model)
@@ -206,7 +214,7 @@ def shard_own_reference(
 
 
 def _shard_frozen(model: nn.Module, accelerator: Accelerator) -> None:
-    """Freeze a patched reference and, unless it is sharded already, shard it. Rank 0 logs this."""
+    """Freeze a patched reference, shard it unless it is sharded already, and log this on rank 0."""
     state = find_state(model)
     assert state is not None
     name = type(model).__name__
@@ -231,7 +239,7 @@ def _shard(model: nn.Module, accelerator: Accelerator, *, frozen: bool) -> None:
         model.requires_grad_(False)
     options = build_options(accelerator, inner)
     if frozen:
-        # No backward follows that would use the gathered parameters.
+        # No backward follows, which would need the gathered parameters again.
         options = replace(options, reshard_after_forward=True)
     share_meshes(accelerator, state)
     shard_and_read(inner, state, options, accelerator.device)
@@ -253,7 +261,7 @@ def mix_shards(original: Original, model: nn.Module, target_model: nn.Module, al
 def _mix_resharded(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
     reshard(model)
     reshard(target_model)
-    sources, targets = _parameters_by_name(model), _parameters_by_name(target_model)
+    sources, targets = _get_parameters_by_name(model), _get_parameters_by_name(target_model)
     for name in sorted(sources.keys() | targets.keys()):
         in_policy = _describe_layout(sources.get(name))
         in_reference = _describe_layout(targets.get(name))
@@ -268,7 +276,7 @@ def _mix_resharded(model: nn.Module, target_model: nn.Module, alpha: float) -> N
             local_tensor(target).mul_(1.0 - alpha).add_(local_tensor(sources[name]), alpha=alpha)
 
 
-def _parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
+def _get_parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
     return {canonical_name(name): parameter for name, parameter in model.named_parameters()}
 
 

@@ -20,14 +20,14 @@ from hf_moe_ep.upstream.module_names import unwrap
 class RunReport(ExpertLoadCallback):
     """Print `describe(model)` when training starts, and log values with each training loss.
 
-    Rank 0 prints. The values are those of `ExpertLoadCallback`, and
+    Rank 0 prints. The logged values are the values of `ExpertLoadCallback` and
 
         tokens_per_second    tokens that all ranks have trained on since the previous log, divided
                              by the seconds of these steps
 
-    Padding tokens do not count (`moe/counting.py`), nor does the time between steps, in which the
-    trainer evaluates and saves. A model with experts_backend="eager" counts no tokens, so nothing
-    is logged.
+    The tokens do not include padding (`moe/counting.py`), and the seconds do not include the time
+    between steps, in which the trainer evaluates and saves. A model with experts_backend="eager"
+    counts no tokens, so nothing is logged.
     """
 
     reader = "RunReport"
@@ -60,7 +60,7 @@ class RunReport(ExpertLoadCallback):
         self._seconds += time.perf_counter() - self._began
 
     def values(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Return the values to log at this step; empty if no tokens are counted."""
+        """Return the values to log at this step, or {} if no tokens are counted."""
         if not self._top_k:
             return {}
         load = self.load(model, step)

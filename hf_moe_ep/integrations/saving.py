@@ -1,6 +1,6 @@
 """Save a patched model from Accelerate, the Trainer and PEFT, in the layout of stock files.
 
-In hub layout, keys and shapes are those of the model's checkpoint on the hub.
+Hub layout has the same keys and shapes as the model's checkpoint on the hub.
 
 function                          with a state dict           without a state dict
 Trainer.save_model                (takes no state dict)       sharded save, file by file
@@ -8,9 +8,9 @@ PreTrainedModel.save_pretrained   written in hub layout       sharded save, call
 PeftModel.save_pretrained         packed as PEFT packs it     gathered first, called on every rank
 axolotl's save after training     (takes no state dict)       gathered first, called on every rank
 
-`Accelerator.save_state` writes its own files. Quantised experts are frozen, so their bytes are left
-out, as in `save_checkpoint`. Their hashes are written instead (`checkpoints/training/base.py`) and
-compared when the state is loaded.
+`Accelerator.save_state` writes its own files. It leaves out quantised experts, which are frozen, as
+`save_checkpoint` does, and writes their hashes instead (`checkpoints/training/base.py`). The hashes
+are compared when the state is loaded.
 """
 
 from __future__ import annotations
@@ -69,21 +69,25 @@ def save_model(
     output_dir: str | None = None,
     _internal_call: bool = False,
 ) -> None:
-    """Wrap `Trainer.save_model`: save the model file by file in hub layout, or its adapters.
+    """Wrap `Trainer.save_model`: write hub layout, also with SHARDED_STATE_DICT.
 
-    Internal calls come from a save of a checkpoint, which passes a folder and is left to stock, and
-    from `push_to_hub`, which passes none and needs the files of the model.
+    Only the adapters of a PeftModel are written. Two functions of the Trainer make internal calls:
+    `_save_checkpoint` passes a folder, and stock code saves the model. `push_to_hub` passes no
+    folder, and the model is saved in hub layout.
 
     Raises:
-        RuntimeError: on every rank that called this: another rank did not, or a rank failed.
+        RuntimeError: on every rank that called this: another rank did not call, or a rank failed.
     """
     state = find_state(self.model)
     if state is None:
         original(self, output_dir, _internal_call)
         return
-    of_checkpoint = _internal_call and output_dir is not None
-    refers = of_checkpoint and state_dict_type(self.accelerator) == "SHARDED_STATE_DICT"
-    copies_extra = not refers and not has_adapters(unwrap(self.model))
+    is_checkpoint = _internal_call and output_dir is not None
+    # Such a checkpoint only refers to the files with extra tensors.
+    is_sharded_checkpoint = (
+        is_checkpoint and get_state_dict_type(self.accelerator) == "SHARDED_STATE_DICT"
+    )
+    copies_extra = not is_sharded_checkpoint and not has_adapters(unwrap(self.model))
     folder = output_dir or self.args.output_dir
     with _leave_out_lost_extra(state, folder) if copies_extra else nullcontext():
         _save_model(original, self, state, output_dir, _internal_call)
@@ -96,11 +100,13 @@ def _save_model(
     output_dir: str | None,
     _internal_call: bool,
 ) -> None:
-    of_checkpoint = _internal_call and output_dir is not None
+    is_checkpoint = _internal_call and output_dir is not None
     if state.meshes is None or not self.is_fsdp_enabled:
         original(self, output_dir, _internal_call)
         return
-    if of_checkpoint:  # with FULL_STATE_DICT rank 0 writes, and the next step is a collective
+    if is_checkpoint:
+        # With FULL_STATE_DICT rank 0 writes. If it fails, the other ranks must not wait in the next
+        # collective.
         run_on_all(f"saving {output_dir}", lambda: original(self, output_dir, _internal_call))
         return
     check_everyone_calls("save_model of the Trainer", patience_of_rank_0=PATIENCE_OF_RANK_0)
@@ -122,10 +128,11 @@ def _save_model(
 
 @contextmanager
 def _leave_out_lost_extra(state: ModelState, folder: str) -> Iterator[None]:
-    """Save without the tensors that the model's class ignores if they cannot be copied.
+    """Let saves in the block leave out the extra tensors of a model if these cannot be copied.
 
-    Rank 0, which copies them, then warns: what was trained must be saved in any case, and a user of
-    the Trainer cannot pass `extra_tensors=False`.
+    The model's class ignores extra tensors, and rank 0 copies them. Here it gives a warning instead
+    of an error: the trained weights must be saved in any case, and a user of the Trainer cannot
+    pass `extra_tensors=False`.
     """
     extra = state.extra
     if extra is None or not is_first():
@@ -148,11 +155,11 @@ def _leave_out_lost_extra(state: ModelState, folder: str) -> Iterator[None]:
 
 @contextmanager
 def share_write_errors(module: ModuleType) -> Iterator[None]:
-    """Let all ranks raise the error of a rank that writes, inside the block.
+    """Make all ranks raise in the block if one rank fails to write.
 
     `module` saves models and optimizers with two functions of Accelerate. With FULL_STATE_DICT each
-    of them ends with a write of rank 0, and begins with a collective, in which the other ranks
-    would wait for a rank 0 that failed before.
+    of these functions begins with a collective and ends with a write of rank 0. If the write of the
+    first function failed, the other ranks would wait for rank 0 in the collective of the second.
     """
     with ExitStack() as stack:
         for name in ("save_fsdp_model", "save_fsdp_optimizer"):
@@ -168,7 +175,7 @@ def _call_on_all(what: str, function: Callable[..., Any], *args: Any, **kwargs: 
 def check_saves_once(args: transformers.TrainingArguments) -> None:
     """Raise ValueError if a Trainer would save on each of several nodes.
 
-    Rank 0 alone gets the gathered tensors, so the other nodes would write files without them.
+    Only rank 0 gets the gathered tensors, so files of the other nodes would lack them.
     """
     ranks_per_node, world = launched_local_world_size(), launched_world_size()
     if args.save_on_each_node and ranks_per_node is not None and ranks_per_node < world:
@@ -180,7 +187,7 @@ def check_saves_once(args: transformers.TrainingArguments) -> None:
 
 
 class _SavedAlready(dict[str, Tensor]):
-    """An empty state dict that makes `Trainer._save` save everything except the model."""
+    """An empty state dict with which `Trainer._save` saves everything except the model."""
 
 
 def save_in_hub_layout(
@@ -190,13 +197,16 @@ def save_in_hub_layout(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Wrap `PreTrainedModel.save_pretrained`: save a sharded model, or its gathered state dict.
+    """Wrap `PreTrainedModel.save_pretrained`: save a sharded model in hub layout.
 
-    Without a state dict every rank has to call this, as Accelerate's examples do. Rank 0 writes the
-    files; `is_main_process` and `save_function` are ignored. A model that is not sharded is saved
-    in the same way if its checkpoint had tensors that its class ignores, because stock would lose
-    them, and if a head for multi-token prediction is trained, which has other keys in checkpoints.
-    `extra_tensors=False` leaves out the tensors that the class ignores.
+    If a gathered state dict is given, rank 0 writes the state dict. Without a state dict every rank
+    must call this, as Accelerate's examples do. `is_main_process` and `save_function` are then
+    ignored.
+
+    A model that is not sharded is saved in the same way in two cases: if its checkpoint had tensors
+    that its class ignores, which stock would lose, and if a head for multi-token prediction is
+    trained, because the head has other keys in checkpoints. `extra_tensors=False` leaves out the
+    tensors that the class ignores.
 
     Raises:
         ValueError: an option is given that such a save would ignore.
@@ -240,10 +250,10 @@ def save_in_hub_layout(
 def _stacked_state_dict(
     model: nn.Module, state_dict: Mapping[str, Tensor] | None
 ) -> dict[str, Tensor]:
-    """Return the state dict of a model that is not sharded, with its own stacked weights.
+    """Return the state dict of a model that is not sharded, with stacked weights of experts.
 
-    `state_dict` has the stock parameters instead, as `model.state_dict()` returns them. If it is
-    None, keep_vars=True returns the model's own weights without a copy.
+    A given `state_dict` has stock parameters, as `model.state_dict()` returns them, and is
+    converted. Otherwise `state_dict(keep_vars=True)` returns the model's stacked weights.
     """
     if state_dict is not None:
         by_name = {canonical_name(name): tensor for name, tensor in state_dict.items()}
@@ -253,7 +263,7 @@ def _stacked_state_dict(
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Raise if an option of `save_pretrained` is given that a sharded save would ignore."""
+    """Raise ValueError if an option of `save_pretrained` is given that our save would ignore."""
     remedies = {
         "push_to_hub": "save, then upload_folder of huggingface_hub on rank 0",
         "variant": "save, then rename the files on rank 0",
@@ -276,7 +286,13 @@ def _check_options(options: dict[str, Any]) -> None:
 def save_adapters(
     original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Wrap `PeftModel.save_pretrained`: pack the adapters of a sharded model as PEFT does."""
+    """Wrap `PeftModel.save_pretrained`: gather the adapters of a sharded model, pack as PEFT does.
+
+    If a state dict is given, the adapters in it are packed. Otherwise every rank must call this.
+
+    Raises:
+        RuntimeError: no state dict is given, and only rank 0 calls this.
+    """
     state = find_state(self)
     state_dict = kwargs.get("state_dict")
     if state is None or state.meshes is None:
@@ -298,7 +314,7 @@ def save_adapters(
 def _adapters_of_stages(
     state: ModelState, state_dict: Mapping[str, Tensor] | None
 ) -> AbstractContextManager[None]:
-    """Let PEFT save the adapters of all pipeline stages from a gathered state dict.
+    """Let PEFT save the adapters of all pipeline stages, in the block, from a gathered state dict.
 
     Raises:
         ValueError: `state_dict` was not gathered from all stages.
@@ -325,9 +341,10 @@ def _adapters_of_stages(
 
 
 def save_gathered_adapter(original: Callable[..., Any], model: nn.Module, output_dir: str) -> bool:
-    """Wrap axolotl's `save_fsdp2_lora_adapter`, which gathers and saves an adapter after training.
+    """Wrap axolotl's `save_fsdp2_lora_adapter`: pack the adapters of experts as PEFT does.
 
-    Returns True if the model has an adapter, which is then saved.
+    axolotl calls this function after training, to gather and save an adapter. Returns True if the
+    model has an adapter, which is then saved.
     """
     state = find_state(model)
     if state is None or state.meshes is None or not has_adapters(model):
@@ -336,7 +353,9 @@ def save_gathered_adapter(original: Callable[..., Any], model: nn.Module, output
     return True
 
 
-def base_model_class(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> type:
+def get_base_model_class(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> type:
     """Wrap `PeftModel._get_base_model_class`: return the stock class, not FSDP2's subclass."""
     return stock_class(original(self, *args, **kwargs))
 
@@ -358,21 +377,21 @@ def get_state_dict(
     return pack_factors(model, in_stock_shapes(model, state_dict))
 
 
-def state_dict_type(accelerator: Accelerator) -> str:
-    """Return the name of the kind of state dict that Accelerate saves; "" without FSDP."""
+def get_state_dict_type(accelerator: Accelerator) -> str:
+    """Return the type of state dict that Accelerate saves, or "" without FSDP."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     return getattr(getattr(plugin, "state_dict_type", None), "name", "")
 
 
 def check_state_dict_type(accelerator: Accelerator) -> None:
-    """Raise ValueError if Accelerate's checkpoint would not hold the state of the whole model.
+    """Raise ValueError if Accelerate's checkpoint would not contain the whole state of the models.
 
-    With SHARDED_STATE_DICT the checkpoint holds all of it. With any other type rank 0 gathers the
-    tensors of its own pipeline stage only, and writes the optimizer's state with torch.save, in the
-    shapes that parameters have with this etp_size.
+    With SHARDED_STATE_DICT the checkpoint contains everything. With any other type rank 0 gathers
+    only the tensors of its own pipeline stage, and it saves the optimizer's state in the shapes
+    that parameters have with this etp_size.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    kind = state_dict_type(accelerator)
+    kind = get_state_dict_type(accelerator)
     for model in prepared_models(accelerator):
         state = find_state(model)
         if state is None or kind == "SHARDED_STATE_DICT":
@@ -397,7 +416,7 @@ def get_model_state_dict(
     adapter_only: bool = False,
     sd_options: Any = None,
 ) -> Any:
-    """Wrap Accelerate's `_get_model_state_dict`: leave out the quantised experts."""
+    """Wrap Accelerate's `_get_model_state_dict`: leave quantised experts out of state dicts."""
     if adapter_only or sd_options is None or not holds_quantised_experts(model):
         return original(model, adapter_only=adapter_only, sd_options=sd_options)
     reshard(model)
@@ -410,7 +429,7 @@ def get_model_state_dict(
 
 
 def _gather_tensors(state_dict: dict[str, Tensor], sd_options: Any) -> dict[str, Tensor]:
-    """Gather one tensor at a time. With `cpu_offload` only rank 0 keeps it, in host memory."""
+    """Gather one tensor at a time. With `cpu_offload` only rank 0 keeps them, in host memory."""
     on_host = sd_options.cpu_offload
     whole: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
@@ -427,14 +446,14 @@ def set_model_state_dict(
     adapter_only: bool = False,
     sd_options: Any = None,
 ) -> Any:
-    """Wrap Accelerate's `_set_model_state_dict`: load a state dict without the quantised experts.
+    """Wrap Accelerate's `_set_model_state_dict`: load state dicts without quantised experts.
 
     Raises:
         ValueError: the state dict has other tensors than `get_model_state_dict` saves.
     """
     if find_state(model) is not None:
-        # torch slices a full state dict to the parameters' current shapes, which are those of
-        # gathered parameters after a forward (torch/distributed/checkpoint/state_dict.py).
+        # torch slices a full state dict to the current shapes of the parameters
+        # (torch/distributed/checkpoint/state_dict.py). After a forward, some are still gathered.
         reshard(model)
         if not adapter_only and sd_options is not None and holds_quantised_experts(model):
             run_on_first("loading a model", partial(_check_complete, model, state_dict))
@@ -443,7 +462,7 @@ def set_model_state_dict(
 
 
 def _check_complete(model: nn.Module, state_dict: dict[str, Any]) -> None:
-    """Raise if a state dict has other tensors than `get_model_state_dict` saves."""
+    """Raise ValueError if a state dict has other tensors than `get_model_state_dict` saves."""
     names = model_state_tensors(model).keys()
     for missing, subject in (
         (names - state_dict.keys(), "a checkpoint lacks"),

@@ -1,14 +1,16 @@
 """Let several ranks share batches under Accelerate and the Trainer (sp, cp or pp_size > 1).
 
-`cp_size * sp_size` consecutive ranks work on the same batch. They count as one data rank: 4
-processes with sp_size 2 are 2 data ranks. With pp_size > 1, ranks with the same position in all
-pipeline stages work on the same batch as well: 4 processes with pp_size 2 are the data ranks {0 2}
-and {1 3}. `share_batches` stores the number of processes per batch on one Accelerator, and
-`processes_per_batch` returns this number. Accelerate assumes that every process has its own
-batches, so the functions below correct that Accelerator and its Trainer.
+The processes that work on the same batch count as one data rank:
 
-The Trainer divides its counts by the result of `get_tp_size()`, the only number of processes per
-batch that it knows. This package multiplies that result by the number of processes per data rank.
+    4 processes, sp_size 2    data ranks {0 1} {2 3}: consecutive ranks share a batch
+    4 processes, pp_size 2    data ranks {0 2} {1 3}: the ranks at the same position of each stage
+
+`share_batches` stores the number of processes per batch on one Accelerator, and
+`count_processes_per_batch` returns this number. Accelerate assumes that every process has its own
+batches, so the wrappers below correct the counts of this Accelerator and of its Trainer.
+
+The Trainer divides its counts by `get_tp_size()`, the only number of processes per batch that it
+knows. The wrapper of `get_tp_size` multiplies it by the number of processes per data rank.
 """
 
 from __future__ import annotations
@@ -57,22 +59,22 @@ def share_batches(accelerator: Accelerator, state: ModelState) -> None:
     """
     num_stages = state.config.pp_size or 1
     size = num_stages * state.config.ranks_per_batch
-    if size == processes_per_batch(accelerator) and num_stages == _num_stages(accelerator):
+    if size == count_processes_per_batch(accelerator) and num_stages == _count_stages(accelerator):
         return
     check_world(state.config, launched_world_size())
     if prepared_loaders(accelerator):
         raise ValueError(
-            f"{_sizes_of_batch(state)}: this Accelerator prepared a data loader before it saw the "
+            f"{_describe_sizes(state)}: this Accelerator prepared a data loader before it saw the "
             f"model, so {size} ranks that share a batch would be given different ones; call "
             f"accelerator.prepare(model, optimizer, dataloader)"
         )
     setattr(accelerator, _PROCESSES_PER_BATCH, size)
-    setattr(accelerator, _SIZES_TEXT, _sizes_of_batch(state))
+    setattr(accelerator, _SIZES_TEXT, _describe_sizes(state))
     setattr(accelerator, _NUM_STAGES, num_stages)
 
 
-def _sizes_of_batch(state: ModelState) -> str:
-    """Return the sizes for which ranks share a batch, for errors: "sp_size=2, pp_size=2"."""
+def _describe_sizes(state: ModelState) -> str:
+    """Name the sizes that make ranks share a batch, for errors: "sp_size=2, pp_size=2"."""
     pp_size = state.config.pp_size or 1
     if pp_size == 1:
         return state.config.sequence_sizes
@@ -84,14 +86,14 @@ def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> N
     """Let ranks share a Trainer's batches, and record how it averages losses.
 
     Raises:
-        ValueError: ranks share batches, and the Trainer lets each rank generate completions or
-            reads the logits of whole sequences.
+        ValueError: ranks share batches, but in this Trainer each rank generates completions, or
+            the Trainer reads the logits of whole sequences.
     """
     shares = state.config.ranks_per_batch * (state.config.pp_size or 1) > 1
     if shares and generates_in_training(trainer):
         raise ValueError(
             f"{type(trainer).__name__} lets each rank generate completions of its own, but with "
-            f"{_sizes_of_batch(state)} ranks share one batch; patch with sp_size=1, cp_size=1 and "
+            f"{_describe_sizes(state)} ranks share one batch; patch with sp_size=1, cp_size=1 and "
             f"pp_size=1 (TRL refuses its own sequence parallelism here as well)"
         )
     if shares:
@@ -100,32 +102,32 @@ def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> N
     state.sums_losses = trainer.args.average_tokens_across_devices
 
 
-def processes_per_batch(accelerator: Accelerator) -> int:
-    """Return the number of processes that share a batch, on all pipeline stages together."""
+def count_processes_per_batch(accelerator: Accelerator) -> int:
+    """Return the number of processes that share a batch, counted over all pipeline stages."""
     return getattr(accelerator, _PROCESSES_PER_BATCH, 1)
 
 
-def sizes_of_shared_batch(accelerator: Accelerator) -> str:
-    """Return the sizes for which ranks share a batch, for errors: "sp_size=2, pp_size=2"."""
+def describe_shared_batch(accelerator: Accelerator) -> str:
+    """Name the sizes that make ranks share a batch, for errors: "sp_size=2, pp_size=2"."""
     return getattr(accelerator, _SIZES_TEXT, "sp_size=1")
 
 
-def _num_stages(accelerator: Accelerator) -> int:
+def _count_stages(accelerator: Accelerator) -> int:
     return getattr(accelerator, _NUM_STAGES, 1)
 
 
-def data_rank_of(accelerator: Accelerator, rank: int) -> int:
+def find_data_rank(accelerator: Accelerator, rank: int) -> int:
     """Return the index of the batch that a process works on."""
-    num_stages = _num_stages(accelerator)
+    num_stages = _count_stages(accelerator)
     ranks_per_stage = accelerator.num_processes // num_stages
-    return rank % ranks_per_stage // (processes_per_batch(accelerator) // num_stages)
+    return rank % ranks_per_stage // (count_processes_per_batch(accelerator) // num_stages)
 
 
-def _first_ranks(accelerator: Accelerator) -> list[int]:
+def _list_first_ranks(accelerator: Accelerator) -> list[int]:
     """Return the first process of each batch, in the order of the batches."""
     first: dict[int, int] = {}
     for rank in range(accelerator.num_processes):
-        first.setdefault(data_rank_of(accelerator, rank), rank)
+        first.setdefault(find_data_rank(accelerator, rank), rank)
     return list(first.values())
 
 
@@ -137,14 +139,17 @@ def prepare_data_loader(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Accelerator.prepare_data_loader`: ranks that share batches draw the same samples.
+    """Wrap `Accelerator.prepare_data_loader`: let ranks share samples, refuse uneven loaders.
+
+    Ranks that share a batch draw the same samples.
 
     Raises:
         ValueError: ranks share batches, and the loader assigns samples to single processes
             (`dispatch_batches=True`, "batch_rebalance") or is a stream that makes its own batches;
             or the loader has more batches for one rank than for another.
     """
-    if processes_per_batch(self) == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
+    is_prepared = getattr(data_loader, "_is_accelerate_prepared", False)
+    if is_prepared or count_processes_per_batch(self) == 1:
         prepared = original(self, data_loader, device_placement, *args, **kwargs)
     else:
         prepared = _prepare_shared(self, data_loader, device_placement)
@@ -153,21 +158,20 @@ def prepare_data_loader(
 
 
 def get_train_dataloader(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ms-swift's `get_train_dataloader`: ranks that share batches draw the same samples.
+    """Wrap ms-swift's `get_train_dataloader`: let ranks that share batches draw the same samples.
 
-    ms-swift does not give this loader to Accelerate.
+    ms-swift divides the samples itself, and does not give this loader to Accelerate.
 
     Raises:
-        ValueError: ranks share batches, and the data is a stream.
+        ValueError: ranks share batches, and the data is a stream or pp_size > 1.
     """
     loader = original(self, *args, **kwargs)
-    size = processes_per_batch(self.accelerator)
+    size = count_processes_per_batch(self.accelerator)
     if size > 1:
-        if _num_stages(self.accelerator) > 1:
+        if (num_stages := _count_stages(self.accelerator)) > 1:
             raise ValueError(
-                f"ms-swift divides samples over consecutive ranks, but with pp_size="
-                f"{_num_stages(self.accelerator)} the ranks of a batch are not consecutive; patch "
-                f"with pp_size=1"
+                f"ms-swift divides samples over consecutive ranks, but with pp_size={num_stages} "
+                f"the ranks of a batch are not consecutive; patch with pp_size=1"
             )
         split_over_data_ranks(loader, size)
         loader.worker_init_fn = _seed_by_data_rank(loader.worker_init_fn, self.accelerator)
@@ -179,20 +183,20 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     if self.dispatch_batches:
         raise ValueError(
             f"dispatch_batches=True sends each rank a batch of its own, but with "
-            f"{sizes_of_shared_batch(self)} several ranks share one batch; set "
+            f"{describe_shared_batch(self)} several ranks share one batch; set "
             f"dispatch_batches=False"
         )
-    data_ranks = self.num_processes // processes_per_batch(self)
+    data_ranks = self.num_processes // count_processes_per_batch(self)
     data_loader = copy.copy(data_loader)
     sampler = get_sampler(data_loader)
     if isinstance(data_loader.dataset, IterableDataset):
-        _check_stream(data_loader, sizes_of_shared_batch(self))
-        # Set in __dict__, because DataLoader.__setattr__ refuses a new data set.
+        _check_stream(data_loader, describe_shared_batch(self))
+        # DataLoader.__setattr__ refuses a new data set, so it is set in __dict__.
         vars(data_loader)["dataset"] = _Stream(data_loader.dataset)
     elif _rebalances(sampler) or _rebalances(data_loader.batch_sampler):
         raise ValueError(
             f"train_sampling_strategy='batch_rebalance' assigns samples to single processes, but "
-            f"with {sizes_of_shared_batch(self)} several ranks share their samples; use another "
+            f"with {describe_shared_batch(self)} several ranks share their samples; use another "
             f"strategy"
         )
     elif data_ranks == 1 and hasattr(sampler, "generator") and sampler.generator is None:
@@ -204,7 +208,7 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
         data_loader,
         self.device,
         num_processes=data_ranks,
-        process_index=data_rank_of(self, self.process_index),
+        process_index=find_data_rank(self, self.process_index),
         split_batches=self.split_batches,
         put_on_device=self.device_placement if device_placement is None else device_placement,
         rng_types=self.rng_types.copy(),
@@ -225,15 +229,15 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
 def gather_for_metrics(
     original: Original, self: Accelerator, input_data: Any, use_gather_object: bool = False
 ) -> Any:
-    """Wrap `Accelerator.gather_for_metrics`: take each sample once, from one rank per batch."""
-    if processes_per_batch(self) == 1:
+    """Wrap `Accelerator.gather_for_metrics`: gather each sample once, from one rank per batch."""
+    if count_processes_per_batch(self) == 1:
         return original(self, input_data, use_gather_object)
     _set_stream_remainder(self)
     if use_gather_object or not _are_all_tensors(input_data):
-        is_first = self.process_index in _first_ranks(self)
+        is_first = self.process_index in _list_first_ranks(self)
         return original(self, input_data if is_first else [], True)
     gather = self.gather
-    # Stock calls self.gather, and afterwards drops the samples that pad the last batch.
+    # Stock code calls self.gather, and then drops the samples that pad the last batch.
     self.gather = lambda data: _select_first_of_group(gather(data), self)
     try:
         return original(self, input_data, False)
@@ -242,49 +246,50 @@ def gather_for_metrics(
 
 
 def prepare_scheduler(original: Original, self: Accelerator, scheduler: Any) -> Any:
-    """Wrap `Accelerator.prepare_scheduler`: step once per data rank in each optimizer step.
+    """Wrap `Accelerator.prepare_scheduler`: step once per data rank, not once per process.
 
-    Stock Accelerate steps a scheduler once per process instead.
+    In each optimizer step, stock Accelerate steps a scheduler once per process.
     """
     prepared = original(self, scheduler)
     per_process = prepared.step_with_optimizer and not prepared.split_batches
-    if processes_per_batch(self) > 1 and per_process and prepared is not scheduler:
-        prepared.scheduler = _EveryNthStep(prepared.scheduler, processes_per_batch(self))
+    if count_processes_per_batch(self) > 1 and per_process and prepared is not scheduler:
+        prepared.scheduler = _EveryNthStep(prepared.scheduler, count_processes_per_batch(self))
     return prepared
 
 
 def get_num_items_in_batch(
     original: Original, self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer._get_num_items_in_batch`: count the label tokens of a batch.
+    """Wrap `Trainer._get_num_items_in_batch`: do not divide the tokens of one rank by tp_size.
 
-    The Trainer divides losses by this count. Stock divides the count by `get_tp_size()`. With
-    `average_tokens_across_devices=False` only the tokens of this rank were counted, so this
-    division is undone.
+    The Trainer divides losses by this count of label tokens, and stock divides the count by
+    `get_tp_size()`. With `average_tokens_across_devices=False` only the tokens of this rank were
+    counted, so the wrapper undoes the division.
     """
     count = original(self, *args, **kwargs)
     if count is None or self.args.average_tokens_across_devices:
         return count
-    return count * processes_per_batch(self.accelerator)
+    return count * count_processes_per_batch(self.accelerator)
 
 
 def floating_point_ops(original: Original, self: transformers.Trainer, inputs: Any) -> Any:
-    """Wrap `Trainer.floating_point_ops`: divide by the number of ranks that share a sequence.
+    """Wrap `Trainer.floating_point_ops`: count total_flos once per data rank.
 
-    The Trainer adds up the FLOPs of all ranks. They are not divided by the number of stages: each
-    stage counts only its own parameters, so the FLOPs of the stages add up to the model's.
+    The Trainer adds up the FLOPs of all ranks, so each rank divides its own by the number of ranks
+    that share a sequence. They are not divided by the number of stages: each stage counts only its
+    own parameters, so the FLOPs of all stages add up to the FLOPs of the model.
     """
-    num_ranks = processes_per_batch(self.accelerator) // _num_stages(self.accelerator)
+    num_ranks = count_processes_per_batch(self.accelerator) // _count_stages(self.accelerator)
     return original(self, inputs) // num_ranks
 
 
 def get_tp_size(original: Original, self: transformers.Trainer) -> int:
-    """Wrap `Trainer.get_tp_size`: return the number of processes per data rank.
+    """Wrap `Trainer.get_tp_size`: count the ranks that share a batch.
 
-    The Trainer computes from it the samples per step, and from these its epochs and max_steps.
+    The Trainer computes the samples per step, and from them epochs and max_steps, from this number.
     """
     size: int = original(self)
-    return size * processes_per_batch(self.accelerator)
+    return size * count_processes_per_batch(self.accelerator)
 
 
 def prediction_step(
@@ -296,7 +301,7 @@ def prediction_step(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Trainer.prediction_step`: compute the whole logits, but only if they are returned."""
+    """Wrap `Trainer.prediction_step`: gather logits of whole sequences if they are returned."""
     state = find_state(self.model)
     if state is None:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
@@ -319,9 +324,10 @@ def compute_loss(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Trainer.compute_loss`: record that only the loss is read if no outputs are returned.
+    """Wrap `Trainer.compute_loss`: let the model leave out logits that nobody reads.
 
-    With pipeline stages the last stage calls the Trainer's `compute_loss_func`.
+    If no outputs are returned, the caller reads only the loss. With pipeline stages the last stage
+    calls the Trainer's `compute_loss_func`.
     """
     state = find_state(self.model)
     if state is None:
@@ -340,7 +346,7 @@ def compute_loss(
 def _loss_on_last_stage(
     trainer: transformers.Trainer, state: ModelState, labels: Any, num_items: Any
 ) -> Iterator[None]:
-    """Let the last pipeline stage call `compute_loss_func`, in a training step inside the block.
+    """Let the last pipeline stage call `compute_loss_func` if the block is a training step.
 
     Raises:
         ValueError: ranks share the sequences of a batch, or the number of tokens is unknown.
@@ -378,13 +384,14 @@ def compute_loss_of_swift(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap ms-swift's `compute_loss`: divide by the number of processes that share a batch.
+    """Wrap ms-swift's `compute_loss`: average over data ranks, not over processes.
 
-    ms-swift multiplies the loss per token of all ranks by the number of processes, because
-    gradients are averaged over processes. The Trainer multiplies by the number of data ranks.
+    ms-swift multiplies the loss per token by the number of processes, because gradients are
+    averaged over processes. Here the loss must be multiplied by the number of data ranks, as the
+    Trainer does, so the wrapper divides it by the number of processes that share a batch.
     """
     result = original(self, model, inputs, *args, **kwargs)
-    size, num_items = processes_per_batch(self.accelerator), _find_num_items(args, kwargs)
+    size, num_items = count_processes_per_batch(self.accelerator), _find_num_items(args, kwargs)
     if size == 1 or not multiplies_by_processes(self, num_items):
         return result
     return (result[0] / size, *result[1:]) if isinstance(result, tuple) else result / size
@@ -393,12 +400,15 @@ def compute_loss_of_swift(
 def compute_loss_of_sft(
     original: Original, self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap SFTTrainer's `compute_loss`: pass the divisor of the loss to the pipeline stages.
+    """Wrap SFTTrainer's `compute_loss`: pass the loss's divisor to the stages before the forward.
 
-    The trainer's loss is sum * data_ranks / num_items + aux / accumulation (TRL 1.15); without
-    `average_tokens_across_devices`, data_ranks counts as 1. Stages compute sum / divisor + aux,
-    which has the same gradients up to a factor (`pipeline/token_losses.py`) if divisor is
-    num_items / (data_ranks * accumulation).
+    With pipeline stages the loss is computed inside the forward. The trainer's loss (TRL 1.15) is
+
+        sum * data_ranks / num_items + aux / accumulation
+
+    where data_ranks is replaced by 1 without `average_tokens_across_devices`. Stages compute
+    sum / divisor + aux, which has the same gradients up to a factor (`pipeline/token_losses.py`)
+    if the divisor is num_items / (data_ranks * accumulation).
     """
     state = find_state(self.model)
     if state is None or (state.config.pp_size or 1) == 1:
@@ -417,8 +427,8 @@ def compute_loss_of_sft(
 def _find_num_items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return `num_items_in_batch` of a call `compute_loss(model, inputs, *args, **kwargs)`.
 
-    The arguments reach the original function as they were given, because the method of a subclass
-    may take only some of them.
+    The callers pass `args` and `kwargs` on as they were given, because the method of a subclass may
+    accept only some of these arguments.
     """
     return kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
 
@@ -428,14 +438,15 @@ def track_num_input_tokens(original: Original, self: transformers.Trainer, input
     before = self.state.num_input_tokens_seen
     original(self, inputs)
     new_tokens = self.state.num_input_tokens_seen - before
-    self.state.num_input_tokens_seen = before + new_tokens // processes_per_batch(self.accelerator)
+    num_processes = count_processes_per_batch(self.accelerator)
+    self.state.num_input_tokens_seen = before + new_tokens // num_processes
 
 
 class _EveryNthStep:
-    """A scheduler that ignores all but every n-th call of `step`.
+    """A scheduler that makes a step only in every n-th call of `step`.
 
-    All other attributes are those of the scheduler. Accelerate sets some of them: it increases the
-    scheduler's count of steps while gradients accumulate, and compares it for OneCycleLR.
+    All other attributes are read from the scheduler, and set on it: Accelerate increases the
+    scheduler's count of steps while gradients accumulate, and compares the count for OneCycleLR.
     """
 
     def __init__(self, scheduler: Any, n: int) -> None:
@@ -455,7 +466,7 @@ class _EveryNthStep:
             setattr(self._scheduler, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_scheduler":  # copy and pickle look it up before __init__
+        if name == "_scheduler":  # copy and pickle read it before __init__
             raise AttributeError(name)
         return getattr(self._scheduler, name)
 
@@ -463,13 +474,13 @@ class _EveryNthStep:
 class _Stream(IterableDataset[Any]):
     """A stream that every rank reads completely; Accelerate then selects the rank's samples.
 
-    Without this class, a streaming data set of `datasets` would give each data rank different
-    files, and ranks would end at different steps. `rows` counts the samples that were read.
+    Without this class, the data ranks would read different files of a streaming data set of
+    `datasets`, and would end at different steps. `rows` counts the samples that were read.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        # In shared memory: a worker process writes the count, and this process reads it.
+        # The count is in shared memory, because a worker process writes it and this process reads.
         self.rows = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def __iter__(self) -> Iterator[Any]:
@@ -479,11 +490,11 @@ class _Stream(IterableDataset[Any]):
             yield sample
 
     def __len__(self) -> int:
-        """Return the length of the data set. If it has none, a TypeError is raised, as in stock."""
+        """Return the length of the data set; as in stock, TypeError is raised if it has none."""
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "rows"):  # copy and pickle look them up before __init__
+        if name in ("dataset", "rows"):  # copy and pickle read them before __init__
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -494,7 +505,7 @@ def _rebalances(sampler: Any) -> bool:
 
 
 def _check_stream(data_loader: Any, sizes: str) -> None:
-    """Raise if a stream makes its own batches."""
+    """Raise ValueError if a stream makes its own batches."""
     if data_loader.batch_size is None:
         raise ValueError(
             f"a stream that makes its own batches (batch_size=None) cannot be split over the data "
@@ -505,8 +516,8 @@ def _check_stream(data_loader: Any, sizes: str) -> None:
 def _set_stream_remainder(accelerator: Accelerator) -> None:
     """Set `remainder` of a stream's loader to the number of real samples in the last batch.
 
-    Accelerate drops the samples that pad this batch if `remainder` is set. It sets no `remainder`
-    for a stream, because the length of a stream is unknown.
+    If `remainder` is set, Accelerate drops the samples that pad this batch. Accelerate itself sets
+    no `remainder` for a stream, because the length of a stream is unknown.
     """
     loader = accelerator.gradient_state.active_dataloader
     shard = getattr(loader, "dataset", None)
@@ -521,16 +532,16 @@ def _set_stream_remainder(accelerator: Accelerator) -> None:
 def _seed_by_data_rank(init: Any, accelerator: Accelerator) -> Any:
     """Make the Trainer's `worker_init_fn` seed by data rank instead of by process."""
     if isinstance(init, partial) and "rank" in init.keywords:
-        rank = data_rank_of(accelerator, init.keywords["rank"])
+        rank = find_data_rank(accelerator, init.keywords["rank"])
         return partial(init.func, *init.args, **init.keywords | {"rank": rank})
     return init
 
 
 def share_generators(accelerator: Accelerator) -> None:
-    """Give samplers that draw from torch's generator one of their own, equal on all ranks.
+    """Create a generator, equal on all ranks, for each sampler that uses torch's default generator.
 
-    Each data rank takes its batches from the same list of all batches, so all ranks must draw the
-    same list. After `rng.reseed`, torch's generators of the data ranks differ.
+    Each data rank selects its batches from a list of all batches, so all ranks must draw the same
+    list. After `rng.reseed`, torch's default generators of the data ranks differ.
     """
     seed = _share_seed_of_rank_0(torch.initial_seed() % 2**63)
     for loader in prepared_loaders(accelerator):
@@ -561,6 +572,6 @@ def _select_first_of_group(gathered: Any, accelerator: Accelerator) -> Any:
 
     def select(rows: Tensor) -> Tensor:
         by_rank = rows.unflatten(0, (accelerator.num_processes, -1))
-        return by_rank[_first_ranks(accelerator)].flatten(0, 1)
+        return by_rank[_list_first_ranks(accelerator)].flatten(0, 1)
 
     return recursively_apply(select, gathered)

@@ -1,8 +1,8 @@
-"""Name the experiment tracker (tensorboard, wandb, ..) and the rank when a tracker fails.
+"""Name the experiment tracker (tensorboard, wandb, ..) and the rank if a tracker raises an error.
 
-Accelerate calls trackers only on the main process. If a tracker raises there, the other ranks wait
-in the next collective until the launcher ends them. `log` therefore names the tracker in the error
-of rank 0, and says there that the other ranks wait.
+Accelerate calls trackers only on the main process. If a tracker raises an error, the other ranks
+wait in the next collective until the launcher ends them. The error that `log` then raises on rank 0
+names the tracker, and says that the other ranks wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_moe_ep.upstream.accelerate_and_trainer import prepared_models
 
 
 def log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Wrap `Accelerator.log`: call one tracker at a time, and name it if it fails.
+    """Wrap `Accelerator.log`: name a tracker that fails, because the other ranks then hang.
 
     Raises:
         RuntimeError: a tracker raised an error, and there are several ranks.
@@ -32,7 +32,7 @@ def log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         for tracker in trackers:
             accelerator.trackers = [tracker]
             original(*args, **kwargs)
-    # A tracker may raise anything; its error becomes the cause of ours.
+    # A tracker may raise an error of any class. The error becomes the cause of ours.
     except Exception as error:
         kind = type(tracker)
         raise RuntimeError(

@@ -1,6 +1,6 @@
 """Write and load the Trainer's own checkpoints, which are complete or marked as unfinished.
 
-A save writes a marker first and a manifest last (`checkpoints/storage/manifest.py`):
+A save has four steps (`checkpoints/storage/manifest.py`):
 
     1. Write the marker. From here on the folder counts as unfinished.
     2. Call `Trainer._save_checkpoint`, but postpone its push to the hub and its deletion of older
@@ -11,16 +11,16 @@ A save writes a marker first and a manifest last (`checkpoints/storage/manifest.
 
 Stock deletes older checkpoints in step 2. If the job were killed right after that, there might be
 no complete checkpoint. `resume_from_checkpoint=True` resumes from the newest complete checkpoint. A
-checkpoint that is given by its path is compared with its manifest before anything is loaded. A
-folder without our marker was written by stock or by an old hf_moe_ep; it is loaded with a warning.
-`accelerate_states.py` does the same for `Accelerator.save_state`.
+checkpoint that is given by its path is compared with its manifest before anything is loaded.
 
 `load_model` also loads the experts of a model that is not sharded. Stock searches the files for the
-model's own parameter names, but in the layout of the hub experts have other names: stock would
-report the experts as missing and keep their old values. With adapters, stock code saves and loads
-the active adapter only. `checkpoints/training/trained_without_peft.py` saves and loads all other
-tensors that are trained. `checkpoints/storage/unpickle.py` checks the files of
-torch.distributed.checkpoint (DCP); the Trainer reads all other files with weights_only=True.
+parameter names of the model, but in hub layout experts have other names, so stock would report the
+experts as missing and keep their old values. With adapters, stock saves and loads only the active
+adapter, and `checkpoints/training/trained_without_peft.py` saves and loads all other
+trained tensors.
+
+`checkpoints/storage/unpickle.py` reads the files of torch.distributed.checkpoint (DCP) without
+running code. The Trainer reads all other files with weights_only=True.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ from hf_moe_ep.checkpoints.training.trained_without_peft import (
 from hf_moe_ep.etp import split_dims_by_name
 from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.optimizer_states import optimizers_of_stages
-from hf_moe_ep.integrations.random_states import reseed_on_other_ranks, saved_layout
+from hf_moe_ep.integrations.random_states import read_saved_layout, reseed_on_other_ranks
 from hf_moe_ep.integrations.saving import (
     check_state_dict_type,
+    get_state_dict_type,
     restore_all_extra,
     share_write_errors,
-    state_dict_type,
     write_extra,
 )
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
@@ -82,19 +82,19 @@ from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
-# `transformers.trainer` also has this name, but its import takes seconds.
+# This is `transformers.trainer.TRAINER_STATE_NAME`, but the import of that module takes seconds.
 _TRAINER_STATE = "trainer_state.json"
-# The key in the manifest's layout under which `_rows_per_step` is saved.
+# The key in the manifest's layout under which `_count_rows_per_step` is saved.
 _ROWS = "rows_per_step"
 
-# By output folder of the Trainer: calls that are postponed until the manifest is written.
-_held_back: dict[str, list[Callable[[], None]]] = {}
+# The calls that are postponed until the manifest is written, by the Trainer's output folder.
+_postponed_calls: dict[str, list[Callable[[], None]]] = {}
 
 
 def save_checkpoint(
     original: Callable[..., Any], self: transformers.Trainer, model: Any, trial: Any
 ) -> None:
-    """Wrap `Trainer._save_checkpoint`: save between a marker and a manifest."""
+    """Wrap `Trainer._save_checkpoint`: write a marker first and a manifest last."""
     state = find_state(self.model)
     if state is None:
         original(self, model, trial)
@@ -110,7 +110,7 @@ def save_checkpoint(
 
     run_on_first(f"saving {folder}", begin)
     manifest.check_is_shared(folder)
-    postponed = _held_back[os.path.abspath(folder.parent)] = []
+    postponed = _postponed_calls[os.path.abspath(folder.parent)] = []
     try:
         with (
             experts_in_hub_order(self.model, self.optimizer),
@@ -119,16 +119,16 @@ def save_checkpoint(
         ):
             with share_write_errors(transformers.trainer):
                 run_on_all(f"saving {folder}", lambda: original(self, model, trial))
-            if (names := _names_with_adapters(self)) is not None:
+            if (names := _list_names_saved_by_stock(self)) is not None:
                 write_tensors_without_peft(self.model, folder, names)
     finally:
-        del _held_back[os.path.abspath(folder.parent)]
+        del _postponed_calls[os.path.abspath(folder.parent)]
     if state.config.experts_dtype is not None:
         reshard(self.model)
         base = describe_base(self.model)
         run_on_first(f"saving {folder}", lambda: write_json(Path(folder, BASE), base))
     write_extra([self.model], folder)
-    layout = layout_of(state) | {_ROWS: _rows_per_step(self)}
+    layout = layout_of(state) | {_ROWS: _count_rows_per_step(self)}
     manifest.write(folder, layout, belongs=lambda name: name != SAVE_IN_PROGRESS)
     run_on_all(f"pushing {folder}, deleting older ones", lambda: [call() for call in postponed])
 
@@ -138,7 +138,7 @@ def push(original: Callable[..., Any], self: transformers.Trainer, checkpoint_fo
 
     A checkpoint that is pushed without its manifest would count as unfinished on the hub.
     """
-    postponed = _held_back.get(os.path.dirname(os.path.abspath(checkpoint_folder)))
+    postponed = _postponed_calls.get(os.path.dirname(os.path.abspath(checkpoint_folder)))
     if postponed is None:
         original(self, checkpoint_folder)
     else:
@@ -154,21 +154,21 @@ def rotate(
 ) -> None:
     """Wrap `rotate_checkpoints`: delete older checkpoints after the manifest is written.
 
-    Unfinished checkpoints are deleted first. Stock counts unfinished checkpoints towards
-    `save_total_limit`, and deletes complete ones instead.
+    Unfinished checkpoints are deleted first. Stock would count unfinished checkpoints towards
+    `save_total_limit`, and would delete complete ones instead.
     """
-    postponed = _held_back.get(os.path.abspath(output_dir))
+    postponed = _postponed_calls.get(os.path.abspath(output_dir))
     if postponed is None:
         original(output_dir, save_total_limit, *args, **kwargs)
         return
 
     def delete() -> None:
-        num_left = 0
+        num_not_deleted = 0
         for folder in Path(output_dir).iterdir() if (save_total_limit or 0) > 0 else ():
             if _CHECKPOINT.fullmatch(folder.name) and manifest.is_unfinished(folder):
-                num_left += not manifest.try_to_delete(folder)
-        # Stock would count the folders that are left, and delete complete ones instead.
-        limit = None if save_total_limit is None else save_total_limit + num_left
+                num_not_deleted += not manifest.try_to_delete(folder)
+        # Stock counts unfinished folders that could not be deleted, too.
+        limit = None if save_total_limit is None else save_total_limit + num_not_deleted
         original(output_dir, limit, *args, **kwargs)
 
     postponed.append(delete)
@@ -181,9 +181,9 @@ def train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Trainer.train`: resume from complete checkpoints only.
+    """Run `Trainer.train`, but resume from complete checkpoints only.
 
-    A warning says if the run has another number of rows per optimizer step than the saved run.
+    There is a warning if the run has another number of rows per optimizer step than the saved run.
 
     Raises:
         ValueError: on every rank, before anything is loaded: the checkpoint is damaged, unfinished
@@ -206,22 +206,22 @@ def train(
     return original(self, os.fspath(folder), *args, **kwargs)
 
 
-def _rows_per_step(trainer: transformers.Trainer) -> int:
-    """Return the number of rows of one optimizer step, on all ranks together."""
+def _count_rows_per_step(trainer: transformers.Trainer) -> int:
+    """Return the number of rows of one optimizer step, summed over all data ranks."""
     args = trainer.args
-    if trainer.accelerator.split_batches:  # a batch of the loader is for all ranks
+    if trainer.accelerator.split_batches:  # a batch of the loader is divided over all data ranks
         return args.train_batch_size * args.gradient_accumulation_steps
     return trainer.get_total_train_batch_size(args)
 
 
 def _warn_of_other_rows(trainer: transformers.Trainer, folder: Path) -> None:
-    """Warn if the run has other rows per optimizer step than the saved run, and say how to match.
+    """Warn if the run has another number of rows per optimizer step than the saved run.
 
-    The Trainer finds its position in the data by the number of optimizer steps, and skips as many
-    steps of this run. With half as many rows per step, for example on half as many ranks, it would
-    train half of the rows of this epoch for a second time.
+    The Trainer counts the optimizer steps of the saved run, and skips as many steps of this run.
+    If this run has half as many rows per step, for example on half as many ranks, half of the rows
+    that were trained in this epoch are not skipped, and are trained for a second time.
     """
-    saved, rows = saved_layout(folder).get(_ROWS), _rows_per_step(trainer)
+    saved, rows = read_saved_layout(folder).get(_ROWS), _count_rows_per_step(trainer)
     if saved is None or saved == rows or trainer.args.auto_find_batch_size:
         return  # With auto_find_batch_size the Trainer restores the batch size of the checkpoint.
     size, accumulation = trainer.args.train_batch_size, trainer.args.gradient_accumulation_steps
@@ -248,7 +248,7 @@ def _warn_of_other_rows(trainer: transformers.Trainer, folder: Path) -> None:
 
 
 def _check_is_of_trainer(folder: Path) -> None:
-    """Raise ValueError if the Trainer has not written a folder, which stock could not read."""
+    """Raise ValueError if a folder is not a checkpoint that the Trainer has written."""
     if (folder / _TRAINER_STATE).is_file():
         return
     advice = "name a folder that the Trainer has written, such as out/checkpoint-100"
@@ -268,10 +268,10 @@ def load_optimizer(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap `Trainer._load_optimizer_and_scheduler`: refuse code in the files of DCP.
+    """Wrap `Trainer._load_optimizer_and_scheduler`: refuse pickles that contain code.
 
-    DCP reads what each rank's shards need, so the layout may differ from that of the save. The
-    state is loaded in hub order (row e is expert e), also if experts have moved to other rows.
+    Each rank reads the parts of the files that its shards need, so the layout may differ from the
+    layout of the saved run. The state is loaded in hub order (placement/hub_order.py).
     """
     if checkpoint is None or self.model is None or find_state(self.model) is None:
         return original(self, checkpoint, *args, **kwargs)
@@ -293,20 +293,20 @@ def load_random(
 ) -> Any:
     """Wrap `Trainer._load_rng_state`: seed random generators anew if other ranks have saved.
 
-    Stock leaves the generators of a rank alone if the checkpoint has no file for it. Each rank
-    reads a file of its own, so if one of them cannot be read, every rank raises an error.
+    Stock does not change the generators of a rank if the checkpoint has no file for this rank. Each
+    rank reads its own file. If one rank cannot read its file, every rank raises an error.
     """
     state = None if self.model is None else find_state(self.model)
     if checkpoint is None or state is None:
         return original(self, checkpoint, *args, **kwargs)
-    if not reseed_on_other_ranks(Path(checkpoint), state, _random_file, "cpu"):
+    if not reseed_on_other_ranks(Path(checkpoint), state, _name_random_file, "cpu"):
         load = partial(original, self, checkpoint, *args, **kwargs)
         return run_on_all(f"loading the random states of {checkpoint}", load)
     shared_batches.share_generators(self.accelerator)
     return None
 
 
-def _random_file(rank: int, world: int) -> str:
+def _name_random_file(rank: int, world: int) -> str:
     """Return the name of the file of random states of a rank (transformers/trainer.py)."""
     return f"rng_state_{rank}.pth" if world > 1 else "rng_state.pth"
 
@@ -314,9 +314,10 @@ def _random_file(rank: int, world: int) -> str:
 def load_model(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer._load_from_checkpoint` and `Trainer._load_best_model`.
+    """Wrap `_load_from_checkpoint` and `_load_best_model`: load experts that stock would not find.
 
-    In one process and without adapters, the model is loaded by `load_weights`, with its experts.
+    `load_weights` loads a model that is not sharded and has no adapters, with its experts. All
+    other models are loaded by stock code, with our planner and unpickler.
     """
     state, model = None if self.model is None else find_state(self.model), unwrap(self.model)
     if state is None:
@@ -333,9 +334,9 @@ def load_model(
             experts_in_hub_order(self.model, self.optimizer),
             use_split_load_planner(split_dims_by_name(self.model)),
         ):
-            if (names := _names_with_adapters(self)) is None:
+            if (names := _list_names_saved_by_stock(self)) is None:
                 return original(self, *args, **kwargs)
-            is_full = state_dict_type(self.accelerator) == "FULL_STATE_DICT"
+            is_full = get_state_dict_type(self.accelerator) == "FULL_STATE_DICT"
             if self.is_fsdp_enabled and is_full and not restores_adapters_of_full_state():
                 raise ValueError(
                     f"accelerate {accelerate.__version__} restores no adapters from {folder}, "
@@ -354,17 +355,17 @@ def load_model(
     return None
 
 
-def _names_with_adapters(trainer: transformers.Trainer) -> set[str] | None:
-    """Return the names of the tensors that stock code saves of a PeftModel; None: of all models.
+def _list_names_saved_by_stock(trainer: transformers.Trainer) -> set[str] | None:
+    """List the tensors that stock code saves of a PeftModel. Return None for any other model.
 
-    Accelerate saves the active adapter with SHARDED_STATE_DICT, and otherwise all trainable
-    parameters and all buffers (`_get_model_state_dict` in accelerate/utils/fsdp_utils.py). Without
-    FSDP the Trainer saves all adapters.
+    With SHARDED_STATE_DICT Accelerate saves the active adapter. With FULL_STATE_DICT it saves all
+    trainable parameters and all buffers (`_get_model_state_dict` in
+    accelerate/utils/fsdp_utils.py). Without FSDP the Trainer saves all adapters.
     """
     model: Any = unwrap(trainer.model)
     if not is_peft_model(model):
         return None
-    if trainer.is_fsdp_enabled and state_dict_type(trainer.accelerator) == "FULL_STATE_DICT":
+    if trainer.is_fsdp_enabled and get_state_dict_type(trainer.accelerator) == "FULL_STATE_DICT":
         trained = {canonical_name(n) for n, p in model.named_parameters() if p.requires_grad}
         return trained | {canonical_name(name) for name, _ in persistent_buffers(model)}
     if learns_prompts(model):
@@ -378,10 +379,10 @@ def _names_with_adapters(trainer: transformers.Trainer) -> set[str] | None:
 
 
 def _remove_files_of_ranks(folder: Path) -> None:
-    """Remove the per-rank files that an earlier save wrote to this folder.
+    """Remove the files that single ranks wrote to this folder in an earlier save.
 
-    Otherwise, if the earlier run had more ranks than this run, a later run with as many ranks
-    would resume with outdated random states.
+    Suppose that the earlier save had more ranks than this one. A later run on as many ranks as the
+    earlier save would then resume with outdated random states.
     """
     for pattern in ("rng_state*.pth", "*/*.distcp", f"{WITHOUT_PEFT_FOLDER}/*"):
         for file in folder.glob(pattern):

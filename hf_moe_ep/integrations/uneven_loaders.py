@@ -1,13 +1,13 @@
-"""`check_even` refuses data loaders that would give ranks different numbers of batches.
+"""Refuse data loaders that would give ranks different numbers of batches.
 
 All ranks of a sharded model must run every forward together. With `even_batches=False` Accelerate
-gives the last batches of an epoch to the first ranks only. With 7 batches on 2 ranks:
+gives the last batches of an epoch only to the first ranks. With 7 batches on 2 ranks:
 
-    rank 0   0 2 4 6
-    rank 1   1 3 5       ends its epoch, while rank 0 waits in the experts' all-to-all
+    rank 0   0 2 4 6     waits in the experts' all-to-all of batch 6
+    rank 1   1 3 5       ends its epoch
 
-Streams have no length, so they are not checked, although they can be uneven: for example, with
-`dispatch_batches=False` each rank reads different files of a streaming data set of `datasets`.
+Streams have no length, so they are not checked, although they can be uneven. For example, with
+`dispatch_batches=False` each rank reads other files of a streaming data set of `datasets`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def check_even(accelerator: Accelerator) -> None:
 
 
 def _count_batches(sampler: Any) -> list[int]:
-    """Return the number of batches of each rank; empty if all ranks have the same number."""
+    """Return the number of batches of each rank, or [] if all ranks have the same number."""
     if not isinstance(sampler, BatchSamplerShard) or sampler.even_batches or sampler.drop_last:
         return []
     batches, num_ranks = sampler.batch_sampler, sampler.num_processes
-    # The last round of batches reaches only the first `num_longer` ranks.
+    # Only the first `num_longer` ranks get a batch in the last round.
     if not sampler.split_batches:
         num_longer = len(batches) % num_ranks if isinstance(batches, Sized) else 0
     else:

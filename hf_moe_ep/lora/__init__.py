@@ -1,4 +1,4 @@
-"""LoRA adapters on stacked experts: store their factors, compute them, merge and export them.
+"""Store, compute, merge and export LoRA adapters on stacked experts.
 
-Adapters on all other modules are computed by PEFT itself.
+PEFT itself computes adapters on all other modules.
 """

@@ -13,18 +13,17 @@ Examples for an adapter with r 8, lora_alpha 16 and two experts, which adapts q_
     layers_to_transform [0]                             null, and names as in the line before
 
 Single experts get full names, `mlp.experts.0.gate_proj`, because a bare `gate_proj` would also
-match layers without experts. If target_modules is a regular expression (which SGLang does not
-accept), or if layers_to_transform or exclude_modules limits it, no name can be added. In these
-cases (the last two lines of the table) the full names of all modules that the file adapts replace
-target_modules. In a conversion to
-stacked experts, the rank doubles if gate and up have different lora_A, and an entry of
-alpha_pattern keeps the scale.
+match layers without experts. No name can be added to target_modules if it is a regular expression
+(which SGLang does not accept), or if layers_to_transform or exclude_modules limits it. In these
+cases (the last two lines of the table) target_modules becomes a list of the full names of all
+modules that the file adapts. In a conversion to stacked experts, the rank doubles if gate and up
+have different lora_A, and an entry of alpha_pattern keeps the scale.
 
-The keys of rank_pattern and alpha_pattern are regular expressions for the end of a name; the first
-key that matches decides. A conversion first renames the keys. Then it adds an entry at the front
-for every name that would still get a wrong value.
+The keys of rank_pattern and alpha_pattern are regular expressions for the end of a name. The first
+key that matches a name gives its value. A conversion first renames the keys. Then it adds an entry
+at the front for every name that would still get a wrong value.
 
-The tensors are converted in per_expert.py.
+per_expert.py converts the tensors.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_moe_ep.lora.names import PARTS, Stack, matching_targets
+from hf_moe_ep.lora.names import PARTS, Stack, list_matching_targets
 from hf_moe_ep.model_patches.standard import SINGLE_EXPERTS
 from hf_moe_ep.upstream.hub import read_object
 
 CONFIG = "adapter_config.json"
 
-# For each stacked parameter: a pattern of the names of its matrices in all experts. The pattern
-# describes the part of a name that follows "experts.".
+# For each stacked parameter: a pattern for the names of its matrices in all experts. It matches the
+# part of a name behind "experts.".
 _IN_EVERY_EXPERT = {"gate_up_proj": r"\d+\.(gate_proj|up_proj)", "down_proj": r"\d+\.down_proj"}
-# Keys of rank_pattern and alpha_pattern end differently in the two forms: (stacked, single). A
-# bare down_proj is not in the table: it matches in both forms, and in layers without experts, so it
-# is not changed.
+# The ends of keys of rank_pattern and alpha_pattern in the two forms: (stacked, single). A key that
+# is a bare down_proj is not changed, because it matches in both forms, and in layers without
+# experts.
 _KEY_ENDS = (
     ("gate_up_proj", _IN_EVERY_EXPERT["gate_up_proj"]),
     ("experts.down_proj", "experts." + _IN_EVERY_EXPERT["down_proj"]),
@@ -56,20 +55,20 @@ _SINGLE_TARGET = re.compile(r"(?P<before>|.*\.)\d+\.(?P<part>gate_proj|up_proj|d
 _FIELDS = (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
 
 
-def rank_and_alpha(config: Mapping[str, Any], name: str) -> tuple[int, float]:
+def find_rank_and_alpha(config: Mapping[str, Any], name: str) -> tuple[int, float]:
     """Return the rank and the alpha that PEFT uses for the module or parameter `name`."""
     rank = _look_up(config.get("rank_pattern") or {}, config["r"], name)
     alpha = _look_up(config.get("alpha_pattern") or {}, config["lora_alpha"], name)
     return rank, alpha
 
 
-def scale(config: Mapping[str, Any], rank: int, alpha: float) -> float:
-    """Return the scale of B A (peft/tuners/lora/layer.py, update_layer)."""
+def compute_scale(config: Mapping[str, Any], rank: int, alpha: float) -> float:
+    """Compute the scale of the product B A (peft/tuners/lora/layer.py, update_layer)."""
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def patterns_of_experts(config: Mapping[str, Any]) -> list[str]:
-    """Return the patterns of experts' names in all architectures that the adapter can belong to.
+def list_expert_patterns(config: Mapping[str, Any]) -> list[str]:
+    """List the patterns of experts' names in all architectures to which the adapter can belong.
 
     If the config names the architecture, the list has one pattern. In all known architectures gate
     and up are one stacked parameter.
@@ -92,7 +91,7 @@ def patterns_of_experts(config: Mapping[str, Any]) -> list[str]:
     return [SINGLE_EXPERTS[model_type]] if model_type else list(SINGLE_EXPERTS.values())
 
 
-def config_for_single(
+def convert_config_to_single(
     config: Mapping[str, Any], stacks: Sequence[Stack], other_modules: list[str]
 ) -> dict[str, Any]:
     """Convert a config from stacked to single experts.
@@ -100,7 +99,7 @@ def config_for_single(
     `other_modules` are the modules with LoRA that are not experts.
     """
     result = dict(config)
-    expert_targets = matching_targets(stack.name for stack in stacks)
+    expert_targets = list_matching_targets(stack.name for stack in stacks)
     other_parameters, single_targets = [], []
     for target in config["target_parameters"]:
         if target not in expert_targets:
@@ -116,11 +115,11 @@ def config_for_single(
     wanted: dict[str, tuple[int, float, str]] = {}
     for stack in stacks:
         key = rf"{re.escape(stack.experts)}\.{_IN_EVERY_EXPERT[stack.parameter]}"
-        wanted |= dict.fromkeys(stack.all_modules(), (stack.rank, stack.alpha, key))
+        wanted |= dict.fromkeys(stack.list_modules(), (stack.rank, stack.alpha, key))
     return _set_patterns(result, wanted, _KEY_ENDS)
 
 
-def config_for_stacked(
+def convert_config_to_stacked(
     config: Mapping[str, Any],
     stacks: Sequence[Stack],
     other_modules: list[str],
@@ -128,14 +127,14 @@ def config_for_stacked(
 ) -> dict[str, Any]:
     """Convert a config from single to stacked experts.
 
-    lora_dropout becomes 0, because PEFT supports no dropout on parameters.
-    `growth` maps each stacked parameter to the factor by which its rank grows.
+    `growth` maps each stacked parameter to the factor by which its rank grows. lora_dropout becomes
+    0, because PEFT supports no dropout on parameters.
     """
     result = _move_experts_to_parameters(config, stacks, other_modules) | {"lora_dropout": 0.0}
     wanted = {}
     for stack in stacks:
         factor = growth[stack.parameter]
-        # The alpha that keeps the scale.
+        # This alpha keeps the scale.
         alpha = stack.alpha * (math.sqrt(factor) if config.get("use_rslora") else factor)
         wanted[stack.name] = (stack.rank * factor, alpha, stack.short_name)
     return _set_patterns(result, wanted, [(single, stacked) for stacked, single in _KEY_ENDS])
@@ -147,8 +146,10 @@ def _move_experts_to_parameters(
     """Move the experts from target_modules to target_parameters."""
     result = dict(config)
     needs_full_names = _needs_full_names(config)
-    expert_targets = matching_targets(module for stack in stacks for module in stack.all_modules())
-    other_targets = matching_targets(other_modules)
+    expert_targets = list_matching_targets(
+        module for stack in stacks for module in stack.list_modules()
+    )
+    other_targets = list_matching_targets(other_modules)
     parameters, modules = list(config.get("target_parameters") or []), []
     for target in _list_module_targets(result, other_modules, parameters):
         single = _SINGLE_TARGET.fullmatch(target)
@@ -159,7 +160,7 @@ def _move_experts_to_parameters(
             modules.append(target)
     num_layers = len({stack.experts for stack in stacks})
     for stack in stacks:
-        if matching_targets([stack.name]) & set(parameters):
+        if list_matching_targets([stack.name]) & set(parameters):
             continue
         num_adapted = sum(stack.parameter == other.parameter for other in stacks)
         in_all_layers = num_adapted == num_layers and not needs_full_names
@@ -170,7 +171,7 @@ def _move_experts_to_parameters(
 
 
 def _needs_full_names(config: Mapping[str, Any]) -> bool:
-    """Return True if target_modules cannot be extended, but must be replaced by full names."""
+    """Return True if no name can be added to target_modules, so full names must replace it."""
     limited = config.get("layers_to_transform") is not None or config.get("exclude_modules")
     return bool(limited) or isinstance(config.get("target_modules"), str)
 
@@ -178,17 +179,17 @@ def _needs_full_names(config: Mapping[str, Any]) -> bool:
 def _list_module_targets(
     config: dict[str, Any], other_modules: list[str], parameters: list[str]
 ) -> list[str]:
-    """Return target_modules as a list, and set entries of `config` that would limit it to None.
+    """Return target_modules as a list; set to None the entries of `config` that would limit it.
 
-    `parameters` are the targets that stay in target_parameters. The list does not contain the
-    modules of these parameters.
+    `parameters` are the targets that stay in target_parameters. If full names are needed, the
+    modules of these parameters are left out of the list.
     """
     if not _needs_full_names(config):
         return list(config.get("target_modules") or [])
     for key in ("layers_to_transform", "layers_pattern", "exclude_modules"):
         config[key] = None
     owners = {target.rpartition(".")[0] for target in parameters}
-    return [name for name in other_modules if not matching_targets([name]) & owners]
+    return [name for name in other_modules if not list_matching_targets([name]) & owners]
 
 
 def _set_patterns(
@@ -198,8 +199,8 @@ def _set_patterns(
 ) -> dict[str, Any]:
     """Set rank_pattern and alpha_pattern so that every name gets its rank and its alpha.
 
-    `wanted` maps each name to its rank, its alpha and the key that a new entry should have. `ends`
-    has pairs (old, new): a key that ends in `old` is renamed to end in `new`.
+    `wanted` maps each name to (rank, alpha, the key of a new entry). `ends` has pairs (old, new): a
+    key that ends in `old` is renamed to end in `new`.
     """
     for index, (field, default) in enumerate(_FIELDS):
         pattern = {}
@@ -222,9 +223,8 @@ def _add_missing_entries(
 ) -> dict[str, Any]:
     """Add entries at the front until every name of `wanted`, {name: (value, key)}, gets its value.
 
-    A new entry can match another name that had the right value before. This name then needs an
-    entry of its own. If a key is already in use, the new key is the whole name, which matches no
-    other name.
+    A new entry can match another name, which had the right value before and then needs an entry of
+    its own. If a key is already used, the new key is the whole name, which matches no other name.
     """
     is_complete = False
     while not is_complete:

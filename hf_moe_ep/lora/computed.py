@@ -1,9 +1,9 @@
 """Compute PEFT's LoRA adapters of experts without merging them into the stacked weights.
 
 PEFT adapts a parameter such as `gate_up_proj` by a wrapper around its module. During a forward the
-wrapper replaces the parameter by `W + scale * B A`. This tensor has the size of all experts; it is
-computed twice and saved for backward. `activate` instead makes the wrapper store only its factors
-on the experts module. For each row x, `ops.expert_mlp` then adds `scale * B (A x)` to `W x`.
+wrapper replaces the parameter by `W + scale * B A`. This tensor has the size of all experts, is
+computed twice and is saved for backward. With `activate` the wrapper stores only its factors on the
+experts module. For each row x, `ops.expert_mlp` then adds `scale * B (A x)` to `W x`.
 
 The factors stay parameters of PEFT's wrappers. When the model is sharded, the factors are sharded
 over ep with their experts, in the same FSDP2 unit (`factors.py` describes the layouts). Adapters
@@ -41,7 +41,7 @@ Conversion = Callable[[Tensor], Tensor]
 
 
 def stacked_factors(model: nn.Module) -> Iterator[ParameterFactor]:
-    """Yield every LoRA factor of the experts in `model` that this package computes.
+    """Yield every LoRA factor of experts that this package computes.
 
     If the model's own code computes the experts, their factors are omitted and keep PEFT's layout.
     """
@@ -51,17 +51,17 @@ def stacked_factors(model: nn.Module) -> Iterator[ParameterFactor]:
 
 
 def stack_conversion(factor: ParameterFactor) -> Conversion:
-    """Return the conversion of a factor from PEFT's layout to the one with experts first."""
+    """Return the function that converts a factor from PEFT's layout to experts as the first dim."""
     return partial(stack_b if factor.is_b else stack_a, num_experts=factor.num_experts)
 
 
 def pack_conversion(factor: ParameterFactor) -> Conversion:
-    """Return the conversion of a factor from the layout with experts first to PEFT's layout."""
+    """Return the function that converts a factor with experts as the first dim to PEFT's layout."""
     return pack_b if factor.is_b else pack_a
 
 
 def activate(original: Callable[..., Any], self: Any, active_adapters: list[str]) -> Any:
-    """Wrap `ParamWrapper._activate_lora`: store the factors on our experts for one forward."""
+    """Wrap `ParamWrapper._activate_lora`: compute with the factors, which PEFT would merge."""
     experts = self.get_base_layer()
     if not _is_computed_here(experts):
         return original(self, active_adapters)
@@ -91,10 +91,10 @@ def _store_adapters(experts: Any, parameter: str, adapters: list[Adapter]) -> It
 
 
 def call_base_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `BaseTuner.forward`: call a patched model as a module, so that its hooks run.
+    """Wrap `BaseTuner.forward`: run the model's forward hooks, which PEFT 0.20 skips.
 
-    PEFT 0.20 calls `model.forward`, which skips FSDP2's hooks and ours. Newer versions of PEFT call
-    the model.
+    PEFT 0.20 calls `model.forward` and thereby skips the hooks of FSDP2 and of this package. Newer
+    versions of PEFT call the model.
     """
     if find_state(self.model) is None:
         return original(self, *args, **kwargs)
@@ -102,7 +102,7 @@ def call_base_model(original: Callable[..., Any], self: Any, *args: Any, **kwarg
 
 
 def check_gets_whole_rows(config: ParallelConfig, adapters: Iterable[Any]) -> None:
-    """Raise ValueError if layers get parts of a batch, and an adapter counts tokens in whole rows.
+    """Raise ValueError if an adapter counts tokens in whole rows, but layers get parts of a batch.
 
     `adapters` are configs of PEFT.
     """
@@ -129,10 +129,10 @@ def check_attachable(state: ModelState) -> None:
 def load_adapter(
     original: Callable[..., Any], self: Any, model_id: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `PeftModel.load_adapter`: keep the loaded values if the layers are on meta.
+    """Wrap `PeftModel.load_adapter`: refuse a sharded model, and load values of layers on meta.
 
-    Factors stay on the host. A module in modules_to_save is a copy of a module on meta, which
-    cannot hold loaded values, so all layers are read before.
+    The factors of such layers are created on the host. A module in modules_to_save is a copy of a
+    module on meta, which cannot store loaded values, so all layers are read before.
 
     Raises:
         ValueError: the model is sharded.
@@ -163,7 +163,7 @@ def load_adapter(
 
 
 def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the method `name` of `BaseTuner`, which merges or unloads adapters.
+    """Wrap the method `name` of `BaseTuner`: refuse to merge or unload in a sharded model.
 
     Raises:
         ValueError: the model is sharded.

@@ -1,8 +1,9 @@
-"""Convert PEFT's adapter folders for servers that read only single experts, and back.
+"""Convert PEFT's adapter folders between LoRA on stacked experts and LoRA on single experts.
 
-A conversion needs memory for the whole adapter. The new folder is written under a temporary name
-next to the target and renamed when it is complete. per_expert.py describes the layouts of tensors,
-and adapter_config.py describes the changes of the config. Weights in .bin files are not supported.
+Some servers read only single experts. A conversion needs memory for the whole adapter. It writes
+the new folder under a temporary name, and renames the folder when it is complete. per_expert.py
+describes the layouts of tensors, and adapter_config.py describes the changes of the config. Weights
+in .bin files are not supported.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_moe_ep.lora.adapter_config import CONFIG, rank_and_alpha, scale
-from hf_moe_ep.lora.names import Stack, is_of_experts, other_modules
-from hf_moe_ep.lora.per_expert import AdapterFile, Tensors, to_single, to_stacked
+from hf_moe_ep.lora.adapter_config import CONFIG, compute_scale, find_rank_and_alpha
+from hf_moe_ep.lora.names import Stack, is_expert_key, list_other_modules
+from hf_moe_ep.lora.per_expert import AdapterFile, Tensors, convert_to_single, convert_to_stacked
 from hf_moe_ep.upstream.hub import read_object
 
 WEIGHTS = "adapter_model.safetensors"
@@ -37,9 +38,10 @@ class Converted:
     Attributes:
         layers: the number of layers with adapted experts.
         experts: the number of experts in one layer.
-        tensors, copied: the number of converted tensors (of experts), and of copied tensors.
+        tensors: the number of converted tensors, which belong to experts.
+        copied: the number of copied tensors.
         bytes: the size of all tensors.
-        notes: warnings about values that a reader of the folder will treat differently.
+        notes: warnings about values that servers ignore, or that the conversion has changed.
     """
 
     layers: int
@@ -51,10 +53,10 @@ class Converted:
 
 
 def export_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Converted:
-    """Write the adapter of folder `source`, LoRA on stacked experts, as LoRA on single experts.
+    """Convert an adapter from LoRA on stacked experts to LoRA on single experts.
 
     The new tensors are `...mlp.experts.{e}.{gate,up,down}_proj.lora_A.weight` (r, in) and
-    `lora_B.weight` (out, r). They are slices of the old tensors; gate and up have the same lora_A.
+    `lora_B.weight` (out, r). They are slices of the old tensors. Gate and up have the same lora_A.
     Other tensors and files are copied. `fuse_adapter` restores the same bytes.
 
     adapter_config.py describes the changes of adapter_config.json; r, lora_alpha and use_rslora do
@@ -69,11 +71,11 @@ def export_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str
             architecture is unknown; shapes contradict each other or the config (the number of
             experts is the number of rows of lora_A, divided by the rank).
     """
-    return _convert(source, target, to_single)
+    return _convert(source, target, convert_to_single)
 
 
 def fuse_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Converted:
-    """Write the adapter of folder `source`, LoRA on single experts, as LoRA on stacked experts.
+    """Convert an adapter from LoRA on single experts to LoRA on stacked experts.
 
     Each layer gets lora_A (E * r, in) and lora_B (out, r * E) of gate_up_proj and down_proj. If
     lora_A of gate and up are equal in all experts, r does not change, and the result of
@@ -88,7 +90,7 @@ def fuse_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str])
         ValueError: as in `export_adapter`; experts are missing, or differ in shape, dtype or scale;
             the adapter uses DoRA.
     """
-    return _convert(source, target, to_stacked)
+    return _convert(source, target, convert_to_stacked)
 
 
 def _convert(
@@ -124,11 +126,11 @@ def _convert(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     layers = len({stack.experts for stack in stacks})
-    if convert is to_single:
-        names = [module for stack in stacks for module in stack.all_modules()]
+    if convert is convert_to_single:
+        names = [module for stack in stacks for module in stack.list_modules()]
     else:
         names = [stack.name for stack in stacks]
-    notes = _list_notes(opened.config, config, names + other_modules(opened.shapes))
+    notes = _list_notes(opened.config, config, names + list_other_modules(opened.shapes))
     num_experts = stacks[0].num_experts
     return Converted(layers, num_experts, num_converted, num_copied, size, notes)
 
@@ -154,36 +156,36 @@ def _open_adapter(source: Path, file: Any) -> AdapterFile:
 
 
 def _write_tensors(path: Path, adapter: AdapterFile, tensors: Tensors) -> tuple[int, int, int]:
-    """Write the tensors of experts that `tensors` yields, and copy all other tensors.
+    """Write the tensors of experts that `tensors` yields, and all other tensors of `adapter`.
 
     Returns:
         The number of tensors of experts, the number of other tensors, and the size of all tensors
         in bytes.
     """
-    # Tensors are cloned, because safetensors refuses tensors that share memory, and gate and up
-    # share lora_A.
-    of_experts = {
+    # Gate and up share lora_A, but safetensors refuses tensors that share memory, so tensors are
+    # cloned.
+    expert_tensors = {
         adapter.prefix + name: tensor.clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors(adapter.read)
     }
     other_tensors = {
         adapter.prefix + name: adapter.read(name)
         for name in adapter.shapes
-        if not is_of_experts(name)
+        if not is_expert_key(name)
     }
-    save_file({**of_experts, **other_tensors}, path, adapter.metadata or None)
-    size = sum(tensor.nbytes for tensor in (*of_experts.values(), *other_tensors.values()))
-    return len(of_experts), len(other_tensors), size
+    save_file({**expert_tensors, **other_tensors}, path, adapter.metadata or None)
+    size = sum(tensor.nbytes for tensor in (*expert_tensors.values(), *other_tensors.values()))
+    return len(expert_tensors), len(other_tensors), size
 
 
 def _list_notes(old: dict[str, Any], config: dict[str, Any], names: list[str]) -> list[str]:
-    """List warnings: scales that vLLM ignores, and a dropout that the conversion has removed.
+    """List warnings about scales that vLLM ignores, and about a dropout that was removed.
 
     `names` are the modules or parameters that the new config adapts.
     """
     notes = []
-    default_scale = scale(config, config["r"], config["lora_alpha"])
-    scales = [scale(config, *rank_and_alpha(config, name)) for name in names]
+    default_scale = compute_scale(config, config["r"], config["lora_alpha"])
+    scales = [compute_scale(config, *find_rank_and_alpha(config, name)) for name in names]
     if not all(math.isclose(scale_of_name, default_scale) for scale_of_name in scales):
         notes.append(
             f"rank_pattern or alpha_pattern change scales; vLLM ignores them, and scales every "

@@ -1,15 +1,17 @@
-"""LoRA factors of stacked experts: PEFT's layout, and the layout in a sharded model.
+"""Convert LoRA factors of stacked experts between PEFT's layout and the layout of a sharded model.
 
     PEFT's layout           lora_A (E * r, in)     expert is the slowest index of E * r
     (unsharded, in files)   lora_B (out, r * E)    expert is the FASTEST index of r * E
     sharded model           lora_A [E, r, in]      both factors keep PEFT's names, and are split
                             lora_B [E, out, r]     over ep like the weights that they adapt
 
-In PEFT's layout an expert owns every E-th column of lora_B, which no DTensor placement can
-describe. With experts as the first dim, both factors are sharded, gathered and checkpointed like
-stacked weights. With etp_size > 1 a sharded model may store the dim 2F of gate_up_proj as two dims
-(2, F), in the weight and in the factor that has this dim (`etp.cut_of_factor`).
-`sharding/values.py` splits the factors. The shape letter P is the rank r of an adapter.
+In PEFT's layout the columns of one expert are every E-th column of lora_B, which no DTensor
+placement can describe. With experts as the first dim, both factors are sharded, gathered and
+checkpointed like stacked weights. With etp_size > 1 a sharded model may store the dim 2F of
+gate_up_proj as two dims (2, F), in the weight and in the factor that has this dim
+(`etp.cut_of_factor`). `sharding/values.py` splits the factors over ranks.
+
+The shape letter P is the rank r of an adapter.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ class Adapter:
     scale: float
     num_experts: int
 
-    def of_experts(self, local_experts: slice) -> tuple[Tensor, Tensor]:
-        """Return a_LPI and b_LOP of `local_experts`.
+    def slice_experts(self, local_experts: slice) -> tuple[Tensor, Tensor]:
+        """Return the factors a_LPI and b_LOP of `local_experts`.
 
-        The factors of a sharded model contain only this rank's experts, and are returned whole.
+        In a sharded model the factors contain only this rank's experts, and all are returned.
         """
         a, b = local_tensor(self.a), local_tensor(self.b)
         if is_stacked(a):
@@ -48,10 +50,11 @@ class Adapter:
 
 def join(adapters: Sequence[Adapter], local_experts: slice) -> tuple[Tensor, Tensor, float]:
     """Join active adapters into one (a_LPI, b_LOP, scale), whose rank is the sum of their ranks."""
-    parts = [(*adapter.of_experts(local_experts), adapter.scale) for adapter in adapters]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([a for a, _, _ in parts], 1), torch.cat([b * s for _, b, s in parts], 2), 1.0
+    factors = [(*adapter.slice_experts(local_experts), adapter.scale) for adapter in adapters]
+    if len(factors) == 1:
+        return factors[0]
+    joined_a = torch.cat([a for a, _, _ in factors], 1)
+    return joined_a, torch.cat([b * scale for _, b, scale in factors], 2), 1.0
 
 
 def is_stacked(factor: Tensor) -> bool:
@@ -62,8 +65,8 @@ def is_stacked(factor: Tensor) -> bool:
 def join_gate_and_up(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """View stacked factors as [E, r, in] and [E, out, r].
 
-    If gate and up are two dims (2, F) of a factor (`etp.py`), these two dims are joined. The
-    factor is B; if PEFT takes the dim 2F of the matrix for its input dim, it is A.
+    If a factor has two dims (2, F) for gate and up (`etp.py`), they are joined. B has these dims,
+    or A if PEFT treats the dim 2F of the matrix as its input dim.
     """
     return (a if a.ndim == 3 else a.flatten(2)), (b if b.ndim == 3 else b.flatten(1, 2))
 
@@ -74,7 +77,10 @@ def stack_a(packed: Tensor, num_experts: int) -> Tensor:
 
 
 def stack_b(packed: Tensor, num_experts: int) -> Tensor:
-    """Convert lora_B from (out, r * E) (peft, ParamWrapper.get_delta_weight) to [E, out, r]."""
+    """Convert lora_B from PEFT's layout (out, r * E) to [E, out, r].
+
+    PEFT defines its layout in ParamWrapper.get_delta_weight.
+    """
     return packed.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
 
 

@@ -6,8 +6,8 @@ these slices of the factors:
     b_EOP [8, 48, r]   b[2:4, 0:2]        a_EPI [8, r, 32]   a[2:4]
 
 The sums are rounded as in PEFT's `merge`: one adapter after the other is added to the weight, in
-the promoted dtype of weight and product, and each sum is cast to the weight's dtype. On a CPU a
-whole parameter is bit-equal to PEFT's result, and so are single experts whose matrices are not
+the promoted dtype of weight and product, and each sum is cast to the weight's dtype. On a CPU the
+result is bit-equal to PEFT's for a whole parameter, and for single experts whose matrices are not
 tiny.
 
 `add_updates` changes copies of slices, which callers send or write to files. The model's own
@@ -29,7 +29,10 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def with_whole_factors(update: LowRank, a: Tensor, b: Tensor) -> LowRank:
-    """Give an update its unsharded factors, converted to [E, r, in] and [E, out, r] for a stack."""
+    """Return `update` with the unsharded factors `a` and `b`.
+
+    Factors of a stacked parameter are converted to [E, r, in] and [E, out, r].
+    """
     if update.num_experts and is_stacked(a):
         a, b = join_gate_and_up(a, b)
     elif update.num_experts:
@@ -38,7 +41,7 @@ def with_whole_factors(update: LowRank, a: Tensor, b: Tensor) -> LowRank:
 
 
 def compute_delta(update: LowRank, part: tuple[slice, ...]) -> Tensor:
-    """Compute the update of a slice of the parameter; the factors are whole."""
+    """Compute the update of a slice of the parameter from unsharded factors."""
     a, b = update.a, update.b
     *experts, rows, columns = part
     if update.transposed:
@@ -49,8 +52,8 @@ def compute_delta(update: LowRank, part: tuple[slice, ...]) -> Tensor:
     dtype = b.dtype
     if b.device.type == "cpu" and dtype in _HALF:  # as in PEFT
         a, b = a.float(), b.float()
-    # For a transposed stack PEFT's einsum exchanges the operands, and the rounding differs if a
-    # dim is small. Here the operands are exchanged in the same case.
+    # For a transposed stack PEFT's einsum exchanges the operands, which changes the rounding if a
+    # dim is small, so the operands are exchanged here too.
     if experts and update.transposed:
         return (a.mT @ b.mT).mul_(update.scale).to(dtype)
     product = (b @ a).mul_(update.scale).to(dtype)

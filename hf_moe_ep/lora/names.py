@@ -1,13 +1,13 @@
-"""The keys of the tensors in an adapter file, with LoRA on stacked experts or on single experts.
+"""Read the keys of adapter files, with LoRA on stacked experts or on single experts.
 
     layers.0.mlp.experts.lora_A.weight               stacked: the outer wrapper of PEFT
     layers.0.mlp.experts.base_layer.lora_A.weight    stacked: an inner wrapper
     layers.0.mlp.experts.3.up_proj.lora_A.weight     single: the matrix of one expert
-    layers.0.self_attn.q_proj.lora_A.weight          another module: copied unchanged
+    layers.0.self_attn.q_proj.lora_A.weight          another module, which is copied unchanged
 
 A key does not name the parameter that its wrapper adapts (see `per_expert.py`). PEFT compares a
 target with whole components at the end of a module's name: `up_proj` and `experts.3.up_proj` match
-the module of the third key, `proj` does not.
+the module of the third key, but `proj` does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# For each stacked parameter: the matrices of one expert, whose rows it contains in this order.
+# For each stacked parameter: the matrices of one expert, in the order of their rows.
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 STACKED_KEY = re.compile(r"(?P<experts>.+\.experts)(\.base_layer)*\.lora_[AB]\.weight")
@@ -34,7 +34,7 @@ class Stack:
         experts: the name of the experts module.
         parameter: the name of the module's stacked parameter, a key of `PARTS`.
         num_experts: the number of experts in the parameter.
-        rank, alpha: the rank and alpha of the LoRA of one expert.
+        rank, alpha: the rank and the alpha of the LoRA of one expert.
         wrapper: the name of PEFT's wrapper that has lora_A and lora_B in the stacked form.
     """
 
@@ -54,29 +54,29 @@ class Stack:
         """The name without the layer, such as `mlp.experts.down_proj`."""
         return re.sub(r".*\.\d+\.", "", self.name)
 
-    def modules(self) -> list[list[str]]:
-        """List the modules of each expert in the single form."""
+    def modules_by_expert(self) -> list[list[str]]:
+        """List the names of each expert's modules in the single form."""
         return [
             [f"{self.experts}.{expert}.{part}" for part in PARTS[self.parameter]]
             for expert in range(self.num_experts)
         ]
 
-    def all_modules(self) -> list[str]:
-        return [module for modules in self.modules() for module in modules]
+    def list_modules(self) -> list[str]:
+        return [module for modules in self.modules_by_expert() for module in modules]
 
 
-def is_of_experts(key: str) -> bool:
+def is_expert_key(key: str) -> bool:
     """Return True if a key belongs to LoRA on experts, stacked or single."""
     return bool(STACKED_KEY.fullmatch(key) or SINGLE_KEY.fullmatch(key))
 
 
-def other_modules(keys: Iterable[str]) -> list[str]:
-    """List the modules with LoRA that are not experts, sorted."""
-    matches = [_ANY_KEY.match(key) for key in keys if not is_of_experts(key)]
+def list_other_modules(keys: Iterable[str]) -> list[str]:
+    """List the modules with LoRA that are not experts, in alphabetical order."""
+    matches = [_ANY_KEY.match(key) for key in keys if not is_expert_key(key)]
     return sorted({match["module"] for match in matches if match})
 
 
-def matching_targets(names: Iterable[str]) -> set[str]:
+def list_matching_targets(names: Iterable[str]) -> set[str]:
     """Return all targets that match one of `names`: a.b.c, b.c and c match the name `a.b.c`."""
     targets: set[str] = set()
     for name in names:

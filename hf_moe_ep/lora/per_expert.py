@@ -1,9 +1,9 @@
 """Convert tensors between LoRA on stacked experts and LoRA on the matrices of each expert.
 
 `factors.py` describes PEFT's layout of the factors. PEFT nests one wrapper per parameter, in the
-order of `named_parameters`: gate_up_proj is `experts.base_layer.lora_A`, and down_proj, with
-the outer wrapper, is `experts.lora_A`. Keys do not name the parameter that a wrapper adapts, but
-the shapes of the two wrappers identify it: gate_up maps H to 2F, and down maps F to H.
+order of `named_parameters`: gate_up_proj has the inner wrapper (`experts.base_layer.lora_A`), and
+down_proj has the outer wrapper (`experts.lora_A`). Keys do not name the parameter that a wrapper
+adapts, but the shapes of the two wrappers identify it: gate_up maps H to 2F, and down maps F to H.
 
 Servers that read only single experts ignore such files silently (vllm-project/vllm#41384,
 sgl-project/sglang#27381). For E = 2 and r = 1, let gate_up_proj have A = [a0; a1] and
@@ -16,8 +16,8 @@ This conversion only copies bytes. In the other direction, an A that gate and up
 once. If gate and up have different A, the stacked A is [a_gate; a_up] with rank 2r, B is block
 diagonal, and alpha is changed so that the scale stays the same.
 
-names.py reads names, adapter_config.py converts the config, export.py reads and writes files.
-merged.py adds adapters to weights. DoRA is not supported.
+names.py reads keys, adapter_config.py converts the config, and export.py reads and writes files.
+DoRA is not supported.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torch import Tensor
 
 from hf_moe_ep.lora.adapter_config import (
     CONFIG,
-    config_for_single,
-    config_for_stacked,
-    patterns_of_experts,
-    rank_and_alpha,
+    convert_config_to_single,
+    convert_config_to_stacked,
+    find_rank_and_alpha,
+    list_expert_patterns,
 )
 from hf_moe_ep.lora.factors import pack_a, pack_b, stack_a, stack_b
 from hf_moe_ep.lora.names import (
@@ -43,13 +43,13 @@ from hf_moe_ep.lora.names import (
     SINGLE_KEY,
     STACKED_KEY,
     Stack,
-    matching_targets,
-    other_modules,
+    list_matching_targets,
+    list_other_modules,
 )
 from hf_moe_ep.plan import matches
 
-# `Read` loads a tensor by its name. `Tensors` takes a `Read`, and yields the names and values of
-# the converted tensors.
+# A `Read` is a function that loads a tensor by its name. A `Tensors` is a function that takes a
+# `Read` and yields the names and values of the converted tensors.
 Read = Callable[[str], Tensor]
 Tensors = Callable[[Read], Iterator[tuple[str, Tensor]]]
 _DIRECTIONS = (
@@ -64,8 +64,9 @@ class AdapterFile:
 
     Attributes:
         config: the contents of adapter_config.json.
-        shapes: the tensors on the meta device, by their names without `prefix`.
-        read: loads one tensor, by its name without `prefix`.
+        shapes: tensors on the meta device with the shapes and dtypes, by their names without
+            `prefix`.
+        read: loads one tensor by its name without `prefix`.
         prefix: the prefix that PEFT gives to every name, or "".
         metadata: the metadata of the file with the tensors.
     """
@@ -76,68 +77,69 @@ class AdapterFile:
     prefix: str
     metadata: dict[str, str]
 
-    def shapes_of(self, module: str) -> tuple[torch.Size, torch.Size]:
+    def factor_shapes(self, module: str) -> tuple[torch.Size, torch.Size]:
         """Return the shapes of a module's lora_A and lora_B."""
-        return self.shapes[_key(module, "A")].shape, self.shapes[_key(module, "B")].shape
+        lora_a, lora_b = (self.shapes[_factor_key(module, factor)] for factor in "AB")
+        return lora_a.shape, lora_b.shape
 
-    def factor(self, module: str, factor: str) -> Tensor:
+    def read_factor(self, module: str, factor: str) -> Tensor:
         """Load a module's lora_A or lora_B."""
-        return self.read(_key(module, factor))
+        return self.read(_factor_key(module, factor))
 
 
-def _key(module: str, factor: str) -> str:
+def _factor_key(module: str, factor: str) -> str:
     return f"{module}.lora_{factor}.weight"
 
 
-def to_single(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
-    """Convert to single experts: return the tensors, the config and the stacks of the source."""
+def convert_to_single(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
+    """Convert to single experts. Return the tensors, the config and the stacks of the source."""
     stacks = _find_stacks(file)
 
     def yield_tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
         for stack in stacks:
-            a_EPI = stack_a(read(_key(stack.wrapper, "A")), stack.num_experts)
-            b_EOP = stack_b(read(_key(stack.wrapper, "B")), stack.num_experts).contiguous()
-            for modules, a_PI, b_OP in zip(stack.modules(), a_EPI, b_EOP):
+            a_EPI = stack_a(read(_factor_key(stack.wrapper, "A")), stack.num_experts)
+            b_EOP = stack_b(read(_factor_key(stack.wrapper, "B")), stack.num_experts).contiguous()
+            for modules, a_PI, b_OP in zip(stack.modules_by_expert(), a_EPI, b_EOP):
                 for module, part_OP in zip(modules, b_OP.chunk(len(modules))):
-                    yield _key(module, "A"), a_PI
-                    yield _key(module, "B"), part_OP
+                    yield _factor_key(module, "A"), a_PI
+                    yield _factor_key(module, "B"), part_OP
 
-    config = config_for_single(file.config, stacks, other_modules(file.shapes))
+    config = convert_config_to_single(file.config, stacks, list_other_modules(file.shapes))
     return yield_tensors, config, stacks
 
 
-def to_stacked(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
-    """Convert to stacked experts: return the tensors, the config and the stacks of the result."""
+def convert_to_stacked(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
+    """Convert to stacked experts. Return the tensors, the config and the stacks of the result."""
     stacks = _plan_stacks(file)
     shared = _gate_and_up_share_a(file, stacks)
 
     def yield_tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
         for stack in stacks:
             a_of_experts, b_of_experts = [], []
-            for modules in stack.modules():
-                a_of_parts = [read(_key(module, "A")) for module in modules]
-                b_of_parts = [read(_key(module, "B")) for module in modules]
+            for modules in stack.modules_by_expert():
+                a_of_parts = [read(_factor_key(module, "A")) for module in modules]
+                b_of_parts = [read(_factor_key(module, "B")) for module in modules]
                 if shared:
                     a_of_experts.append(a_of_parts[0])
                     b_of_experts.append(torch.cat(b_of_parts))
                 else:
                     a_of_experts.append(torch.cat(a_of_parts))
                     b_of_experts.append(torch.block_diag(*b_of_parts))
-            yield _key(stack.wrapper, "A"), pack_a(torch.stack(a_of_experts))
-            yield _key(stack.wrapper, "B"), pack_b(torch.stack(b_of_experts))
+            yield _factor_key(stack.wrapper, "A"), pack_a(torch.stack(a_of_experts))
+            yield _factor_key(stack.wrapper, "B"), pack_b(torch.stack(b_of_experts))
 
     growth = {parameter: 1 if shared else len(parts) for parameter, parts in PARTS.items()}
-    config = config_for_stacked(file.config, stacks, other_modules(file.shapes), growth)
+    config = convert_config_to_stacked(file.config, stacks, list_other_modules(file.shapes), growth)
     return yield_tensors, config, stacks
 
 
 def _gate_and_up_share_a(file: AdapterFile, stacks: list[Stack]) -> bool:
     """Return True if gate and up have equal lora_A in every expert of every layer."""
     return all(
-        torch.equal(file.factor(gate, "A"), file.factor(up, "A"))
+        torch.equal(file.read_factor(gate, "A"), file.read_factor(up, "A"))
         for stack in stacks
         if stack.parameter == "gate_up_proj"
-        for gate, up in stack.modules()
+        for gate, up in stack.modules_by_expert()
     )
 
 
@@ -148,8 +150,8 @@ def _find_stacks(file: AdapterFile) -> list[Stack]:
     for experts, wrappers in _find_adapted_experts(file, STACKED_KEY, "stacked").items():
         by_parameter = _match_wrappers(file, experts, sorted(set(wrappers)))
         for parameter, wrapper in by_parameter.items():
-            rank, alpha = rank_and_alpha(file.config, f"{experts}.{parameter}")
-            (rows, _), (out, columns) = file.shapes_of(wrapper)
+            rank, alpha = find_rank_and_alpha(file.config, f"{experts}.{parameter}")
+            (rows, _), (out, columns) = file.factor_shapes(wrapper)
             if rows % rank or rows != columns or out % len(PARTS[parameter]):
                 raise ValueError(
                     f"{wrapper}: lora_A has {rows} rows, lora_B has {columns} columns and {out} "
@@ -171,7 +173,7 @@ def _match_wrappers(file: AdapterFile, experts: str, wrappers: list[str]) -> dic
     A single wrapper is identified by target_parameters, and two wrappers by their shapes.
     """
     targets = file.config.get("target_parameters") or []
-    named = [name for name in PARTS if matching_targets([f"{experts}.{name}"]) & set(targets)]
+    named = [name for name in PARTS if list_matching_targets([f"{experts}.{name}"]) & set(targets)]
     if len(named) != len(wrappers):
         raise ValueError(
             f"{experts} has LoRA on {len(wrappers)} parameters, but target_parameters in {CONFIG} "
@@ -181,8 +183,8 @@ def _match_wrappers(file: AdapterFile, experts: str, wrappers: list[str]) -> dic
         return {named[0]: wrappers[0]}
     # PEFT's order is tried last, so that the error below shows the shapes in PEFT's order.
     for up, down in (wrappers, wrappers[::-1]):
-        (_, up_in), (up_out, _) = file.shapes_of(up)
-        (_, down_in), (down_out, _) = file.shapes_of(down)
+        (_, up_in), (up_out, _) = file.factor_shapes(up)
+        (_, down_in), (down_out, _) = file.factor_shapes(down)
         if up_in == down_out and up_out == 2 * down_in:
             return {"gate_up_proj": up, "down_proj": down}
     raise ValueError(
@@ -193,7 +195,7 @@ def _match_wrappers(file: AdapterFile, experts: str, wrappers: list[str]) -> dic
 
 
 def _plan_stacks(file: AdapterFile) -> list[Stack]:
-    """Plan the stacks of a file of single experts, and check that all experts fit into them."""
+    """Plan the stacks for a file of single experts, and check that all experts fit into them."""
     for name in ("use_dora", "lora_bias"):
         if file.config.get(name):
             raise ValueError(f"PEFT has no {name} on stacked experts; merge this adapter instead")
@@ -206,10 +208,10 @@ def _plan_stacks(file: AdapterFile) -> list[Stack]:
         parameters = [name for name, parts in PARTS.items() if adapted_parts & set(parts)]
         for parameter in parameters:
             wrapper = experts if parameter == parameters[-1] else f"{experts}.base_layer"
-            rank, alpha = rank_and_alpha(file.config, f"{experts}.0.{PARTS[parameter][0]}")
+            rank, alpha = find_rank_and_alpha(file.config, f"{experts}.0.{PARTS[parameter][0]}")
             stack = Stack(experts, parameter, num_experts, rank, alpha, wrapper)
-            first_expert = stack.modules()[0]
-            for expert in stack.modules():
+            first_expert = stack.modules_by_expert()[0]
+            for expert in stack.modules_by_expert():
                 for module, like in zip(expert, first_expert):
                     _check_single(file, stack, module, like)
             stacks.append(stack)
@@ -217,12 +219,12 @@ def _plan_stacks(file: AdapterFile) -> list[Stack]:
 
 
 def _check_single(file: AdapterFile, stack: Stack, module: str, like: str) -> None:
-    """Raise ValueError if the rank, scale, shapes or dtype of a module do not fit into the stack.
+    """Raise ValueError if a module has another rank, alpha, shape or dtype than its stack.
 
     `like` is the same module of the first expert.
     """
     for factor in "AB":
-        key, first_key = _key(module, factor), _key(like, factor)
+        key, first_key = _factor_key(module, factor), _factor_key(like, factor)
         if key not in file.shapes or first_key not in file.shapes:
             raise ValueError(
                 f"{key if key not in file.shapes else first_key} is missing: stacked experts have "
@@ -234,8 +236,8 @@ def _check_single(file: AdapterFile, stack: Stack, module: str, like: str) -> No
                 f"{key} is {tensor.dtype} {tensor.shape}, but {first_key} is {first.dtype} "
                 f"{first.shape}; a stacked parameter has one dtype, and one shape for all experts"
             )
-    in_config = rank_and_alpha(file.config, module)
-    in_file = file.shapes_of(module)[0][0]
+    in_config = find_rank_and_alpha(file.config, module)
+    in_file = file.factor_shapes(module)[0][0]
     if in_config != (stack.rank, stack.alpha) or in_file != stack.rank:
         raise ValueError(
             f"{module} has rank {in_file} in its file and rank and alpha {in_config} in {CONFIG}, "
@@ -251,7 +253,7 @@ def _find_adapted_experts(file: AdapterFile, key: Pattern[str], form: str) -> di
         ValueError: there are no such modules; or the name of a module has another form than `form`,
             or is not the name of experts in a known architecture.
     """
-    patterns = patterns_of_experts(file.config)
+    patterns = list_expert_patterns(file.config)
     adapted: dict[str, list[str]] = {}
     for name in file.shapes:
         match = key.fullmatch(name)

@@ -1,9 +1,9 @@
-"""Optimizers that know how a patched model is sharded.
+"""Train matrices whose rows or columns are sharded over ranks.
 
-    muon             `Muon`: the optimizer, with AdamW for all parameters that are not matrices
-    matrices         which parameters hold matrices, and where each matrix is in its parameter
-    owners           the rank that orthogonalises each sharded matrix, and the order of exchanges
-    orthogonal       Newton-Schulz for a batch of matrices
+    muon             the optimizer `Muon`, with AdamW for all parameters that are not matrices
+    matrices         finds the parameters that contain matrices, and each matrix in its parameter
+    owners           chooses the rank that orthogonalises each sharded matrix, and plans exchanges
+    orthogonal       computes Newton-Schulz for a batch of matrices
 
-A new rule about which parameter is a matrix belongs into `matrices.py`.
+A new rule about which parameters are matrices belongs into `matrices.py`.
 """

@@ -1,21 +1,27 @@
-"""Find the matrices of a patched model: which parameters hold matrices for Muon, and where.
+"""Find the parameters of a patched model that contain matrices for Muon, and each matrix in them.
 
     parameter                               matrices [out, in]
     gate_up_proj of experts [E, 2F, H]      2E: gate (rows 0 .. F-1) and up of each expert
     the same, interleaved                   2E: gate (rows 0, 2, ..) and up (rows 1, 3, ..)
     the same, transposed [E, H, 2F]         2E: columns instead of rows
-    the same, held apart [E, 2, F, H]       2E: with etp_size > 1 (`etp.py`)
+    the same with two dims [E, 2, F, H]     2E: with etp_size > 1 (`etp.py`)
     down_proj of experts [E, H, F]          E
-    weight of an nn.Linear in a decoder     1; with split_heads, one per head of queries, keys and
-    layer, or in an encoder of pictures     values
+    weight of an nn.Linear in a decoder     1, or with split_heads one per head of queries, keys
+    layer, or in an encoder of pictures     and values
 
-AdamW trains all other parameters of at most two dims: embeddings, the head and everything else
-outside of layers and encoders; routers; convolutions; norms, biases, and whatever has only one
-dimension larger than 1; tables of positions and the like, which are not weights of an nn.Linear;
-adapters, unless the user asks for Muon. No rule covers other parameters of three or more dims.
+AdamW trains all other parameters of at most two dims:
 
-With 2 experts of F = 3, gate_up_proj has 12 rows. A rank that holds the rows 2 .. 5 of each expert
-has row 2 of the gate and rows 0 .. 2 of up. `MatrixLayout.block` returns these parts as views.
+    - embeddings, the head and all parameters outside of layers and encoders
+    - routers and convolutions
+    - norms, biases, and all parameters that have only one dimension larger than 1
+    - parameters that are not the weight of an nn.Linear, such as tables of positions
+    - adapters, unless the user asks for Muon
+
+No rule covers other parameters of three or more dims.
+
+With 2 experts of F = 3, gate_up_proj has 6 rows per expert. A rank that holds the rows 2 .. 5 of
+each expert has row 2 of the gate and rows 0 .. 2 of up. `MatrixLayout.view_block` returns views of
+these parts.
 """
 
 from __future__ import annotations
@@ -34,24 +40,24 @@ from hf_moe_ep.upstream.adapters import adapter_parameters
 from hf_moe_ep.upstream.experts_interface import experts_flags, is_experts_module
 from hf_moe_ep.upstream.module_names import stock_name, unwrap
 
-# The projections of attention whose rows are the rows of one head after the other.
-_OF_QUERY_HEADS = ("q_proj", "q_b_proj", "kv_b_proj")
-_OF_KEY_HEADS = ("k_proj", "v_proj")
+# The rows of these projections of attention are divided into heads of consecutive rows.
+_QUERY_HEAD_PROJECTIONS = ("q_proj", "q_b_proj", "kv_b_proj")
+_KEY_HEAD_PROJECTIONS = ("k_proj", "v_proj")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """How a parameter holds matrices [out, in] of one shape.
+    """How a parameter stores matrices [out, in] of one shape.
 
     Attributes:
-        stacked: dim 0 counts experts; otherwise the parameter has two dims.
-        transposed: the last two dims are (in, out).
+        stacked: True if dim 0 counts experts, False if the parameter has two dims.
+        transposed: True if the last two dims are (in, out).
         parts: the number of matrices that share the dim `out` of the parameter.
-        interleaved: row r of `out` belongs to part r % parts; otherwise one part follows the
-            other.
+        interleaved: True if row r of `out` belongs to part r % parts, False if the parts follow
+            each other.
         stack: converts a packed LoRA factor of experts to a stacked view, or None.
-        is_apart: the parts are in a dim of their own, in front of the dim `out` (`etp.py`).
+        has_part_dim: True if the parts have a dim of their own in front of `out` (`etp.py`).
     """
 
     stacked: bool = False
@@ -59,12 +65,12 @@ class MatrixLayout:
     parts: int = 1
     interleaved: bool = False
     stack: Callable[[Tensor], Tensor] | None = None
-    is_apart: bool = False
+    has_part_dim: bool = False
 
     def stacked_view(self, values: Tensor) -> Tensor:
         """View a tensor of the parameter's layout as [E, rows, columns]; E is 1 without experts.
 
-        If parts are apart, the view has their dim, too.
+        If the parts have a dim of their own, the view has this dim, too.
         """
         if self.stack is not None:
             return self.stack(values)
@@ -72,27 +78,27 @@ class MatrixLayout:
 
     @property
     def out_dim(self) -> int:
-        """The dim `out` of `stacked_view`, without the dim of parts that are apart."""
+        """The dim `out` of [E, rows, columns]."""
         return 2 if self.transposed else 1
 
     def matrix_dim(self, dim: int) -> int:
-        """Return the dim of [E, rows, columns] that is the dim `dim` of `stacked_view`."""
-        return dim - 1 if self.is_apart and dim > self.out_dim else dim
+        """Convert a dim of `stacked_view` to a dim of [E, rows, columns]."""
+        return dim - 1 if self.has_part_dim and dim > self.out_dim else dim
 
     def matrix_shape(self, shape: torch.Size) -> tuple[int, int]:
-        """Return (out, in) of one matrix. `shape` is that of the whole `stacked_view`."""
-        if self.is_apart:
+        """Return (out, in) of one matrix. `shape` is the shape of the unsharded `stacked_view`."""
+        if self.has_part_dim:
             sizes = [size for dim, size in enumerate(shape) if dim != self.out_dim]
             return sizes[self.out_dim], sizes[3 - self.out_dim]
         return shape[self.out_dim] // self.parts, shape[3 - self.out_dim]
 
     def part_bounds(self, start: int, stop: int, part: int, rows: int) -> tuple[int, int]:
-        """Return which rows of a part are among the rows start .. stop - 1 of the parameter.
+        """Return the [start, stop) of a part's rows among the rows start .. stop - 1 of `out`.
 
-        `rows` is the number of rows of the part. If parts are apart, a rank has the same rows of
-        each, and `start` and `stop` count the rows of a part.
+        `rows` is the number of rows of the part. If the parts have a dim of their own, a rank has
+        the same rows of each part, and `start` and `stop` already count the rows of a part.
         """
-        if self.is_apart:
+        if self.has_part_dim:
             return start, stop
         if self.interleaved:
             return tuple(-(-(row - part) // self.parts) for row in (start, stop))  # type: ignore[return-value]
@@ -100,14 +106,14 @@ class MatrixLayout:
         low, high = (min(max(row - first, 0), rows) for row in (start, stop))
         return low, high
 
-    def block(self, values: Tensor, start: int, stop: int, part: int, rows: int) -> Tensor:
+    def view_block(self, values: Tensor, start: int, stop: int, part: int, rows: int) -> Tensor:
         """View a rank's rows of one part as [E, out, in].
 
         Args:
             values: the rank's `stacked_view`, with the rows start .. stop - 1 of dim `out`.
-            start, stop: as in `part_bounds`, and so are `part` and `rows`.
+            start, stop, part, rows: as in `part_bounds`.
         """
-        if self.is_apart:
+        if self.has_part_dim:
             block = values.select(self.out_dim, part)
             return block.mT if self.transposed else block
         low, high = self.part_bounds(start, stop, part, rows)
@@ -123,58 +129,59 @@ class MatrixLayout:
 class Layouts:
     """The rules of the module docstring, applied to a model.
 
-    Attributes:
-        of_matrices: the layouts of the parameters that Muon trains.
-        unknown: the parameters that no rule covers, with their names.
-
     Frozen parameters are included, because training may unfreeze them later.
+
+    Attributes:
+        matrix_layouts: the layouts of the parameters that Muon trains.
+        unknown: the names of the parameters that no rule covers.
     """
 
-    of_matrices: dict[nn.Parameter, MatrixLayout]
+    matrix_layouts: dict[nn.Parameter, MatrixLayout]
     unknown: dict[nn.Parameter, str]
 
 
-def find_layouts(model: nn.Module, *, split_heads: bool = False) -> Layouts:
+def find_matrix_layouts(model: nn.Module, *, split_heads: bool = False) -> Layouts:
     """Apply the rules to all parameters of a patched model.
 
     Args:
-        model: patched; if it is sharded, it must be resharded.
-        split_heads: each head of queries, keys and values is a matrix of its own.
+        model: patched. If the model is sharded, no unit may be gathered.
+        split_heads: treat each head of queries, keys and values as a matrix.
 
     Raises:
         ValueError: `model` is not patched, or heads cannot be found.
     """
     inner = unwrap(model)
     plan = patched_state(model).plan
-    of_adapters = adapter_parameters(inner)
+    adapter_ids = adapter_parameters(inner)
     heads = dict(_find_heads(inner, plan)) if split_heads else {}
     layouts = Layouts({}, {})
     for path, module in inner.named_modules():
         name = name_in_layer(stock_name(path), plan)
-        of_adamw = not _is_hidden(name, plan) or _is_router(name, plan)
-        if of_adamw or isinstance(module, (nn.Embedding, *_CONVOLUTIONS)):
+        if not _is_in_layer_or_encoder(name, plan) or _is_router(name, plan):
+            continue
+        if isinstance(module, (nn.Embedding, *_CONVOLUTIONS)):
             continue
         for own_name, parameter in module.named_parameters(recurse=False):
             is_matrix = sum(size > 1 for size in parameter.shape) >= 2
-            if not is_matrix or id(parameter) in of_adapters:
+            if not is_matrix or id(parameter) in adapter_ids:
                 continue
             if own_name.endswith("_bias") and is_experts_module(module):
                 continue
             if parameter.ndim in (3, 4) and is_experts_module(module):
-                is_apart = parameter.ndim == 4
-                layouts.of_matrices[parameter] = _layout_of_experts(module, own_name, is_apart)
+                layout = _find_expert_layout(module, own_name, has_part_dim=parameter.ndim == 4)
+                layouts.matrix_layouts[parameter] = layout
             elif parameter.ndim > 2:
                 layouts.unknown[parameter] = f"{path}.{own_name} {tuple(parameter.shape)}"
             elif isinstance(module, nn.Linear) and own_name == "weight":
-                layouts.of_matrices[parameter] = MatrixLayout(parts=heads.get(name, 1))
+                layouts.matrix_layouts[parameter] = MatrixLayout(parts=heads.get(name, 1))
     return layouts
 
 
-def layout_on_request(model: nn.Module, parameter: nn.Parameter) -> MatrixLayout | None:
+def find_requested_layout(model: nn.Module, parameter: nn.Parameter) -> MatrixLayout | None:
     """Return the layout of a parameter for which a user asks for Muon, or None if it has none.
 
-    A factor that is held apart, [E, 2, F, r], has none: its matrices [2F, r] have rows of gate and
-    up, and a rank has two ranges of them.
+    A factor [E, 2, F, r] (`etp.py`) has none: one of its matrices [2F, r] has rows of gate and up,
+    and a rank has two ranges of these rows.
     """
     if parameter.ndim == 4:
         return None
@@ -185,7 +192,7 @@ def layout_on_request(model: nn.Module, parameter: nn.Parameter) -> MatrixLayout
     return MatrixLayout() if parameter.ndim == 2 else None
 
 
-def _layout_of_experts(module: nn.Module, name: str, is_apart: bool) -> MatrixLayout:
+def _find_expert_layout(module: nn.Module, name: str, *, has_part_dim: bool) -> MatrixLayout:
     flags = experts_flags(module)
     parts = 2 if flags.has_gate and name != "down_proj" else 1
     return MatrixLayout(
@@ -193,11 +200,11 @@ def _layout_of_experts(module: nn.Module, name: str, is_apart: bool) -> MatrixLa
         transposed=flags.is_transposed,
         parts=parts,
         interleaved=parts == 2 and not flags.is_concatenated,
-        is_apart=is_apart,
+        has_part_dim=has_part_dim,
     )
 
 
-def _is_hidden(name: str, plan: ModelPlan) -> bool:
+def _is_in_layer_or_encoder(name: str, plan: ModelPlan) -> bool:
     """Return True if a module is in a decoder layer, or in an encoder of pictures or sound."""
     towers = [] if plan.vision is None else [plan.vision.tower]
     return any(
@@ -221,7 +228,7 @@ def _with_containers(name: str) -> Iterator[str]:
 
 
 def _find_heads(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, int]]:
-    """Yield the projections of attention that consist of heads, and their numbers of heads."""
+    """Yield the name and the number of heads of each projection of attention that has heads."""
     for path, module in model.named_modules():
         name = name_in_layer(stock_name(path), plan)
         if not plan.attention or not matches(plan.attention, name):
@@ -231,10 +238,12 @@ def _find_heads(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, int]]:
         groups = getattr(module, "num_key_value_groups", 1)
         for child, projection in module.named_children():
             child = stock_name(child)
-            if child not in (*_OF_QUERY_HEADS, *_OF_KEY_HEADS):
+            if child not in (*_QUERY_HEAD_PROJECTIONS, *_KEY_HEAD_PROJECTIONS):
                 continue
             rows = getattr(projection, "out_features", 0)
-            count = query_heads if child in _OF_QUERY_HEADS else (query_heads or 0) // groups
+            count = query_heads
+            if child in _KEY_HEAD_PROJECTIONS:
+                count = (query_heads or 0) // groups
             if not count or rows % count:
                 raise ValueError(
                     f"split_heads=True: the heads of {name}.{child} are unknown ({rows} rows, "

@@ -1,14 +1,15 @@
-"""`Muon`: orthogonalised momentum for matrices, AdamW for everything else, on a patched model.
+"""Train the matrices of a patched model by Muon, and its other parameters by AdamW.
 
-`step` does the following on each rank:
+Muon orthogonalises the momentum of a matrix. `Muon.step` does the following on each rank:
 
-    momentum    updated on this rank's shards; a momentum is sharded like its parameter
-    update      whole matrices are orthogonalised where they are; sharded ones are sent to their
-                owner, and their updates are sent back (owners.py)
-    AdamW       one fused call per parameter group, for the shards of all other parameters
+    momentum    It is sharded like its parameter, so each rank updates its shards.
+    update      Matrices that are whole on a rank are orthogonalised there. A sharded matrix is sent
+                to its owner, which sends the update back (owners.py).
+    AdamW       One fused call per parameter group updates the shards of all other parameters.
 
-While the first sharded matrices are sent, the rank orthogonalises its whole experts, and while a
-bucket of sharded matrices is sent, it orthogonalises the bucket before.
+Communication and computation overlap: while the first bucket of sharded matrices is sent, the rank
+orthogonalises its whole matrices, and while another bucket is sent, it orthogonalises the previous
+bucket.
 """
 
 from __future__ import annotations
@@ -25,16 +26,21 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from hf_moe_ep.etp import split_dims_by_id
-from hf_moe_ep.optim.matrices import Layouts, MatrixLayout, find_layouts, layout_on_request
-from hf_moe_ep.optim.orthogonal import adjusted_lr, dtype_of_steps, orthogonalise
+from hf_moe_ep.optim.matrices import (
+    Layouts,
+    MatrixLayout,
+    find_matrix_layouts,
+    find_requested_layout,
+)
+from hf_moe_ep.optim.orthogonal import adjust_lr, choose_dtype, orthogonalise
 from hf_moe_ep.optim.owners import (
     BUCKET_BYTES,
     Bucket,
     Matrices,
     MatrixRange,
     assign_owners,
+    divide_whole_matrices,
     find_sharding,
-    whole_ranges,
 )
 from hf_moe_ep.ranks.all_ranks import check_alike, check_everyone_calls, gather_from_all
 from hf_moe_ep.ranks.boxes import local_tensor
@@ -43,47 +49,47 @@ from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import computing_device, patched_state
 
 _ADJUST = (None, "original", "match_rms_adamw", "spectral_unclamped")
-# Devices for which torch has a fused AdamW.
+# torch has a fused AdamW for these devices.
 _FUSED_ON = ("cpu", "cuda")
 
 
 class Muon(Optimizer):
     """Train the matrices of a patched model by Muon, and its other parameters by AdamW.
 
-    Each matrix is trained as by `torch.optim.Muon`: the same momentum, the same steps of
-    Newton-Schulz in bf16, the same decoupled weight decay. An expert's gate, up and down are three
+    Each matrix is trained as by `torch.optim.Muon`, with the same momentum, the same Newton-Schulz
+    steps in bf16 and the same decoupled weight decay. An expert's gate, up and down are three
     matrices [out, in], also where gate and up are stored as one parameter. Projections of attention
     are matrices as they are stored. AdamW trains embeddings, the head, routers, convolutions,
     norms, biases and adapters.
 
-    No rank gathers the model. Experts that are whole on a rank need no communication; every other
+    No rank gathers the model. Experts that are whole on a rank need no communication. Every other
     matrix is sent to one rank in bf16, and its update is sent back.
 
         model = apply_ep_fsdp2(patch(model, ep_size=8))
         optimizer = Muon(model, lr=3e-4, adjust_lr_fn="match_rms_adamw")
 
-    For the Trainer: `Trainer(optimizer_cls_and_kwargs=(Muon, {"model": model, "lr": 3e-4}))`.
+    With the Trainer: `Trainer(optimizer_cls_and_kwargs=(Muon, {"model": model, "lr": 3e-4}))`.
 
     Args:
-        model: patched, sharded or not. Accelerate may shard it after the optimizer was created;
-            with apply_ep_fsdp2, create the optimizer afterwards.
-        lr: the learning rate of the matrices, which `adjust_lr_fn` scales by the shape of each one.
+        model: patched, sharded or not. Accelerate may shard it after the optimizer was created. If
+            you call apply_ep_fsdp2, create the optimizer afterwards.
+        lr: the learning rate of the matrices, which `adjust_lr_fn` scales by each matrix's shape.
         momentum: the factor by which the momentum decays in each step.
         nesterov: use Nesterov momentum.
-        weight_decay: the decoupled weight decay of all parameters, also of those of AdamW.
+        weight_decay: the decoupled weight decay of all parameters, also of AdamW's.
         ns_steps: the number of Newton-Schulz steps.
         adjust_lr_fn: None or "original" multiplies lr by sqrt(max(1, out / in)). "match_rms_adamw"
             multiplies it by 0.2 * sqrt(max(out, in)), so that learning rates and weight decays that
             were tuned for AdamW can be used (https://arxiv.org/abs/2502.16982, section 2.2).
             "spectral_unclamped", which torch.optim.Muon has from torch 2.15 on, multiplies it by
             sqrt(out / in).
-        split_heads: each head of the projections to queries, keys and values is a matrix.
-        adamw_lr: the learning rate of AdamW; None takes `lr`.
+        split_heads: train each head of the projections to queries, keys and values as a matrix.
+        adamw_lr: the learning rate of AdamW; None stands for `lr`.
         adamw_betas: the `betas` of torch.optim.AdamW.
         adamw_eps: the `eps` of torch.optim.AdamW.
         param_groups: the parameters to train, as dicts with "params" and options of their own, as
-            in torch.optim. "use_muon": True or False chooses Muon or AdamW for a group; a group
-            without it follows the rules above. None trains all parameters that require gradients.
+            in torch.optim. "use_muon": True or False chooses Muon or AdamW for a group. Without
+            this key the rules above choose. None trains all parameters that require gradients.
 
     Raises:
         ValueError: the model is not patched; an option is invalid; no rule covers a parameter.
@@ -116,7 +122,7 @@ class Muon(Optimizer):
         self.split_heads = split_heads
         self._bucket_bytes = BUCKET_BYTES
         self._assignment: _Assignment | None = None
-        self._of_muon = {
+        self._muon_defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
             "momentum": momentum,
@@ -124,7 +130,7 @@ class Muon(Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        self._of_adamw = {
+        self._adamw_defaults = {
             "lr": lr if adamw_lr is None else adamw_lr,
             "weight_decay": weight_decay,
             "betas": adamw_betas,
@@ -142,9 +148,9 @@ class Muon(Optimizer):
                 parameter.requires_grad_(True)
             optimizer.add_param_group({"params": model.model.layers[0].parameters()})
 
-        A group without "use_muon" becomes two groups, if the rules choose both algorithms. Frozen
-        parameters may be given as well: they are trained once they get gradients. With pipeline
-        stages every rank calls this, also with an empty list.
+        A group without "use_muon" becomes two groups if the rules choose both algorithms. Frozen
+        parameters may be given as well; they are trained as soon as they get gradients. With
+        pipeline stages every rank must call this, even with an empty list.
         """
         self._layouts = self._find_layouts()
         params = param_group["params"]
@@ -157,7 +163,7 @@ class Muon(Optimizer):
         by_muon, used = self._choose_algorithms(plain)
         for use_muon in (True, False):
             if use_muon in used:
-                chosen = [is_of_muon == use_muon for is_of_muon in by_muon]
+                chosen = [trained_by_muon == use_muon for trained_by_muon in by_muon]
                 self._add_group(
                     [p for p, is_chosen in zip(params, chosen, strict=True) if is_chosen],
                     [p for p, is_chosen in zip(plain, chosen, strict=True) if is_chosen],
@@ -167,46 +173,48 @@ class Muon(Optimizer):
     def _choose_algorithms(self, params: list[nn.Parameter]) -> tuple[list[bool], set[bool]]:
         """Return for each parameter if Muon trains it, and the set of these values on all stages.
 
-        All pipeline stages must have equally many groups, although some may be empty: checkpoints
-        and schedulers number the groups. So every rank calls this.
+        Checkpoints and schedulers number the groups, so all pipeline stages must have the same
+        number of groups, of which some may be empty. Every rank calls this.
         """
         stages = getattr(patched_state(self.model).meshes, "stages", None)
         if stages is None:
-            by_muon = self._choose(params)
+            by_muon = self._choose_on_this_stage(params)
             return by_muon, set(by_muon)
         column = stages.column.get_group()
-        of_stages = gather_from_all("Muon.add_param_group", lambda: self._choose(params), column)
-        return of_stages[stages.index], set().union(*of_stages)
+        by_stage = gather_from_all(
+            "Muon.add_param_group", lambda: self._choose_on_this_stage(params), column
+        )
+        return by_stage[stages.index], set().union(*by_stage)
 
-    def _choose(self, params: list[nn.Parameter]) -> list[bool]:
+    def _choose_on_this_stage(self, params: list[nn.Parameter]) -> list[bool]:
         if unknown := [self._layouts.unknown[p] for p in params if p in self._layouts.unknown]:
             raise ValueError(
                 f"it is unknown whether these parameters are matrices for Muon: "
                 f"{', '.join(unknown)}; give them to AdamW by Muon(model, ..., param_groups=["
                 f"{{'params': [...], 'use_muon': False}}, {{'params': the other parameters}}])"
             )
-        return [p in self._layouts.of_matrices for p in params]
+        return [p in self._layouts.matrix_layouts for p in params]
 
     def _add_group(self, params: list[Any], plain: list[Any], options: dict[str, Any]) -> None:
         use_muon = options["use_muon"]
-        options = (self._of_muon if use_muon else self._of_adamw) | options
+        options = (self._muon_defaults if use_muon else self._adamw_defaults) | options
         _check_options(options)
         for parameter in plain if use_muon else ():
-            self._layout_of(parameter)
+            self._find_layout(parameter)  # raises ValueError if there is none
         super().add_param_group({"params": params, **options})
 
     def _find_layouts(self) -> Layouts:
         reshard(self.model)
-        return find_layouts(self.model, split_heads=self.split_heads)
+        return find_matrix_layouts(self.model, split_heads=self.split_heads)
 
-    def _layout_of(self, parameter: nn.Parameter) -> MatrixLayout:
+    def _find_layout(self, parameter: nn.Parameter) -> MatrixLayout:
         """Return the layout of a parameter that the rules or the user give to Muon.
 
         Raises:
-            ValueError: the parameter holds no matrices, or parts of them that Muon cannot join.
+            ValueError: the parameter holds no matrices, or parts of matrices that cannot be joined.
         """
-        by_rule = self._layouts.of_matrices.get(parameter)
-        layout = by_rule or layout_on_request(self.model, parameter)
+        by_rule = self._layouts.matrix_layouts.get(parameter)
+        layout = by_rule or find_requested_layout(self.model, parameter)
         if layout is not None:
             return layout
         reason = "which is neither a matrix nor a stacked weight of experts"
@@ -225,8 +233,8 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients. Every rank calls this.
 
-        A parameter without a gradient, such as a frozen one, and its state stay as they are. The
-        same parameters must have gradients on all ranks.
+        A parameter without a gradient and its state do not change. The same parameters must have
+        gradients on all ranks.
 
         Args:
             closure: computes the loss again, as in torch.optim.
@@ -235,8 +243,8 @@ class Muon(Optimizer):
             The result of `closure`, or None.
 
         Raises:
-            RuntimeError: on this rank other matrices have gradients than in the step before, but
-                not all ranks have noticed such a change within five minutes.
+            RuntimeError: on this rank other matrices have gradients than in the previous step, but
+                within five minutes not all ranks reported such a change.
         """
         loss = None
         if closure is not None:
@@ -262,7 +270,8 @@ class Muon(Optimizer):
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             elif state["step"].device != device:
-                # Accelerate loads all state on the host, and `load_state_dict` leaves steps there.
+                # Accelerate loads all states on the host, and `load_state_dict` does not move
+                # "step" to the device.
                 state["step"] = state["step"].to(device)
             for key, column in columns.items():
                 column.append(local_tensor(state[key]))
@@ -270,7 +279,7 @@ class Muon(Optimizer):
         if params:
             adamw(
                 [local_tensor(p) for p in params],
-                _local_grads(params),
+                _get_local_grads(params),
                 columns["exp_avg"],
                 columns["exp_avg_sq"],
                 [],
@@ -287,7 +296,7 @@ class Muon(Optimizer):
             )
 
     def _update_momentum(self, group: dict[str, Any], params: list[nn.Parameter]) -> list[_Update]:
-        """Update the momentum of a group, decay its weights, and return what is orthogonalised."""
+        """Update the momentum of a group, decay its weights, and return the updates of the step."""
         if not params:
             return []
         for parameter in params:
@@ -295,7 +304,7 @@ class Muon(Optimizer):
                 assert parameter.grad is not None
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
         buffers = [local_tensor(self.state[p]["momentum_buffer"]) for p in params]
-        shards, grads = [local_tensor(p) for p in params], _local_grads(params)
+        shards, grads = [local_tensor(p) for p in params], _get_local_grads(params)
         lr = float(group["lr"])
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         torch._foreach_mul_(shards, 1 - lr * group["weight_decay"])
@@ -310,29 +319,29 @@ class Muon(Optimizer):
             return
         assignment = self._assign(updates)
         device = computing_device(self.model)
-        work = [
+        exchanges = [
             _BucketExchange(
                 bucket, assignment.matrices, updates, device, f"bucket {number} of Muon.step"
             )
             for number, bucket in enumerate(assignment.buckets)
         ]
-        if work:
-            work[0].start()
-        for ranges in assignment.whole:
-            _apply_whole(ranges, assignment.matrices, updates, device)
-        for number, exchange in enumerate(work):
+        if exchanges:
+            exchanges[0].start()
+        for matrix_range in assignment.whole:
+            _apply_whole(matrix_range, assignment.matrices, updates, device)
+        for number, exchange in enumerate(exchanges):
             exchange.receive()
-            if number + 1 < len(work):
-                work[number + 1].start()
+            if number + 1 < len(exchanges):
+                exchanges[number + 1].start()
             exchange.orthogonalise()
             if number > 0:
-                work[number - 1].finish()
+                exchanges[number - 1].finish()
             exchange.send_results()
-        if work:
-            work[-1].finish()
+        if exchanges:
+            exchanges[-1].finish()
 
     def _assign(self, updates: Sequence[_Update]) -> _Assignment:
-        """Assign the matrices to owners, or return the last result if nothing has changed."""
+        """Assign the matrices to owners, or return the previous result if nothing has changed."""
         if self._assignment is not None and self._assignment.fits(updates):
             return self._assignment
         self._layouts = self._find_layouts()
@@ -346,8 +355,8 @@ class Muon(Optimizer):
                     f"its model any more; create Muon after apply_ep_fsdp2(model), or pass model "
                     f"and optimizer to accelerator.prepare together"
                 )
-            layout = self._layout_of(parameter)
-            matrices.append(_describe(names[parameter], parameter, layout, update))
+            layout = self._find_layout(parameter)
+            matrices.append(_describe_matrices(names[parameter], parameter, layout, update))
         meshes = patched_state(self.model).meshes
         if meshes is not None:
             # Pipeline stages have different matrices.
@@ -360,7 +369,7 @@ class Muon(Optimizer):
         self._assignment = _Assignment(
             [update.parameter for update in updates],
             matrices,
-            list(whole_ranges(matrices, self._bucket_bytes)),
+            list(divide_whole_matrices(matrices, self._bucket_bytes)),
             assign_owners(matrices, self._bucket_bytes),
         )
         return self._assignment
@@ -369,7 +378,7 @@ class Muon(Optimizer):
 def _check_others_assign(group: dist.ProcessGroup | None) -> None:
     """Check that all ranks assign matrices in this step, before a collective would hang.
 
-    Each rank decides by its own gradients whether it assigns the matrices anew.
+    A rank assigns the matrices anew if other parameters than before have gradients on this rank.
     """
     try:
         check_everyone_calls("assigning matrices in Muon.step", group=group)
@@ -383,7 +392,7 @@ def _check_others_assign(group: dist.ProcessGroup | None) -> None:
 
 @dataclass(frozen=True)
 class _Update:
-    """A parameter of Muon in one step: its shards on this rank, and the options of its group."""
+    """One parameter of Muon in one step, with its shards on this rank and its group's options."""
 
     parameter: nn.Parameter
     shard: Tensor
@@ -402,11 +411,11 @@ class _Assignment:
 
     parameters: list[nn.Parameter]
     matrices: list[Matrices]
-    whole: list[tuple[MatrixRange, ...]]
+    whole: list[MatrixRange]
     buckets: list[Bucket]
 
     def fits(self, updates: Sequence[_Update]) -> bool:
-        """Return True if a step updates these parameters with as many Newton-Schulz steps."""
+        """Return True if a step updates the same parameters by the same Newton-Schulz steps."""
         return len(updates) == len(self.parameters) and all(
             update.parameter is parameter and update.group["ns_steps"] == entry.steps
             for update, parameter, entry in zip(
@@ -416,7 +425,11 @@ class _Assignment:
 
 
 class _BucketExchange:
-    """The exchange of one bucket in one step: blocks to the owners, and results back."""
+    """The exchange of one bucket in one step.
+
+    The methods are called in this order: `start` sends blocks to the owners, `receive`,
+    `orthogonalise`, `send_results` sends blocks of the results back, `finish`.
+    """
 
     def __init__(
         self,
@@ -436,7 +449,7 @@ class _BucketExchange:
         self._owned = bucket.ranges[self._own_rank]
         self._transfer: Transfer | None = None
         self._received: Tensor | None = None
-        # The matrices of this rank, [N, out, in], by their positions in `_owned`.
+        # The matrices that this rank owns, [N, out, in], by the positions of ranges in `_owned`.
         self._joined: dict[tuple[int, ...], Tensor] = {}
 
     def start(self) -> None:
@@ -445,54 +458,56 @@ class _BucketExchange:
         sent = [sum(self._block_sizes(ranges, self._own_rank)) for ranges in self._bucket.ranges]
         received = [sum(self._block_sizes(self._owned, rank)) for rank in ranks]
         blocks = (
-            _block_of_update(matrix_range, self._matrices, self._updates, self._device)
+            _compute_block(matrix_range, self._matrices, self._updates, self._device)
             for ranges in self._bucket.ranges
             for matrix_range in ranges
         )
         self._send(blocks, sent, received)
 
     def receive(self) -> None:
-        """Wait for the blocks of all ranks, and join them to the matrices of this rank."""
+        """Wait for the blocks of all ranks, and join them to the matrices that this rank owns."""
         received = self._wait()
         ranks = range(len(self._bucket.ranges))
         sizes = [size for rank in ranks for size in self._block_sizes(self._owned, rank)]
         blocks = received.split(sizes)
-        for (shape, _), positions in self._alike().items():
-            lengths = self._lengths(positions)
-            joined = received.new_empty((sum(lengths), *shape))
-            for position, of_range in zip(positions, joined.split(lengths), strict=True):
+        for (shape, _), positions in self._group_by_shape().items():
+            counts = self._count_matrices(positions)
+            joined = received.new_empty((sum(counts), *shape))
+            for position, matrices in zip(positions, joined.split(counts), strict=True):
                 for rank in ranks:
                     block = blocks[rank * len(self._owned) + position]
-                    target = self._cut(of_range, self._owned[position], rank)
+                    target = self._view_block(matrices, self._owned[position], rank)
                     target.copy_(block.view(target.shape))
             self._joined[positions] = joined
 
     def orthogonalise(self) -> None:
-        """Orthogonalise the matrices of this rank, those of one shape at once."""
-        for (_, steps), positions in self._alike().items():
+        """Orthogonalise the matrices that this rank owns, all matrices of one shape at once."""
+        for (_, steps), positions in self._group_by_shape().items():
             # Nothing else refers to these matrices, so they are freed in the first step.
             result = orthogonalise(self._joined.pop(positions), steps)
             self._joined[positions] = result
 
     def send_results(self) -> None:
-        """Send the blocks of the results to the ranks that hold them."""
+        """Send each rank its blocks of the results."""
         ranks = range(len(self._bucket.ranges))
-        counts = [sum(self._block_sizes(self._owned, rank)) for rank in ranks]
-        back = [sum(self._block_sizes(ranges, self._own_rank)) for ranges in self._bucket.ranges]
-        by_range: dict[int, Tensor] = {}
-        for positions, result in self._joined.items():
-            by_range |= zip(positions, result.split(self._lengths(positions)), strict=True)
+        sent = [sum(self._block_sizes(self._owned, rank)) for rank in ranks]
+        received = [
+            sum(self._block_sizes(ranges, self._own_rank)) for ranges in self._bucket.ranges
+        ]
+        results: dict[int, Tensor] = {}
+        for positions, joined in self._joined.items():
+            results |= zip(positions, joined.split(self._count_matrices(positions)), strict=True)
         blocks = (
-            self._cut(by_range[position], matrix_range, rank)
+            self._view_block(results[position], matrix_range, rank)
             for rank in ranks
             for position, matrix_range in enumerate(self._owned)
         )
-        self._send(blocks, counts, back)
+        self._send(blocks, sent, received)
         self._joined = {}
 
     def finish(self) -> None:
-        """Add the results to this rank's shards."""
-        ranges = [matrix_range for of_owner in self._bucket.ranges for matrix_range in of_owner]
+        """Add the received results to this rank's shards."""
+        ranges = [matrix_range for owned in self._bucket.ranges for matrix_range in owned]
         blocks = self._wait().split(self._block_sizes(ranges, self._own_rank))
         for matrix_range, block in zip(ranges, blocks, strict=True):
             shape = self._block_shape(matrix_range, self._own_rank)
@@ -505,7 +520,7 @@ class _BucketExchange:
         for block in blocks:
             values[start : start + block.numel()].view(block.shape).copy_(block)
             start += block.numel()
-            del block  # before the next one is computed
+            del block  # is freed before the next block is computed
         self._received = self._empty(sum(expected))
         self._transfer = start_all_to_all(
             self._received,
@@ -522,68 +537,68 @@ class _BucketExchange:
         received, self._transfer, self._received = self._received, None, None
         return received
 
-    def _alike(self) -> dict[tuple[tuple[int, int], int], tuple[int, ...]]:
-        """Map (shape, Newton-Schulz steps) to the positions in `_owned` of the ranges with both."""
-        alike: dict[tuple[tuple[int, int], int], tuple[int, ...]] = {}
+    def _group_by_shape(self) -> dict[tuple[tuple[int, int], int], tuple[int, ...]]:
+        """Map each (shape, Newton-Schulz steps) to the positions of its ranges in `_owned`."""
+        groups: dict[tuple[tuple[int, int], int], tuple[int, ...]] = {}
         for position, matrix_range in enumerate(self._owned):
             entry = self._matrices[matrix_range.index]
             key = entry.shape, entry.steps
-            alike[key] = (*alike.get(key, ()), position)
-        return alike
+            groups[key] = (*groups.get(key, ()), position)
+        return groups
 
-    def _lengths(self, positions: Iterable[int]) -> list[int]:
-        """Return the numbers of matrices of these ranges in `_owned`."""
+    def _count_matrices(self, positions: Iterable[int]) -> list[int]:
+        """Return the number of matrices in each of the ranges at `positions` of `_owned`."""
         return [self._owned[i].stop - self._owned[i].start for i in positions]
 
     def _block_shape(self, matrix_range: MatrixRange, rank: int) -> tuple[int, int, int]:
-        """Return the shape of a rank's block of the matrices of a range."""
+        """Return the shape of a rank's block of the matrices in a range."""
         entry = self._matrices[matrix_range.index]
         shape = [matrix_range.stop - matrix_range.start, *entry.shape]
-        shape[entry.sharded_dim] = entry.lengths(matrix_range.part)[rank]
+        shape[entry.sharded_dim] = entry.block_lengths(matrix_range.part)[rank]
         return shape[0], shape[1], shape[2]
 
     def _block_sizes(self, ranges: Iterable[MatrixRange], rank: int) -> list[int]:
-        """Return the numbers of elements of a rank's blocks of the matrices of these ranges."""
+        """Return the number of elements of a rank's block for each of the ranges."""
         return [math.prod(self._block_shape(matrix_range, rank)) for matrix_range in ranges]
 
-    def _cut(self, matrices: Tensor, matrix_range: MatrixRange, rank: int) -> Tensor:
-        """Return a view of a rank's block of whole matrices."""
+    def _view_block(self, matrices: Tensor, matrix_range: MatrixRange, rank: int) -> Tensor:
+        """Return a view of a rank's block of the whole matrices in a range."""
         entry = self._matrices[matrix_range.index]
-        lengths = entry.lengths(matrix_range.part)
+        lengths = entry.block_lengths(matrix_range.part)
         return matrices.narrow(entry.sharded_dim, sum(lengths[:rank]), lengths[rank])
 
     def _empty(self, size: int) -> Tensor:
         update = self._updates[
             next(matrix_range.index for ranges in self._bucket.ranges for matrix_range in ranges)
         ]
-        return torch.empty(size, dtype=dtype_of_steps(update.grad.dtype), device=self._device)
+        return torch.empty(size, dtype=choose_dtype(update.grad.dtype), device=self._device)
 
 
 def _apply_whole(
-    ranges: Sequence[MatrixRange],
+    matrix_range: MatrixRange,
     matrices: Sequence[Matrices],
     updates: Sequence[_Update],
     device: torch.device,
 ) -> None:
     """Orthogonalise matrices that are whole on this rank, and add them to the parameters."""
-    for matrix_range in ranges:
-        steps = matrices[matrix_range.index].steps
-        result = orthogonalise(_block_of_update(matrix_range, matrices, updates, device), steps)
-        _apply(matrix_range, result, matrices, updates)
+    steps = matrices[matrix_range.index].steps
+    result = orthogonalise(_compute_block(matrix_range, matrices, updates, device), steps)
+    _apply(matrix_range, result, matrices, updates)
 
 
-def _block_of_update(
+def _compute_block(
     matrix_range: MatrixRange,
     matrices: Sequence[Matrices],
     updates: Sequence[_Update],
     device: torch.device,
 ) -> Tensor:
-    """Return this rank's block of the update before it is orthogonalised, [N, out, in]."""
+    """Compute this rank's block [N, out, in] of an update that is not orthogonalised yet."""
     update, entry = updates[matrix_range.index], matrices[matrix_range.index]
-    buffer = _block(matrix_range, entry, update.buffer)
+    buffer = _view_range(matrix_range, entry, update.buffer)
     if update.group["nesterov"]:
-        buffer = _block(matrix_range, entry, update.grad).lerp(buffer, update.group["momentum"])
-    return buffer.to(device=device, dtype=dtype_of_steps(update.grad.dtype))
+        grad = _view_range(matrix_range, entry, update.grad)
+        buffer = grad.lerp(buffer, update.group["momentum"])
+    return buffer.to(device=device, dtype=choose_dtype(update.grad.dtype))
 
 
 def _apply(
@@ -594,32 +609,32 @@ def _apply(
 ) -> None:
     """Add an orthogonalised block to this rank's shard of a parameter."""
     update, entry = updates[matrix_range.index], matrices[matrix_range.index]
-    lr = adjusted_lr(update.lr, update.group["adjust_lr_fn"], *entry.shape)
-    target = _block(matrix_range, entry, update.shard)
+    lr = adjust_lr(update.lr, update.group["adjust_lr_fn"], *entry.shape)
+    target = _view_range(matrix_range, entry, update.shard)
     target.add_(result.to(target.device), alpha=-lr)
 
 
-def _block(matrix_range: MatrixRange, entry: Matrices, values: Tensor) -> Tensor:
-    return entry.block(
-        entry.layout.stacked_view(values)[matrix_range.start : matrix_range.stop], matrix_range.part
-    )
+def _view_range(matrix_range: MatrixRange, entry: Matrices, values: Tensor) -> Tensor:
+    """View a range's matrices in a shard, or this rank's block of them, as [N, out, in]."""
+    stacked_view = entry.layout.stacked_view(values)
+    return entry.view_block(stacked_view[matrix_range.start : matrix_range.stop], matrix_range.part)
 
 
-def _describe(
+def _describe_matrices(
     name: str, parameter: nn.Parameter, layout: MatrixLayout, update: _Update
 ) -> Matrices:
-    whole = layout.stacked_view(torch.empty(parameter.shape, device="meta"))
+    unsharded = layout.stacked_view(torch.empty(parameter.shape, device="meta"))
     return Matrices(
         name=name,
         layout=layout,
-        shape=layout.matrix_shape(whole.shape),
+        shape=layout.matrix_shape(unsharded.shape),
         sharding=find_sharding(parameter, layout),
         steps=update.group["ns_steps"],
-        itemsize=dtype_of_steps(update.grad.dtype).itemsize,
+        itemsize=choose_dtype(update.grad.dtype).itemsize,
     )
 
 
-def _local_grads(params: list[nn.Parameter]) -> list[Tensor]:
+def _get_local_grads(params: list[nn.Parameter]) -> list[Tensor]:
     """Return this rank's shards of the gradients. Every parameter has a gradient."""
     return [local_tensor(cast(Tensor, parameter.grad)) for parameter in params]
 

@@ -1,7 +1,7 @@
-"""Newton-Schulz for many matrices at once, with the operations of torch.optim.Muon in their order.
+"""Compute Newton-Schulz for many matrices at once, by the same operations as torch.optim.Muon.
 
 torch's function (torch/optim/_muon.py) takes one matrix. A rank with 16 experts has 48 matrices of
-two shapes in each layer, so here the matrices of one shape are a batch of `torch.baddbmm`.
+two shapes in each layer, so here all matrices of one shape are computed as a batch.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
 
 
-def dtype_of_steps(dtype: torch.dtype) -> torch.dtype:
+def choose_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients of `dtype` are orthogonalised.
 
-    This is bf16, as in torch.optim.Muon. The only exception is fp64, in which nobody trains and
-    tests compare numbers.
+    This is bf16, as in torch.optim.Muon, except for fp64, in which tests compare numbers.
     """
     return torch.float64 if dtype == torch.float64 else torch.bfloat16
 
 
 def orthogonalise(x_NAB: Tensor, steps: int) -> Tensor:
-    """Make the singular values of each matrix about 1, in `steps` steps of Newton-Schulz.
+    """Bring the singular values of each matrix near 1 by `steps` steps of Newton-Schulz.
 
     Args:
-        x_NAB: N matrices [A, B], in the dtype of `dtype_of_steps`.
+        x_NAB: N matrices [A, B], in the dtype of `choose_dtype`.
         steps: the number of steps.
 
     Returns:
@@ -50,19 +49,20 @@ def orthogonalise(x_NAB: Tensor, steps: int) -> Tensor:
 
 
 def count_flops(rows: int, columns: int, steps: int) -> int:
-    """Return the floating-point operations of `orthogonalise` for one matrix."""
+    """Return the number of floating-point operations of `orthogonalise` for one matrix."""
     short, long = sorted((rows, columns))
     return steps * 2 * short * short * (2 * long + short)
 
 
-def adjusted_lr(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+def adjust_lr(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) -> float:
     """Return the learning rate of a matrix [rows = out, columns = in], as torch.optim.Muon does.
 
-    None or "original": lr * sqrt(max(1, rows / columns)). "match_rms_adamw": the update has the
-    root mean square of AdamW's, so a learning rate of AdamW fits: lr * 0.2 * sqrt(max(rows,
-    columns)); source: https://arxiv.org/abs/2502.16982, section 2.2. "spectral_unclamped": the
-    update has a spectral norm of about lr * sqrt(rows / columns); source:
-    https://jeremybernste.in/writing/deriving-muon.
+    None or "original"      lr * sqrt(max(1, rows / columns))
+    "match_rms_adamw"       lr * 0.2 * sqrt(max(rows, columns)). The update has the same root
+                            mean square as AdamW's, so learning rates of AdamW can be used
+                            (https://arxiv.org/abs/2502.16982, section 2.2)
+    "spectral_unclamped"    lr * sqrt(rows / columns). This is about the spectral norm of the
+                            update (https://jeremybernste.in/writing/deriving-muon)
     """
     if adjust_lr_fn == "spectral_unclamped":
         return lr * math.sqrt(rows / columns)

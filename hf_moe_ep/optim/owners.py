@@ -2,16 +2,16 @@
 
 The ranks of a process group that hold the rows of a matrix send them to the owner of the matrix:
 
-    rank 0 holds   rows 0, 1 of a, b, c, d      owns a and b whole     rows 0, 1 of the results
-    rank 1 holds   rows 2, 3 of a, b, c, d      owns c and d whole     rows 2, 3 of the results
-                                    all-to-all                   all-to-all
+    rank 0   rows 0, 1 of a, b, c, d      all rows of a, b      rows 0, 1 of the results
+    rank 1   rows 2, 3 of a, b, c, d      all rows of c, d      rows 2, 3 of the results
+                              all-to-all            all-to-all
 
-Experts that are whole on a rank stay there. If FSDP2 has sharded the rows of the experts of an ep
-rank, or if an etp group shares these experts, each rank of that group owns an equal number of them.
+Experts that are whole on a rank are not sent. If FSDP2 has sharded the rows of the experts of an ep
+rank, or if an etp group shares these experts, each rank of the group owns an equal number of them.
 All other matrices are assigned in the order of their Newton-Schulz operations, the largest first,
 each to the rank that has the fewest operations so far.
 
-The matrices of an owner are divided into buckets: one bucket is sent while the bucket before is
+The matrices of an owner are divided into buckets: one bucket is sent while the previous bucket is
 orthogonalised. Values are sent in the dtype of Newton-Schulz, bf16. In a group of g ranks with
 equal shards, a rank sends (g - 1) / g of the elements of its shards to the owners, and as an owner
 it sends the same number of elements back.
@@ -31,19 +31,20 @@ from hf_moe_ep.optim.matrices import MatrixLayout
 from hf_moe_ep.optim.orthogonal import count_flops
 from hf_moe_ep.ranks.boxes import box_at, local_tensor
 
-# The size of what a rank owns in one bucket, unless a single matrix is larger.
+# The maximum size of the matrices that a rank owns in one bucket, unless a single matrix is larger.
 BUCKET_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class MatrixSharding:
-    """How the ranks of a group hold the matrices of a parameter, and which rows this rank has.
+    """How the matrices of a parameter are sharded over the ranks of a group.
 
     Attributes:
-        group: the ranks that together hold each matrix; None if this rank has whole matrices.
-        dim: the sharded dim of `MatrixLayout.stacked_view`, 1 or 2.
+        group: the ranks that together have all rows and columns of each matrix; None if this rank
+            has whole matrices.
+        dim: the sharded dim of [E, rows, columns], 1 or 2.
         bounds: for each rank of the group, the [start, stop) of its shard along `dim`.
-        experts: the number of stacked matrices, the same on all ranks of the group.
+        experts: the number E of stacked entries, equal on all ranks of the group.
     """
 
     group: dist.ProcessGroup | None
@@ -63,11 +64,11 @@ class Matrices:
 
     Attributes:
         name: the name of the parameter.
-        layout: how they lie in the parameter.
-        shape: [out, in] of each.
-        sharding: which of their rows or columns this rank has.
-        steps: the steps of Newton-Schulz.
-        itemsize: the bytes of an element as it is sent.
+        layout: how the parameter stores the matrices.
+        shape: [out, in] of each matrix.
+        sharding: how the matrices are sharded, and which rows or columns this rank has.
+        steps: the number of Newton-Schulz steps.
+        itemsize: the number of bytes of an element in an exchange.
     """
 
     name: str
@@ -79,18 +80,18 @@ class Matrices:
 
     @property
     def flops(self) -> int:
-        """The operations of Newton-Schulz for one matrix."""
+        """The number of floating-point operations of Newton-Schulz for one matrix."""
         return count_flops(*self.shape, self.steps)
 
-    def block(self, stacked_view: Tensor, part: int) -> Tensor:
-        """View this rank's share of one part, [E, out, in]; one of the last two dims is sharded."""
+    def view_block(self, stacked_view: Tensor, part: int) -> Tensor:
+        """View this rank's shard of one part, [E, out, in]. One of the last two dims is sharded."""
         layout, sharding = self.layout, self.sharding
         rows = (0, self.shape[0] * layout.parts)
         if sharding.group is not None and sharding.dim == layout.out_dim:
             rows = sharding.bounds[sharding.rank]
-        return layout.block(stacked_view, *rows, part, self.shape[0])
+        return layout.view_block(stacked_view, *rows, part, self.shape[0])
 
-    def lengths(self, part: int) -> list[int]:
+    def block_lengths(self, part: int) -> list[int]:
         """Return the lengths of all ranks' blocks along the sharded dim."""
         if self.sharding.dim != self.layout.out_dim:
             return [stop - start for start, stop in self.sharding.bounds]
@@ -112,8 +113,8 @@ class MatrixRange:
 
     Attributes:
         index: the number of the parameter.
-        part: the part of the parameter's layout.
-        start, stop: the experts, counted among those of this rank.
+        part: the number of the part in the parameter's layout.
+        start, stop: the bounds of the experts, counted from the first expert of this rank.
     """
 
     index: int
@@ -124,19 +125,19 @@ class MatrixRange:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices that are sent in one exchange; rank r of `group` owns those in `ranges[r]`."""
+    """The matrices of one exchange. Rank r of `group` owns the matrices in `ranges[r]`."""
 
     group: dist.ProcessGroup
     ranges: tuple[tuple[MatrixRange, ...], ...]
 
 
 def find_sharding(tensor: Tensor, layout: MatrixLayout) -> MatrixSharding:
-    """Find how the ranks of a group hold the matrices of a parameter.
+    """Find how the matrices of a parameter are sharded over the ranks of a group.
 
     Raises:
         ValueError: two axes of a mesh shard the rows or columns of the matrices.
     """
-    first_dim = 0 if layout.stacked else 1  # of `stacked_view`, in which `tensor` has dim 0
+    first_dim = 0 if layout.stacked else 1  # dim 0 of `tensor` is this dim of `stacked_view`
     experts = layout.stacked_view(local_tensor(tensor)).shape[0]
     whole = MatrixSharding(None, layout.out_dim, (), experts)
     if not isinstance(tensor, DTensor):
@@ -166,26 +167,26 @@ def find_sharding(tensor: Tensor, layout: MatrixLayout) -> MatrixSharding:
     return MatrixSharding(mesh.get_group(axis), sharded_dim, tuple(bounds), experts)
 
 
-def whole_ranges(
+def divide_whole_matrices(
     matrices: Sequence[Matrices], bucket_bytes: int = BUCKET_BYTES
-) -> Iterator[tuple[MatrixRange, ...]]:
+) -> Iterator[MatrixRange]:
     """Yield the matrices that are whole on this rank, in ranges that each fit in a bucket."""
     for index, entry in enumerate(matrices):
         if entry.sharding.group is not None:
             continue
-        at_once = max(1, bucket_bytes // _bytes_of_matrix(entry))
+        num_experts = entry.sharding.experts
+        at_once = max(1, bucket_bytes // _count_matrix_bytes(entry))
         for part in range(entry.layout.parts):
-            for start in range(0, entry.sharding.experts, at_once):
-                yield (
-                    MatrixRange(index, part, start, min(start + at_once, entry.sharding.experts)),
-                )
+            for start in range(0, num_experts, at_once):
+                yield MatrixRange(index, part, start, min(start + at_once, num_experts))
 
 
 def assign_owners(matrices: Sequence[Matrices], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Assign all sharded matrices to owners. The result is the same on all ranks of a group.
+    """Assign all sharded matrices to owners.
 
     Returns:
-        The buckets in the order in which all ranks must exchange them.
+        The buckets in the order in which all ranks must exchange them, equal on all ranks of a
+        group.
     """
     by_group: dict[dist.ProcessGroup, list[int]] = {}
     for index, entry in enumerate(matrices):
@@ -203,53 +204,49 @@ def assign_owners(matrices: Sequence[Matrices], bucket_bytes: int = BUCKET_BYTES
 def _choose_owners(
     matrices: Sequence[Matrices], indices: Sequence[int], num_ranks: int
 ) -> list[list[MatrixRange]]:
-    """Return the ranges of each rank, those of the largest matrices first."""
+    """Return the ranges that each rank owns, with the largest matrices first."""
     owned: list[list[MatrixRange]] = [[] for _ in range(num_ranks)]
     flops = [0] * num_ranks
     single = []
     for index in indices:
         entry = matrices[index]
-        each = entry.sharding.experts // num_ranks
+        per_rank = entry.sharding.experts // num_ranks
         for part in range(entry.layout.parts):
-            for rank in range(num_ranks if each else 0):
-                owned[rank].append(MatrixRange(index, part, rank * each, (rank + 1) * each))
-                flops[rank] += each * entry.flops
-            for expert in range(each * num_ranks, entry.sharding.experts):
+            for rank in range(num_ranks if per_rank else 0):
+                start = rank * per_rank
+                owned[rank].append(MatrixRange(index, part, start, start + per_rank))
+                flops[rank] += per_rank * entry.flops
+            for expert in range(per_rank * num_ranks, entry.sharding.experts):
                 single.append(MatrixRange(index, part, expert, expert + 1))
-    for matrix_range in sorted(
-        single, key=lambda matrix_range: -matrices[matrix_range.index].flops
-    ):
+    single.sort(key=lambda matrix_range: -matrices[matrix_range.index].flops)
+    for matrix_range in single:
         rank = flops.index(min(flops))
         owned[rank].append(matrix_range)
         flops[rank] += matrices[matrix_range.index].flops
-    # Matrices of one shape follow each other, because they are orthogonalised together.
+
+    def largest_first(matrix_range: MatrixRange) -> tuple[int, tuple[int, int]]:
+        entry = matrices[matrix_range.index]
+        return -entry.flops, entry.shape
+
+    # Matrices of one shape must follow each other, because they are orthogonalised together.
     for ranges in owned:
-        ranges.sort(
-            key=lambda matrix_range: (
-                -matrices[matrix_range.index].flops,
-                matrices[matrix_range.index].shape,
-            )
-        )
+        ranges.sort(key=largest_first)
     return owned
 
 
 def _divide(
     matrices: Sequence[Matrices], ranges: Sequence[MatrixRange], bucket_bytes: int
 ) -> Iterator[tuple[MatrixRange, ...]]:
-    """Divide the ranges of a rank into buckets."""
+    """Divide the ranges that a rank owns into buckets."""
     bucket: list[MatrixRange] = []
     num_bytes = 0
     for matrix_range in ranges:
         entry = matrices[matrix_range.index]
-        at_once = max(1, bucket_bytes // _bytes_of_matrix(entry))
+        at_once = max(1, bucket_bytes // _count_matrix_bytes(entry))
         for start in range(matrix_range.start, matrix_range.stop, at_once):
-            piece = MatrixRange(
-                matrix_range.index,
-                matrix_range.part,
-                start,
-                min(start + at_once, matrix_range.stop),
-            )
-            size = (piece.stop - piece.start) * _bytes_of_matrix(entry)
+            stop = min(start + at_once, matrix_range.stop)
+            piece = MatrixRange(matrix_range.index, matrix_range.part, start, stop)
+            size = (stop - start) * _count_matrix_bytes(entry)
             if bucket and num_bytes + size > bucket_bytes:
                 yield tuple(bucket)
                 bucket, num_bytes = [], 0
@@ -259,5 +256,5 @@ def _divide(
         yield tuple(bucket)
 
 
-def _bytes_of_matrix(entry: Matrices) -> int:
+def _count_matrix_bytes(entry: Matrices) -> int:
     return entry.shape[0] * entry.shape[1] * entry.itemsize

@@ -56,7 +56,7 @@ def install() -> None:
 
 
 def load(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `PreTrainedModel.from_pretrained`: check, load and patch a MoE model.
+    """Wrap `PreTrainedModel.from_pretrained`: patch a MoE model, and read few of its weights.
 
     Raises:
         ValueError: before any weight is read: the model cannot be patched with these settings.
@@ -76,7 +76,7 @@ def load(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> 
 
 
 def build(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `PreTrainedModel._from_config`, which from_config calls: patch a MoE model."""
+    """Wrap `PreTrainedModel._from_config`: patch a MoE model that is created from a config."""
     if not _is_top_level():
         return original(cls, *args, **kwargs)
     from hf_moe_ep.runner.load import Load
@@ -91,18 +91,8 @@ def build(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) ->
 _FEATURE = Feature(_COMMAND)
 # Process: installed by `hf-moe-ep run`, and by nothing else.
 LOADERS = (
-    Wrap(
-        "transformers.modeling_utils:PreTrainedModel.from_pretrained",
-        load,
-        "patches models that a command loads; reads few of their weights",
-        _FEATURE,
-    ),
-    Wrap(
-        "transformers.modeling_utils:PreTrainedModel._from_config",
-        build,
-        "patches models that a command creates from a config",
-        _FEATURE,
-    ),
+    Wrap("transformers.modeling_utils:PreTrainedModel.from_pretrained", load, _FEATURE),
+    Wrap("transformers.modeling_utils:PreTrainedModel._from_config", build, _FEATURE),
 )
 
 

@@ -59,16 +59,22 @@ class Wrap:
     """One function of another project, and our function that is called instead.
 
     Attributes:
-        target: the name of the function, as in the docstring of this module.
-        wrapper: our function. Its first argument is the stock function.
-        why: what would be wrong without the wrapper.
+        target: the function, as described in the docstring of this module.
+        wrapper: our function. Its first argument is the stock function. The first line of its
+            docstring is "Wrap `target`: reason."
         feature: the feature that needs the wrapper.
     """
 
     target: str
     wrapper: Callable[..., Any]
-    why: str
     feature: Feature
+
+    @property
+    def why(self) -> str:
+        """The reason of the wrapper: the first line of its docstring, behind the colon."""
+        function = getattr(self.wrapper, "func", self.wrapper)  # of a functools.partial
+        first_line = (function.__doc__ or "").partition("\n")[0]
+        return first_line.partition(": ")[2].removesuffix(".")
 
     @property
     def package(self) -> str:

@@ -1,6 +1,6 @@
-"""A script like transformers' `run_clm_no_trainer.py`: 4 ranks log and save what one process does.
+"""A script like `run_clm_no_trainer.py` logs and saves the same on 4 ranks as in one process.
 
-The ranks use ep 2 and ep 4. A run that is killed within an epoch resumes from its last state, and
+The ranks use ep 2 and ep 4. A run that is killed in an epoch resumes from its last state, and
 continues bit by bit.
 """
 
@@ -64,7 +64,7 @@ def test_a_loop_under_accelerate_equals_stock(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_loop_resumes_from_its_last_state(tmp_path: Path) -> None:
-    """With the same number of ranks, the resumed steps are equal bit by bit."""
+    """The number of ranks is the same, so the resumed steps are equal bit by bit."""
     uninterrupted = run_job(tmp_path / "whole", "--ep-size", "2")
     with pytest.raises(AssertionError, match="exit code"):
         run_job(tmp_path / "killed", "--ep-size", "2", "--die-at", "3")
@@ -81,5 +81,5 @@ def test_a_tracker_that_fails_ends_all_ranks(tmp_path: Path) -> None:
     message = r"tracker 'lines' \(.*Lines\) failed on rank 0: OSError: no space left on device"
     with pytest.raises(AssertionError, match="exit code 1 of "):
         run_job(tmp_path / "failing", "--ep-size", "2", "--tracker-fails-at", "2")
-    # Search the whole output, because other ranks may print after rank 0's error.
+    # The whole output is searched, because other ranks may print after rank 0's error.
     assert re.search(message, (tmp_path / "failing" / "output.txt").read_text())

@@ -1,7 +1,7 @@
-"""A script like transformers' `run_clm.py`, with the Trainer: 4 ranks log the same as one process.
+"""A script like transformers' `run_clm.py`, with the Trainer, logs the same on 4 ranks as stock.
 
-The ranks use ep 2. Losses, gradient norms, accuracy and perplexity are compared, and stock loads
-the saved model.
+Stock is one process, and the ranks use ep 2. Losses, gradient norms, accuracy and perplexity are
+compared, and stock loads the saved model.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Dispatch with random routing on 4 ranks: results, bytes sent, repeated runs, and max_rows.
+"""Test dispatch with random routing on 4 ranks: results, bytes, repeated runs, and max_rows.
 
 The expected results come from one process that runs every expert on every token in fp64 and
 multiplies by the routing weights (0 for experts that were not chosen).
@@ -30,14 +30,14 @@ from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
 
-HIDDEN, FFN = 37, 3  # no multiple of 16, so that messages are filled up
+HIDDEN, FFN = 37, 3  # not multiples of 16, so that messages are filled up
 NUM_CASES = 200
 FORMULA = ExpertFormula()
 
 
 @dataclass(frozen=True)
 class Case:
-    """A random routing: `tokens` by rank of the ep group, experts drawn from `pool`."""
+    """A random routing with `tokens[r]` tokens on rank r of the ep group, and experts of `pool`."""
 
     seed: int
     ep: int
@@ -71,8 +71,8 @@ class Case:
         return Header(self.seed, 0, True, True, False, False, self.top_k, 8)
 
 
-def _random_case(seed: int) -> Case:
-    """Every 4th case has k = E, every 5th a rank without tokens, every 3rd few experts."""
+def _draw_case(seed: int) -> Case:
+    """Draw a case: every 4th has k = E, every 5th a rank without tokens, every 3rd few experts."""
     rng = random.Random(seed)
     ep = rng.choice([2, 4])
     experts = ep * rng.randint(1, 4)
@@ -143,7 +143,7 @@ def _check_numbers(case: Case, group: dist.ProcessGroup) -> None:
 
 
 class _CountSent(TorchDispatchMode):
-    """Count the bytes that leave this rank, by kind and by bytes of a row."""
+    """Count the bytes that this rank sends, by kind and by the bytes of a row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,8 +165,8 @@ class _CountSent(TorchDispatchMode):
 
 
 def _check_bytes(case: Case, group: dist.ProcessGroup) -> None:
-    """A token is sent once to each other rank of its experts and its result is sent back once; the
-    gradients of both are sent likewise.
+    """A token is sent once to each other rank of its experts, and its result is sent back once. The
+    gradients of both are sent in the same way.
     """
     rank = dist.get_rank(group)
     weights = [w[: case.local].clone().requires_grad_() for w in case.weights()]
@@ -181,7 +181,7 @@ def _check_bytes(case: Case, group: dist.ProcessGroup) -> None:
     # The fields of the header, and for each chunk the rows and the pairs of each expert there.
     numbers = 9 + case.chunks * (1 + case.local)
     want = Counter({("counts", 0): (case.ep - 1) * numbers * 8})
-    # This rank sends tokens and the gradients of their results, and for received tokens their
+    # This rank sends tokens and the gradients of their results. For received tokens it sends their
     # results and the gradients of the tokens. Weights and ids are sent behind tokens, gradients of
     # weights behind the tokens' gradients, in messages of a multiple of 16 columns.
     for columns, num_rows in (
@@ -217,7 +217,7 @@ def _check_repetition(case: Case, group: dist.ProcessGroup) -> None:
 
 
 def _check_max_rows(group: dist.ProcessGroup) -> None:
-    """Rank 1 would get 2 + 3 + 0 + 4 = 9 rows: max_rows=9 allows this, max_rows=8 raises."""
+    """Rank 1 would get 2 + 3 + 0 + 4 = 9 rows. max_rows=9 accepts this, and max_rows=8 does not."""
     case = Case(0, 4, (2, 3, 0, 4), 4, 1, 2, (1,))
     _run(case, group, max_rows=9)
     want = (
@@ -233,7 +233,7 @@ def _check_random_cases(rank: int, world: int, every: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     groups = {4: dist.group.WORLD, 2: pairs[rank // 2]}
     for seed in range(0, NUM_CASES, every):
-        case = _random_case(seed)
+        case = _draw_case(seed)
         _check_numbers(case, groups[case.ep])
         if seed % 5 == 0:
             _check_bytes(case, groups[case.ep])
@@ -243,12 +243,12 @@ def _check_random_cases(rank: int, world: int, every: int) -> None:
 
 
 @pytest.mark.parametrize("every", [24, pytest.param(1, marks=pytest.mark.slow)])
-def test_random_cases_on_four_ranks(every: int) -> None:
+def test_results_bytes_and_repetitions_of_random_cases(every: int) -> None:
     run_ranks(_check_random_cases, 4, every, timeout=300)
 
 
-def test_cases_reach_the_edges() -> None:
-    cases = [_random_case(seed) for seed in range(NUM_CASES)]
+def test_cases_include_idle_ranks_and_experts() -> None:
+    cases = [_draw_case(seed) for seed in range(NUM_CASES)]
     assert sum(case.top_k == case.experts for case in cases) >= 20
     assert sum(0 in case.tokens for case in cases) >= 30
     assert sum(min(case.tokens) < case.chunks for case in cases) >= 30

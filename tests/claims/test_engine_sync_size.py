@@ -1,4 +1,4 @@
-"""The cost of hub_tensors on 4 ranks: additional memory, bytes sent, and products of LoRA factors.
+"""Measure hub_tensors on 4 ranks: additional memory, bytes sent, and products of LoRA factors.
 
 With a model of 960 MiB, resident memory grows by at most 1.2 times max_bytes, including the buffers
 of collectives.
@@ -40,8 +40,8 @@ DIVISIBLE = {"vocab_size": 96, "moe_intermediate_size": 32}  # no shard is padde
 SMALL = 40_000  # max_bytes for small parts
 
 
-def memory_growth(rank: int, world: int) -> None:
-    """Resident memory of each rank grows by at most 1.2 times max_bytes."""
+def memory_grows_by_a_few_parts(rank: int, world: int) -> None:
+    """The resident memory of each rank grows by at most 1.2 times max_bytes."""
     return_what_is_freed()
     with mock.patch.object(nn.init, "normal_"):  # values do not matter here
         stock = tiny(dtype=torch.bfloat16, **LARGE)
@@ -72,7 +72,7 @@ def each_byte_is_received_once(rank: int, world: int) -> None:
 
 
 def each_product_of_factors_is_computed_once(rank: int, world: int) -> None:
-    """One rank of each replica computes an element of B A, and factors are received once."""
+    """One rank of each replica computes an element of B A. Factors are received once."""
     sizes: list[int] = []
 
     def counted(update: Any, part: Any) -> Tensor:
@@ -109,7 +109,10 @@ def each_product_of_factors_is_computed_once(rank: int, world: int) -> None:
 @pytest.mark.parametrize(
     "claim",
     on_ranks(
-        4, memory_growth, each_byte_is_received_once, each_product_of_factors_is_computed_once
+        4,
+        memory_grows_by_a_few_parts,
+        each_byte_is_received_once,
+        each_product_of_factors_is_computed_once,
     ),
 )
 def test_on_four_ranks(found: Found, claim: Check) -> None:

@@ -1,4 +1,4 @@
-"""An impossible request raises on every rank, names both numbers and the fix, and never hangs."""
+"""An impossible request raises an error on every rank, with both numbers and the fix."""
 
 import os
 import re
@@ -29,34 +29,34 @@ LAUNCH = r"distributed_type: FSDP.*fsdp_version: 2"
 SHARDED = "pass the model as from_pretrained returns it"
 
 
-def _llama() -> nn.Module:
+def _build_llama() -> nn.Module:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 11, "num_hidden_layers": 1}
     return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes))
 
 
-def _with_tp() -> nn.Module:
+def _build_with_tp() -> nn.Module:
     model = tiny()
     model._tp_size = 2
     return model
 
 
-def _loaded_distributed() -> nn.Module:
+def _build_distributed() -> nn.Module:
     model = tiny()
     model._is_distributed_loading_by_transformers = True
     return model
 
 
-def _without_experts() -> nn.Module:
+def _build_without_experts() -> nn.Module:
     return tiny(mlp_only_layers=[0, 1])
 
 
-def _without_experts_in_layer_1() -> nn.Module:
+def _build_without_experts_in_layer_1() -> nn.Module:
     model = tiny()
     model.model.layers[1].mlp.experts = nn.Identity()
     return model
 
 
-def _without_layer_1() -> nn.Module:
+def _build_without_layer_1() -> nn.Module:
     model = tiny()
     del model.model.layers[1]
     return model
@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "experts": (tiny, {"ep_size": 3}, r"ep_size \(3\).*num_experts \(8\).*try 1, 2, 4, 8$"),
     "more than experts": (tiny, {"ep_size": 16}, r"ep_size \(16\).*num_experts \(8\).*try 1, 2"),
     "architecture": (
-        _llama,
+        _build_llama,
         {},
         r"unknown architecture 'llama' \(Llama.*none of.*experts interface",
     ),
@@ -89,21 +89,21 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         "gate of Qwen3MoeExperts of qwen3_moe is none of swish, gelu.*experts_backend='eager'",
     ),
     "no experts": (
-        _without_experts,
+        _build_without_experts,
         {},
         "unknown architecture 'qwen3_moe' .*none of its modules uses transformers",
     ),
-    "a layer lost": (_without_layer_1, {}, "found 1 decoder layers.*expected 2"),
+    "a layer lost": (_build_without_layer_1, {}, "found 1 decoder layers.*expected 2"),
     "foreign experts": (
-        _without_experts_in_layer_1,
+        _build_without_experts_in_layer_1,
         {},
         r"without transformers.*layers\.1\.mlp\.experts",
     ),
-    "tp by transformers": (_with_tp, {}, f"transformers sharded this model.*{SHARDED}"),
+    "tp by transformers": (_build_with_tp, {}, f"transformers sharded this model.*{SHARDED}"),
 }
 if hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"):
     match = f"transformers sharded this.*{SHARDED}"
-    REFUSED["loaded distributed"] = (_loaded_distributed, {}, match)
+    REFUSED["loaded distributed"] = (_build_distributed, {}, match)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -124,7 +124,7 @@ def test_a_wrong_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) 
         patch(tiny())
 
 
-def test_without_a_process_group() -> None:
+def test_calls_without_a_process_group_are_refused() -> None:
     model = patch(tiny(), ep_size=2)
     with pytest.raises(ValueError, match=r"needs a process group.*torchrun or accelerate launch"):
         apply_ep_fsdp2(model)
@@ -153,7 +153,7 @@ def fake_ranks() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fake_ranks")
-def test_a_model_that_is_sharded_or_wrapped_already() -> None:
+def test_a_model_that_is_sharded_or_wrapped_already_is_refused() -> None:
     sharded, with_sharded_layer = tiny(), tiny()
     fully_shard(sharded)
     fully_shard(with_sharded_layer.model.layers[0])
@@ -171,13 +171,13 @@ def test_a_model_that_is_sharded_or_wrapped_already() -> None:
 def _assert_raises_on_all(
     match: str, call: Callable[[], Any], kind: type[Exception] = ValueError
 ) -> None:
-    """`call` raises on every rank, and the ranks can still run a collective afterwards."""
+    """Check that `call` raises on every rank, and that ranks can run a collective afterwards."""
     with pytest.raises(kind, match=match):
         call()
     dist.barrier()
 
 
-def impossible_world_sizes_and_a_second_sharding(rank: int, world: int) -> None:
+def impossible_world_sizes_and_a_second_sharding_are_refused(rank: int, world: int) -> None:
     text = r"ep_size \(4\).*2 / 1 = 2.*try 1, 2,.*multiple of 4"
     _assert_raises_on_all(text, lambda: apply_ep_fsdp2(tiny(), ep_size=4))
     six = {"num_experts": 6}
@@ -203,14 +203,14 @@ def impossible_world_sizes_and_a_second_sharding(rank: int, world: int) -> None:
     _assert_raises_on_all("sharded over 2 ranks; unpatch it before", lambda: unpatch(refused))
 
 
-def a_model_inside_ddp(rank: int, world: int) -> None:
+def a_model_inside_ddp_is_refused(rank: int, world: int) -> None:
     model = DistributedDataParallel(patch(tiny()))
     inputs = batch(tiny(), 2, 5, seed=rank)
     _assert_raises_on_all(f"wrapped in DistributedDataParallel.*{LAUNCH}", lambda: model(**inputs))
     model.module(**inputs)  # without DDP's forward, the model runs on one process
 
 
-def weights_on_meta(rank: int, world: int) -> None:
+def weights_on_meta_are_refused(rank: int, world: int) -> None:
     text = r"of rank 0 are on the meta device.*from_pretrained"
     _assert_raises_on_all(text, lambda: apply_ep_fsdp2(tiny().to("meta"), ep_size=2))
     half = tiny()
@@ -226,7 +226,7 @@ def weights_on_meta(rank: int, world: int) -> None:
     model(**batch(want, 2, 5, seed=rank)).loss.backward()
 
 
-def ranks_that_disagree(rank: int, world: int) -> None:
+def ranks_that_disagree_are_refused(rank: int, world: int) -> None:
     def differ(match: str, *options: dict[str, Any], **sizes: list[Any]) -> None:
         own_sizes = {name: values[rank] for name, values in sizes.items()}
         text = f"ranks disagree about {match}"
@@ -252,8 +252,8 @@ def ranks_that_disagree(rank: int, world: int) -> None:
     del os.environ["HF_MOE_EP_EP_SIZE"]
 
 
-def an_error_of_one_rank_in_patch(rank: int, world: int) -> None:
-    """Rank 1 has another ep_size, or lacks a package. Rank 0 raises too instead of waiting."""
+def an_error_of_one_rank_in_patch_is_raised_on_all(rank: int, world: int) -> None:
+    """Rank 1 has another ep_size, or lacks a package. Rank 0 also raises, instead of waiting."""
     config = ParallelConfig(ep_size=2 + rank)
     text = r"ep_size \(3\).*num_experts \(8\)"
     _assert_raises_on_all(text, lambda: apply_ep_fsdp2(tiny(), config))
@@ -265,7 +265,7 @@ def an_error_of_one_rank_in_patch(rank: int, world: int) -> None:
         _assert_raises_on_all(text, call, RuntimeError)
 
 
-def ranks_at_different_positions(rank: int, world: int) -> None:
+def ranks_at_different_positions_raise(rank: int, world: int) -> None:
     """If ranks run different layers or modes, both raise an error that names both positions."""
     model = apply_ep_fsdp2(tiny(), ep_size=2)
     inputs = batch(tiny(), 2, 5, seed=rank)
@@ -295,12 +295,12 @@ def the_fix_of_a_refused_sharding_works_on_the_same_model(rank: int, world: int)
 
 
 ON_TWO_RANKS = [
-    a_model_inside_ddp,
-    weights_on_meta,
-    ranks_that_disagree,
-    an_error_of_one_rank_in_patch,
-    ranks_at_different_positions,
-    impossible_world_sizes_and_a_second_sharding,
+    a_model_inside_ddp_is_refused,
+    weights_on_meta_are_refused,
+    ranks_that_disagree_are_refused,
+    an_error_of_one_rank_in_patch_is_raised_on_all,
+    ranks_at_different_positions_raise,
+    impossible_world_sizes_and_a_second_sharding_are_refused,
     the_fix_of_a_refused_sharding_works_on_the_same_model,
 ]
 
@@ -311,14 +311,14 @@ def test_errors_on_every_rank(found: Found, claim: Check) -> None:
 
 
 def _set_timeouts(seconds: float) -> None:
-    """Set the timeout of all groups, after the first collectives, which need more time."""
+    """Set the timeout of all groups after the first collectives, which need more time."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def _run_one_layer(rank: int, world: int) -> None:
-    """Rank 0 calls only the experts of layer 1, which rank 1 never reaches: rank 0's dispatch waits
-    for rank 1, and no all-gather of FSDP2 does.
+    """Rank 0 calls only the experts of layer 1, which rank 1 never reaches. Then rank 0's dispatch
+    waits for rank 1, and no all-gather of FSDP2 waits.
     """
     model = apply_ep_fsdp2(tiny(), ep_size=2)
     model(**batch(tiny(), 2, 5, seed=rank))
@@ -343,21 +343,21 @@ def _skip_forward(rank: int, world: int) -> None:
 
 
 def _run_other_top_k(rank: int, world: int) -> None:
-    """The parameters of both ranks are alike, but a row of routing has 2 or 3 columns."""
+    """The ranks have equal parameters, but a row of routing has 2 or 3 columns."""
     model = apply_ep_fsdp2(tiny(num_experts_per_tok=2 + rank), ep_size=2)
     model(**batch(tiny(), 2, 5, seed=rank))
 
 
 def _shard_buffers_on_meta(rank: int, world: int) -> None:
-    """load_state_dict(assign=True) leaves buffers on meta that are not in the state_dict."""
+    """After load_state_dict(assign=True), buffers that are not in the state_dict are on meta."""
     state = tiny().state_dict()
     model = tiny().to("meta")
     model.load_state_dict(state, assign=True)
     apply_ep_fsdp2(model, ep_size=2)
 
 
-# name: (a job that breaks its process group, and so has a spawn of its own; a match of the error of
-# rank 0 and rank 1). None stands for a rank that may end with or without an error.
+# name: (a job that breaks its process group, so that it has its own spawn; a match of each rank's
+# error). None stands for a rank that may end with or without an error.
 BROKEN_STEPS: dict[str, tuple[Callable[..., None], list[str | None]]] = {
     "a layer not reached": (_run_one_layer, ["MoE layer 1 of forward 1 .*never reached", None]),
     # Rank 0 waits in FSDP2's first all-gather, whose error does not name a layer.

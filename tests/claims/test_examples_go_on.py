@@ -28,7 +28,7 @@ FLAGS = {
 
 
 def _run_example(script: str, start: Path, folder: Path) -> tuple[list[float], str]:
-    """Run the example; return the losses that it logged, and its output."""
+    """Run the example, and return the losses that it logged and its output."""
     printed = folder.with_suffix(".txt")
     arguments = ["--model", str(start), "--output_dir", str(folder), *COMMON]
     arguments += FLAGS[script].split()
@@ -44,8 +44,8 @@ def _run_example(script: str, start: Path, folder: Path) -> tuple[list[float], s
 @pytest.mark.slow
 @pytest.mark.parametrize("script", FLAGS)
 def test_an_example_resumes(tmp_path: Path, script: str) -> None:
-    """The checkpoint of step 2 is complete, and that of step 3 is not. The resumed run continues
-    with step 3 and equals the whole run bit by bit.
+    """The checkpoint of step 2 is complete, and the checkpoint of step 3 is not. The resumed run
+    continues with step 3 and equals the whole run bit by bit.
     """
     start, uninterrupted, resumed = (tmp_path / name for name in ("start", "whole", "again"))
     making = [sys.executable, EXAMPLES / "make_small_model.py", start]

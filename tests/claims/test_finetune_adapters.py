@@ -1,7 +1,7 @@
 """Stock PEFT loads the adapters of examples/finetune_lora.py and finetune_qlora.py.
 
-It then has the held-out loss that the Trainer logged. For QLoRA, stock's experts get the values of
-the dequantised 4-bit experts.
+The held-out loss in stock PEFT equals the loss that the Trainer logged. For QLoRA, stock's experts
+get the values of the dequantised 4-bit experts.
 """
 
 import json
@@ -28,7 +28,7 @@ NF4_SIZES = ["--moe_intermediate_size", "192"]
 
 
 def _train(folder: Path, name: str, ranks: int, model: list[str], printed: str) -> float:
-    """Run the example; return the held-out loss that its Trainer logged."""
+    """Run the example, and return the held-out loss that its Trainer logged."""
     making = [sys.executable, EXAMPLES / "make_small_model.py", folder / "start", *model]
     subprocess.run(making, check=True)
     launch, output, adapter = folder / "cpu.yaml", folder / "output.txt", folder / "adapter"
@@ -47,7 +47,7 @@ def _train(folder: Path, name: str, ranks: int, model: list[str], printed: str) 
     return next(entry["eval_loss"] for entry in log if "eval_loss" in entry)
 
 
-def _held_out_loss(base: Path, adapter: Path, kind: str | None = None) -> float:
+def _compute_held_out_loss(base: Path, adapter: Path, kind: str | None = None) -> float:
     """Return the loss of stock PEFT. `kind` quantises and dequantises the experts of the base."""
     from text_data import pack, split_text
 
@@ -67,18 +67,20 @@ def _held_out_loss(base: Path, adapter: Path, kind: str | None = None) -> float:
 def test_lora_has_the_trainers_loss_in_stock_peft(tmp_path: Path) -> None:
     want = _train(tmp_path, "finetune_lora", 4, [], "trainable params")
     start, adapter = tmp_path / "start", tmp_path / "adapter"
-    assert abs(_held_out_loss(start, adapter) - want) < 1e-4
-    # Convert the adapter to the layout of servers and back again.
+    assert abs(_compute_held_out_loss(start, adapter) - want) < 1e-4
+    # The adapter is converted to the layout of servers, and back again.
     served, fused = str(tmp_path / "served"), tmp_path / "back"
     assert hf_moe_ep(["export-adapter", str(adapter), served]) == 0
     assert hf_moe_ep(["export-adapter", served, str(fused), "--to", "fused"]) == 0
-    assert _held_out_loss(start, fused) == pytest.approx(_held_out_loss(start, adapter), abs=0)
+    assert _compute_held_out_loss(start, fused) == pytest.approx(
+        _compute_held_out_loss(start, adapter), abs=0
+    )
 
 
 @pytest.mark.slow
 def test_qlora_has_the_trainers_loss_in_stock_peft(tmp_path: Path) -> None:
     want = _train(tmp_path, "finetune_qlora", 2, NF4_SIZES, "held in nf4")
     start, adapter = tmp_path / "start", tmp_path / "adapter"
-    assert abs(_held_out_loss(start, adapter, "nf4") - want) < 1e-4
-    # The experts of the checkpoint, which were not quantised, give another loss.
-    assert abs(_held_out_loss(start, adapter) - want) > 1e-3
+    assert abs(_compute_held_out_loss(start, adapter, "nf4") - want) < 1e-4
+    # With the experts of the checkpoint, which are not quantised, the loss differs.
+    assert abs(_compute_held_out_loss(start, adapter) - want) > 1e-3

@@ -1,6 +1,6 @@
 """examples/finetune_dpo.py logs the same numbers on four ranks as stock does in one process.
 
-The reference model is the one that TRL loads by default: the checkpoint from which training starts.
+TRL loads the reference model by default: the checkpoint from which training starts.
 At the end, the script saves a model that transformers can load.
 """
 
@@ -42,7 +42,7 @@ def _run(start: Path, folder: Path, config_file: Path | None, *flags: str) -> li
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default::FutureWarning")
-def test_losses_and_margins_equal_those_of_stock(tmp_path: Path) -> None:
+def test_losses_and_margins_equal_stock(tmp_path: Path) -> None:
     from finetune_dpo import continuations
     from text_data import split_text
 

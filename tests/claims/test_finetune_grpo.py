@@ -1,4 +1,4 @@
-"""examples/finetune_grpo.py on four ranks: the reward rises, and stock can load the saved model.
+"""In examples/finetune_grpo.py on four ranks the reward rises, and stock loads the saved model.
 
 The reward is the share of digits in the answer to a sum: about 1 % for an untrained model, and
 almost 100 % after a few steps, also in a stock process that loads the saved model.
@@ -26,7 +26,7 @@ FLAGS += " --lr_scheduler_type constant --num_generations 8 --max_completion_len
 FLAGS += " --per_device_train_batch_size 8 --report_to none --disable_tqdm True --save_strategy no"
 
 
-def share_of_digits(model: Any, folder: Path) -> float:
+def measure_share_of_digits(model: Any, folder: Path) -> float:
     """Return the share of digits in a stock model's greedy answers to sums of another seed."""
     from finetune_grpo import in_digits, sums
 
@@ -57,12 +57,12 @@ def test_the_reward_rises(kind: str, tmp_path: Path) -> None:
     assert len(rewards) == STEPS[kind]
     assert rewards[0] < 0.1 and rewards[-1] > 0.7, rewards
     before = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
-    assert share_of_digits(before, start) < 0.1
+    assert measure_share_of_digits(before, start) < 0.1
     if kind == "LoRA":
         after = PeftModel.from_pretrained(before, folder)
     else:
         after = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert share_of_digits(after, folder) > 0.7
+    assert measure_share_of_digits(after, folder) > 0.7
 
 
 def test_rewards_of_example_answers() -> None:

@@ -1,4 +1,4 @@
-"""`generate` of a sharded model: ranks that need different numbers of forwards do not hang."""
+"""Ranks that need different numbers of forwards do not hang in `generate` of a sharded model."""
 
 from functools import partial
 from typing import Any
@@ -18,11 +18,11 @@ def compare_continuations(ep_size: int, options: dict[str, Any], rank: int, worl
     assert_same(f"ep {ep_size}, rank {rank}", continuations(model, rank), want)
     model.train()
     loss = model(input_ids=want["free"], labels=want["free"]).loss
-    loss.backward()  # training works after generate()
+    loss.backward()  # the model can be trained after generate()
     assert torch.isfinite(loss), f"ep {ep_size}: loss {loss}"
 
 
-# Prompt and new tokens of rank 0 have 8 positions; those of other ranks have more.
+# The prompt and the new tokens of rank 0 have 8 positions. On other ranks they have more.
 SHORT = {"max_position_embeddings": 8}
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
 ON_FOUR_RANKS = {"ep 2": partial(compare_continuations, 2, {})}

@@ -1,9 +1,9 @@
-"""GRPO with an engine: after each of 3 steps on 4 ranks, the engine holds the model's weights.
+"""After each of 3 GRPO steps on 4 ranks, the engine has the model's weights.
 
-These are the tensors that save_pretrained writes. In a sync each rank receives every byte that it
-lacks once, in small parts; this includes the factors of LoRA.
+The engine gets the tensors that save_pretrained writes. In a sync each rank receives every byte
+that it lacks once, in small parts, also of LoRA factors.
 
-The engine is `support.engine`'s stand-in for vLLM in TRL's colocate mode (`support.trl_engine`).
+`support.engine` is a fake of vLLM in TRL's colocate mode (`support.trl_engine`).
 """
 
 import os
@@ -44,7 +44,7 @@ FP32_MERGED = 1e-6  # merging is one product and one sum in fp32, here in anothe
 
 
 @contextmanager
-def _in_small_parts(model: Any) -> Iterator[None]:
+def _check_sends_small_parts(model: Any) -> Iterator[None]:
     """Check which bytes a sync sends."""
     small = partial(hub_tensors, max_bytes=MAX_BYTES)
     with mock.patch.object(engines, "hub_tensors", small), Received() as received:
@@ -86,7 +86,9 @@ def grpo(lora: bool, rank: int, world: int, folder: str) -> None:
         synced_weights.append(engine.parameters["model.layers.1.mlp.experts.w13_weight"].clone())
 
     rows = Dataset.from_list([{"prompt": f"word{3 + index}"} for index in range(24)])
-    generation = generation_class(engine, after_sync, during_sync=_in_small_parts, vocab_size=97)
+    generation = generation_class(
+        engine, after_sync, during_sync=_check_sends_small_parts, vocab_size=97
+    )
     with launched(), mock.patch.object(grpo_trainer, "VLLMGeneration", generation):
         model = patch(tiny(dtype=torch.float32), ep_size=2)
         trainer = GRPOTrainer(
@@ -107,6 +109,6 @@ def grpo(lora: bool, rank: int, world: int, folder: str) -> None:
 @pytest.mark.parametrize(
     "claim", on_ranks(4, {"full": partial(grpo, False), "lora": partial(grpo, True)})
 )
-def test_after_each_step_the_engine_holds_the_weights(found: Found, claim: Check) -> None:
+def test_after_each_step_the_engine_has_the_weights(found: Found, claim: Check) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     found.raise_if_failed(claim)

@@ -1,9 +1,9 @@
 """A damaged or hostile checkpoint runs no code, and loads no wrong value without a message.
 
-The tests take checkpoints of `save_checkpoint`, `accelerator.save_state` and the Trainer and spoil
-each at random: they flip a bit, truncate or delete a file, exchange it with another run's, or
-insert a pickle that runs code at one of the places that hold pickles. An attacker can write a
-manifest too, so a hostile checkpoint has a new manifest, no manifest, or the old one.
+The tests damage checkpoints of `save_checkpoint`, `accelerator.save_state` and the Trainer at
+random: they flip a bit, truncate or delete a file, replace a file by another run's, or replace a
+pickle by a pickle that runs code. An attacker can also write a manifest, so a hostile checkpoint
+has a new manifest, no manifest, or the old manifest.
 """
 
 import pickle
@@ -41,7 +41,7 @@ PICKLES = (".pkl", ".bin", ".pt", ".pth")
 
 
 class _Run:
-    """A patched model and its optimizer on this rank, with two ways to save them."""
+    """A patched model and its optimizer on this rank, which can be saved in two ways."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -51,7 +51,7 @@ class _Run:
         _, self.model, self.optimizer = prepared(model, self.accelerator, ep_size=2)
 
     def save_two(self, folder: Path) -> dict[str, Tensor]:
-        """Save the states after one and after two steps; return the values of the first state."""
+        """Save the states after one and two steps, and return the values of the first state."""
         states = []
         for which in ("first", "second"):
             self.accelerator.backward(self.model(**batch(self.model, 2, 7, seed=self.rank)).loss)
@@ -64,8 +64,8 @@ class _Run:
             )
         return states[0]
 
-    def load(self, way: str, folder: Path) -> None:
-        if way == "save_state":
+    def load(self, save_kind: str, folder: Path) -> None:
+        if save_kind == "save_state":
             self.accelerator.load_state(folder)
         else:
             load_checkpoint(folder, self.model, self.optimizer.optimizer)
@@ -73,7 +73,7 @@ class _Run:
 
 
 class _TrainerRun(TrainerCallback):
-    """A Trainer, which is made anew for each checkpoint that it loads."""
+    """A training run, which creates a new Trainer for each checkpoint that it loads."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -90,7 +90,7 @@ class _TrainerRun(TrainerCallback):
         dist.barrier()
         return self.states[0]
 
-    def load(self, way: str, folder: Path) -> None:
+    def load(self, save_kind: str, folder: Path) -> None:
         self._trainer(folder).train(resume_from_checkpoint=str(folder))
 
     def on_step_end(
@@ -134,11 +134,13 @@ def _find_pickles(folder: Path) -> list[tuple[str, Path]]:
     return [
         *(("byte item", dcp) for dcp in dcp_folders if _has_byte_items(dcp)),
         *(("metadata", dcp / ".metadata") for dcp in dcp_folders),
-        *(("file", file) for file in _files(folder) if file.suffix in PICKLES),
+        *(("file", file) for file in _list_files(folder) if file.suffix in PICKLES),
     ]
 
 
-def _plant(kind: str, path: Path, trace: Path, generator: random.Random) -> None:
+def _replace_by_hostile_pickle(
+    kind: str, path: Path, trace: Path, generator: random.Random
+) -> None:
     if kind == "byte item":
         plant(path, trace)
     elif kind == "metadata" or generator.random() < 0.5:
@@ -154,22 +156,24 @@ def _has_byte_items(folder: Path) -> bool:
     )
 
 
-def _files(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     """List the files that hold values; other tests damage the manifest and the marker."""
     excluded = ("manifest.json", manifest.STARTED)
     files = (file for file in folder.rglob("*") if file.is_file())
     return sorted(file for file in files if file.name not in excluded)
 
 
-def _spoil(number: int, saved: Path, other: Path, folder: Path, trace: Path) -> tuple[str, str]:
-    """Spoil a copy of a checkpoint; return the kind of damage, and which manifest the copy has."""
+def _damage_copy(
+    number: int, saved: Path, other: Path, folder: Path, trace: Path
+) -> tuple[str, str]:
+    """Damage a copy of a checkpoint. Return the kinds of the damage and of its manifest."""
     generator = random.Random(number)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(saved, folder)
     pickles = _find_pickles(folder)
     if number % 2 or not pickles:
         kind, which_manifest = generator.choice(DAMAGES), "old"
-        files = [file for file in _files(folder) if file.stat().st_size]
+        files = [file for file in _list_files(folder) if file.stat().st_size]
         file = generator.choice(files)
         before = file.read_bytes()
         _damage(kind, file, other / file.relative_to(folder), generator)
@@ -177,7 +181,7 @@ def _spoil(number: int, saved: Path, other: Path, folder: Path, trace: Path) -> 
             kind = "nothing"
         return kind, which_manifest
     (kind_of_pickle, path), which_manifest = generator.choice(pickles), generator.choice(MANIFESTS)
-    _plant(kind_of_pickle, path, trace, generator)
+    _replace_by_hostile_pickle(kind_of_pickle, path, trace, generator)
     if which_manifest != "old":
         for file in folder.rglob("*"):
             if file.name in ("manifest.json", manifest.STARTED):
@@ -185,43 +189,45 @@ def _spoil(number: int, saved: Path, other: Path, folder: Path, trace: Path) -> 
     return kind_of_pickle, which_manifest
 
 
-def _load_spoiled(
-    rank: int, world: int, folder: str, ways: tuple[str, ...], numbers: list[int]
+def _load_damaged_copies(
+    rank: int, world: int, folder: str, save_kinds: tuple[str, ...], numbers: list[int]
 ) -> Counter[str]:
-    """Load each spoiled checkpoint, and count how many are refused, cause a warning, or load the
+    """Load each damaged checkpoint, and count how many are refused, cause a warning, or load the
     saved values.
     """
     outcomes: Counter[str] = Counter()
     root, copy, trace = Path(folder), Path(folder, "copy"), Path(folder, "code ran")
     with launched(**SHARDED):
-        run = _TrainerRun(rank) if "Trainer" in ways else _Run(rank)
+        run = _TrainerRun(rank) if "Trainer" in save_kinds else _Run(rank)
         saved_values = run.save_two(root)
         for number in numbers:
-            way = ways[number % len(ways)]
+            save_kind = save_kinds[number % len(save_kinds)]
             kind_and_manifest = [("", "")]
             if rank == 0:
-                spoiled = (root / "first" / way, root / "second" / way, copy, trace)
-                kind_and_manifest = [_spoil(number, *spoiled)]
+                damaged = (root / "first" / save_kind, root / "second" / save_kind, copy, trace)
+                kind_and_manifest = [_damage_copy(number, *damaged)]
             dist.broadcast_object_list(kind_and_manifest)
             kind, which_manifest = kind_and_manifest[0]
             if which_manifest == "new":
                 manifest.write(copy, {})
-            outcome = _load(run, way, copy, saved_values)
+            outcome = _load(run, save_kind, copy, saved_values)
             assert not trace.exists(), (
-                f"{number}: loading ran code, {way}, {kind}, {which_manifest}"
+                f"{number}: loading ran code, {save_kind}, {kind}, {which_manifest}"
             )
             assert outcome != "wrong", (
-                f"{number}: {way}, {kind}, {which_manifest}: wrong values, no message"
+                f"{number}: {save_kind}, {kind}, {which_manifest}: wrong values, no message"
             )
             outcomes[outcome] += 1
             dist.barrier()
     return outcomes
 
 
-def _load(run: _Run | _TrainerRun, way: str, folder: Path, saved_values: dict[str, Tensor]) -> str:
+def _load(
+    run: _Run | _TrainerRun, save_kind: str, folder: Path, saved_values: dict[str, Tensor]
+) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        own_error = _error_of(lambda: run.load(way, folder))
+        own_error = _get_error(lambda: run.load(save_kind, folder))
     errors: list[Any] = [None, None]
     dist.all_gather_object(errors, own_error)
     assert len({error == "" for error in errors}) == 1, f"only one rank raised: {errors}"
@@ -231,12 +237,12 @@ def _load(run: _Run | _TrainerRun, way: str, folder: Path, saved_values: dict[st
         return "as saved"
     messages: list[Any] = [None, None]
     dist.all_gather_object(messages, [str(warning.message) for warning in caught])
-    warned = any("verified" in message for of_rank in messages for message in of_rank)
+    warned = any("verified" in message for rank_messages in messages for message in rank_messages)
     return "warned of" if warned else "wrong"
 
 
-def _error_of(load: Callable[[], None]) -> str:
-    """Return the error of `load`, if any. Other tests check which error it is."""
+def _get_error(load: Callable[[], None]) -> str:
+    """Return the text of the error of `load`, or "". Other tests check the kind of the error."""
     try:
         load()
     except Exception as error:  # noqa: BLE001
@@ -245,7 +251,7 @@ def _error_of(load: Callable[[], None]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("count", "ways"),
+    ("count", "save_kinds"),
     [
         (12, OWN_LOOP),
         pytest.param(200, OWN_LOOP, marks=pytest.mark.slow),
@@ -253,11 +259,11 @@ def _error_of(load: Callable[[], None]) -> str:
     ],
     ids=["12", "200", "100 of the Trainer"],
 )
-def test_spoiled_checkpoints_run_no_code_and_load_no_wrong_values(
-    count: int, ways: tuple[str, ...], tmp_path: Path
+def test_damaged_checkpoints_run_no_code_and_load_no_wrong_values(
+    count: int, save_kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
-    arguments = (str(tmp_path), ways, list(range(count)))
-    outcomes, _ = run_ranks(_load_spoiled, 2, *arguments, timeout=900.0)
+    arguments = (str(tmp_path), save_kinds, list(range(count)))
+    outcomes, _ = run_ranks(_load_damaged_copies, 2, *arguments, timeout=900.0)
     print(dict(outcomes))
     assert outcomes.total() == count
     assert outcomes["refused"] > count / 2

@@ -1,4 +1,4 @@
-"""Loading from damaged checkpoints, saving to a full disk, and ranks killed during a save.
+"""Test loads of damaged checkpoints, saves to a full disk, and kills during a save.
 
 test_kills.py lists the tests of kills in other saves.
 """
@@ -45,7 +45,7 @@ def _edit_index(folder: Path, edit: Callable[[dict[str, str]], object]) -> None:
 
 
 def _edit_tensors(folder: Path, key: str, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Rewrite the file that holds `key`."""
+    """Rewrite the file that contains `key`."""
     name = json.loads((folder / INDEX).read_text())["weight_map"][key]
     tensors = load_file(folder / name)
     edit(tensors)
@@ -147,7 +147,7 @@ def _load_damaged(rank: int, world: int, folder: str) -> None:
     own_folder = f"{folder}/whole" if rank == 0 else f"{folder}/other"
     with pytest.raises(ValueError, match=r"rank 1 in .*/other, rank 0 in .*/whole; name one fold"):
         from_pretrained(own_folder, ep_size=2)
-    # The copy holds the same tensors in other files.
+    # The copy has the same tensors in other files.
     own_folder = f"{folder}/whole" if rank == 0 else f"{folder}/copy"
     from_pretrained(own_folder, ep_size=2, output_router_logits=True, trust_remote_code=False)
 
@@ -161,7 +161,7 @@ def _load_tied(rank: int, world: int, folder: str) -> None:
     save_pretrained(from_pretrained(f"{folder}/same", ep_size=2), f"{folder}/tied")
 
 
-def test_a_checkpoint_with_both_names_of_a_tied_weight(tmp_path: Path) -> None:
+def test_a_checkpoint_with_both_names_of_a_tied_weight_loads(tmp_path: Path) -> None:
     different, equal = tiny(dtype=torch.float32), tiny(dtype=torch.float32)
     with torch.no_grad():
         equal.lm_head.weight.copy_(equal.model.embed_tokens.weight)
@@ -311,7 +311,7 @@ def _save_with_different_arguments(rank: int, world: int, folder: str) -> None:
 
 
 def _fail_on_one_rank(rank: int, world: int) -> None:
-    """Rank 1 runs out of memory and raises, while rank 0 is busy and never calls `run_on_all`."""
+    """Rank 1 runs out of memory and raises, while rank 0 never calls `run_on_all`."""
     if rank == 0:
         time.sleep(5)
         return
@@ -333,8 +333,8 @@ def test_ranks_that_save_with_other_arguments_get_an_error(tmp_path: Path) -> No
     assert_equal(read_all(tmp_path), hub_state(tiny(dtype=torch.float32)))
 
 
-def test_a_small_file_system_that_is_full(tmp_path: Path) -> None:
-    """The test mounts a tmpfs of 1 MiB, if this process has the right to do so."""
+def test_a_full_file_system_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    """The test mounts a tmpfs of 1 MiB if this process is allowed to."""
     if os.system(f"mount -t tmpfs -o size=1m none {tmp_path} 2> /dev/null") != 0:
         pytest.skip("needs the right to mount a tmpfs of 1 MiB")
     try:
@@ -354,7 +354,7 @@ def _save_to_full_disk(rank: int, world: int, folder: str) -> None:
 
 
 def test_a_rank_that_dies_after_the_commit_leaves_the_committed_files(tmp_path: Path) -> None:
-    """Rank 0 notices the death in the next `run_on_all`. Files that it has committed must stay."""
+    """Rank 0 notices the death in the next `run_on_all`. It must keep files that it committed."""
     state = {"a": torch.arange(6.0), "b": torch.arange(3.0)}
     for calls in (1, 2, 3):  # the first file, the second, the commit
         folder, results = tmp_path / str(calls), []
@@ -402,7 +402,7 @@ def _save_until_killed(
     [({"ep_size": 2}, 40), ({"pp_size": 2}, 20)],
     ids=["ep", "stages"],
 )
-def test_after_a_kill_the_folder_holds_one_complete_version(
+def test_after_a_kill_the_folder_has_one_complete_version(
     sizes: dict[str, int], rounds: int, tmp_path: Path
 ) -> None:
     draw = random.Random(40)

@@ -2,7 +2,7 @@
 
 In each round two ranks resume from the folder, or start. They save after each step, in some rounds
 in the background. One rank is killed (SIGKILL) at a random moment, mostly during a save. Every loss
-must equal that of an uninterrupted run at the same step.
+must equal the loss of an uninterrupted run at the same step.
 
 Other kinds of saves are killed in test_hub_memory_and_kills.py (`save_pretrained`),
 test_state_kills.py (`save_state` and the Trainer), checkpoints/test_switch.py (before each file
@@ -29,19 +29,19 @@ from hf_moe_ep.checkpoints.training.save import save_checkpoint
 from hf_moe_ep.ranks import all_ranks
 from hf_moe_ep.ranks.background import SaveHandle
 
-# Kind of run: the layouts of even and odd rounds, and the number of layers.
+# kind of run: (the layouts of even and odd rounds, the number of layers)
 RUNS = {
     "ep": ((Layout("ep2", 2, {"ep_size": 2}), Layout("ep1", 2, {"ep_size": 1})), 1),
     "stages": ((Layout("pp2", 2, {"pp_size": 2}),) * 2, 2),
 }
 MODULES = {"folder": training_folder, "manifest": manifest}
-# (rank that dies, seconds after the start of a save or the function in which it dies, number of the
-# save in the round)
+# (the rank that dies; the seconds after the start of a save, or the function in which it dies; the
+# number of the save in the round)
 Kill = tuple[int, float | str, int]
 BUDGET = 1e-9  # transformers' loss has fp32 logits, and another layout sums in another order
 
 
-def _folders(root: Path) -> list[Path]:
+def _list_folders(root: Path) -> list[Path]:
     return list(root.glob("step-*"))
 
 
@@ -50,7 +50,7 @@ def _start(kind: str, round_: int, seed: int = 0) -> Run:
     return start("full", layouts[round_ % 2], seed=seed, num_hidden_layers=num_layers)
 
 
-def _reference_losses(rank: int, world: int, kind: str, steps: int) -> list[float]:
+def _compute_reference_losses(rank: int, world: int, kind: str, steps: int) -> list[float]:
     run = _start(kind, 0)
     return [step(run, number) for number in range(steps)]
 
@@ -60,7 +60,7 @@ def _resume_and_die(rank: int, world: int, kind: str, root: str, round_: int, ki
     victim, moment, after = kill
     run = _start(kind, round_, seed=50 + round_)
     asynchronous, first = round_ % 3 != 0, 0
-    if any((path / "manifest.json").exists() for path in _folders(Path(root))):
+    if any((path / "manifest.json").exists() for path in _list_folders(Path(root))):
         first = load_checkpoint(root, run.model, run.optimizer, run.scheduler)["step"]
     else:
         run = _start(kind, round_)
@@ -73,7 +73,7 @@ def _resume_and_die(rank: int, world: int, kind: str, root: str, round_: int, ki
                 log.write(f"{number} {loss!r} {round_}\n")
         if rank == victim and number == first + after:
             if isinstance(moment, str):
-                handle.wait()  # the previous save may still run, and must not be the one to fail
+                handle.wait()  # the previous save may still run, and must not fail
             _schedule_kill(moment)
         handle = save_checkpoint(
             f"{root}/step-{number + 1}",
@@ -100,7 +100,7 @@ def _run_rounds(kind: str, root: Path, kills: list[Kill]) -> dict[str, int]:
     counts = {"died": 0, "torn": 0, "resumed": 0}
     root.mkdir()
     for round_, kill in enumerate(kills):
-        before = {path.name for path in _folders(root) if (path / "manifest.json").exists()}
+        before = {path.name for path in _list_folders(root) if (path / "manifest.json").exists()}
         try:
             run_ranks(_resume_and_die, 2, kind, str(root), round_, kill, timeout=90)
         except RankError as error:
@@ -108,13 +108,13 @@ def _run_rounds(kind: str, root: Path, kills: list[Kill]) -> dict[str, int]:
             wrong = ("raised ValueError", "raised AssertionError")
             assert not any(text in str(error) for text in wrong), error
             counts["died"] += 1
-        torn = [path for path in _folders(root) if not (path / "manifest.json").exists()]
+        torn = [path for path in _list_folders(root) if not (path / "manifest.json").exists()]
         counts["torn"] += bool(torn)
         counts["resumed"] += bool(before)
-        complete = {path.name for path in _folders(root)} - {path.name for path in torn}
+        complete = {path.name for path in _list_folders(root)} - {path.name for path in torn}
         assert before <= complete, "a complete checkpoint must stay complete"
         for name in complete:
-            manifest.check(root / name)  # a folder with a manifest has to hold every byte
+            manifest.check(root / name)  # a folder with a manifest must be complete
         if complete:
             newest = max(complete, key=lambda name: int(name.partition("-")[2]))
             assert manifest.newest_complete(root).name == newest
@@ -127,7 +127,7 @@ def _check_losses(kind: str, root: Path, kills: list[Kill]) -> tuple[dict[str, i
     counts = _run_rounds(kind, root, kills)
     lines = [line.split() for line in (root / "losses").read_text().splitlines()]
     last = max(int(number) for number, *_ in lines)
-    want = run_ranks(_reference_losses, 2, kind, last + 1)[0]
+    want = run_ranks(_compute_reference_losses, 2, kind, last + 1)[0]
     for number, loss, round_ in lines:
         got = float(loss)
         assert abs(got - want[int(number)]) <= BUDGET * want[int(number)], (number, loss, round_)
@@ -162,6 +162,6 @@ def test_kills_at_random_moments(kind: str, num_kills: int, tmp_path: Path) -> N
     counts, last = _check_losses(kind, tmp_path / "run", kills)
     print(counts, last)
     assert counts["died"] == num_kills, (counts, last)
-    # How many kills meet a save depends on the machine.
+    # The number of kills during a save depends on the machine.
     assert counts["torn"] >= num_kills // 8, (counts, last)
     assert counts["resumed"] >= num_kills * 7 // 8, (counts, last)

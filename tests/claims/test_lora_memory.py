@@ -1,4 +1,4 @@
-"""LoRA on stacked experts: limits on what a step allocates and gathers, and refused calls."""
+"""A step of LoRA on stacked experts allocates and gathers little; impossible calls are refused."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,25 +23,25 @@ from hf_moe_ep import apply_ep_fsdp2, patch, save_pretrained
 from hf_moe_ep.ranks import all_ranks
 
 
-def _largest_of_a_step(model: nn.Module) -> int:
+def _measure_largest_tensor(model: nn.Module) -> int:
     with LargestTensor(model.parameters()) as largest:
         model(**batch(model, 1, 6), use_cache=False).loss.backward()
     return largest.elements
 
 
-def test_a_step_makes_no_tensor_as_large_as_the_experts() -> None:
-    """Stock PEFT makes merged weights and their gradients; a patched model makes neither."""
+def test_a_step_allocates_no_tensor_as_large_as_the_experts() -> None:
+    """Stock PEFT allocates merged weights and their gradients, and a patched model does not."""
     sizes = {"num_experts": 16, "moe_intermediate_size": 64}
     stock = with_lora(tiny(dtype=torch.float32, **sizes), r=2)
     experts = stock.get_base_model().model.layers[0].mlp.experts.get_base_layer()
     smallest = min(experts.gate_up_proj.numel(), experts.down_proj.numel())
-    assert _largest_of_a_step(stock) >= smallest
+    assert _measure_largest_tensor(stock) >= smallest
     model = with_lora(patch(tiny(dtype=torch.float32, **sizes)), r=2)
-    assert _largest_of_a_step(model) < smallest
+    assert _measure_largest_tensor(model) < smallest
 
 
 def backward_gathers_only_units_with_gradients(rank: int, world: int) -> None:
-    """Backward gathers each unit through which gradients flow once, and no layer below these."""
+    """Backward gathers each unit with gradients once, and no layer below these units."""
     layers = {name: [f"{name}", f"{name}.mlp.experts"] for name in ("layers.0", "layers.1")}
     for trained in (("layers.0", "layers.1"), ("layers.1",)):
         model = with_lora(tiny(dtype=torch.float32), r=2)
@@ -51,13 +51,13 @@ def backward_gathers_only_units_with_gradients(rank: int, world: int) -> None:
         loss = model(**batch(model, 2, 9)).loss
         with gathered_units() as gathered:
             loss.backward()
-        # The last layer stays gathered between forward and backward.
+        # The last layer is gathered until backward.
         want = layers["layers.0"] if "layers.0" in trained else []
         assert sorted(gathered) == sorted(want), f"adapters on {trained}"
 
 
 def a_step_with_a_frozen_base_makes_no_merged_weight(rank: int, world: int) -> None:
-    """PEFT's parametrization would merge weights, and is not used. AdamW has moments of shards."""
+    """PEFT's parametrization, which merges weights, is not used. AdamW's moments are shards."""
     torch.manual_seed(0)
     model = with_lora(tiny(dtype=torch.float32), r=2)
     apply_ep_fsdp2(model, ep_size=world)
@@ -94,7 +94,7 @@ def calls_that_cannot_work_on_a_sharded_model_are_refused(rank: int, world: int)
 
 
 def trained_parameters_of_two_dtypes_are_an_error(rank: int, world: int) -> None:
-    """PEFT makes fp32 factors, and copies modules_to_save in the model's dtype."""
+    """PEFT creates fp32 factors, and copies modules_to_save in the model's dtype."""
     for modules_to_save in (["post_attention_layernorm"], None):
         model = with_lora(tiny(dtype=torch.bfloat16), modules_to_save=modules_to_save)
         with launched():
@@ -127,7 +127,7 @@ def test_quantised_experts_are_refused() -> None:
 
 
 def unquantised_experts_of_a_quantised_model_must_be_frozen(rank: int, world: int) -> None:
-    """bitsandbytes quantises linear layers, but not experts, which would then be trained."""
+    """bitsandbytes quantises linear layers, but no experts, so these could be trained."""
     model = tiny(dtype=torch.bfloat16)
     model.is_quantized = True
     with pytest.raises(ValueError, match="4 weights of its experts are not quantized"):

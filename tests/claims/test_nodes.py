@@ -1,4 +1,4 @@
-"""Two and four nodes in network namespaces: bytes that cross the network, and computed numbers."""
+"""Measure the bytes between two and four nodes in network namespaces, and compare results."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ from support.scripts import CPU_4, ROOT, run_script
 
 JOBS = ROOT / "tests" / "support" / "jobs"
 HSDP = ROOT / "examples" / "accelerate" / "gpu_2x8_hsdp.yaml"
-# The most bytes of a measurement for counts of rows, barriers and messages of the agents.
+# The maximum number of bytes of a measurement for row counts, barriers and messages of the agents.
 CONTROL_BYTES = 64 * 1024
 
 
@@ -39,9 +39,9 @@ def _skip_without_namespaces() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("machines", [Machines(2, 2), Machines(4, 1), Machines(4, 2)], ids=str)
 def test_a_token_crosses_once_to_each_node(tmp_path: Path, machines: Machines) -> None:
-    """The bytes that our code counts are exact. An interface sends in addition what TCP adds: a
-    header for each segment, and an acknowledgement for each received segment. DeepSeek-V3's router
-    limits a token to two groups of experts and so to two nodes. Gradients equal all_to_all's.
+    """The bytes that our code counts are exact. At an interface, TCP adds a header for each
+    segment, and an acknowledgement for each received segment. DeepSeek-V3's router limits a token
+    to two groups of experts and so to two nodes. Gradients equal all_to_all's.
     """
     job = [str(JOBS / "crossing.py"), str(tmp_path)]
     with Nodes(machines.nodes) as nodes:
@@ -69,12 +69,12 @@ def test_a_token_crosses_once_to_each_node(tmp_path: Path, machines: Machines) -
         )
         assert expected_sent < sent <= limit, (router, kind, node, sent / expected_sent)
     for router in ROUTERS:
-        of_ranks, of_nodes = (sum(map(sum, pairs(kind, router, machines))) for kind in KINDS)
+        rank_pairs, node_pairs = (sum(map(sum, pairs(kind, router, machines))) for kind in KINDS)
         factor = 0.7 if router == "any" else 1.0
         assert (
-            (of_nodes < factor * of_ranks)
+            (node_pairs < factor * rank_pairs)
             if machines.ranks_per_node > 1
-            else (of_nodes == of_ranks)
+            else (node_pairs == rank_pairs)
         )
     limit = TOKENS * machines.ranks * OF_GROUPS
     assert sum(map(sum, pairs("hierarchical", "groups", machines))) <= limit
@@ -87,10 +87,10 @@ def test_a_token_crosses_once_to_each_node(tmp_path: Path, machines: Machines) -
 @pytest.mark.parametrize(
     ("machines", "replicate", "ep"), [(2, 2, 2), (4, 4, 1), (4, 2, 2)], ids=str
 )
-def test_the_launch_configuration_of_several_machines(
+def test_the_launch_configuration_of_several_machines_gives_the_losses_of_one(
     tmp_path: Path, machines: int, replicate: int, ep: int
 ) -> None:
-    """gpu_2x8_hsdp.yaml on four CPU ranks gives the losses of one machine."""
+    """gpu_2x8_hsdp.yaml is used with four CPU ranks on two nodes."""
     config = yaml.safe_load(HSDP.read_text())
     assert (config["num_machines"], config["num_processes"]) == (2, 16)
     assert config["main_process_port"] == PORT

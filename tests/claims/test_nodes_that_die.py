@@ -1,7 +1,7 @@
 """After a stalled rank or a killed torchrun agent, training on two nodes resumes by itself.
 
-torchrun restarts the ranks of both nodes; support/agents.py restarts a killed agent, as a cluster
-would. The run resumes from the newest complete checkpoint, and every loss equals that of an
+torchrun restarts the ranks of both nodes. As a cluster would, support/agents.py restarts a killed
+agent. The run resumes from the newest complete checkpoint, and every loss equals that of an
 undisturbed run bit by bit.
 """
 
@@ -52,15 +52,15 @@ def _run_undisturbed(rank: int, world: int, steps: int, config: dict[str, Any]) 
 
 
 @cache
-def _undisturbed_losses(steps: int, config: tuple[tuple[str, Any], ...]) -> list[str]:
+def _read_undisturbed_losses(steps: int, config: tuple[tuple[str, Any], ...]) -> list[str]:
     return list(run_ranks(_run_undisturbed, 4, steps, dict(config))[0])
 
 
 def _check_losses(folder: Path, config: dict[str, Any]) -> int:
-    """Compare every written loss, repeated steps included; return the number of steps."""
+    """Compare every written loss, also of repeated steps, and return the number of steps."""
     losses = read_losses(folder)
     assert sorted(losses) == list(range(len(losses)))
-    want = _undisturbed_losses(len(losses), tuple(config.items()))
+    want = _read_undisturbed_losses(len(losses), tuple(config.items()))
     assert losses == {number: {loss} for number, loss in enumerate(want)}
     return len(losses)
 
@@ -96,8 +96,8 @@ def _wait_until(agents: Agents, done: Callable[[], bool], patience: float, what:
 
 
 EVERYONE = "mesh_of_all_ranks of ranks 0, 1, 2, 3"
-# name: (what the rank does, the rank, config, {node: the group that waits there}, the rank that the
-# error names).
+# name: (the action of the rank, the rank, config, {node: the group that waits there}, the rank that
+# the error names).
 STALLS: dict[str, tuple[str, int, dict[str, Any], dict[int, str], str]] = {
     "ep 4": ("stall", 3, CONFIG, {0: EVERYONE, 1: EVERYONE}, "rank 3"),
     "ep 2": ("stall", 3, {"ep_size": 2}, {1: "mesh_ep of ranks 2, 3"}, "rank 3"),
@@ -165,7 +165,7 @@ KILLS: dict[str, tuple[str, str, list[int], list[int], list[str]]] = {
 def test_after_a_stall_and_a_kill_the_run_resumes(
     two_nodes: tuple[Nodes, Path], tmp_path: Path, case: str
 ) -> None:
-    """Agents are killed at a known point: a rank stalls there first, and the others wait for it."""
+    """Agents are killed at a known point, at which a rank stalls and the others wait for it."""
     rank_and_step, failure, killed, steps, options = KILLS[case]
     (tmp_path / f"die-{rank_and_step}").write_text(failure)
     agents = _start_agents(two_nodes, tmp_path, CONFIG, "--steps", "3", *options)
@@ -189,7 +189,7 @@ def test_after_a_stall_and_a_kill_the_run_resumes(
 def _check_near(folder: Path, config: dict[str, Any], steps: int) -> None:
     losses = read_losses(folder)
     assert sorted(losses) == list(range(steps))
-    for number, want in enumerate(_undisturbed_losses(steps, tuple(config.items()))):
+    for number, want in enumerate(_read_undisturbed_losses(steps, tuple(config.items()))):
         for loss in losses[number]:
             error = abs(float(loss) - float(want)) / float(want)
             assert error <= OTHER_WORLD_BUDGET, (number, loss)
@@ -235,7 +235,7 @@ def test_a_run_continues_without_a_lost_node(two_nodes: tuple[Nodes, Path], tmp_
 
 
 def _wait_for_step(agents: Agents, folder: Path, newest: int, patience: float) -> None:
-    """Wait for the next step, which must not precede the newest complete checkpoint."""
+    """Wait for the next step. It must not precede the newest complete checkpoint."""
     before = len(steps_taken(folder))
     _wait_until(agents, lambda: len(steps_taken(folder)) > before, patience, "a step")
     assert steps_taken(folder)[before] >= newest

@@ -17,7 +17,7 @@ KINDS = ("parameters", "gradients", "optimizer", "gathered")
 
 
 def _run(name: str, folder: Path, *expressions: str) -> dict[str, Any]:
-    """Execute notebooks/`name` in `folder`; return the values of the expressions at its end."""
+    """Execute notebooks/`name` in `folder`, and return the values of its last expressions."""
     notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
     nbformat.validate(notebook)
     stored = [cell for cell in notebook.cells if cell.get("outputs")]

@@ -1,4 +1,4 @@
-"""One process loads, trains, saves and resumes: on a GPU with NCCL, and on the CPU.
+"""One process loads, trains, saves and resumes, on a GPU with NCCL or on the CPU.
 
 Other tests run several ranks on the CPU. This test is about the device: its random generators,
 copies to the host, gloo and NCCL together, and offloaded parameters.
@@ -35,11 +35,11 @@ TOLERANCE = 1e-4  # fp32 sums in another order
 State = dict[str, Tensor]
 
 
-def _values(model: nn.Module) -> State:
+def _copy_values(model: nn.Module) -> State:
     return {n: full_tensor(p.detach()).cpu().clone() for n, p in model.named_parameters()}
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, device: str, seed: int) -> float:
+def _take_step(model: nn.Module, optimizer: torch.optim.Optimizer, device: str, seed: int) -> float:
     inputs = {key: tensor.to(device) for key, tensor in batch(model, 2, 17, seed).items()}
     loss = model(**inputs).loss
     loss.backward()
@@ -49,23 +49,23 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, device: str, seed:
     return loss.item()
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+def _create_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
 def _load(folder: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = from_pretrained(f"{folder}/hub").train()
     assert {p.device.type for p in model.parameters()} == {device}
-    return model, _adamw(model)
+    return model, _create_adamw(model)
 
 
 def _resume(folder: str, name: str, device: str) -> tuple[float, State, State]:
-    """Resume from checkpoint `name`, take a step; return its loss, and values before and after."""
+    """Resume from checkpoint `name`, take a step, and return its loss and values around it."""
     model, optimizer = _load(folder, device)
     torch.manual_seed(17)
     load_checkpoint(f"{folder}/{name}", model, optimizer)
-    before = _values(model)
-    return _step(model, optimizer, device, seed=1), before, _values(model)
+    before = _copy_values(model)
+    return _take_step(model, optimizer, device, seed=1), before, _copy_values(model)
 
 
 def _assert_close(got: State, want: State) -> None:
@@ -76,12 +76,12 @@ def _assert_close(got: State, want: State) -> None:
 
 def _train_save_resume(folder: str, device: str) -> None:
     model, optimizer = _load(folder, device)
-    _step(model, optimizer, device, seed=0)
-    saved = _values(model)
+    _take_step(model, optimizer, device, seed=0)
+    saved = _copy_values(model)
     save_checkpoint(f"{folder}/now", model, optimizer)
     handle = save_checkpoint(f"{folder}/behind", model, optimizer, asynchronous=True)
-    loss = _step(model, optimizer, device, seed=1)  # during the asynchronous save
-    after = _values(model)
+    loss = _take_step(model, optimizer, device, seed=1)  # during the asynchronous save
+    after = _copy_values(model)
     handle.wait()
     for name in ("now", "behind"):
         resumed_loss, loaded, resumed_after = _resume(folder, name, device)
@@ -90,7 +90,7 @@ def _train_save_resume(folder: str, device: str) -> None:
         _assert_close(resumed_after, after)
     save_pretrained(model, f"{folder}/out")
     stock = AutoModelForCausalLM.from_pretrained(f"{folder}/out").to(device).eval()
-    _assert_close(_values(stock), after)
+    _assert_close(_copy_values(stock), after)
     inputs = {key: tensor.to(device) for key, tensor in batch(model, 2, 9, seed=2).items()}
     with torch.no_grad():
         got, want = model.eval()(**inputs).logits, stock(**inputs).logits
@@ -101,29 +101,29 @@ def _train_adapters(rank: int, world: int, folder: str, device: str) -> None:
     if device == "cuda":
         join_nccl(folder)
     model = apply_ep_fsdp2(with_lora(tiny(dtype=torch.float32, **SIZES), seed=3))
-    optimizer = _adamw(model)
-    _step(model, optimizer, device, seed=0)
-    saved = _values(model)
+    optimizer = _create_adamw(model)
+    _take_step(model, optimizer, device, seed=0)
+    saved = _copy_values(model)
     save_checkpoint(f"{folder}/adapters", model, optimizer)
-    loss = _step(model, optimizer, device, seed=1)
+    loss = _take_step(model, optimizer, device, seed=1)
     load_checkpoint(f"{folder}/adapters", model, optimizer)
-    assert_equal(_values(model), saved)
-    assert abs(_step(model, optimizer, device, seed=1) - loss) < TOLERANCE
+    assert_equal(_copy_values(model), saved)
+    assert abs(_take_step(model, optimizer, device, seed=1) - loss) < TOLERANCE
 
 
 def _train_offloaded(folder: str) -> None:
-    """Parameters and moments are on the host; forward and backward run on the GPU."""
+    """Parameters and moments are on the host. Forward and backward run on the GPU."""
     model = from_pretrained(f"{folder}/hub", offload_policy=CPUOffloadPolicy()).train()
     assert {p.device.type for p in model.parameters()} == {"cpu"}
-    optimizer = _adamw(model)
-    _step(model, optimizer, "cuda", seed=0)
+    optimizer = _create_adamw(model)
+    _take_step(model, optimizer, "cuda", seed=0)
     save_checkpoint(f"{folder}/offloaded", model, optimizer)
     save_pretrained(model, f"{folder}/offloaded out")
-    want = _values(model)
+    want = _copy_values(model)
     stock = AutoModelForCausalLM.from_pretrained(f"{folder}/offloaded out")
-    assert_equal(_values(stock), want)
+    assert_equal(_copy_values(stock), want)
     load_checkpoint(f"{folder}/offloaded", model, optimizer)
-    assert_equal(_values(model), want)
+    assert_equal(_copy_values(model), want)
 
 
 def _one_process(rank: int, world: int, folder: str, device: str) -> None:

@@ -1,4 +1,4 @@
-"""examples/rl: an engine in a process of its own samples from the trained weights.
+"""In examples/rl an engine in its own process samples from the trained weights.
 
 The checkpoint of own_loop.py has a layer for multi-token prediction, which the engine receives in
 the first sync. In trl_grpo.py, TRL's own code sends the weights.
@@ -20,20 +20,20 @@ from support.scripts import CPU_4, ROOT, run_command, run_script
 
 EXAMPLES = ROOT / "examples" / "rl"
 STEPS = 4
-# Trainer and engine compute in fp32, in other orders.
+# The trainer and the engine add in fp32 in different orders.
 FP32 = 1e-4
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
-def engine_of(model: Path, output: Path) -> Iterator[str]:
-    """Run the engine in the block, and yield its port; the trainer has to stop it."""
-    port = str(free_port())
+def run_engine(model: Path, output: Path) -> Iterator[str]:
+    """Run the engine in the block, and yield its port. The trainer must stop it."""
+    port = str(find_free_port())
     command = [sys.executable, EXAMPLES / "engine.py", "--model", model, "--port", port]
     with open(output, "w") as file:
         engine = subprocess.Popen(command, stdout=file, stderr=file)
@@ -48,7 +48,7 @@ def engine_of(model: Path, output: Path) -> Iterator[str]:
 def test_the_engine_has_the_weights_of_each_step(tmp_path: Path) -> None:
     start, output = tmp_path / "start", tmp_path / "trainer.txt"
     extra = write_with_extra(start, "qwen3_next")
-    with engine_of(start, tmp_path / "engine.txt") as port:
+    with run_engine(start, tmp_path / "engine.txt") as port:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", "2", str(EXAMPLES / "own_loop.py"), "--port", port]
         command += ["--model", str(start), "--steps", str(STEPS)]
@@ -68,7 +68,7 @@ def test_the_engine_has_the_weights_of_each_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "LoRA"])
 def test_trl_sends_the_weights_of_each_step(kind: str, tmp_path: Path) -> None:
-    """The trainer's log has the distance of the engine's log-probabilities."""
+    """The trainer logs its distance from the engine's log-probabilities."""
     pytest.importorskip("trl", minversion="1.16")
     start, folder = tmp_path / "start", tmp_path / "out"
     subprocess.run([sys.executable, EXAMPLES.parent / "make_small_model.py", start], check=True)
@@ -76,7 +76,7 @@ def test_trl_sends_the_weights_of_each_step(kind: str, tmp_path: Path) -> None:
     flags += " --lr_scheduler_type constant --num_generations 4 --max_completion_length 6"
     flags += " --per_device_train_batch_size 4 --report_to none --disable_tqdm True"
     flags += f" --save_strategy no --max_steps {STEPS}" + " --lora" * (kind == "LoRA")
-    with engine_of(start, tmp_path / "engine.txt") as port:
+    with run_engine(start, tmp_path / "engine.txt") as port:
         run_script(
             EXAMPLES / "trl_grpo.py",
             *["--model", str(start), "--output_dir", str(folder), "--vllm_server_port", port],

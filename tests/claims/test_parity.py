@@ -1,7 +1,7 @@
-"""Gradients, gradient norms and parameters of N ranks equal those of stock in one process, in fp64.
+"""Gradients, gradient norms and parameters of N ranks equal stock in one process, in fp64.
 
-If the number of ranks is a power of two, the budget is that of fp64. Otherwise the division of the
-loss by that number rounds in fp32, because transformers computes the loss of fp32 logits.
+If the number of ranks is a power of two, the budget is derived from fp64. Otherwise the division of
+the loss by that number rounds in fp32, because transformers computes the loss of fp32 logits.
 """
 
 from functools import partial
@@ -85,11 +85,11 @@ def test_more_layouts_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _odd_lengths(make: Any, *args: Any) -> list[parity.Batch]:
+def _cut_to_odd_lengths(make: Any, *args: Any) -> list[parity.Batch]:
     """Cut the last token of rows of an even length.
 
-    All sizes of the model are even. torch.compile treats a length that equals one of them as this
-    size, and traces the layers again when the next length differs, which takes most of the time.
+    All sizes of the model are even. If a length equals one of these sizes, torch.compile treats the
+    length as this size. It traces the layers again when the next length differs, which is slow.
     """
     return [
         _cut(micro, slice(None), (micro["labels"].shape[1] - 1) // 2 * 2 + 1)
@@ -97,7 +97,9 @@ def _odd_lengths(make: Any, *args: Any) -> list[parity.Batch]:
     ]
 
 
-def _one_size(make: Any, model: nn.Module, rank: int, world: int, step: int) -> list[parity.Batch]:
+def _cut_to_few_sizes(
+    make: Any, model: nn.Module, rank: int, world: int, step: int
+) -> list[parity.Batch]:
     """Repeat and cut rows, so that a rank has 2 rows of 5 or of 7 tokens in each batch."""
     return [
         _cut({name: x.repeat(2, 4) for name, x in micro.items()}, slice(2), 5 + 2 * (rank % 2))
@@ -114,15 +116,15 @@ def _cut(micro: parity.Batch, rows: slice, length: int) -> parity.Batch:
 def _run_compiled(case: Case, rank: int, world: int) -> None:
     """Run a case with compiled layers.
 
-    Sizes are variables of the graphs in the cases of OF_ANY_LENGTH, and constants in the others,
-    which are traced much faster: their layouts have no influence on what is traced.
+    In the cases of OF_ANY_LENGTH sizes are variables of the graphs. In the other cases sizes are
+    constants, which are traced much faster; the layouts do not influence the tracing.
     """
     torch.compiler.reset()
     counters.clear()
     any_length = case in OF_ANY_LENGTH
     make: Any = case.micro_batches or parity.uneven_batches
     if world != 3:  # the budget of 3 ranks holds for the batches of the uncompiled case
-        make = partial(_odd_lengths if any_length else _one_size, make)
+        make = partial(_cut_to_odd_lengths if any_length else _cut_to_few_sizes, make)
     compiled = "aot_eager" if any_length else parity.OF_ONE_SIZE
     options = {**case.config, "compile_layers": compiled}
     run_case(case.with_(micro_batches=make, config=options), rank, world)

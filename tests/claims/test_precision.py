@@ -20,11 +20,11 @@ def test_bf16_error_is_at_most_twice_that_of_stock_bf16() -> None:
 
 
 def _errors_of_rank(rank: int, world: int) -> tuple[dict[str, float], dict[str, float]]:
-    batches = [micro for r in range(world) for micro in uneven_batches(_model(), r, world, 0)]
+    batches = [micro for r in range(world) for micro in uneven_batches(_build_model(), r, world, 0)]
     num_tokens = sum(micro["labels"][:, 1:].ne(-100).sum() for micro in batches)
-    truth = _stock_grads(torch.float64, batches, num_tokens)
-    stock = _stock_grads(torch.bfloat16, batches, num_tokens)
-    model = _model()
+    truth = _compute_stock_grads(torch.float64, batches, num_tokens)
+    stock = _compute_stock_grads(torch.bfloat16, batches, num_tokens)
+    model = _build_model()
     apply_ep_fsdp2(model, ep_size=2)
     assert "stored float32; compute bfloat16; gradients reduced float32" in describe(model)
     own_batch = batches[rank]
@@ -34,21 +34,23 @@ def _errors_of_rank(rank: int, world: int) -> tuple[dict[str, float], dict[str, 
     (loss * world).backward()
     ours = {name: full_tensor(p.grad) for name, p in model.named_parameters()}
     assert all(grad.dtype == torch.float32 for grad in ours.values())
-    return _relative_errors(ours, truth), _relative_errors(stock, truth)
+    return _compute_relative_errors(ours, truth), _compute_relative_errors(stock, truth)
 
 
-def _model() -> torch.nn.Module:
+def _build_model() -> torch.nn.Module:
     return tiny(dtype=torch.bfloat16)
 
 
-def _stock_grads(dtype: torch.dtype, batches: list[Batch], num_tokens: Tensor) -> dict[str, Tensor]:
-    model = _model().to(dtype)
+def _compute_stock_grads(
+    dtype: torch.dtype, batches: list[Batch], num_tokens: Tensor
+) -> dict[str, Tensor]:
+    model = _build_model().to(dtype)
     for micro in batches:
         model(**micro, num_items_in_batch=num_tokens).loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def _relative_errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+def _compute_relative_errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
     """Compute relative errors in the 2-norm, to which a single rounded element adds little."""
     return {
         name: (torch.dist(got[name].double(), want) / want.norm()).item()

@@ -1,9 +1,9 @@
-"""DPO, KTO, GRPO and GKD of TRL on 4 ranks log the same as stock, for each kind of reference.
+"""DPO, KTO, GRPO and GKD of TRL log the same on 4 ranks as stock, with each kind of reference.
 
 Stock is one process with the batch of all ranks and the same reference weights. Where TRL averages
 results of each rank's own batch, stock runs as many processes. Each case is a TRL user's script
-plus `patch`. KTO is compared without its KL term, which TRL computes from a rank's batch: there,
-stock on 4 ranks differs from stock in one process as well.
+plus `patch`. KTO is compared without its KL term: TRL computes this term from a rank's batch, so
+stock on 4 ranks differs from stock in one process, too.
 """
 
 import pytest

@@ -61,12 +61,12 @@ def _write(folder: Path) -> None:
 
 
 def _fill_with_ramp(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Replace nn.init.normal_, because random values take long and are not needed here."""
+    """Replace nn.init.normal_, because random values are slow and are not needed here."""
     with torch.no_grad():
         return tensor.copy_(torch.linspace(-0.1, 0.1, tensor.shape[-1]).expand_as(tensor))
 
 
-def _temporary_bytes(files: Path, kind: str) -> int:
+def _measure_temporary_bytes(files: Path, kind: str) -> int:
     """Return the peak of a load's memory, without the bytes of the loaded parameters."""
     dist.barrier()
     lora = LoraConfig(r=2, target_modules=list(ATTENTION))
@@ -76,7 +76,7 @@ def _temporary_bytes(files: Path, kind: str) -> int:
     return resident.grown - sum(held)
 
 
-def _bytes_of_quantised_matrix(kind: str) -> int:
+def _count_bytes_of_quantised_matrix(kind: str) -> int:
     """Return the bytes of the quantised values and scales of one matrix."""
     held = Quantisation("fp8" if kind == "fp8" else "nf4")
     tensors = empty_stack((1, 2048, 2048), held, "meta").by_name("").values()
@@ -107,22 +107,22 @@ def _read_layer_at_once(
 
 
 def peak_memory_of_loads(rank: int, world: int, folder: str) -> None:
-    """Load bf16 and FP8 files in all formats. FP8 files into FP8 need not even one matrix."""
+    """Load bf16 and FP8 files in all formats. From FP8 to FP8, no matrix is needed at all."""
     return_what_is_freed()
     if rank == 0:
         _write(Path(folder))
     dist.barrier()
     cases = [(files, kind) for files in ("bf16", "fp8") for kind in KINDS]
-    # Take the minimum of three loads: the first one also imports modules, and on a busy machine the
-    # system reclaims freed memory late.
+    # The minimum of three loads is taken, because the first load also imports modules, and a busy
+    # machine reclaims freed memory late.
     peaks: dict[tuple[str, str], int] = {}
     for files, kind in 3 * cases:
-        peak = _temporary_bytes(Path(folder, files), kind)
+        peak = _measure_temporary_bytes(Path(folder, files), kind)
         peaks[files, kind] = min(peak, peaks.get((files, kind), peak))
     with _keep_previous_matrix():
-        two_matrices = _temporary_bytes(Path(folder, "bf16"), "nf4")
+        two_matrices = _measure_temporary_bytes(Path(folder, "bf16"), "nf4")
     with mock.patch.object(HeldAsBytes, "read", _read_layer_at_once):
-        layer = _temporary_bytes(Path(folder, "bf16"), "nf4")
+        layer = _measure_temporary_bytes(Path(folder, "bf16"), "nf4")
     in_mib = {str(case): f"{peak / MIB:.1f}" for case, peak in peaks.items()}
     in_mib |= {"two matrices": f"{two_matrices / MIB:.1f}", "layer": f"{layer / MIB:.1f}"}
     # Every load needs memory for the part of a file that is read at a time, headers of files,
@@ -130,7 +130,7 @@ def peak_memory_of_loads(rank: int, world: int, folder: str) -> None:
     plain = {files: peaks.pop((files, "as they are")) for files in ("bf16", "fp8")}
     assert peaks.pop(("fp8", "fp8")) < MATRIX, in_mib
     limits = {
-        (files, kind): plain[files] + MATRIX + _bytes_of_quantised_matrix(kind) + ROW_BUFFERS
+        (files, kind): plain[files] + MATRIX + _count_bytes_of_quantised_matrix(kind) + ROW_BUFFERS
         for files, kind in peaks
     }
     over = {case: limits[case] / MIB for case, peak in peaks.items() if peak > limits[case]}

@@ -2,7 +2,7 @@
 
 Other tests vary one feature at a time. Here a seed draws the ranks, the sizes, a model, its
 features, its batches and its optimizer. Losses, gradients, their norm and the parameters are
-compared with the stock model. The name of a test is its draw, which `draw(seed)` makes again.
+compared with the stock model. The name of a test has its seed, and `draw(seed)` draws it again.
 """
 
 import random
@@ -42,7 +42,7 @@ _TYPES = (
     "qwen3_next",
 )
 _SIZES = ("pp_size", "dp_replicate_size", "cp_size", "sp_size", "ep_size", "etp_size")
-# The values of these settings, and the probability of any of them.
+# The values of these settings, and the probability that a value is drawn.
 _CONFIG: dict[str, tuple[tuple[Any, ...], float]] = {
     "dispatch_chunks": ((2, 3), 0.25),
     "ep_outside": ((True,), 0.15),
@@ -56,7 +56,7 @@ _CONFIG: dict[str, tuple[tuple[Any, ...], float]] = {
 
 @dataclass(frozen=True)
 class Draw:
-    """What a seed has drawn.
+    """The values that a seed has drawn.
 
     `lora` says which modules have adapters, besides the experts. `shape` is (rows, tokens) of rank
     0. In shorter rows the gradients of queries would be rounding errors alone.
@@ -82,10 +82,10 @@ def draw(seed: int) -> Draw:
     for name in _SIZES[:4]:
         sizes[name] = choose.choice([1, 1, 1, *(n for n in (2, 4) if left % n == 0)])
         left //= sizes[name]
-    of_experts = world // sizes["pp_size"] // sizes["dp_replicate_size"]
-    sizes["ep_size"] = choose.choice([n for n in (1, 2, 4) if of_experts % n == 0])
-    of_experts //= sizes["ep_size"]
-    sizes["etp_size"] = choose.choice([1, *(n for n in (1, 2, 4) if of_experts % n == 0)])
+    expert_ranks = world // sizes["pp_size"] // sizes["dp_replicate_size"]
+    sizes["ep_size"] = choose.choice([n for n in (1, 2, 4) if expert_ranks % n == 0])
+    expert_ranks //= sizes["ep_size"]
+    sizes["etp_size"] = choose.choice([1, *(n for n in (1, 2, 4) if expert_ranks % n == 0)])
     config = {
         name: choose.choice(values)
         for name, (values, share) in _CONFIG.items()
@@ -111,7 +111,7 @@ def draw(seed: int) -> Draw:
     return drawn
 
 
-def _make(drawn: Draw, seed: int) -> Any:
+def _build_model(drawn: Draw, seed: int) -> Any:
     model = build(drawn.model, seed=seed)
     if drawn.lora is not None:
         torch.manual_seed(seed)
@@ -123,7 +123,7 @@ def _make(drawn: Draw, seed: int) -> Any:
     return model.train()
 
 
-def _batch(drawn: Draw, model: nn.Module, rank: int, number: int) -> dict[str, Tensor]:
+def _make_batch(drawn: Draw, model: nn.Module, rank: int, number: int) -> dict[str, Tensor]:
     rows, length = drawn.shape[0], drawn.shape[1] + 2 * rank
     pad = min(3, length - 2) if drawn.padding in ("right", "left", "4-D") else 0
     inputs = batch(model, rows, length, seed=100 * number + rank, pad=pad)
@@ -157,16 +157,16 @@ def _compare(where: str, model: nn.Module, stock: nn.Module, of: Any) -> None:
         assert want is None or not want.any(), f"{where} {name}: only stock has it"
 
 
-def _equals_stock(drawn: Draw, rank: int, world: int) -> None:
-    model, stock = _make(drawn, rank), _make(drawn, 0)
+def _compare_with_stock(drawn: Draw, rank: int, world: int) -> None:
+    model, stock = _build_model(drawn, rank), _build_model(drawn, 0)
     apply_ep_fsdp2(model, **drawn.sizes, **drawn.config)
     data_rank, size = data_parallel_rank(model), data_parallel_size(model)
     options = {"AdamW": {"lr": 1e-3, "eps": 1e-4}, "SGD": {"lr": 1e-2, "momentum": 0.9}}
     make = partial(getattr(torch.optim, drawn.optimizer), **options[drawn.optimizer])
-    optimizers = make(_trainable(model)), make(_trainable(stock))
+    optimizers = make(_list_trainable(model)), make(_list_trainable(stock))
     for step in range(STEPS):
         numbers = range(step * drawn.num_batches, (step + 1) * drawn.num_batches)
-        by_rank = [[_batch(drawn, stock, r, n) for n in numbers] for r in range(size)]
+        by_rank = [[_make_batch(drawn, stock, r, n) for n in numbers] for r in range(size)]
         tokens = global_token_count(model, [inputs["labels"] for inputs in by_rank[data_rank]])
         with FP64():
             for number, inputs in enumerate(by_rank[data_rank]):
@@ -189,17 +189,17 @@ def _equals_stock(drawn: Draw, rank: int, world: int) -> None:
     _compare("after all steps,", model, stock, lambda p: p.detach())
 
 
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
+def _list_trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _checks() -> Iterator[Any]:
+def _list_checks() -> Iterator[Any]:
     for seed in range(NUM_DRAWS):
         drawn = draw(seed)
-        run = partial(_equals_stock, drawn)
+        run = partial(_compare_with_stock, drawn)
         yield Check(f"{seed}: {drawn}", drawn.world, run, slow=True).as_parameter()
 
 
-@pytest.mark.parametrize("claim", _checks())
+@pytest.mark.parametrize("claim", _list_checks())
 def test_random_layouts_equal_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

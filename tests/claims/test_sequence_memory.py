@@ -1,4 +1,4 @@
-"""Sequence parallelism divides activations by sp, so that a longer sequence fits in memory."""
+"""Sequence parallelism divides activations by sp, so that longer sequences fit in memory."""
 
 import resource
 from pathlib import Path
@@ -26,8 +26,8 @@ def test_activations_are_divided_by_sp() -> None:
             assert 0.85 < saved[sp] * sp / saved[1] < 1.15, f"sp {sp}: {saved}"
 
 
-def _capped_step(rank: int, world: int, sp: int) -> float:
-    """Return the loss of one step in which this process may allocate CAP_MIB more memory."""
+def _run_step_with_memory_limit(rank: int, world: int, sp: int) -> float:
+    """Return the loss of one step, in which this process may allocate only CAP_MIB more memory."""
     model, batch = bench.build(LONG, sp), bench.make_batch(LONG, sp)
     status = Path("/proc/self/status").read_text()
     used = next(line.split()[1] for line in status.splitlines() if line.startswith("VmData"))
@@ -40,8 +40,10 @@ def _capped_step(rank: int, world: int, sp: int) -> float:
 
 @pytest.mark.slow
 def test_a_sequence_that_exceeds_memory_trains_if_it_is_split() -> None:
-    outcomes = run_ranks(_capped_step, bench.WORLD, 1, expect_errors=True, group_timeout=30.0)
+    outcomes = run_ranks(
+        _run_step_with_memory_limit, bench.WORLD, 1, expect_errors=True, group_timeout=30.0
+    )
     assert any("can't allocate memory" in outcome[2] for outcome in outcomes if outcome[0] != "ok")
     assert not any(outcome[0] == "ok" for outcome in outcomes)
-    losses = run_ranks(_capped_step, bench.WORLD, 4)
+    losses = run_ranks(_run_step_with_memory_limit, bench.WORLD, 4)
     assert len(set(losses)) == 1 and torch.tensor(losses).isfinite().all()

@@ -38,7 +38,7 @@ KINDS = {
 ON_THE_CPU = CASES[:1]
 
 
-def _checks() -> Iterator[Any]:
+def _list_checks() -> Iterator[Any]:
     for device in ("cpu", "cuda"):
         for case in CASES if device == "cuda" else ON_THE_CPU:
             for kind, (dtype, backend, budget) in KINDS.items():
@@ -50,12 +50,12 @@ def _checks() -> Iterator[Any]:
                 )
                 name = f"{device}-{case.world}-{kind}-{case.name}"
                 run = partial(parity.run_case, case_on_device)
-                # A case that breaks the device must not affect the next case: each has a spawn.
+                # Each case has its own spawn, because it may break the device.
                 check = Check(name, case.world, run, alone=True, timeout=90, group_timeout=40)
                 mark = pytest.mark.gpu if device == "cuda" else pytest.mark.slow
                 yield pytest.param(check, id=name, marks=mark)
 
 
-@pytest.mark.parametrize("case", list(_checks()))
+@pytest.mark.parametrize("case", list(_list_checks()))
 def test_ranks_that_share_a_device_equal_one_process(found: Found, case: Check) -> None:
     found.raise_if_failed(case)

@@ -1,8 +1,8 @@
-"""The batch files of examples/slurm/, run unchanged with stand-ins for srun and scontrol.
+"""The unchanged batch files of examples/slurm/ resume their jobs after failures.
 
-Two agents with two ranks each stand for two machines. After the death of a rank or an agent, the
-job resumes by itself, and every loss equals that of an undisturbed run. stages.sbatch runs on two
-network namespaces with a slow link between them.
+The tests replace srun and scontrol. Two agents with two ranks each represent two machines. After
+the death of a rank or an agent, the job resumes by itself, and every loss equals the loss of an
+undisturbed run. stages.sbatch runs on two network namespaces with a slow link between them.
 """
 
 import json
@@ -27,14 +27,14 @@ JOB = ROOT / "tests" / "support" / "jobs" / "going_on.py"
 STAGES = ROOT / "examples" / "accelerate" / "gpu_2x8_stages.yaml"
 STEPS = 4
 TWO_LAYERS = ["--layers", "2", "--ep_size", "2"]
-WAYS = {"torchrun": [], "accelerate": ["--trainer", "--use_cpu"]}
+LAUNCHERS = {"torchrun": [], "accelerate": ["--trainer", "--use_cpu"]}
 
 
-def _arguments(way: str, folder: Path) -> list[str]:
-    return [str(JOB), str(folder), "--steps", str(STEPS), "--patience", "30", *WAYS[way]]
+def _list_arguments(launcher: str, folder: Path) -> list[str]:
+    return [str(JOB), str(folder), "--steps", str(STEPS), "--patience", "30", *LAUNCHERS[launcher]]
 
 
-def _losses(folder: Path) -> list[str]:
+def _read_losses(folder: Path) -> list[str]:
     """Return the loss of each step. A repeated step must have the same loss."""
     by_step = read_losses(folder)
     assert sorted(by_step) == list(range(STEPS)), by_step
@@ -43,13 +43,13 @@ def _losses(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_after_dead_ranks_and_agents_the_job_resumes(tmp_path: Path, way: str) -> None:
-    """A rank dies at step 1. Another rank stalls at step 2: at the timeout of the process group, an
-    error names it, and torchrun restarts the ranks. An agent dies at step 3: srun ends the other
-    agent and starts both again.
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_after_dead_ranks_and_agents_the_job_resumes(tmp_path: Path, launcher: str) -> None:
+    """A rank dies at step 1. Another rank stalls at step 2: at the timeout of the process group an
+    error names this rank, and torchrun restarts the ranks. An agent dies at step 3: srun ends the
+    other agent and starts both again.
     """
-    file = SLURM / f"{way}.sbatch"
+    file = SLURM / f"{launcher}.sbatch"
     outputs = {}
     for name in ("whole", "dying"):
         folder = tmp_path / name
@@ -58,10 +58,12 @@ def test_after_dead_ranks_and_agents_the_job_resumes(tmp_path: Path, way: str) -
             (folder / "die-3-1").write_text("rank")
             (folder / "die-2-2").write_text("stall")
             (folder / "die-1-3").write_text("agent")
-        code = run_sbatch(file, *_arguments(way, folder), folder=folder, CONFIG=str(CPU_4))
+        code = run_sbatch(
+            file, *_list_arguments(launcher, folder), folder=folder, CONFIG=str(CPU_4)
+        )
         outputs[name] = (folder / "output").read_text()
         assert code == 0, outputs[name][-6000:]
-    assert _losses(tmp_path / "dying") == _losses(tmp_path / "whole")
+    assert _read_losses(tmp_path / "dying") == _read_losses(tmp_path / "whole")
     # No step was repeated. The losses alone would not show a restart from the beginning.
     assert steps_taken(tmp_path / "dying") == list(range(STEPS))
     assert all((tmp_path / "dying" / f"done-{at}").exists() for at in ("3-1", "2-2", "1-3"))
@@ -72,7 +74,7 @@ def test_after_dead_ranks_and_agents_the_job_resumes(tmp_path: Path, way: str) -
 
 @pytest.mark.slow
 def test_a_job_whose_time_is_up_is_requeued_and_resumes(tmp_path: Path) -> None:
-    """Slurm sends a signal before the time limit, and the batch file then requeues its job."""
+    """Slurm sends a signal before the time limit. Then the batch file requeues its job."""
     file = SLURM / "torchrun.sbatch"
 
     def signal_after_step_2(shell: subprocess.Popen[bytes]) -> None:
@@ -124,7 +126,7 @@ def _run_stages(folder: Path, network: Nodes, failures: Sequence[str] = ()) -> i
     before = sum(network.sent(node) for node in range(2))
     code = run_sbatch(
         SLURM / "stages.sbatch",
-        *[*_arguments("accelerate", folder), *TWO_LAYERS],
+        *[*_list_arguments("accelerate", folder), *TWO_LAYERS],
         folder=folder,
         network=network,
         CONFIG=str(file),
@@ -140,7 +142,7 @@ def _run_stages(folder: Path, network: Nodes, failures: Sequence[str] = ()) -> i
 
 @pytest.mark.slow
 def test_stages_on_a_slow_link_resume_after_a_death(tmp_path: Path) -> None:
-    """Each node is a stage with ep 2. The losses are those of one machine without stages.
+    """Each node is a stage with ep 2. The losses equal one machine's without stages.
 
     A rank of the second stage dies at step 1, and srun starts all ranks again.
     """
@@ -155,11 +157,11 @@ def test_stages_on_a_slow_link_resume_after_a_death(tmp_path: Path) -> None:
     alone.mkdir()
     # Four data ranks instead of two have the same rows.
     rows = ["--per_device_train_batch_size", "4"]
-    arguments = [*_arguments("accelerate", alone)[1:], *TWO_LAYERS, *rows]
+    arguments = [*_list_arguments("accelerate", alone)[1:], *TWO_LAYERS, *rows]
     run_script(JOB, *arguments, output=tmp_path / "alone.txt", config_file=CPU_4)
-    assert _losses(dying) == _losses(whole)
+    assert _read_losses(dying) == _read_losses(whole)
     assert (dying / "done-3-1").exists() and steps_taken(dying).count(0) == 1
     assert "start 1 ended with an error" in (dying / "output").read_text()
-    for got, want in zip(_losses(whole), _losses(alone), strict=True):
+    for got, want in zip(_read_losses(whole), _read_losses(alone), strict=True):
         assert abs(float(got) - float(want)) <= 2e-4, (got, want)  # fp32, in another order
-    print(f"{sent / STEPS / 2**10:.0f} KiB per step crossed the link; losses {_losses(whole)}")
+    print(f"{sent / STEPS / 2**10:.0f} KiB per step crossed the link; losses {_read_losses(whole)}")

@@ -1,11 +1,10 @@
 """After a kill during a save, a load gives one complete state or an error.
 
-The save is `accelerator.save_state` or one of the Trainer. Each round saves state A, takes a step
-to state B and saves again, in the folder of A or in the next folder that Accelerate or the Trainer
-names. A rank is killed (SIGKILL) during the second save. Two new ranks then load A or B bit by bit,
-or raise an error because the folder is torn; they never load a mixture of A and B. With pipeline
-stages a rank compares the state of its stage. test_kills.py lists the tests of kills in other
-saves.
+`accelerator.save_state` or the Trainer saves. Each round saves state A, takes a step to state B and
+saves again, in the folder of A or in the next folder that Accelerate or the Trainer names. A rank
+is killed (SIGKILL) during the second save. Two new ranks then load A or B bit by bit, or raise an
+error because the folder is torn. They never load a mixture of A and B. With pipeline stages a rank
+compares the state of its stage. test_kills.py lists the tests of kills in other saves.
 """
 
 import random
@@ -44,7 +43,7 @@ def _start(
     return accelerator, model, optimizer, None if automatic else f"{root}/state"
 
 
-def _rows(model: Any, sizes: dict[str, int], rank: int) -> Any:
+def _make_rows(model: Any, sizes: dict[str, int], rank: int) -> Any:
     return batch(model, 2, 7, seed=0 if "pp_size" in sizes else rank)
 
 
@@ -60,7 +59,7 @@ def _save_twice(
     with launched(**SHARDED):
         accelerator, model, optimizer, folder = _start(root, automatic, sizes, seed=0)
         for which in "AB":
-            accelerator.backward(model(**_rows(model, sizes, rank)).loss)
+            accelerator.backward(model(**_make_rows(model, sizes, rank)).loss)
             optimizer.step()
             optimizer.zero_grad()
             torch.save(whole_state(model, optimizer), f"{root}/{which}-{rank}.pt")
@@ -73,16 +72,16 @@ def _save_twice(
 def _load(rank: int, world: int, root: str, automatic: bool, sizes: dict[str, int]) -> str:
     with launched(**SHARDED):
         accelerator, model, optimizer, folder = _start(root, automatic, sizes, seed=1)
-        accelerator.backward(model(**_rows(model, sizes, rank)).loss)
+        accelerator.backward(model(**_make_rows(model, sizes, rank)).loss)
         optimizer.step()
         try:
             accelerator.load_state(folder)
         except ValueError as error:
             return f"refused: {error}"
-        return _which(whole_state(model, optimizer), root, rank)
+        return _name_state(whole_state(model, optimizer), root, rank)
 
 
-def _which(got: dict[str, Tensor], root: str, rank: int) -> str:
+def _name_state(got: dict[str, Tensor], root: str, rank: int) -> str:
     for which in "AB":
         want = torch.load(f"{root}/{which}-{rank}.pt")
         if all(torch.equal(got[name], value) for name, value in want.items()):
@@ -117,11 +116,11 @@ class _Callback(TrainerCallback):
     ) -> None:
         if state.global_step:
             values = whole_state(kwargs["model"], kwargs["optimizer"])
-            self.loaded = _which(values, self.root, dist.get_rank())
+            self.loaded = _name_state(values, self.root, dist.get_rank())
             control.should_training_stop = True
 
 
-def _trainer(root: str, sizes: dict[str, int], seed: int, callback: _Callback) -> Trainer:
+def _create_trainer(root: str, sizes: dict[str, int], seed: int, callback: _Callback) -> Trainer:
     model = tiny(dtype=torch.float32, num_hidden_layers=1, seed=seed)
     rows = [{name: x[0] for name, x in batch(model, 1, 7, seed=i).items()} for i in range(8)]
     options: Any = {"use_cpu": True, "max_steps": 2, "save_steps": 1, "report_to": []}
@@ -141,28 +140,29 @@ def _train(
 ) -> None:
     with launched(**SHARDED):
         callback = _Callback(root, automatic, seconds if rank == victim else None)
-        _trainer(root, sizes, 0, callback).train()
+        _create_trainer(root, sizes, 0, callback).train()
 
 
 def _resume(rank: int, world: int, root: str, automatic: bool, sizes: dict[str, int]) -> str:
     with launched(**SHARDED):
         callback = _Callback(root, automatic, None)
         try:
-            _trainer(root, sizes, 1, callback).train(resume_from_checkpoint=True)
+            _create_trainer(root, sizes, 1, callback).train(resume_from_checkpoint=True)
         except ValueError as error:
             return f"refused: {error}"
     return callback.loaded
 
 
-# way to save: (saves twice, loads, the longest time in seconds until the kill)
-WAYS: dict[str, tuple[Any, Any, float]] = {
+# kind of save: (a function that saves twice, a function that loads, the longest time in seconds
+# until the kill)
+SAVES: dict[str, tuple[Any, Any, float]] = {
     "save_state": (_save_twice, _load, 0.12),
     "Trainer": (_train, _resume, 0.3),
 }
 
 
 @pytest.mark.parametrize(
-    ("rounds", "way", "sizes"),
+    ("rounds", "save_kind", "sizes"),
     [
         (1, "save_state", {"ep_size": 2}),
         pytest.param(20, "save_state", {"ep_size": 2}, marks=pytest.mark.slow),
@@ -172,10 +172,10 @@ WAYS: dict[str, tuple[Any, Any, float]] = {
     ids=["1", "20", "20, stages", "20, Trainer"],
 )
 def test_after_a_kill_no_mixture_is_loaded(
-    rounds: int, way: str, sizes: dict[str, int], tmp_path: Path
+    rounds: int, save_kind: str, sizes: dict[str, int], tmp_path: Path
 ) -> None:
     generator, outcomes, torn = random.Random(rounds), Counter[str](), 0
-    save, load, longest = WAYS[way]
+    save, load, longest = SAVES[save_kind]
     for number in range(rounds):
         root = tmp_path / str(number)
         root.mkdir()
@@ -193,5 +193,5 @@ def test_after_a_kill_no_mixture_is_loaded(
             assert loaded[0] in ("A", "B"), loaded
     print(dict(outcomes), f"{torn} torn")
     assert not outcomes["a mixture"], outcomes
-    # How many kills meet a save depends on the machine.
+    # The number of kills during a save depends on the machine.
     assert torn >= rounds // 8, torn

@@ -1,9 +1,9 @@
-"""SFT and reward models of TRL, full and LoRA: 4 ranks log the same numbers as one stock process.
+"""SFT and reward models of TRL, full and LoRA, log the same on 4 ranks as in one stock process.
 
 The data are completions, chats and packed rows. One script runs under `accelerate launch` with
 ep 2, sp 2. To pack ("bfd"), TRL joins whole documents to rows of at most max_length tokens, and the
-rows of a batch to one long row without a mask; position_ids restart at 0 in each document. This
-needs use_cache=False, which TRL passes: with a cache, stock's documents would attend to each other.
+rows of a batch to one long row without a mask, in which position_ids restart at 0 in each document.
+TRL passes use_cache=False: with a cache, stock's documents would attend to each other.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from support.sft_runs import FP32_BUDGET, STEPS, logged, run_job
 from support.tiny_models import tiny
 from support.trl_cases import REWARD, SFT
 
-# Since 1.15, TRL computes the loss from hidden states and the head's weight, without logits.
+# Since 1.15, TRL computes the loss without logits, from hidden states and the head's weight.
 pytest.importorskip("trl", minversion="1.15")
 
 from support.trl_runs import Stock, assert_equals_stock, checks
@@ -28,11 +28,11 @@ CASES = {case.name: case for case in [*SFT, *REWARD]}
 
 @pytest.mark.slow
 def test_packed_sft_equals_stock(tmp_path: Path) -> None:
-    """2 data ranks with batch 1 draw the rows of one process with batch 2, in the same order."""
+    """2 data ranks with batch 1 draw the same rows, in the same order, as stock with batch 2."""
     want = run_job(tmp_path / "stock", None, "--batch", "2")
     got = run_job(tmp_path / "ranks", CPU_4, "--batch", "1", "--parallel")
 
-    # Rows hold several documents, and some rows have an odd length, which sp 2 does not divide.
+    # Rows have several documents, and some rows have an odd length, which sp 2 does not divide.
     assert got["rows"] == want["rows"] and min(map(len, want["rows"])) > 1
     assert {sum(row) % 2 for row in want["rows"]} == {0, 1}
     for key in ("loss", "grad_norm", "aux_loss", "entropy", "mean_token_accuracy"):
@@ -46,7 +46,7 @@ def test_packed_sft_equals_stock(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
-    """With the same number of ranks, the resumed steps are equal bit by bit."""
+    """The number of ranks is the same, so the resumed steps are equal bit by bit."""
     options = ("--batch", "1", "--parallel", "--save")
     uninterrupted = run_job(tmp_path / "whole", CPU_4, *options)
     with pytest.raises(AssertionError, match="exit code 1 "):

@@ -1,6 +1,6 @@
 """SFT and DPO train as stock with the versions of TRL that axolotl (1.9) and ms-swift (0.29) pin.
 
-`make test-oldest` and `make test-swift` run these cases. Newer versions run those of
+`make test-oldest` and `make test-swift` run these cases. Newer versions run the cases of
 `test_trl.py` and `test_preferences.py`, which need TRL 1.15 or 1.16.
 """
 
@@ -17,7 +17,7 @@ pytest.importorskip("trl")
 
 # TRL 1.0 to 1.14 computes SFT's loss in chunks by default.
 NLL = {"loss_type": "nll"}
-# TRL 0.29 logs the mean over ranks of the mean over each rank's tokens, not that over all tokens.
+# TRL 0.29 logs the mean over ranks of each rank's mean over its tokens, not the mean of all tokens.
 OF_RANKS = ("entropy", "mean_token_accuracy")
 CASES = {
     case.name: case

@@ -1,4 +1,4 @@
-"""GRPO and RLOO that generate with the trained model: 4 ranks equal one process.
+"""GRPO and RLOO that generate with the trained model log the same on 4 ranks as in one process.
 
 Prompts and completions have different lengths, prompts are padded on the left, and generation uses
 a cache. Each generation serves two steps with gradient checkpointing. With LoRA, the reference is
@@ -19,7 +19,7 @@ pytest.importorskip("trl", minversion="1.15")
 JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "online.py"
 RANKS, GLOBAL_BATCH, STEPS = 4, 8, 3
 FP32_BUDGET = 1e-5  # fp32 rounding (6e-8) after 3 AdamW steps; a wrong loss factor is off by 2x
-# The advantages of a group sum to 0, so a loss of terms of about 1 may cancel to almost nothing.
+# The advantages of a group add up to 0, so the terms of a loss, of about 1, may almost cancel.
 # Values below CANCELLED are therefore compared absolutely.
 CANCELLED = 0.1
 SAME = ("reward", "reward_std", "num_tokens", "completions/mean_length")
@@ -33,17 +33,19 @@ class Run:
 
 
 def run_job(folder: Path, *arguments: str, ranks: int) -> Run:
-    """Run the script and return its results, completions in the order of the global batch."""
+    """Run the script, and return its results with completions in the global batch's order."""
     folder.mkdir()
     batch = GLOBAL_BATCH // ranks
     arguments = (os.fspath(folder), "--batch", str(batch), *arguments)
     config_file = CPU_4 if ranks > 1 else None
     run_script(JOB, *arguments, output=folder / "output.txt", config_file=config_file)
     log = json.loads((folder / "run.json").read_text())["log"]
-    of_ranks = [json.loads((folder / f"generated{rank}.json").read_text()) for rank in range(ranks)]
-    starts = range(0, len(of_ranks[0]), batch)
+    rows_by_rank = [
+        json.loads((folder / f"generated{rank}.json").read_text()) for rank in range(ranks)
+    ]
+    starts = range(0, len(rows_by_rank[0]), batch)
     generated = [
-        row for start in starts for rows in of_ranks for row in rows[start : start + batch]
+        row for start in starts for rows in rows_by_rank for row in rows[start : start + batch]
     ]
     return Run([entry for entry in log if "loss" in entry], generated)
 
@@ -51,7 +53,7 @@ def run_job(folder: Path, *arguments: str, ranks: int) -> Run:
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", GENERATING)
 def test_generation_under_training_equals_stock(trainer: str, tmp_path: Path) -> None:
-    """Generated tokens and rewards are equal; losses and gradient norms are close."""
+    """Generated tokens and rewards are equal. Losses and gradient norms are close."""
     name, *variants = trainer.split(", ")
     options = ["--trainer", name, *(f"--{variant.lower()}" for variant in variants)]
     want = run_job(tmp_path / "stock", *options, ranks=1)

@@ -1,7 +1,7 @@
-"""GRPO and RLOO, 5 steps on 2 ranks: after each sync the engine holds what save_pretrained writes.
+"""After each sync of GRPO and RLOO on 2 ranks, the engine has the tensors of save_pretrained.
 
-The engine records (key, tensor) as they arrive. The model is a Qwen3-Next in bf16 whose checkpoint
-has a layer for multi-token prediction: the first sync sends its tensors too, byte for byte.
+The engine records every (key, tensor). The model is a Qwen3-Next in bf16 whose checkpoint has a
+layer for multi-token prediction. The first sync also sends this layer's tensors, byte for byte.
 """
 
 import os
@@ -36,7 +36,7 @@ LORA = LoraConfig(r=4, target_modules=["o_proj"], target_parameters=list(EXPERTS
 
 
 class Recorder:
-    """An engine that keeps what it is sent.
+    """An engine that stores the tensors that it receives.
 
     Attributes:
         held: the last tensor of each key.
@@ -68,7 +68,7 @@ class Recorder:
 
 
 def syncs(kind: str, mode: str, lora: bool, rank: int, world: int, folder: str) -> None:
-    """Every sync sends all tensors of the step's checkpoint; only the first sends extra tensors."""
+    """Every sync sends all tensors of the step's checkpoint. Only the first sends extra tensors."""
     import trl
     from datasets import Dataset
     from support.jobs.sft import tokenizer
@@ -84,7 +84,7 @@ def syncs(kind: str, mode: str, lora: bool, rank: int, world: int, folder: str) 
         number = len(experts)
         saved = root / f"step{number}"
         save_pretrained(model, saved)
-        expected = _merged(root / "base", saved) if lora else read_files(saved)
+        expected = _merge_adapter(root / "base", saved) if lora else read_files(saved)
         dist.barrier()
         key = next(k for k in sorted(expected) if re.match(r"model\..*experts.*down_proj", k))
         experts.append(expected[key])
@@ -117,7 +117,7 @@ def syncs(kind: str, mode: str, lora: bool, rank: int, world: int, folder: str) 
     assert not any(torch.equal(a, b) for a, b in pairwise(experts))
 
 
-def _merged(base: Path, adapter: Path) -> dict[str, Tensor]:
+def _merge_adapter(base: Path, adapter: Path) -> dict[str, Tensor]:
     """Merge an adapter with PEFT, and return the tensors that stock's save_pretrained writes."""
     stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     model = PeftModel.from_pretrained(stock, adapter).merge_and_unload()
@@ -133,7 +133,9 @@ ASYNC = {
 }
 
 
-def a_protocol_of_trl_gets_the_same(kind: str, rank: int, world: int, folder: str) -> None:
+def a_transfer_protocol_gets_the_same_tensors(
+    kind: str, rank: int, world: int, folder: str
+) -> None:
     """Asynchronous trainers send through any object with TRL's WeightTransferProtocol."""
     module = import_module(ASYNC[kind])
     trainer_class = getattr(module, kind)
@@ -184,13 +186,13 @@ def a_protocol_of_trl_gets_the_same(kind: str, rank: int, world: int, folder: st
         assert all(tensor.is_meta for _, tensor in named)
         left = set(engine.syncs[0]) - set(engine.syncs[1])
         assert left and all(key.startswith("mtp.") for key in left)
-        trainer.weight_transfer.send_weights = _fails
+        trainer.weight_transfer.send_weights = _fail_sync
     with pytest.raises(KeyError if rank == 0 else RuntimeError, match=r"no room|stopped iterating"):
         trainer_class._sync_weight_merged(trainer, 0.0)
     assert find_state(model) is not None and len(list(hub_tensors(model))) == len(saved)
 
 
-def _fails(iterator: Any) -> None:
+def _fail_sync(iterator: Any) -> None:
     next(iterator)
     raise KeyError("no room")
 
@@ -205,7 +207,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("claim", on_ranks(2, CASES))
-def test_after_each_sync_the_engine_holds_the_checkpoint(found: Found, claim: Check) -> None:
+def test_after_each_sync_the_engine_has_the_checkpoint(found: Found, claim: Check) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     found.raise_if_failed(claim)
 
@@ -213,7 +215,7 @@ def test_after_each_sync_the_engine_holds_the_checkpoint(found: Found, claim: Ch
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "claim",
-    on_ranks(2, {kind: partial(a_protocol_of_trl_gets_the_same, kind) for kind in ASYNC}),
+    on_ranks(2, {kind: partial(a_transfer_protocol_gets_the_same_tensors, kind) for kind in ASYNC}),
 )
-def test_the_weight_transfer_protocol(found: Found, claim: Check) -> None:
+def test_the_weight_transfer_protocol_gets_the_same_tensors(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -1,9 +1,9 @@
-"""The wheel holds the whole package, and its declared requirements are enough to train with it.
+"""The wheel contains the whole package, and its requirements are enough to train with it.
 
-It is built from the sdist, as `python -m build` does, so the sdist holds all that an installation
-needs. The wheel is installed into new virtual environments, which contain only the packages that
-its metadata requires, as links to the running environment. The tests need no network, and the
-checkout is not on the path.
+The wheel is built from the sdist, as `python -m build` does, so the sdist has everything that an
+installation needs. The wheel is installed into new virtual environments, which contain only the
+packages that its metadata requires, as links to the running environment. The tests need no network,
+and the checkout is not on the path.
 """
 
 import email
@@ -79,7 +79,7 @@ assert not found, f"installed, but not required: {{found}}"
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the sdist from a copy of the checkout, then `pip wheel` the sdist.
 
-    A copy, because setuptools writes into the source.
+    The checkout is copied, because setuptools writes into the source.
     """
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(*NOT_COPIED))
@@ -94,7 +94,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_the_wheel_holds_every_folder_and_no_tests(wheel: Path) -> None:
+def test_the_wheel_contains_every_folder_and_no_tests(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
         scripts = next(name for name in names if name.endswith("entry_points.txt"))
@@ -123,19 +123,19 @@ class Installed:
     work: Path
 
     def run(self, *command: str, code: int = 0) -> str:
-        """Run a program of the environment in `work`; return what it printed."""
+        """Run a program of the environment in `work`, and return its output."""
         return _run([os.fspath(self.python.with_name(command[0])), *command[1:]], self.work, code)
 
 
 @pytest.fixture(scope="module")
 def plain(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """`pip install WHEEL`."""
+    """Return an environment made by `pip install WHEEL`."""
     return _install(wheel, "", tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
 def with_peft(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """`pip install WHEEL[peft]`."""
+    """Return an environment made by `pip install WHEEL[peft]`."""
     return _install(wheel, "peft", tmp_path_factory.mktemp("peft"))
 
 
@@ -190,7 +190,7 @@ def test_the_examples_train_from_the_wheel(with_peft: Installed) -> None:
 
 
 def _install(wheel: Path, extra: str, folder: Path) -> Installed:
-    """Make a virtual environment with the wheel, and links to its requirements with `extra`."""
+    """Make a virtual environment with the wheel, and with links to its requirements."""
     _run([sys.executable, "-m", "venv", "--without-pip", os.fspath(folder / "venv")], folder)
     python = folder / "venv" / "bin" / "python"
     _run(
@@ -199,7 +199,7 @@ def _install(wheel: Path, extra: str, folder: Path) -> Installed:
         folder,
     )
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
-    for distribution in _required(_requirements(wheel), extra):
+    for distribution in _find_distributions(_read_requirements(wheel), extra):
         for entry in {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."}:
             target = Path(str(distribution.locate_file(entry)))
             if entry != "__pycache__" and not (site / entry).exists():
@@ -208,14 +208,16 @@ def _install(wheel: Path, extra: str, folder: Path) -> Installed:
     return Installed(python, folder / "work")
 
 
-def _requirements(wheel: Path) -> list[Requirement]:
+def _read_requirements(wheel: Path) -> list[Requirement]:
     with zipfile.ZipFile(wheel) as file:
         name = next(name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
         lines = email.message_from_bytes(file.read(name)).get_all("Requires-Dist") or []
     return [Requirement(line) for line in lines]
 
 
-def _required(requirements: Iterable[Requirement], extra: str) -> list[metadata.Distribution]:
+def _find_distributions(
+    requirements: Iterable[Requirement], extra: str
+) -> list[metadata.Distribution]:
     """Find the installed distributions that pip would install for `requirements`, transitively."""
     todo = [(requirement, frozenset({extra})) for requirement in requirements]
     distributions: dict[str, metadata.Distribution] = {}
@@ -225,17 +227,17 @@ def _required(requirements: Iterable[Requirement], extra: str) -> list[metadata.
         marker = requirement.marker
         if marker and not any(marker.evaluate({"extra": extra}) for extra in {"", *extras}):
             continue
-        name, its_extras = canonicalize_name(requirement.name), frozenset(requirement.extras)
-        if (name, its_extras) in visited:
+        name, own_extras = canonicalize_name(requirement.name), frozenset(requirement.extras)
+        if (name, own_extras) in visited:
             continue
-        visited.add((name, its_extras))
+        visited.add((name, own_extras))
         distributions[name] = metadata.distribution(name)
-        todo += [(Requirement(line), its_extras) for line in distributions[name].requires or ()]
+        todo += [(Requirement(line), own_extras) for line in distributions[name].requires or ()]
     return list(distributions.values())
 
 
 def _run(command: list[str], folder: Path, code: int = 0) -> str:
-    """Run a command without the checkout on its path; assert its exit code, and return stdout."""
+    """Run a command without the checkout on its path, check its exit code, and return stdout."""
     dropped = ("PYTHONPATH", "VIRTUAL_ENV", "RANK", "WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": os.fspath(folder / "home")}

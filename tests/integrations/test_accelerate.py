@@ -1,7 +1,7 @@
-"""Accelerate prepares, clips and saves a patched model on 2 ranks with the numbers of stock.
+"""Test that Accelerate prepares, clips and saves a patched model on 2 ranks as stock does.
 
 hf_moe_ep replaces `fsdp2_prepare_model` (accelerate/utils/fsdp_utils.py). The checks named "duty"
-show that the replacement does everything that the original does.
+show that the replacement does everything that the stock function does.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from transformers import Trainer
 
 from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, describe, global_token_count, patch
 from hf_moe_ep.integrations.optimizers import clip_grad_norm_of_trainer, get_grad_norm
-from hf_moe_ep.integrations.prepare import check_parallelism, fsdp_on_cpu
+from hf_moe_ep.integrations.prepare import check_parallelism, enable_fsdp_on_cpu
 from hf_moe_ep.state import find_state
 
 WORLD = 2
@@ -42,15 +42,15 @@ VARIANTS: dict[str, dict[str, str]] = {
 }
 
 
-def _trains_as_stock(name: str, rank: int, world: int) -> None:
+def _train_as_stock(name: str, rank: int, world: int) -> None:
     with launched(**VARIANTS[name]):
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         _train_and_compare(name, accelerator, rank, world)
 
 
-def _trains_as_stock_patched_first(rank: int, world: int) -> None:
+def _train_as_stock_after_patch(rank: int, world: int) -> None:
     with launched():
-        patch(tiny())  # after `patch`, the constructor of Accelerator declares FSDP
+        patch(tiny())  # from then on the constructor of Accelerator declares FSDP
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         assert accelerator.distributed_type == DistributedType.FSDP
         _train_and_compare("patched first", accelerator, rank, world)
@@ -60,7 +60,7 @@ def _train_and_compare(name: str, accelerator: Accelerator, rank: int, world: in
     stock = tiny(dtype=torch.float32)
     stock_optimizer = torch.optim.SGD(stock.parameters(), lr=0.1)
     accelerator, model, optimizer = prepared(
-        # Not AdamW: its first steps are signs of gradients, and rounding flips signs near zero.
+        # AdamW is not used: its first steps are signs of gradients, which rounding flips near zero.
         tiny(dtype=torch.float32, seed=rank),
         accelerator,
         torch.optim.SGD,
@@ -95,7 +95,7 @@ def _train_and_compare(name: str, accelerator: Accelerator, rank: int, world: in
             assert_close(f"{name} {key}", state[key], value, FP32_BUDGET)
 
 
-def _duty_fp32_upcast(rank: int) -> None:
+def _check_fp32_upcast(rank: int) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     _, model, optimizer = prepared(tiny(dtype=torch.bfloat16), accelerator, ep_size=2)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -105,7 +105,7 @@ def _duty_fp32_upcast(rank: int) -> None:
     assert loss.dtype == torch.float32, "an output_dtype of the root unit would round the loss"
 
 
-def _duty_optimizer_swap(rank: int) -> None:
+def _check_optimizer_parameters(rank: int) -> None:
     """The optimizer gets the sharded parameters.
 
     Their data pointers cannot identify them: tied weights share one, and empty shards all have 0.
@@ -119,21 +119,21 @@ def _duty_optimizer_swap(rank: int) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def _duty_ignored_modules(rank: int) -> None:
+def _check_ignored_modules(rank: int) -> None:
     _, model, _ = prepared(tiny(dtype=torch.float32, seed=rank), ep_size=2)
     assert not isinstance(model.model.norm.weight, DTensor)
     assert torch.equal(model.model.norm.weight, tiny(dtype=torch.float32).model.norm.weight)
     assert isinstance(model.lm_head.weight, DTensor)
 
 
-def _duty_ignored_experts(rank: int) -> None:
-    """Each rank would hold all experts, and compute with the first ones."""
+def _check_ignored_experts(rank: int) -> None:
+    """Each rank would have all experts, and would compute with the first ones."""
     match = r"gate_up_proj of \w+ is not split .* take the experts out of ignored_modules"
     with pytest.raises(ValueError, match=match):
         prepared(tiny(dtype=torch.float32), ep_size=2)
 
 
-def _duty_4bit(rank: int) -> None:
+def _check_4bit(rank: int) -> None:
     """Packed 4-bit weights are not sharded or changed, and no parameter is cast to fp32."""
 
     class Params4bit(nn.Parameter):
@@ -152,7 +152,7 @@ def _duty_4bit(rank: int) -> None:
     assert model.lm_head.weight.dtype == torch.bfloat16
 
 
-def _duty_ram_efficient(rank: int, on_meta: bool) -> None:
+def _check_ram_efficient(rank: int, on_meta: bool) -> None:
     """Only rank 0 has weights. The other ranks have NaN, or a model on the meta device."""
     truth = tiny(dtype=torch.float32)
     model = tiny(dtype=torch.float32)
@@ -168,12 +168,12 @@ def _duty_ram_efficient(rank: int, on_meta: bool) -> None:
         assert torch.equal(buffer, truth.get_buffer(name)), name
 
 
-def _duty_unpatched(rank: int) -> None:
+def _check_unpatched(rank: int) -> None:
     """Accelerate's original function shards an unpatched model."""
     accelerator = Accelerator(cpu=True)
     patch(tiny(dtype=torch.float32))
     stock = tiny(dtype=torch.float32)
-    fsdp_on_cpu(accelerator.state, None)
+    enable_fsdp_on_cpu(accelerator.state, None)
     model, _ = accelerator.prepare(stock, torch.optim.AdamW(stock.parameters()))
     experts = model.model.layers[0].mlp.experts
     assert experts.gate_up_proj.device_mesh.size() == WORLD
@@ -183,22 +183,22 @@ def _duty_unpatched(rank: int) -> None:
 RAM_EFFICIENT = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
 # name: (check, environment variables of the launch)
 DUTIES: dict[str, tuple[Callable[[int], None], dict[str, str]]] = {
-    "fp32 upcast": (_duty_fp32_upcast, {}),
-    "optimizer swap": (_duty_optimizer_swap, {}),
-    "ignored modules": (_duty_ignored_modules, {"FSDP_IGNORED_MODULES": "model.norm"}),
+    "fp32 upcast": (_check_fp32_upcast, {}),
+    "optimizer swap": (_check_optimizer_parameters, {}),
+    "ignored modules": (_check_ignored_modules, {"FSDP_IGNORED_MODULES": "model.norm"}),
     "ignored experts": (
-        _duty_ignored_experts,
+        _check_ignored_experts,
         {"FSDP_IGNORED_MODULES": r"model\.layers\.0\.mlp\.experts"},
     ),
-    "4-bit": (_duty_4bit, {}),
-    "ram efficient": (partial(_duty_ram_efficient, on_meta=False), RAM_EFFICIENT),
-    "ram efficient, on meta": (partial(_duty_ram_efficient, on_meta=True), RAM_EFFICIENT),
-    "unpatched": (_duty_unpatched, {}),
+    "4-bit": (_check_4bit, {}),
+    "ram efficient": (partial(_check_ram_efficient, on_meta=False), RAM_EFFICIENT),
+    "ram efficient, on meta": (partial(_check_ram_efficient, on_meta=True), RAM_EFFICIENT),
+    "unpatched": (_check_unpatched, {}),
 }
 
 
-def _clips_only_the_given_parameters(rank: int, world: int) -> None:
-    """Clip the parameters of layer 0, on both meshes; the other gradients do not change."""
+def _check_clip_of_given_parameters(rank: int, world: int) -> None:
+    """Only the given parameters of layer 0, on both meshes, are clipped."""
     stock = tiny(dtype=torch.float32)
     with launched():
         accelerator, model, _ = prepared(tiny(dtype=torch.float32), ep_size=2)
@@ -223,7 +223,7 @@ def _clips_only_the_given_parameters(rank: int, world: int) -> None:
             assert_close(name, full_tensor(parameter.grad), expected, FP32_BUDGET)
 
 
-def _prepares_once_by_every_name(rank: int, world: int) -> None:
+def _check_replacement_of_every_name(rank: int, world: int) -> None:
     """The replacement is in every module with `fsdp2_prepare_model`, and shards only once."""
     with launched():
         accelerator, model = Accelerator(cpu=True), patch(tiny(dtype=torch.float32), ep_size=2)
@@ -241,13 +241,13 @@ def _prepares_once_by_every_name(rank: int, world: int) -> None:
         assert_close("loss", model(**inputs).loss, stock(**inputs).loss, FP32_BUDGET)
 
 
-def _does_its_duty(name: str, rank: int, world: int) -> None:
+def _run_check(name: str, rank: int, world: int) -> None:
     check, settings = DUTIES[name]
     with launched(**settings):
         check(rank)
 
 
-def _saves_and_loads(kind: str, rank: int, world: int, folder: str) -> None:
+def _check_save_and_load(kind: str, rank: int, world: int, folder: str) -> None:
     with launched(FSDP_STATE_DICT_TYPE=kind):
         accelerator, model, optimizer = prepared(tiny(dtype=torch.float32), ep_size=2)
         micro = batch(model, 2, 7, seed=rank)
@@ -269,7 +269,7 @@ def _saves_and_loads(kind: str, rank: int, world: int, folder: str) -> None:
             assert torch.equal(full_tensor(parameter), expected[name]), f"{kind}: {name}"
 
 
-def _launches_that_are_refused(rank: int, world: int) -> None:
+def _check_refused_launches(rank: int, world: int) -> None:
     use_gpu = launched(ACCELERATE_USE_CPU="false")  # `make test-swift` sets it to true
     with use_gpu, pytest.raises(ValueError, match=r"2 processes .* sees 1.*cpu=True"):
         prepared(tiny(), Accelerator(), ep_size=2)
@@ -293,7 +293,7 @@ def test_a_parallelism_config_that_contradicts_patch_is_refused() -> None:
     check_parallelism(None, state)
 
 
-def _a_given_plugin_is_kept(rank: int, world: int) -> None:
+def _check_given_plugin_is_used(rank: int, world: int) -> None:
     with launched():
         patch(tiny())
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
@@ -301,10 +301,10 @@ def _a_given_plugin_is_kept(rank: int, world: int) -> None:
         assert accelerator.state.fsdp_plugin is plugin
 
 
-def _the_trainer_unscales(clips: bool, rank: int, world: int) -> None:
-    """The norm of gradients on two meshes is that of unscaled gradients, with and without clipping.
+def _check_trainer_unscales(clips: bool, rank: int, world: int) -> None:
+    """The Trainer logs the norm of unscaled gradients on two meshes, with and without clipping.
 
-    Since transformers 5.24 the Trainer computes such a norm itself, and does not unscale.
+    Since transformers 5.24 the Trainer itself computes such a norm of scaled gradients.
     """
     inputs = batch(tiny(), 2, 7, seed=rank)
     with launched():
@@ -331,24 +331,24 @@ def _the_trainer_unscales(clips: bool, rank: int, world: int) -> None:
 
 
 SLOW_ON_TWO_RANKS = {
-    f"trains as stock: {name}": partial(_trains_as_stock, name)
+    f"trains as stock: {name}": partial(_train_as_stock, name)
     for name in VARIANTS
     if name != "defaults"
 }
 ON_TWO_RANKS = {
-    "trains as stock: defaults": partial(_trains_as_stock, "defaults"),
-    "trains as stock: patched first": _trains_as_stock_patched_first,
-    "the Trainer unscales before it clips": partial(_the_trainer_unscales, True),
-    "the Trainer logs the norm of unscaled gradients": partial(_the_trainer_unscales, False),
-    "clips only the given parameters": _clips_only_the_given_parameters,
-    "prepares once by every name": _prepares_once_by_every_name,
-    **{f"duty: {name}": partial(_does_its_duty, name) for name in DUTIES},
+    "trains as stock: defaults": partial(_train_as_stock, "defaults"),
+    "trains as stock: patched first": _train_as_stock_after_patch,
+    "the Trainer unscales before it clips": partial(_check_trainer_unscales, True),
+    "the Trainer logs the norm of unscaled gradients": partial(_check_trainer_unscales, False),
+    "clips only the given parameters": _check_clip_of_given_parameters,
+    "prepares once by every name": _check_replacement_of_every_name,
+    **{f"duty: {name}": partial(_run_check, name) for name in DUTIES},
     **{
-        f"saves and loads: {kind}": partial(_saves_and_loads, kind)
+        f"saves and loads: {kind}": partial(_check_save_and_load, kind)
         for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
     },
-    "refused launches": _launches_that_are_refused,
-    "a given plugin is kept": _a_given_plugin_is_kept,
+    "refused launches": _check_refused_launches,
+    "a given plugin is kept": _check_given_plugin_is_used,
 }
 
 

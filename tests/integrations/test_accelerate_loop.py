@@ -1,4 +1,4 @@
-"""An Accelerator loop on 2 ranks with common options equals stock in one process.
+"""Test that an Accelerator loop on 2 ranks with common options equals stock in one process.
 
 Stock trains on the concatenated batches of both ranks.
 """
@@ -24,7 +24,7 @@ AUX_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 State = dict[str, Tensor]
 
 
-def _same_as_stock(
+def _compare_with_stock(
     options: dict[str, Any], model_options: dict[str, Any], rank: int, world: int
 ) -> None:
     model = tiny(dtype=torch.float32, seed=rank, **model_options)
@@ -37,21 +37,23 @@ def _same_as_stock(
 
 
 def bf16_error_is_at_most_twice_that_of_stock_bf16(rank: int, world: int) -> None:
-    """Both have fp32 weights. The error is the distance of all parameters after three steps."""
+    """Both have fp32 weights. The error is the 2-norm of the difference after three steps."""
     actual = _train(tiny(dtype=torch.float32), rank, mixed_precision="bf16")
     truth = _train_stock(tiny())
     stock = _train_stock(tiny(dtype=torch.float32), bf16=True)
     if rank == 0:
-        ours, of_stock = (_distance(state, truth) for state in (actual, stock))
-        assert 0 < ours <= 2 * of_stock, f"error {ours:.3e}, stock's is {of_stock:.3e}"
+        own_error, stock_error = (_compute_distance(state, truth) for state in (actual, stock))
+        assert 0 < own_error <= 2 * stock_error, (
+            f"error {own_error:.3e}, stock's is {stock_error:.3e}"
+        )
 
 
-def _distance(state: State, truth: State) -> float:
+def _compute_distance(state: State, truth: State) -> float:
     squares = [(state[name].double() - value).square().sum() for name, value in truth.items()]
     return torch.stack(squares).sum().sqrt().item()
 
 
-def _micro_batches(rank: int, step: int) -> list[dict[str, Tensor]]:
+def _list_micro_batches(rank: int, step: int) -> list[dict[str, Tensor]]:
     model = tiny(num_hidden_layers=1)
     seeds = [50 * step + 10 * i + rank for i in range(MICRO)]
     return [batch(model, 3, 9 + step, seed=seed, pad=3) for seed in seeds]
@@ -62,7 +64,7 @@ def _train(model: nn.Module, rank: int, **options: Any) -> State:
         accelerator = Accelerator(cpu=True, **options)
         accelerator, model, optimizer = prepared(model, accelerator, torch.optim.SGD, ep_size=2)
         for step in range(STEPS):
-            micro = _micro_batches(rank, step)
+            micro = _list_micro_batches(rank, step)
             num_tokens = global_token_count(model, [inputs["labels"] for inputs in micro])
             for inputs in micro:
                 loss = model(**inputs, num_items_in_batch=num_tokens).loss
@@ -77,7 +79,7 @@ def _train(model: nn.Module, rank: int, **options: Any) -> State:
 def _train_stock(model: nn.Module, bf16: bool = False) -> State:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
-        ranks = [_micro_batches(rank, step) for rank in range(WORLD)]
+        ranks = [_list_micro_batches(rank, step) for rank in range(WORLD)]
         labels = [inputs["labels"][:, 1:] for micro in ranks for inputs in micro]
         num_tokens = sum(label.ne(-100).sum() for label in labels)
         for parts in zip(*ranks, strict=True):
@@ -92,7 +94,7 @@ def _train_stock(model: nn.Module, bf16: bool = False) -> State:
 
 
 NOT_COMPILED = {
-    "router aux loss of padded batches equals stock": partial(_same_as_stock, {}, AUX_LOSS),
+    "router aux loss of padded batches equals stock": partial(_compare_with_stock, {}, AUX_LOSS),
 }
 BF16 = {
     "bf16 error is at most twice that of stock": bf16_error_is_at_most_twice_that_of_stock_bf16,
@@ -108,24 +110,24 @@ COMPILED = {
 }
 
 
-def _compiled_layers_equal_stock(options: dict[str, Any], rank: int, world: int) -> None:
-    """Accelerate compiles nothing itself; its settings apply to the two graphs of all layers.
+def _compare_compiled_layers(options: dict[str, Any], rank: int, world: int) -> None:
+    """Accelerate itself compiles nothing. Its settings are used for the two graphs of all layers.
 
-    The length of the sequences grows with each step.
+    The sequences are longer in each step.
     """
     counters.clear()
-    _same_as_stock(options, {}, rank, world)
+    _compare_with_stock(options, {}, rank, world)
     assert counters["stats"]["unique_graphs"] == 2, dict(counters["graph_break"])
 
 
-def a_mode_that_is_refused(rank: int, world: int) -> None:
+def an_unsupported_mode_is_refused(rank: int, world: int) -> None:
     plugin = TorchDynamoPlugin(backend="inductor", mode="reduce-overhead")
     with launched(), pytest.raises(ValueError, match=r"mode='reduce-overhead' records CUDA graphs"):
         prepared(tiny(), Accelerator(cpu=True, dynamo_plugin=plugin), torch.optim.SGD, ep_size=2)
     assert plugin.backend == DynamoBackend.INDUCTOR
 
 
-def a_disabled_compilation(rank: int, world: int) -> None:
+def a_disabled_plugin_compiles_nothing(rank: int, world: int) -> None:
     counters.clear()
     plugin = TorchDynamoPlugin(backend="inductor", disable=True)
     _train(tiny(dtype=torch.float32), rank, dynamo_plugin=plugin)
@@ -135,12 +137,14 @@ def a_disabled_compilation(rank: int, world: int) -> None:
 @pytest.mark.parametrize(
     "claim",
     [
-        *on_ranks(WORLD, NOT_COMPILED, a_mode_that_is_refused, a_disabled_compilation),
+        *on_ranks(
+            WORLD, NOT_COMPILED, an_unsupported_mode_is_refused, a_disabled_plugin_compiles_nothing
+        ),
         *on_ranks(WORLD, BF16, slow=True),
         *on_ranks(
             WORLD,
             {
-                f"compiled, {name}, equals stock": partial(_compiled_layers_equal_stock, options)
+                f"compiled, {name}, equals stock": partial(_compare_compiled_layers, options)
                 for name, options in COMPILED.items()
             },
             slow=True,

@@ -1,4 +1,4 @@
-"""`Accelerator.save_state` of a patched model: only complete states are loaded."""
+"""Test `save_state` and `load_state` of a patched model: only complete states are loaded."""
 
 import errno
 import random
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_moe_ep import newest_checkpoint
 from hf_moe_ep.checkpoints.storage import manifest, unpickle
-from hf_moe_ep.integrations.prepare import fsdp_on_cpu
+from hf_moe_ep.integrations.prepare import enable_fsdp_on_cpu
 from hf_moe_ep.ranks.all_ranks import gather
 
 WORLD = 2
@@ -52,7 +52,7 @@ class _Run:
             assert torch.equal(value, expected[name]), name
 
 
-def _on_rank_0(rank: int, run: Any) -> None:
+def _call_on_rank_0(rank: int, run: Any) -> None:
     """Call `run` on rank 0 while the other ranks wait."""
     dist.barrier()
     if rank == 0:
@@ -61,22 +61,22 @@ def _on_rank_0(rank: int, run: Any) -> None:
 
 
 def _a_changed_file_is_refused(rank: int, world: int, folder: str) -> None:
-    """The error names the file. Files that `save_state` did not write may change."""
+    """The error names the file. A file that `save_state` has not written may change."""
     state = Path(folder, "state")
     with launched(**SHARDED):
         run = _Run(rank)
         run.step()
-        _on_rank_0(rank, lambda: (state.mkdir(), (state / "log").write_text("step 1")))
+        _call_on_rank_0(rank, lambda: (state.mkdir(), (state / "log").write_text("step 1")))
         expected = run.parameters()
         run.accelerator.save_state(str(state))
         content = manifest.read(state)
         assert content["layout"]["ep_size"] == 2 and "log" not in content["files"]
         assert {"optimizer_0/.metadata", "random_states_1.pkl"} <= content["files"].keys()
-        _on_rank_0(rank, lambda: (state / "log").write_text("step 2"))
+        _call_on_rank_0(rank, lambda: (state / "log").write_text("step 2"))
         run.step()
         run.accelerator.load_state(str(state))
         run.assert_holds(expected)
-        _on_rank_0(rank, lambda: _flip(state / "random_states_1.pkl"))
+        _call_on_rank_0(rank, lambda: _flip_byte(state / "random_states_1.pkl"))
         run.step()
         before = run.parameters()
         with pytest.raises(ValueError, match=r"random_states_1\.pkl has changed since it was"):
@@ -84,7 +84,7 @@ def _a_changed_file_is_refused(rank: int, world: int, folder: str) -> None:
         run.assert_holds(before)
 
 
-def _flip(file: Path) -> None:
+def _flip_byte(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -98,7 +98,7 @@ def _states_without_a_manifest_load(rank: int, world: int, folder: str) -> None:
         run.step()
         expected = run.parameters()
         run.accelerator.save_state(state)
-        _on_rank_0(
+        _call_on_rank_0(
             rank, lambda: [(state / n).unlink() for n in ("manifest.json", manifest.STARTED)]
         )
         run.step()
@@ -112,26 +112,27 @@ def _states_without_a_manifest_load(rank: int, world: int, folder: str) -> None:
 
 
 def _files_of_an_earlier_save_are_deleted(rank: int, world: int, folder: str) -> None:
-    """More ranks saved to the same folder before. Files of the user stay."""
+    """More ranks have saved to the same folder before. Other files are not deleted."""
     state = Path(folder, "state")
     stale = [state / "random_states_7.pkl", state / "optimizer_0" / "__7_0.distcp"]
-    of_user = [state / "notes" / "__7_0.distcp", state / "other.pkl"]
+    user_files = [state / "notes" / "__7_0.distcp", state / "other.pkl"]
 
     def write_files() -> None:
-        for file in (*stale, *of_user):
+        for file in (*stale, *user_files):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(b"of another run")
 
     with launched(**SHARDED):
-        _on_rank_0(rank, write_files)
+        _call_on_rank_0(rank, write_files)
         _Run(rank).accelerator.save_state(state)
-        assert not any(file.exists() for file in stale) and all(file.exists() for file in of_user)
+        assert not any(file.exists() for file in stale)
+        assert all(file.exists() for file in user_files)
         named = manifest.read(state)["files"]
         assert "random_states_1.pkl" in named and "random_states_7.pkl" not in named
 
 
 def _a_full_disk_of_one_rank_is_an_error_on_all(rank: int, world: int, folder: str) -> None:
-    """The state saved before stays the newest complete one, and loads."""
+    """The previous state is still the newest complete state, and can be loaded."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "__1_0.distcp")
@@ -161,7 +162,7 @@ def _a_full_disk_of_one_rank_is_an_error_on_all(rank: int, world: int, folder: s
 
 
 def _a_full_disk_of_rank_0_ends_all_ranks(rank: int, world: int, folder: str) -> None:
-    """With FULL_STATE_DICT rank 0 writes the model, and the other ranks gather the optimizer."""
+    """With FULL_STATE_DICT rank 0 writes the model while other ranks gather the optimizer."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "pytorch_model_fsdp.bin")
@@ -179,7 +180,7 @@ def _a_full_disk_of_rank_0_ends_all_ranks(rank: int, world: int, folder: str) ->
 
 
 def _a_folder_that_is_not_shared_is_refused(rank: int, world: int, folder: str) -> None:
-    """The error comes before a rank writes its shards to its own disk."""
+    """The error is raised before any rank writes its shards to its own disk."""
     with launched(**SHARDED):
         run = _Run(rank)
         with (
@@ -190,7 +191,7 @@ def _a_folder_that_is_not_shared_is_refused(rank: int, world: int, folder: str) 
 
 
 def _automatic_checkpoint_naming(rank: int, world: int, folder: str) -> None:
-    """Checkpoints are ordered by number, although the clock goes back an hour at each save.
+    """Checkpoints are ordered by number: in this test the clock goes back an hour at each save.
 
     A folder whose save did not finish is skipped by `load_state` and overwritten by `save_state`.
     Folders beyond `total_limit` are deleted after the new one is complete.
@@ -206,7 +207,7 @@ def _automatic_checkpoint_naming(rank: int, world: int, folder: str) -> None:
         assert sorted(path.name for path in root.iterdir()) == ["checkpoint_1", "checkpoint_2"]
         assert newest_checkpoint(root) == root / "checkpoint_2"
         expected = run.parameters()
-        _on_rank_0(rank, lambda: manifest.begin(root / "checkpoint_3"))
+        _call_on_rank_0(rank, lambda: manifest.begin(root / "checkpoint_3"))
         resumed = _Run(rank, seed=1, iteration=3, **names)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -236,9 +237,9 @@ def _automatic_checkpoint_naming(rank: int, world: int, folder: str) -> None:
 def _a_state_of_fewer_ranks_continues_with_one_step_on_all(
     rank: int, world: int, folder: str
 ) -> None:
-    """A rank without random states would synchronise gradients at other times, and hang.
+    """Otherwise a rank without a saved state would synchronise gradients at other times, and hang.
 
-    Each data rank gets generators of its own, the same ones at every load.
+    Each data rank gets other generators, the same ones at every load.
     """
     state = Path(folder, "state")
     with launched(**SHARDED):
@@ -249,7 +250,7 @@ def _a_state_of_fewer_ranks_continues_with_one_step_on_all(
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             run.accelerator.load_state(state)  # as many ranks as saved
-        _on_rank_0(rank, (state / "random_states_1.pkl").unlink)
+        _call_on_rank_0(rank, (state / "random_states_1.pkl").unlink)
         layouts = [{}, manifest.read(state)["layout"] | {"world_size": 1, "ep_size": 1}]
         reasons = ["has no random state of rank 1", "was saved by 1 data ranks on 1 ranks"]
         draws = []
@@ -273,7 +274,7 @@ def _states_of_an_unpatched_model_are_stock(rank: int, world: int, folder: str) 
     """No manifest is written or checked, and stock's code unpickles the values."""
     with launched(**SHARDED):
         accelerator = Accelerator(cpu=True)
-        fsdp_on_cpu(accelerator.state, None)
+        enable_fsdp_on_cpu(accelerator.state, None)
         model = tiny(dtype=torch.float32, num_hidden_layers=1)
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         error = AssertionError("a function of ours ran")

@@ -1,6 +1,7 @@
-"""The engine that TRL syncs gets the tensors of `save_pretrained`, with adapters merged.
+"""Test that engines get from TRL the tensors of `save_pretrained`, with adapters merged.
 
-The two modes of TRL are "colocate" (an engine on every rank) and "server" (one, fed by rank 0).
+TRL has two modes: "colocate" (an engine on every rank), and "server" (one engine, to which rank 0
+sends).
 """
 
 import copy
@@ -33,7 +34,7 @@ trl = pytest.importorskip("trl", minversion="1.16")
 
 
 class Client:
-    """The methods of TRL's client that a sync calls; checks the metadata that TRL sends first."""
+    """A client with the methods that a sync calls. It checks the metadata that TRL sends first."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.resets = engine, 0
@@ -128,8 +129,8 @@ def adapters_are_merged_into_synced_tensors(name: str, rank: int, world: int) ->
         model.merge_adapter()
 
 
-def online_dpo_sends_the_same(rank: int, world: int) -> None:
-    """OnlineDPOTrainer has a sync of its own, in both modes, with and without LoRA."""
+def online_dpo_sends_the_same_tensors(rank: int, world: int) -> None:
+    """OnlineDPOTrainer has its own code for both modes. It is tested with and without LoRA."""
     from trl.experimental.online_dpo.online_dpo_trainer import OnlineDPOTrainer
 
     for stock in (tiny(), with_lora(tiny(), seed=1)):
@@ -155,7 +156,7 @@ def online_dpo_sends_the_same(rank: int, world: int) -> None:
 
 
 def an_unknown_name_is_an_error(rank: int, world: int) -> None:
-    """The engine of rank 0 does not know a name: rank 0 raises its error, the other ranks stop."""
+    """If rank 0's engine does not know a name, rank 0 raises the error and other ranks stop."""
     import trl.generation.vllm_generation  # noqa: F401
 
     stock = tiny(dtype=torch.float32)
@@ -173,7 +174,7 @@ def an_unknown_name_is_an_error(rank: int, world: int) -> None:
 
 
 def refused_keys_are_listed(rank: int, world: int) -> None:
-    """The engine of rank 0 refuses some keys and skips others: every rank gets the whole list."""
+    """If rank 0's engine refuses some keys and skips others, every rank gets the whole list."""
     stock = tiny(dtype=torch.float32)
     engine = Engine.of(stock)
     model = apply_ep_fsdp2(stock, ep_size=2)
@@ -225,7 +226,7 @@ CHECKS = {
     "gone": an_engine_that_is_gone_stops_the_check,
     "refused": an_unknown_name_is_an_error,
     "pictures": partial(synced_tensors_equal_saved_files, "qwen3_vl_moe"),
-    "online DPO": online_dpo_sends_the_same,
+    "online DPO": online_dpo_sends_the_same_tensors,
     "pictures, lora": partial(adapters_are_merged_into_synced_tensors, "qwen3_vl_moe"),
 }
 
@@ -245,8 +246,8 @@ def test_refused_keys_are_listed_in_one_process() -> None:
         hub_tensors(model).check_engine(lambda weights: [])
 
 
-def _fails_inside(sync: Any, iterators: list[Any]) -> None:
-    """Raise an error with a cause, as engines do; the cause refers to the frames of the loop."""
+def _raise_with_a_cause(sync: Any, iterators: list[Any]) -> None:
+    """Raise an error with a cause, as engines do. The cause refers to the frames of the loop."""
 
     def inside() -> None:
         tensors = engines.iter_named_params(pytest.fail, sync)
@@ -266,7 +267,7 @@ def test_a_stored_error_does_not_keep_the_iterator_alive() -> None:
     sync = SimpleNamespace(model=model, mode="colocate", enable_sleep_mode=False)
     iterators: list[Any] = []
     with pytest.raises(RuntimeError, match="the worker died") as raised:
-        engines.sync_weights(lambda self: _fails_inside(self, iterators), sync)
+        engines.sync_weights(lambda self: _raise_with_a_cause(self, iterators), sync)
     assert raised.value.__cause__ is not None
     assert [iterator() for iterator in iterators] == [None]
 
@@ -301,7 +302,7 @@ def test_a_stock_model_is_synced_as_before() -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_stand_in_takes_the_hub_s_keys_and_no_others(name: str) -> None:
+def test_the_fake_engine_takes_only_hub_keys(name: str) -> None:
     model = tiny(name, dtype=torch.float32)
     engine = Engine.of(model)
     weights = hub_state(model)

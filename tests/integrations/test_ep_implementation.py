@@ -1,8 +1,8 @@
-"""`ep_implementation="hf_moe_ep"`: our dispatch and experts in transformers' own sharding.
+"""Test our dispatch and experts in transformers' own sharding.
 
-Losses, gradients and logits of four ranks equal those of stock in one process, in fp64. With ep 2
+Losses, gradients and logits of four ranks equal stock in one process, in fp64. With ep 2
 two ranks have the same experts. If only one rank has an expert, transformers 5.24 divides the
-expert's gradients twice over gloo, whatever the implementation.
+expert's gradients twice over gloo, with every implementation.
 """
 
 from functools import partial
@@ -30,7 +30,7 @@ def samples(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _train_as_stock(ep_size: int, checkpointing: bool, rank: int, world: int, folder: str) -> None:
-    """A step of SGD on ranks, and one on the whole batch in this process."""
+    """Compare a step of SGD on ranks with a step on the whole batch in this process."""
     register_ep_implementation()
     stock = tiny()
     if rank == 0:
@@ -63,7 +63,7 @@ def _train_as_stock(ep_size: int, checkpointing: bool, rank: int, world: int, fo
     assert_close("logits", logits, stock.eval()(**rows).logits[rank : rank + 1], FP64_MODEL)
 
 
-def _tensor_parallelism_is_refused(rank: int, world: int, folder: str) -> None:
+def _check_tensor_parallelism_is_refused(rank: int, world: int, folder: str) -> None:
     register_ep_implementation()
     if rank == 0:
         tiny().save_pretrained(folder)
@@ -77,7 +77,7 @@ CHECKS = on_ranks(
     WORLD,
     {
         "ep 2": partial(_train_as_stock, 2, False),
-        "tp 2": _tensor_parallelism_is_refused,
+        "tp 2": _check_tensor_parallelism_is_refused,
     },
     skip="this transformers has no registry" if WITHOUT_REGISTRY else "",
 )
@@ -95,7 +95,7 @@ def test_on_four_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def test_a_transformers_without_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformers_without_the_registry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(expert_parallel, "EPImplementationInterface", raising=False)
     with pytest.raises(
         ImportError, match=r"has no registry .* install transformers>=5\.24, or use"

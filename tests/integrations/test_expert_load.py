@@ -1,4 +1,4 @@
-"""`ExpertLoadCallback` adds the expert load to the Trainer's logs and draws a heat map."""
+"""Test that `ExpertLoadCallback` adds the expert load to the logs, and draws a heat map."""
 
 import builtins
 import importlib.util
@@ -15,7 +15,7 @@ from support.tiny_models import batch, tiny
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_moe_ep import ExpertLoadCallback, expert_load, patch
-from hf_moe_ep.integrations.expert_load import _Map
+from hf_moe_ep.integrations.expert_load import _Panel
 
 NAMES = {
     "expert_load/worst_layer",
@@ -87,20 +87,19 @@ def test_the_load_is_in_the_log_of_the_loss_that_trackers_get(tmp_path: Path) ->
 def test_with_every_2_a_log_covers_two_steps(tmp_path: Path) -> None:
     callback = ExpertLoadCallback(every=2, heat_map=tmp_path / "maps" / "load.png")
     model = patch(tiny(dtype=torch.float32))
-    model(
-        **batch(model, 2, 5)
-    ).loss.backward()  # these tokens are before training and must not be counted
+    # These tokens precede the training and must not be counted.
+    model(**batch(model, 2, 5)).loss.backward()
     trainer, _ = _train(tmp_path, callback, steps=5, model=model)
     steps = [e["step"] for e in trainer.state.log_history if NAMES & e.keys()]
     assert steps == [2, 4]
     assert (tmp_path / "maps" / "load.png").read_bytes().startswith(b"\x89PNG")
-    for load_map, expected in zip(callback._maps, [(1, 2), (3, 4)], strict=True):
-        assert (load_map.first, load_map.last) == expected
-        assert load_map.counts.sum(1).tolist() == [2 * 2 * PAIRS_OF_A_ROW] * 2
+    for panel, expected in zip(callback._panels, [(1, 2), (3, 4)], strict=True):
+        assert (panel.first, panel.last) == expected
+        assert panel.counts.sum(1).tolist() == [2 * 2 * PAIRS_OF_A_ROW] * 2
 
 
 @pytest.mark.slow
-def test_the_load_of_experts_with_adapters(tmp_path: Path) -> None:
+def test_the_load_of_experts_with_adapters_is_logged(tmp_path: Path) -> None:
     model = patch(with_lora(tiny(dtype=torch.float32), 2))
     trainer, _ = _train(tmp_path, ExpertLoadCallback(), model=model)
     assert sum(entry.keys() >= NAMES for entry in trainer.state.log_history) == 4
@@ -109,17 +108,17 @@ def test_the_load_of_experts_with_adapters(tmp_path: Path) -> None:
     assert load.counts.sum(1).tolist() == [4 * 2 * PAIRS_OF_A_ROW] * 2
 
 
-def test_merged_maps_of_a_long_run_keep_all_counts(tmp_path: Path) -> None:
+def test_merged_panels_of_a_long_run_keep_all_counts(tmp_path: Path) -> None:
     callback = ExpertLoadCallback(heat_map=tmp_path / "load.png")
     for step in range(1, 15):
-        callback._remember(_Map(step, step, torch.tensor([[step, 1]])))
-    assert [(load_map.first, load_map.last) for load_map in callback._maps][5:] == [
+        callback._add_panel(_Panel(step, step, torch.tensor([[step, 1]])))
+    assert [(panel.first, panel.last) for panel in callback._panels][5:] == [
         (11, 12),
         (13, 13),
         (14, 14),
     ]
-    assert sum(load_map.counts for load_map in callback._maps).tolist() == [[15 * 7, 14]]
-    assert len(callback._maps) <= 12
+    assert sum(panel.counts for panel in callback._panels).tolist() == [[15 * 7, 14]]
+    assert len(callback._panels) <= 12
 
 
 def test_wrong_uses_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +152,7 @@ def test_the_error_without_matplotlib_names_the_package(monkeypatch: pytest.Monk
         ExpertLoad(torch.ones(1, 2, dtype=torch.int64), ("a",)).plot("load.png")
 
 
-def _on_ranks(config: dict[str, Any], rank: int, world: int, folder: str) -> None:
+def _check_log_on_ranks(config: dict[str, Any], rank: int, world: int, folder: str) -> None:
     """The log counts the tokens of all ranks, also in a run that resumes from a checkpoint."""
     with launched():
         model = patch(tiny(dtype=torch.float32), **config)
@@ -166,8 +165,8 @@ def _on_ranks(config: dict[str, Any], rank: int, world: int, folder: str) -> Non
         assert [e["step"] for e in logged] == [1, 2, 3, 4]
         data_ranks = world // config.get("sp_size", 1)
         rows = 2 * 2 * data_ranks
-        for load_map in callback._maps:
-            assert load_map.counts.sum(1).tolist() == [rows * PAIRS_OF_A_ROW] * 2
+        for panel in callback._panels:
+            assert panel.counts.sum(1).tolist() == [rows * PAIRS_OF_A_ROW] * 2
     assert picture.exists()
     with launched():
         untrained = patch(tiny(dtype=torch.float32, seed=3), **config)
@@ -182,8 +181,8 @@ def _on_ranks(config: dict[str, Any], rank: int, world: int, folder: str) -> Non
 CHECKS = on_ranks(
     2,
     {
-        "ep 2": partial(_on_ranks, {"ep_size": 2}),
-        "sp 2": partial(_on_ranks, {"ep_size": 1, "sp_size": 2}),
+        "ep 2": partial(_check_log_on_ranks, {"ep_size": 2}),
+        "sp 2": partial(_check_log_on_ranks, {"ep_size": 1, "sp_size": 2}),
     },
     slow=True,
 )

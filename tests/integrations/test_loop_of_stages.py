@@ -1,6 +1,7 @@
-"""An Accelerator loop over pipeline stages equals stock in one process.
+"""Test that an Accelerator loop over pipeline stages equals stock in one process.
 
-Accelerate deals the rows of a data loader: the ranks of a column get the same ones.
+Accelerate divides the rows of a data loader. Ranks at the same position of each stage get the same
+rows.
 """
 
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def rows() -> list[Row]:
 
 
 def equals_stock(ep: int, rank: int, world: int) -> None:
-    """Steps accumulate two batches; the last batch of the evaluation has fewer rows."""
+    """Each step accumulates two batches. The last batch of the evaluation has fewer rows."""
     with launched():
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED)
         model = patch(tiny(dtype=torch.float32, seed=rank, **SIZES), ep_size=ep, pp_size=2)
@@ -94,7 +95,7 @@ def equals_stock(ep: int, rank: int, world: int) -> None:
                 assert_close(key, state[key], value, FP32_BUDGET)
 
 
-def _even_rows() -> list[Row]:
+def _make_even_rows() -> list[Row]:
     """Return 8 rows per step with equal numbers of labels, so that a mean of means is the mean."""
     inputs = batch(tiny(num_hidden_layers=1), 8 * STEPS, 9, ignore=0.0)
     return [{name: value[row] for name, value in inputs.items()} for row in range(8 * STEPS)]
@@ -103,7 +104,7 @@ def _even_rows() -> list[Row]:
 def _run_steps(
     rank: int, layout: dict[str, int], steps: range, folder: Path
 ) -> list[tuple[Tensor, Any]]:
-    """Resume from the state before these steps, run them, and save; return losses and norms."""
+    """Load the state before these steps, run them, save, and return losses and norms."""
     with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
         # Otherwise Accelerate steps a scheduler once per data rank.
         options: dict[str, Any] = {"step_scheduler_with_optimizer": False}
@@ -112,7 +113,7 @@ def _run_steps(
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
         data_ranks = 4 // layout.get("pp_size", 1)
-        some = _even_rows()[8 * steps.start : 8 * steps.stop]
+        some = _make_even_rows()[8 * steps.start : 8 * steps.stop]
         loader: Any = DataLoader(some, batch_size=4 // data_ranks)  # type: ignore[arg-type]
         model, optimizer, loader, scheduler = accelerator.prepare(
             model, optimizer, loader, scheduler
@@ -138,10 +139,10 @@ def _run_steps(
         return results
 
 
-def goes_on_at_another_layout(
+def continues_at_another_layout(
     rank: int, world: int, folder: str, stages: dict[str, int] = STAGES
 ) -> None:
-    """Ten steps with accumulation: two stages with ep 2, then ep 4, then stages again."""
+    """A run of ten steps continues from two stages with ep 2 at ep 4, and then at stages again."""
     got = []
     for layout, steps in ((stages, range(4)), (WHOLE, range(4, 7)), (stages, range(7, STEPS))):
         got += _run_steps(rank, layout, steps, Path(folder))
@@ -150,7 +151,7 @@ def goes_on_at_another_layout(
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     assert len(got) == STEPS
     for step, (loss, norm) in enumerate(got):
-        part = _even_rows()[8 * step : 8 * step + 8]
+        part = _make_even_rows()[8 * step : 8 * step + 8]
         want = stock(**{n: torch.stack([row[n] for row in part]) for n in part[0]}).loss
         want.backward()
         want_norm = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
@@ -163,14 +164,14 @@ def goes_on_at_another_layout(
 
 @dataclass(frozen=True)
 class Resumed:
-    """A model and an optimizer whose state is saved and loaded at other numbers of stages.
+    """A model and an optimizer whose state is saved and loaded with other numbers of stages.
 
     Attributes:
-        config: of the model.
-        frozen: the beginnings of the names of frozen parameters.
-        apart: a word in the names of the parameters that are a group of their own.
+        config: changes of the model's config.
+        frozen: prefixes of the names of frozen parameters.
+        apart: parameters with this word in their names are a group of their own.
         wrap: a function that changes the model before `patch`.
-        optimizer: makes the optimizer of a list of parameter groups.
+        optimizer: creates the optimizer from a list of parameter groups.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -198,7 +199,7 @@ class Resumed:
 
 
 def resumes(case: Resumed, rank: int, world: int, folder: str) -> None:
-    """The state of two stages is loaded with and without stages, and a state without in stages."""
+    """A state of two stages is loaded with and without stages, and one without stages in stages."""
     for number, (saved, loaded) in enumerate(((2, 2), (2, 1), (1, 2))):
         path = f"{folder}/{number}"
         with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
@@ -210,7 +211,10 @@ def resumes(case: Resumed, rank: int, world: int, folder: str) -> None:
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5
             accelerator.save_state(path)
-            want, wanted_groups = state_of_all_stages(model, optimizer), _options(optimizer)
+            want, wanted_groups = (
+                state_of_all_stages(model, optimizer),
+                _list_group_options(optimizer),
+            )
         with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
             accelerator, model, optimizer = case.start(1, {"pp_size": loaded})
             accelerator.load_state(path)
@@ -218,12 +222,12 @@ def resumes(case: Resumed, rank: int, world: int, folder: str) -> None:
             assert got.keys() == want.keys()
             for name, tensor in want.items():
                 assert torch.equal(got[name], tensor), f"{saved} to {loaded}: {name}"
-            assert _options(optimizer) == wanted_groups, f"{saved} to {loaded}"
+            assert _list_group_options(optimizer) == wanted_groups, f"{saved} to {loaded}"
             accelerator.backward(model(**inputs).loss)
             optimizer.step()
 
 
-def _options(optimizer: Any) -> list[dict[str, Any]]:
+def _list_group_options(optimizer: Any) -> list[dict[str, Any]]:
     groups = optimizer.param_groups
     return [{key: x for key, x in group.items() if key != "params"} for group in groups]
 
@@ -243,12 +247,12 @@ RESUMED = {
 @pytest.mark.parametrize(
     "claim",
     [
-        *on_ranks(4, goes_on_at_another_layout, slow=True),
+        *on_ranks(4, continues_at_another_layout, slow=True),
         *on_ranks(2, {name: partial(resumes, case) for name, case in RESUMED.items()}, slow=True),
         Check(
             "2 stages with etp 2, ep 4, and back",
             4,
-            partial(goes_on_at_another_layout, stages=STAGES_WITH_ETP),
+            partial(continues_at_another_layout, stages=STAGES_WITH_ETP),
             slow=True,
         ).as_parameter(),
         Check("2 stages", 2, partial(equals_stock, 1)).as_parameter(),

@@ -1,9 +1,9 @@
-"""Accelerate loops on 2 ranks train on the expected rows, with the numbers of one process.
+"""Test that Accelerate loops on 2 ranks train on the expected rows, as one process does.
 
-Accelerate deals rows to ranks in several ways, which differ in the last batch of an epoch, where
-rows are too few. The rows of each rank are written by hand. The reference is one process that
-trains on the same micro-batches one after the other. A run that loads its state in the middle of
-the epoch, and skips the batches before it, ends with the same weights bit by bit.
+Accelerate has several ways of dividing rows over ranks, which differ in the last batch of an epoch
+if rows are missing. The expected rows of each rank are written by hand. The reference is one
+process that trains on the same micro-batches one after the other. A run that loads its state in the
+middle of the epoch, and skips the batches before it, ends with the same weights bit by bit.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,11 +32,11 @@ from hf_moe_ep import patch
 from hf_moe_ep.lora.factors import pack_factors
 
 Row = dict[str, Tensor]
-Steps = list[list[list[int]]]  # row numbers by optimizer step and micro-batch
+Steps = list[list[list[int]]]  # row numbers, by optimizer step and micro-batch
 
 
-def _rows(count: int) -> list[Row]:
-    """Build rows of one length; they have their number and different counts of labels."""
+def _make_rows(count: int) -> list[Row]:
+    """Build rows of one length, which contain their number and have different counts of labels."""
     model = tiny(num_hidden_layers=1)
     batches = [batch(model, 1, 9, seed=i, ignore=0.1 * (i % 7)) for i in range(count)]
     return [
@@ -79,10 +79,10 @@ class Loop:
     """A loop over `count` rows.
 
     Attributes:
-        by_rank: The rows on which each rank must train.
-        loader: Arguments of DataLoader.
-        dealt: Arguments of DataLoaderConfiguration, which say how ranks get their rows.
-        skip: The number of micro-batches after which a second run resumes (0: no second run).
+        by_rank: the rows on which each rank must train.
+        loader: arguments of DataLoader.
+        dealt: arguments of DataLoaderConfiguration, which choose how ranks get their rows.
+        skip: the number of micro-batches after which a second run resumes (0: no second run).
     """
 
     by_rank: tuple[Steps, Steps]
@@ -111,7 +111,7 @@ LOOPS = {
         skip=1,
     ),
     "split": Loop(FILLED, **HALVES),
-    # No resume: Accelerate 1.15 skips only batches of the rank that dispatches.
+    # It cannot resume: Accelerate 1.15 skips only batches of the rank that dispatches.
     "dispatched": Loop(DISPATCHED, dealt={"dispatch_batches": True}, skip=0),
     "stream": Loop(DISPATCHED, _Stream),
     "stream, one row too few": Loop(
@@ -149,7 +149,7 @@ class RunOfRank:
 def _run(
     loop: Loop, seed: int, *, save_at: int = 0, load_at: int = 0, folder: str | None = None
 ) -> RunOfRank:
-    """Train an epoch: save the state after `save_at` micro-batches, or resume after `load_at`."""
+    """Train an epoch. Save the state after `save_at` micro-batches, or resume after `load_at`."""
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=loop.accumulate,
@@ -158,7 +158,7 @@ def _run(
     model = loop.model(dtype=torch.float32, seed=seed)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.5)
-    loader = DataLoader(loop.data(_rows(loop.count)), **({"batch_size": 2} | loop.loader))
+    loader = DataLoader(loop.data(_make_rows(loop.count)), **({"batch_size": 2} | loop.loader))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     batches = loader
     if load_at:
@@ -193,7 +193,7 @@ def _gather_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def _train_stock(loop: Loop, all_ranks: list[RunOfRank]) -> RunOfRank:
     """Train in one process on the micro-batches of all ranks."""
-    rows, run = _rows(loop.count), RunOfRank()
+    rows, run = _make_rows(loop.count), RunOfRank()
     model = tiny(dtype=torch.float32)
     if loop.model is not _without_adapters:
         torch.manual_seed(0)
@@ -219,7 +219,7 @@ def _train_stock(loop: Loop, all_ranks: list[RunOfRank]) -> RunOfRank:
     return run
 
 
-def _equals_one_process(name: str, rank: int, world: int, folder: str) -> None:
+def _compare_with_one_process(name: str, rank: int, world: int, folder: str) -> None:
     loop = LOOPS[name]
     with launched():
         run = _run(loop, seed=rank, save_at=loop.skip, folder=folder)
@@ -252,8 +252,8 @@ def _assert_resumes(loop: Loop, whole: RunOfRank, rank: int, folder: str) -> Non
         assert torch.equal(rest.weights[name], weight), name
 
 
-# What the loop does with a micro-batch: accumulate its gradients with no_sync, take a step with all
-# accumulated gradients, compute the loss alone, or set all gradients to zero.
+# The actions of the loop for a micro-batch: accumulate its gradients with no_sync, take a step with
+# all accumulated gradients, compute only the loss, or set all gradients to zero.
 ACTIONS = ("no_sync", "step", "forward", "step", "zero", "no_sync", "forward", "step", "forward")
 
 
@@ -299,7 +299,7 @@ class Failing(GeneralTracker):
 
 
 def uneven_loaders_and_failing_trackers_raise_an_error(rank: int, world: int) -> None:
-    """Loaders with more batches on rank 0 than on rank 1; a tracker that fails on rank 0."""
+    """The loaders have more batches on rank 0 than on rank 1. The tracker fails on rank 0."""
     uneven = {
         "2 batches and rank 1 1": ({}, 6, {}),
         "3 batches and rank 1 2": ({"split_batches": True}, 10, {"batch_size": 4}),
@@ -310,7 +310,7 @@ def uneven_loaders_and_failing_trackers_raise_an_error(rank: int, world: int) ->
                 config = DataLoaderConfiguration(even_batches=False, **dealt)
                 accelerator = Accelerator(cpu=True, dataloader_config=config)
                 model = _without_adapters(dtype=torch.float32)
-                loader = DataLoader(_rows(count), **({"batch_size": 2} | options))
+                loader = DataLoader(_make_rows(count), **({"batch_size": 2} | options))
                 trained = (model, torch.optim.SGD(model.parameters(), lr=0.1))
                 calls = [(loader,), trained] if loader_first else [trained, (loader,)]
                 with pytest.raises(ValueError, match=rf"rank 0 {lengths}, .*drop_last=True"):
@@ -327,7 +327,7 @@ def uneven_loaders_and_failing_trackers_raise_an_error(rank: int, world: int) ->
             assert len(accelerator.trackers) == 1
 
 
-ON_TWO_RANKS = {name: partial(_equals_one_process, name) for name in LOOPS}
+ON_TWO_RANKS = {name: partial(_compare_with_one_process, name) for name in LOOPS}
 QUICK = ("stream, accumulated",)
 
 

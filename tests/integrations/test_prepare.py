@@ -1,4 +1,4 @@
-"""`accelerator.prepare` of a model that `apply_ep_fsdp2` has sharded, and of models after it."""
+"""Test `accelerator.prepare` with a model that `apply_ep_fsdp2` has sharded, and later models."""
 
 import importlib.util
 from types import MethodType, SimpleNamespace
@@ -34,11 +34,11 @@ def a_stock_model_prepared_after_ours_has_a_unit_per_layer(rank: int, world: int
         stock = tiny(dtype=torch.float32)
         accelerator.prepare(stock, torch.optim.SGD(stock.parameters()))
         layers = {f"model.layers.{i}" for i in range(len(stock.model.layers))}
-        assert _unit_names(stock) >= layers, _unit_names(stock)
+        assert _list_unit_names(stock) >= layers, _list_unit_names(stock)
 
 
 def accelerates_activation_checkpointing_is_refused_after_sharding(rank: int, world: int) -> None:
-    """The launch config, a plugin, or the plugin of rank 1 alone asks for it."""
+    """The launch config, a plugin on all ranks, or only the plugin of rank 1 asks for it."""
     ours = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
     optimizer = torch.optim.SGD(ours.parameters())
     remedies = r"gradient_checkpointing_enable\(\), or let Accelerate shard.*patch\(model\)"
@@ -54,7 +54,7 @@ def accelerates_activation_checkpointing_is_refused_after_sharding(rank: int, wo
                 accelerator.prepare(ours, optimizer)
 
 
-def empty_shards_are_prepared(rank: int, world: int) -> None:
+def a_model_with_empty_shards_is_prepared(rank: int, world: int) -> None:
     """A gate of shared experts has one row. All empty shards have the address 0."""
     losses = []
     for shard_first in (True, False):
@@ -93,7 +93,7 @@ def reshard_after_forward_of_patch_is_used(rank: int, world: int) -> None:
 
 
 def gradient_checkpointing_of_a_sharded_model_equals_stock(rank: int, world: int) -> None:
-    """The error of the check above recommends this method."""
+    """The error in the test of Accelerate's own checkpointing recommends this method."""
     with launched():
         ours = apply_ep_fsdp2(tiny(dtype=torch.float32, seed=rank), ep_size=2)
         ours.train().gradient_checkpointing_enable()
@@ -115,7 +115,7 @@ def gradient_checkpointing_of_a_sharded_model_equals_stock(rank: int, world: int
 
 
 def the_chunked_loss_of_older_trl_is_refused_if_it_would_be_wrong(rank: int, world: int) -> None:
-    """SFTTrainer uses the chunked loss by default from TRL 1.0 to 1.14; 1.15 has a fused head."""
+    """From TRL 1.0 to 1.14, SFTTrainer uses this loss by default. TRL 1.15 has a fused head."""
     cases: list[tuple[bool, int, str]] = [
         (True, 1, r"chunked loss .* aux loss .*loss_type='nll'.*trl>=1.15"),
         (False, 2, r"chunked loss .* slices of sp_size=2; install trl>=1.15"),
@@ -148,14 +148,14 @@ def _replace_by_chunked_loss(model: nn.Module) -> None:
     model.forward = MethodType(_chunked_ce_forward, model)
 
 
-def _unit_names(model: nn.Module) -> set[str]:
+def _list_unit_names(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
 
 
 ON_TWO_RANKS = [
     a_stock_model_prepared_after_ours_has_a_unit_per_layer,
     accelerates_activation_checkpointing_is_refused_after_sharding,
-    empty_shards_are_prepared,
+    a_model_with_empty_shards_is_prepared,
     reshard_after_forward_of_patch_is_used,
     gradient_checkpointing_of_a_sharded_model_equals_stock,
     the_chunked_loss_of_older_trl_is_refused_if_it_would_be_wrong,
@@ -164,7 +164,7 @@ ON_TWO_RANKS = [
 
 @pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
 def test_launches_that_would_not_shard_experts_are_refused(kind: DistributedType) -> None:
-    """The Accelerator is a stand-in, because these launches need other packages, or GPUs."""
+    """The Accelerator is a fake, because these launches need other packages, or GPUs."""
     accelerator: Any = SimpleNamespace(distributed_type=kind)
     with pytest.raises(ValueError, match=rf"asks for {kind.value}, .*`distributed_type: FSDP`"):
         check_launch(accelerator)

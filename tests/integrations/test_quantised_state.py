@@ -1,6 +1,6 @@
-"""`Accelerator.save_state` with quantised experts.
+"""Test `save_state` and `load_state` with quantised experts.
 
-A killed run resumes bit by bit. The files hold hashes of the quantised experts, not their bytes.
+A killed run resumes bit by bit. The files contain hashes of the quantised experts, not their bytes.
 """
 
 import os
@@ -34,10 +34,10 @@ class Case:
     """A model and how it is saved.
 
     Attributes:
-        experts_dtype: The format of the experts.
-        state_dict_type: Accelerate's FSDP_STATE_DICT_TYPE.
-        adapted: Train adapters (True), or all parameters except the frozen experts (False).
-        sizes: The sizes of the layout.
+        experts_dtype: the format of the experts.
+        state_dict_type: the value of Accelerate's FSDP_STATE_DICT_TYPE.
+        adapted: True to train adapters, False to train all parameters except the frozen experts.
+        sizes: the sizes of the layout.
     """
 
     experts_dtype: str | None
@@ -99,7 +99,7 @@ def _to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _first_bytes(run: Run) -> dict[str, list[bytes]]:
+def _read_first_bytes(run: Run) -> dict[str, list[bytes]]:
     """Return the first 256 bytes of each shard of this rank, as a file would contain them."""
     matrices = quantised_matrices(run.model)
     experts = [t for name, stack, _ in matrices for t in stack.by_name(name).values()]
@@ -110,7 +110,7 @@ def _first_bytes(run: Run) -> dict[str, list[bytes]]:
     }
 
 
-def _each_case(rank: int, folder: str) -> Iterator[tuple[str, Run, str]]:
+def _prepare_each_case(rank: int, folder: str) -> Iterator[tuple[str, Run, str]]:
     """Yield the name, the prepared run and the folder of every case."""
     for name, case in CASES.items():
         with launched(FSDP_STATE_DICT_TYPE=case.state_dict_type):
@@ -119,7 +119,7 @@ def _each_case(rank: int, folder: str) -> Iterator[tuple[str, Run, str]]:
 
 def _train_uninterrupted(rank: int, world: int) -> dict[str, dict[str, Tensor]]:
     states = {}
-    for name, run, _ in _each_case(rank, ""):
+    for name, run, _ in _prepare_each_case(rank, ""):
         for number in range(STEPS):
             run.step(number)
         states[name] = run.state()
@@ -127,11 +127,11 @@ def _train_uninterrupted(rank: int, world: int) -> dict[str, dict[str, Tensor]]:
 
 
 def _train_until_killed(rank: int, world: int, folder: str) -> None:
-    for name, run, where in _each_case(rank, folder):
+    for name, run, where in _prepare_each_case(rank, folder):
         for number in range(SAVED_AFTER):
             run.step(number)
         run.accelerator.save_state(where)
-        torch.save(_first_bytes(run), f"{folder}/bytes of {name} {rank}")
+        torch.save(_read_first_bytes(run), f"{folder}/bytes of {name} {rank}")
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     run.step(SAVED_AFTER)
@@ -139,7 +139,7 @@ def _train_until_killed(rank: int, world: int, folder: str) -> None:
 
 def _resume(rank: int, world: int, folder: str) -> dict[str, dict[str, Tensor]]:
     states = {}
-    for name, run, where in _each_case(rank, folder):
+    for name, run, where in _prepare_each_case(rank, folder):
         run.accelerator.load_state(where)
         for number in range(SAVED_AFTER, STEPS):
             run.step(number)
@@ -147,7 +147,7 @@ def _resume(rank: int, world: int, folder: str) -> dict[str, dict[str, Tensor]]:
     return states
 
 
-# A model that must not load the state of "fp8, full", and words of the error.
+# Models that must not load the state of "fp8, full", and words of the error.
 OTHER_BASES = {
     "other weights": (replace(CASES["fp8, full"], seed=1), "gate_up_proj .*another base"),
     "other format": (
@@ -158,23 +158,23 @@ OTHER_BASES = {
 
 
 def _check_refusals(rank: int, world: int, folder: str) -> None:
-    """Refuse another base, and a file that lacks tensors. No rank loads any tensor."""
+    """Check that another base, and a file that lacks tensors, are refused before any load."""
     where = Path(folder, "fp8, full")
     for case, words in OTHER_BASES.values():
-        _assert_refused(case, rank, where, words)
+        _check_refusal(case, rank, where, words)
     weights = where / "pytorch_model_fsdp.bin"
     whole = torch.load(weights) if rank == 0 else {}
     for _ in range(rank == 0):
         torch.save({n: x for n, x in whole.items() if "layers.1.self_attn" not in n}, weights)
     manifest.write(where, {})
-    _assert_refused(CASES["fp8, full"], rank, where, "a checkpoint lacks 4 tensors, .*self_attn")
+    _check_refusal(CASES["fp8, full"], rank, where, "a checkpoint lacks 4 tensors, .*self_attn")
     torch.distributed.barrier()
     for _ in range(rank == 0):
         torch.save(whole, weights)
     manifest.write(where, {})
 
 
-def _assert_refused(case: Case, rank: int, where: Path, words: str) -> None:
+def _check_refusal(case: Case, rank: int, where: Path, words: str) -> None:
     with launched(FSDP_STATE_DICT_TYPE=case.state_dict_type):
         run = Run(case, rank)
         before = {name: _to_local(p).clone() for name, p in run.model.named_parameters()}
@@ -195,7 +195,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_bit_by_bit(folder: Path) -> None:
-    """Parameters and moments of each rank equal those of an uninterrupted run."""
+    """Parameters and moments of each rank equal an uninterrupted run's."""
     resumed = run_ranks(_resume, WORLD, str(folder))
     for actual, expected in zip(resumed, run_ranks(_train_uninterrupted, WORLD), strict=True):
         for name in CASES:
@@ -206,8 +206,8 @@ def test_a_killed_run_resumes_bit_by_bit(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_files_hold_hashes_and_no_bytes_of_experts(folder: Path, name: str) -> None:
-    """The bytes of trained parameters are found in the files, so the search works."""
+def test_files_contain_hashes_and_no_bytes_of_experts(folder: Path, name: str) -> None:
+    """The search works, because it finds the bytes of trained parameters in the files."""
     files = [
         path.read_bytes() for path in sorted(folder.joinpath(name).rglob("*")) if path.is_file()
     ]

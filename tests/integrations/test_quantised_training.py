@@ -1,4 +1,4 @@
-"""LoRA on quantised experts trains, with the Trainer and Accelerate, as stock PEFT does.
+"""Compare LoRA on quantised experts, with the Trainer and Accelerate, with stock PEFT.
 
 The experts of the stock model have the dequantised values.
 """
@@ -73,13 +73,13 @@ def test_stock_peft_loads_the_saved_adapter(runs: Results) -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_at_another_ep_size(runs: Results) -> None:
+def test_a_killed_run_resumes_at_another_ep_size(runs: Results) -> None:
     assert_same_log(runs["resumed"][0], runs["stock nf4"][0])
 
 
 @pytest.mark.slow
 def test_another_base_is_an_error_on_every_rank(runs: Results) -> None:
-    """The base has other weights of the same shapes, or the same weights without quantisation."""
+    """A base has other weights of the same shapes, or the same weights without quantisation."""
     assert len(runs["other base"]) == 4
     for result in runs["other base"]:
         assert "another base" in result.error and "gate_up_proj" in result.error, result.error
@@ -125,7 +125,7 @@ def _record_gathered_dtypes(model: nn.Module) -> set[tuple[str, torch.dtype]]:
     return dtypes
 
 
-def _stock(dtype: torch.dtype, *, bf16: bool = False) -> dict[str, Tensor]:
+def _train_stock(dtype: torch.dtype, *, bf16: bool = False) -> dict[str, Tensor]:
     model = with_lora(tiny(dtype=torch.float32, **SIZES["nf4"]), seed=0)
     dequantise_experts(model, "nf4")
     model = model.to(dtype)
@@ -142,21 +142,21 @@ def _stock(dtype: torch.dtype, *, bf16: bool = False) -> dict[str, Tensor]:
 
 
 def accelerate_in_bf16_is_as_close_as_stock(rank: int, world: int) -> None:
-    """FSDP2 gathers codes and scales uncast; the error of all adapters is at most twice stock's."""
+    """FSDP2 does not cast codes and scales. The adapters' error is at most twice stock's."""
     model = with_lora(tiny(dtype=torch.float32, **SIZES["nf4"]), seed=0)
     actual = _train(model, rank, mixed_precision="bf16")
-    truth = _stock(torch.float64)
-    of_stock = _distance(_stock(torch.float32, bf16=True), truth)
-    ours = _distance(actual, truth)
-    assert 0 < ours <= 2 * of_stock, f"error {ours:.3e}, stock's is {of_stock:.3e}"
+    truth = _train_stock(torch.float64)
+    stock_error = _compute_distance(_train_stock(torch.float32, bf16=True), truth)
+    own_error = _compute_distance(actual, truth)
+    assert 0 < own_error <= 2 * stock_error, f"error {own_error:.3e}, stock's is {stock_error:.3e}"
 
 
-def _distance(factors: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+def _compute_distance(factors: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     squares = [(factors[name].double() - value).square().sum() for name, value in truth.items()]
     return torch.stack(squares).sum().sqrt().item()
 
 
-def a_bf16_model_in_a_loop_without_accelerate(rank: int, world: int) -> None:
+def a_loop_without_accelerate_trains_a_bf16_model(rank: int, world: int) -> None:
     """Adapters have fp32 masters and codes are not cast, also with a given mp_policy."""
     policies = [None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)]
     losses = []
@@ -183,7 +183,7 @@ def a_bf16_model_in_a_loop_without_accelerate(rank: int, world: int) -> None:
 
 ON_TWO_RANKS = [
     accelerate_in_bf16_is_as_close_as_stock,
-    a_bf16_model_in_a_loop_without_accelerate,
+    a_loop_without_accelerate_trains_a_bf16_model,
 ]
 
 

@@ -1,7 +1,7 @@
-"""A reference model is frozen and sharded layer by layer, or an error names the reason.
+"""Test that a reference is frozen and sharded layer by layer, or that an error names the reason.
 
-These tests replace TRL's `prepare_fsdp` by a function that raises. `claims/test_preferences.py`
-trains with TRL.
+These tests replace TRL's `prepare_fsdp` by a function that raises an error.
+`claims/test_preferences.py` trains with TRL.
 """
 
 import importlib
@@ -40,11 +40,11 @@ LAYERS = 4
 FP32 = {"dtype": torch.float32}
 
 
-def left_to_trl(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+def call_trl(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     raise LookupError(f"a {type(model).__name__} was left to TRL")
 
 
-def accelerator_of(policy: nn.Module, mixed_precision: str = "no") -> Accelerator:
+def create_accelerator_for(policy: nn.Module, mixed_precision: str = "no") -> Accelerator:
     """Create the Accelerator of a Trainer that trains `policy`, before it prepares any model."""
     accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
     trainer: Any = types.SimpleNamespace(model=policy, accelerator=accelerator)
@@ -54,14 +54,15 @@ def accelerator_of(policy: nn.Module, mixed_precision: str = "no") -> Accelerato
     return accelerator
 
 
-def reference_of(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    return references.shard_reference(left_to_trl, model, accelerator)
+def create_reference(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    return references.shard_reference(call_trl, model, accelerator)
 
 
 def check_reference(reference: nn.Module, seed: int) -> None:
     """Check that the reference is frozen and sharded, and computes the logits of stock.
 
-    Its forward may gather only two neighbours at a time: a layer and the next layer or the head.
+    Its forward may gather only two neighbouring units at a time: a layer, and the next layer or the
+    head.
     """
     parameters = list(reference.parameters())
     assert parameters and not any(parameter.requires_grad for parameter in parameters)
@@ -84,72 +85,74 @@ def check_reference(reference: nn.Module, seed: int) -> None:
 
 def a_patched_reference_is_sharded_when_trl_prepares_it(rank: int, world: int) -> None:
     with launched():
-        accelerator = accelerator_of(patch(tiny(num_hidden_layers=LAYERS, **FP32), ep_size=2))
+        accelerator = create_accelerator_for(
+            patch(tiny(num_hidden_layers=LAYERS, **FP32), ep_size=2)
+        )
         reference = patch(tiny(seed=3, num_hidden_layers=LAYERS, **FP32), ep_size=2)
-        check_reference(reference_of(reference, accelerator), seed=3)
+        check_reference(create_reference(reference, accelerator), seed=3)
 
 
 def a_stock_reference_is_sharded_like_the_policy(rank: int, world: int) -> None:
     with launched():
         policy = patch(tiny(num_hidden_layers=LAYERS, **FP32), ep_size=2)
-        accelerator = accelerator_of(policy)
+        accelerator = create_accelerator_for(policy)
         # All ranks get the weights of rank 0, as for the policy.
         reference = tiny(seed=3 + rank, num_hidden_layers=LAYERS, **FP32)
         with mock.patch.object(references._logger, "info") as info:
-            check_reference(reference_of(reference, accelerator), seed=3)
+            check_reference(create_reference(reference, accelerator), seed=3)
         lines = [call.args[0] % call.args[1:] for call in info.call_args_list]
         assert [line for line in lines if "reference" in line] == [
             "the reference Qwen3MoeForCausalLM is frozen, and sharded layer by layer (ep_size 2)"
         ] * (rank == 0)
         prepared(policy, accelerator, ep_size=2)
-        of_reference = dict(reference.named_parameters())
+        reference_parameters = dict(reference.named_parameters())
         for name, parameter in policy.named_parameters():
-            assert parameter.placements == of_reference[name].placements, name
-            assert parameter.device_mesh == of_reference[name].device_mesh, name
+            assert parameter.placements == reference_parameters[name].placements, name
+            assert parameter.device_mesh == reference_parameters[name].device_mesh, name
 
 
 def a_reference_has_no_fp32_masters(rank: int, world: int) -> None:
     """A frozen model keeps the dtype in which it was loaded; the policy has fp32 masters."""
     with launched(ACCELERATE_MIXED_PRECISION="bf16"):
-        accelerator = accelerator_of(patch(tiny(dtype=torch.bfloat16), ep_size=2), "bf16")
-        reference = reference_of(tiny(dtype=torch.bfloat16), accelerator)
+        accelerator = create_accelerator_for(patch(tiny(dtype=torch.bfloat16), ep_size=2), "bf16")
+        reference = create_reference(tiny(dtype=torch.bfloat16), accelerator)
         assert {parameter.dtype for parameter in reference.parameters()} == {torch.bfloat16}
 
 
-def a_patched_reference_beside_a_stock_policy(rank: int, world: int) -> None:
+def a_patched_reference_of_a_stock_policy_is_sharded(rank: int, world: int) -> None:
     with launched():
-        accelerator = accelerator_of(tiny(**FP32))
+        accelerator = create_accelerator_for(tiny(**FP32))
         reference = patch(tiny(seed=3, num_hidden_layers=LAYERS, **FP32), ep_size=2)
-        check_reference(reference_of(reference, accelerator), seed=3)
+        check_reference(create_reference(reference, accelerator), seed=3)
 
 
 def a_teacher_is_sharded_although_accelerate_would_not_shard_it(rank: int, world: int) -> None:
     with launched():
-        accelerator = accelerator_of(patch(tiny(**FP32), ep_size=2))
+        accelerator = create_accelerator_for(patch(tiny(**FP32), ep_size=2))
         teacher = patch(tiny(seed=3, num_hidden_layers=LAYERS, **FP32), ep_size=2)
         check_reference(accelerator.prepare_model(teacher.eval(), evaluation_mode=True), seed=3)
 
 
-def models_that_are_no_language_models_are_left_to_trl(rank: int, world: int) -> None:
-    """If the policy is a stock model, every stock reference is left to TRL."""
+def models_that_are_not_language_models_are_sharded_by_trl(rank: int, world: int) -> None:
+    """If the policy is a stock model, TRL shards every stock reference."""
     with launched():
-        accelerator = accelerator_of(patch(tiny(**FP32), ep_size=2))
+        accelerator = create_accelerator_for(patch(tiny(**FP32), ep_size=2))
         rewards = Qwen3MoeForSequenceClassification(tiny(**FP32).config)
         with pytest.raises(LookupError, match="Qwen3MoeForSequenceClassification was left"):
-            reference_of(rewards, accelerator)
+            create_reference(rewards, accelerator)
     with launched():
         with pytest.raises(LookupError, match="Qwen3MoeForCausalLM was left"):
-            reference_of(tiny(**FP32), accelerator_of(tiny(**FP32)))
+            create_reference(tiny(**FP32), create_accelerator_for(tiny(**FP32)))
 
 
 def a_patched_reward_model_need_not_be_like_the_policy(rank: int, world: int) -> None:
-    """TRL's SDPOTrainer shards reward models as it shards reference models."""
+    """TRL's SDPOTrainer shards reward models in the same way as reference models."""
     sizes = {"num_experts": 4, "pad_token_id": 0, **FP32}
     stock = tiny("qwen3_moe, rewards", seed=3, **sizes).eval()
     with launched():
-        accelerator = accelerator_of(patch(tiny(**FP32), ep_size=2))
+        accelerator = create_accelerator_for(patch(tiny(**FP32), ep_size=2))
         rewards = patch(tiny("qwen3_moe, rewards", seed=3, **sizes), ep_size=2)
-        rewards = reference_of(rewards, accelerator)
+        rewards = create_reference(rewards, accelerator)
         assert all(isinstance(p, DTensor) and not p.requires_grad for p in rewards.parameters())
         inputs = batch(stock, 2, 9, seed=rank)
         del inputs["labels"]
@@ -157,79 +160,83 @@ def a_patched_reward_model_need_not_be_like_the_policy(rank: int, world: int) ->
             assert_close("scores", rewards(**inputs).logits, stock(**inputs).logits, FP32_INSIDE)
 
 
-def unlike_references_are_refused_by_name(rank: int, world: int) -> None:
-    """Every rank raises the error, also if only rank 1 has an unlike reference."""
+def references_unlike_the_policy_are_refused_by_name(rank: int, world: int) -> None:
+    """Every rank raises the error, also if only rank 1 has such a reference."""
     llama = LlamaConfig(
         vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
     with launched():
-        accelerator = accelerator_of(patch(tiny(**FP32), ep_size=2))
+        accelerator = create_accelerator_for(patch(tiny(**FP32), ep_size=2))
         for everywhere in (True, False):
             unlike = everywhere or rank == 1
             with pytest.raises(ValueError, match="architecture 'llama' and the policy of"):
-                reference_of(LlamaForCausalLM(llama) if unlike else tiny(**FP32), accelerator)
+                create_reference(LlamaForCausalLM(llama) if unlike else tiny(**FP32), accelerator)
             with pytest.raises(ValueError, match="of 4 experts and the policy has 2 of 8"):
-                reference_of(tiny(**FP32, num_experts=4) if unlike else tiny(**FP32), accelerator)
+                create_reference(
+                    tiny(**FP32, num_experts=4) if unlike else tiny(**FP32), accelerator
+                )
             with pytest.raises(ValueError, match=r"patched with sp_size=2, but .* has sp_size=1"):
                 sp_size = 2 if unlike else 1
-                reference_of(patch(tiny(**FP32), ep_size=2, sp_size=sp_size), accelerator)
+                create_reference(patch(tiny(**FP32), ep_size=2, sp_size=sp_size), accelerator)
         with pytest.raises(ValueError, match="ranks disagree about the reference model"):
-            reference_of(patch(tiny(**FP32)) if rank else tiny(**FP32), accelerator)
+            create_reference(patch(tiny(**FP32)) if rank else tiny(**FP32), accelerator)
 
 
 def mixing_into_the_reference_gathers_no_parameter(rank: int, world: int) -> None:
     """A reference that is sharded differently from the policy is refused by name."""
     with launched():
         policy = patch(tiny(**FP32), ep_size=2)
-        accelerator = accelerator_of(policy)
-        reference = reference_of(tiny(seed=3, **FP32), accelerator)
-        at_ep_1 = reference_of(patch(tiny(seed=4, **FP32), ep_size=1), accelerator)
+        accelerator = create_accelerator_for(policy)
+        reference = create_reference(tiny(seed=3, **FP32), accelerator)
+        at_ep_1 = create_reference(patch(tiny(seed=4, **FP32), ep_size=1), accelerator)
         prepared(policy, accelerator, ep_size=2)
         with stages_gathered(reference) as gathered_in:
-            references.mix_shards(left_to_trl, policy, reference, 0.25)
+            references.mix_shards(call_trl, policy, reference, 0.25)
         assert not gathered_in
-        of_policy, of_reference = tiny(**FP32).state_dict(), tiny(seed=3, **FP32).state_dict()
+        policy_values = tiny(**FP32).state_dict()
+        reference_values = tiny(seed=3, **FP32).state_dict()
         for name, parameter in reference.named_parameters():
-            expected = of_reference[name].mul(0.75).add(of_policy[name], alpha=0.25)
+            expected = reference_values[name].mul(0.75).add(policy_values[name], alpha=0.25)
             assert torch.equal(full_tensor(parameter.detach()), expected), name
         with pytest.raises(ValueError, match=r"sync_ref_model=True mixes shards.*same sizes"):
-            references.mix_shards(left_to_trl, policy, at_ep_1, 0.25)
+            references.mix_shards(call_trl, policy, at_ep_1, 0.25)
 
 
 def process_groups_are_shared(rank: int, world: int) -> None:
-    """A policy, its references and a teacher share their groups if they have the same layout."""
+    """A policy, its references and a teacher with the same layout use the same process groups."""
     with launched():
         policy = patch(tiny(**FP32), ep_size=2)
-        accelerator = accelerator_of(policy)
-        reference = reference_of(tiny(seed=3, **FP32), accelerator)
+        accelerator = create_accelerator_for(policy)
+        reference = create_reference(tiny(seed=3, **FP32), accelerator)
         prepared(policy, accelerator, ep_size=2)
-        second = reference_of(patch(tiny(seed=4, **FP32), ep_size=2), accelerator)
+        second = create_reference(patch(tiny(seed=4, **FP32), ep_size=2), accelerator)
         teacher = accelerator.prepare_model(patch(tiny(**FP32), ep_size=2), evaluation_mode=True)
         meshes = {id(patched_state(model).meshes) for model in (policy, reference, second, teacher)}
         assert len(meshes) == 1
         at_ep_1 = patch(tiny(seed=4, **FP32), ep_size=1)
-        reference_of(at_ep_1, accelerator)
+        create_reference(at_ep_1, accelerator)
         assert id(patched_state(at_ep_1).meshes) not in meshes
     with launched():
         policy = patch(tiny(**FP32), ep_size=2)
-        accelerator = accelerator_of(policy)
-        at_ep_1 = reference_of(patch(tiny(seed=4, **FP32), ep_size=1), accelerator)
+        accelerator = create_accelerator_for(policy)
+        at_ep_1 = create_reference(patch(tiny(seed=4, **FP32), ep_size=1), accelerator)
         prepared(policy, accelerator, ep_size=2)
-        of_policy, of_reference = patched_state(policy).meshes, patched_state(at_ep_1).meshes
-        assert of_policy is not None and of_reference is not None
-        assert (of_policy.ep_size, of_reference.ep_size) == (2, 1)
+        policy_meshes = patched_state(policy).meshes
+        reference_meshes = patched_state(at_ep_1).meshes
+        assert policy_meshes is not None and reference_meshes is not None
+        assert (policy_meshes.ep_size, reference_meshes.ep_size) == (2, 1)
 
 
 def models_of_one_accelerator_add_no_groups(rank: int, world: int) -> None:
-    """Such as the folds of a cross validation, and the trials of a search, each of which creates
-    an Accelerator."""
+    """Examples are the folds of a cross validation, and the trials of a search, each of which
+    creates an Accelerator."""
     with launched():
         accelerator, first, _ = prepared(tiny(**FP32), ep_size=2)
-        of_first, groups = patched_state(first).meshes, len(_world.pg_map)
+        first_meshes, groups = patched_state(first).meshes, len(_world.pg_map)
         del first
         _, second, _ = prepared(tiny(**FP32), accelerator, ep_size=2)
-        assert patched_state(second).meshes is of_first
+        assert patched_state(second).meshes is first_meshes
         trainer: Any = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(fsdp=False))
         trainer.model = None
 
@@ -239,18 +246,18 @@ def models_of_one_accelerator_add_no_groups(rank: int, world: int) -> None:
         create_accelerator(create, trainer)
         assert trainer.accelerator is not accelerator
         _, third, _ = prepared(tiny(**FP32), trainer.accelerator, ep_size=2)
-        assert patched_state(third).meshes is of_first and len(_world.pg_map) == groups
+        assert patched_state(third).meshes is first_meshes and len(_world.pg_map) == groups
 
 
 CHECKS = (
     a_patched_reference_is_sharded_when_trl_prepares_it,
     a_stock_reference_is_sharded_like_the_policy,
     a_reference_has_no_fp32_masters,
-    a_patched_reference_beside_a_stock_policy,
+    a_patched_reference_of_a_stock_policy_is_sharded,
     a_teacher_is_sharded_although_accelerate_would_not_shard_it,
-    models_that_are_no_language_models_are_left_to_trl,
+    models_that_are_not_language_models_are_sharded_by_trl,
     a_patched_reward_model_need_not_be_like_the_policy,
-    unlike_references_are_refused_by_name,
+    references_unlike_the_policy_are_refused_by_name,
     mixing_into_the_reference_gathers_no_parameter,
     process_groups_are_shared,
     models_of_one_accelerator_add_no_groups,
@@ -287,7 +294,7 @@ def test_a_function_is_replaced_in_modules_that_imported_it(
     user = types.ModuleType("somewhere_importing")
     vars(user)["f"] = vars(source)["f"]
     rows = [
-        Wrap(f"somewhere_imported:{path}", _twice, "to see it", FEATURE)
+        Wrap(f"somewhere_imported:{path}", _twice, FEATURE)
         for path in ("f", "A.g", "A.missing", "missing")
     ]
     monkeypatch.setitem(sys.modules, "somewhere_imported", source)
@@ -304,7 +311,7 @@ def test_a_function_is_replaced_in_modules_that_imported_it(
 def test_a_function_is_called_when_a_module_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The function is called at once if the module is imported already, but not by find_spec."""
+    """If the module is imported already, the function is called at once, but not by find_spec."""
     (tmp_path / "imported_later.py").write_text("x = 1")
     monkeypatch.syspath_prepend(tmp_path)
     calls: list[int] = []

@@ -1,4 +1,4 @@
-"""A sharded model is saved as the examples of Accelerate, PEFT and the Trainer save models.
+"""Test that the examples of Accelerate, PEFT and the Trainer can save a sharded model.
 
 Accelerate's examples call `model.save_pretrained` on every rank, with `is_main_process` and
 `save_function`, and without a state dict.
@@ -60,7 +60,7 @@ def _save_as_in_examples(
 
 
 def every_rank_saves_with_the_arguments_of_examples(rank: int, world: int, folder: str) -> None:
-    """The files equal those of stock bit for bit, and no file exceeds `max_shard_size` by much."""
+    """The files equal stock's bit by bit, and no file is much larger than `max_shard_size`."""
     expected = hub_state(tiny(dtype=torch.float32))
     with launched():
         accelerator, model, _ = prepared(tiny(dtype=torch.float32), ep_size=2)
@@ -99,7 +99,7 @@ PROMPT_CONFIGS: dict[str, Callable[[], PeftConfig]] = {
 }
 
 
-def _with_prompt_encoder(kind: str) -> Any:
+def _add_prompt_encoder(kind: str) -> Any:
     torch.manual_seed(3)
     return get_peft_model(tiny(dtype=torch.float32), PROMPT_CONFIGS[kind]())
 
@@ -107,21 +107,21 @@ def _with_prompt_encoder(kind: str) -> Any:
 def prompt_encoders_are_trained_saved_and_used_by_generate(
     rank: int, world: int, folder: str
 ) -> None:
-    """A prompt encoder equals that of one stock process in training, `generate` and saving.
+    """Training, `generate` and saving with a prompt encoder equal one stock process.
 
-    To generate and to save, PEFT calls the encoder outside of the model's forward.
+    To generate and to save, PEFT calls the encoder outside the model's forward.
     """
     for kind in PROMPT_CONFIGS:
-        stock = _with_prompt_encoder(kind)
+        stock = _add_prompt_encoder(kind)
         trained = [parameter for parameter in stock.parameters() if parameter.requires_grad]
         stock_optimizer = torch.optim.SGD(trained, lr=0.1)
         inputs = batch(stock.get_base_model(), 2, 7)
         with launched():
             accelerator, model, optimizer = prepared(
-                _with_prompt_encoder(kind), make_optimizer=torch.optim.SGD, ep_size=2
+                _add_prompt_encoder(kind), make_optimizer=torch.optim.SGD, ep_size=2
             )
             prompt = {"input_ids": inputs["input_ids"][:, :3]}
-            assert torch.equal(*_generated(prompt, model, stock)), f"{kind}, before a step"
+            assert torch.equal(*_generate(prompt, model, stock)), f"{kind}, before a step"
             for _ in range(2):
                 stock(**inputs).loss.backward()
                 stock_optimizer.step()
@@ -134,7 +134,7 @@ def prompt_encoders_are_trained_saved_and_used_by_generate(
             _save_as_in_examples(
                 accelerator, model, f"{folder}/given {kind}", state_dict=state_dict
             )
-            assert torch.equal(*_generated(prompt, model, stock)), kind
+            assert torch.equal(*_generate(prompt, model, stock)), kind
         for name in (kind, f"given {kind}"):
             base = tiny(dtype=torch.float32)
             loaded = PeftModel.from_pretrained(base, f"{folder}/{name}").eval()
@@ -142,7 +142,7 @@ def prompt_encoders_are_trained_saved_and_used_by_generate(
             assert_close(name, logits.detach(), stock(**inputs).logits.detach(), FP32_BUDGET)
 
 
-def _generated(prompt: dict[str, torch.Tensor], *models: Any) -> list[torch.Tensor]:
+def _generate(prompt: dict[str, torch.Tensor], *models: Any) -> list[torch.Tensor]:
     texts = [model.eval().generate(**prompt, max_new_tokens=3, do_sample=False) for model in models]
     for model in models:
         model.train()
@@ -161,14 +161,14 @@ def saving_on_the_main_process_alone_raises_an_error(rank: int, world: int, fold
                 ):
                     accelerator.unwrap_model(model).save_pretrained(folder)
             accelerator.wait_for_everyone()
-            _save_as_in_examples(accelerator, model, folder)  # the failed call is not counted
+            _save_as_in_examples(accelerator, model, folder)  # the failed call has no effect
     dist.barrier()
 
 
 def rank_0_waits_for_a_rank_that_is_late(rank: int, world: int, folder: str) -> None:
     """Rank 0 waits longer than PATIENCE_OF_RANK_0 if another rank has called `save_pretrained`.
 
-    The call is not inside `if is_main_process:` then, so the last rank will come.
+    In that case the call is not inside `if is_main_process:`, so the last rank will call it, too.
     """
     with launched():
         _, model, _ = prepared(tiny(dtype=torch.float32), ep_size=1)
@@ -179,7 +179,7 @@ def rank_0_waits_for_a_rank_that_is_late(rank: int, world: int, folder: str) -> 
     assert Path(folder, "config.json").exists()
 
 
-def options_that_a_sharded_save_would_not_follow_are_refused(rank: int, world: int) -> None:
+def options_that_a_sharded_save_would_ignore_are_refused(rank: int, world: int) -> None:
     """The error names the option and the remedy."""
     with launched():
         _, model, _ = prepared(tiny(dtype=torch.float32), ep_size=2)
@@ -189,7 +189,7 @@ def options_that_a_sharded_save_would_not_follow_are_refused(rank: int, world: i
                 model.save_pretrained("/nowhere", **option)  # type: ignore[operator]
 
 
-def _trainer(folder: str, model: Any, **arguments: Any) -> Trainer:
+def _create_trainer(folder: str, model: Any, **arguments: Any) -> Trainer:
     defaults = {"use_cpu": True, "max_steps": 1, "report_to": [], "disable_tqdm": True}
     options: Any = defaults | {"save_strategy": "no", "learning_rate": 0.05} | arguments
     return Trainer(
@@ -202,13 +202,13 @@ def _trainer(folder: str, model: Any, **arguments: Any) -> Trainer:
 def the_trainer_saves_an_adapter_on_every_rank_or_on_none(
     rank: int, world: int, folder: str
 ) -> None:
-    """If only rank 0 saves, or cannot write, an error says so. Otherwise ranks would hang."""
+    """There is an error if only rank 0 saves, or cannot write. Otherwise ranks would hang."""
 
     def fail(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
-        trainer = _trainer(folder, with_lora(tiny(dtype=torch.float32), r=2))
+        trainer = _create_trainer(folder, with_lora(tiny(dtype=torch.float32), r=2))
         trainer.train()
         if trainer.is_world_process_zero():
             with (
@@ -229,24 +229,26 @@ def the_trainer_saves_an_adapter_on_every_rank_or_on_none(
 
 
 def saving_on_each_of_two_nodes_is_refused(rank: int, world: int, folder: str) -> None:
-    """Without the error the second node writes a model without tensors. One node is no problem."""
+    """Otherwise the second node would write a model without tensors. One node is accepted."""
     model = tiny(dtype=torch.float32, num_hidden_layers=1)
     node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     with launched(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999", **node):  # nothing connects to it
         with pytest.raises(ValueError, match=r"on 2 nodes \(2 ranks, 1 per node\).*share"):
-            _trainer(folder, model, save_on_each_node=True)
+            _create_trainer(folder, model, save_on_each_node=True)
     with launched():
-        _trainer(folder, model, save_on_each_node=True)
+        _create_trainer(folder, model, save_on_each_node=True)
 
 
 def push_to_hub_uploads_what_save_model_writes(rank: int, world: int, folder: str) -> None:
-    """Stock uploads no weights with SHARDED_STATE_DICT, and fp32 weights with FULL_STATE_DICT."""
+    """With SHARDED_STATE_DICT stock uploads no weights; with FULL_STATE_DICT it uploads fp32."""
     uploads: list[str] = []
     hub = mock.Mock(upload_folder=lambda folder_path, **_: uploads.append(folder_path))
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         out = f"{folder}/{kind}"
         with launched(FSDP_STATE_DICT_TYPE=kind):
-            trainer = _trainer(out, tiny(dtype=torch.bfloat16, num_hidden_layers=1), bf16=True)
+            trainer = _create_trainer(
+                out, tiny(dtype=torch.bfloat16, num_hidden_layers=1), bf16=True
+            )
             trainer.train()
             trainer.save_model(f"{out}/saved")
             trainer.hub_model_id = "nobody/nothing"
@@ -265,8 +267,8 @@ def push_to_hub_uploads_what_save_model_writes(rank: int, world: int, folder: st
     assert not uploads
 
 
-def _with_two_adapters_and_a_trained_router(seed: int) -> Any:
-    """Make a model whose active adapter and routers are trained; a second adapter is frozen."""
+def _build_with_two_adapters_and_a_trained_router(seed: int) -> Any:
+    """Make a model with a trained active adapter, trained routers and a frozen second adapter."""
     torch.manual_seed(seed)
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     model: Any = get_peft_model(tiny(dtype=torch.float32, num_hidden_layers=1), config)
@@ -277,20 +279,22 @@ def _with_two_adapters_and_a_trained_router(seed: int) -> Any:
     return model
 
 
-def what_is_trained_beside_an_adapter_is_resumed(rank: int, world: int, folder: str) -> None:
-    """Stock's checkpoint has the moments of the router, but neither it nor the second adapter."""
+def tensors_that_are_trained_with_an_adapter_are_resumed(
+    rank: int, world: int, folder: str
+) -> None:
+    """Stock's checkpoint has the moments of the router, but neither router nor second adapter."""
     save = {"save_strategy": "steps", "save_steps": 1}
     router = "base_model.model.model.layers.0.mlp.gate.weight"
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         out = f"{folder}/{kind}"
         with launched(FSDP_STATE_DICT_TYPE=kind):
-            trainer = _trainer(out, _with_two_adapters_and_a_trained_router(1), **save)
+            trainer = _create_trainer(out, _build_with_two_adapters_and_a_trained_router(1), **save)
             before = whole(trainer.model)
             trainer.train()
             expected = whole(trainer.model)
             assert not torch.equal(before[router], expected[router])
             trainer.accelerator.save_state(f"{out}/state")
-            resumed = _trainer(out, _with_two_adapters_and_a_trained_router(2), **save)
+            resumed = _create_trainer(out, _build_with_two_adapters_and_a_trained_router(2), **save)
             if kind.startswith("FULL") and not restores_adapters_of_full_state():
                 with pytest.raises(ValueError, match=r"accelerate .* restores no adapters from"):
                     resumed.train(resume_from_checkpoint=True)
@@ -323,14 +327,14 @@ ON_TWO_RANKS = [
     every_rank_saves_with_the_arguments_of_examples,
     every_rank_saves_adapters_with_the_arguments_of_examples,
     saving_on_the_main_process_alone_raises_an_error,
-    options_that_a_sharded_save_would_not_follow_are_refused,
+    options_that_a_sharded_save_would_ignore_are_refused,
     the_trainer_saves_an_adapter_on_every_rank_or_on_none,
     saving_on_each_of_two_nodes_is_refused,
     push_to_hub_uploads_what_save_model_writes,
 ]
 SLOW_ON_TWO_RANKS = [
     prompt_encoders_are_trained_saved_and_used_by_generate,
-    what_is_trained_beside_an_adapter_is_resumed,
+    tensors_that_are_trained_with_an_adapter_are_resumed,
 ]
 
 

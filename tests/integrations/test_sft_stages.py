@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on 2 pipeline stages with ep_size 2 logs the numbers of one stock process."""
+"""Test that SFTTrainer on 2 pipeline stages with ep_size 2 logs what one stock process logs."""
 
 import os
 from pathlib import Path
@@ -17,9 +17,9 @@ STAGES = ("--parallel", "--pp", "2")
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ["packed", "padded"])
 def test_sft_equals_stock(rows: str, tmp_path: Path) -> None:
-    """Packed rows are joined to a single one, so they make one micro-batch.
+    """Packed rows are joined to a single row, so they are one micro-batch.
 
-    They are trained by a subclass whose loss is that of SFTTrainer.
+    A subclass that calls SFTTrainer's loss trains them.
     """
     options = ("--padded",) if rows == "padded" else ()
     own_loss = () if rows == "padded" else ("--own-loss",)
@@ -35,8 +35,8 @@ def test_sft_equals_stock(rows: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sft_goes_on_at_another_number_of_stages(tmp_path: Path) -> None:
-    """Ten steps: two stages with ep 2, then ep 4, then stages again."""
+def test_sft_continues_at_another_number_of_stages(tmp_path: Path) -> None:
+    """A run of ten steps changes from two stages with ep 2 to ep 4, and back to stages."""
     options = ("--padded", "--steps", "10")
     want = run_job(tmp_path / "stock", None, "--batch", "4", *options)
     ranks, save = tmp_path / "ranks", ("--save", "--resume")

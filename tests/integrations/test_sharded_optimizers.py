@@ -1,4 +1,4 @@
-"""Optimizers in `WORKING` train a sharded model as one process does; others raise an error."""
+"""Test that optimizers in `WORKING` train as in one process, and that others raise an error."""
 
 import math
 import re
@@ -16,13 +16,13 @@ from support.tiny_models import batch, tiny
 from hf_moe_ep.integrations.optimizers import WORKING
 
 RATE = 1e-2
-# Relative to the distance that the weights moved. The first steps of Adam-like optimizers are signs
-# of gradients, which rounding flips near zero.
+# The tolerance is relative to the distance that the weights moved. The first steps of Adam-like
+# optimizers are signs of gradients, which rounding flips near zero.
 BUDGET = 1e-2
 
 
 def working_optimizers_train_as_in_one_process(rank: int, world: int) -> None:
-    """After three steps on two ranks, the weights equal those of one process on both batches."""
+    """After three steps on two ranks, the weights equal one process on both batches."""
     for name in WORKING:
         optimizer_class = getattr(torch.optim, name)
         stock = tiny(dtype=torch.float32)
@@ -56,20 +56,20 @@ def working_optimizers_train_as_in_one_process(rank: int, world: int) -> None:
         assert moved > 0 and math.sqrt(error / moved) < BUDGET, (name, moved, error)
 
 
-def _adafactor_of_transformers(params: Any, lr: float) -> torch.optim.Optimizer:
+def _create_transformers_adafactor(params: Any, lr: float) -> torch.optim.Optimizer:
     return transformers.Adafactor(params, lr=lr, relative_step=False, scale_parameter=False)
 
 
 REFUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    r"transformers\.optimization\.Adafactor": _adafactor_of_transformers,
+    r"transformers\.optimization\.Adafactor": _create_transformers_adafactor,
     r"torch\.optim\.Adafactor": torch.optim.Adafactor,
     r"torch\.optim\.rprop\.Rprop": torch.optim.Rprop,
 }
-# A torch between 2.13 and 2.15 added support for DTensors to these.
+# A version of torch between 2.13 and 2.15 added support for DTensors to these.
 TRAINED_BY_NEWER_TORCH = (torch.optim.Rprop,)
 
 
-def _assert_refused(name: str, optimizer: Any) -> None:
+def _check_refusal(name: str, optimizer: Any) -> None:
     inner = optimizer.optimizer
     try:
         optimizer.step()
@@ -87,16 +87,16 @@ def other_optimizers_raise_at_their_first_step(rank: int, world: int) -> None:
             model = tiny(dtype=torch.float32)
             accelerator, model, optimizer = prepared(model, make_optimizer=make, ep_size=world)
             accelerator.backward(model(**batch(tiny(), 2, 7, seed=rank)).loss)
-            _assert_refused(name, optimizer)
+            _check_refusal(name, optimizer)
 
 
-def _muon_of_torch(params: Any, lr: float) -> torch.optim.Optimizer:
+def _create_torch_muon(params: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.Muon([p for p in params if p.ndim == 2], lr=lr)
 
 
 def torchs_muon_is_refused(rank: int, world: int) -> None:
     with launched(), pytest.raises(ValueError, match=r"torch.optim.Muon .* use hf_moe_ep.Muon"):
-        prepared(tiny(dtype=torch.float32), make_optimizer=_muon_of_torch, ep_size=world)
+        prepared(tiny(dtype=torch.float32), make_optimizer=_create_torch_muon, ep_size=world)
 
 
 @pytest.mark.parametrize(

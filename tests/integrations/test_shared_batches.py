@@ -1,6 +1,6 @@
-"""With sp_size=2, the two ranks of an sp group get the same batches from Accelerate's loaders.
+"""Test that ranks of an sp group get the same batches from Accelerate's loaders.
 
-An Accelerator loop runs on 4 ranks (2 groups), the Trainer on 2 ranks (1 group).
+With sp_size=2 an Accelerator loop runs on 4 ranks (2 groups), and the Trainer on 2 ranks (1 group).
 """
 
 from collections.abc import Callable, Iterator
@@ -27,14 +27,14 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from hf_moe_ep import data_parallel_rank, data_parallel_size, global_token_count, patch
 from hf_moe_ep.integrations import shared_batches
-from hf_moe_ep.integrations.shared_batches import processes_per_batch, share_trainer_batches
+from hf_moe_ep.integrations.shared_batches import count_processes_per_batch, share_trainer_batches
 from hf_moe_ep.state import find_state
 
 WORLD, DATA_RANKS, NUM_ROWS = 4, 2, 14
 Row = dict[str, Tensor]
 
 
-def _rows() -> list[Row]:
+def _make_rows() -> list[Row]:
     model = tiny(num_hidden_layers=1)
     return [
         {name: value[0] for name, value in batch(model, 1, 9, seed=i, ignore=0.1 * (i % 7)).items()}
@@ -50,15 +50,15 @@ def _prepare(loader: DataLoader, accelerator: Accelerator | None = None, seed: i
     return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
 
 
-def _loop_equals_one_process(rank: int) -> None:
-    """14 rows in batches of 2 for 2 groups are 4 steps. The last step repeats rows of the first."""
+def _compare_loop_with_one_process(rank: int) -> None:
+    """14 rows in batches of 2 for 2 groups are 4 steps. The last step repeats the first rows."""
     accelerator, model, optimizer, loader, scheduler = _prepare(
-        DataLoader(_rows(), batch_size=2), seed=rank
+        DataLoader(_make_rows(), batch_size=2), seed=rank
     )
     assert (data_parallel_rank(model), data_parallel_size(model)) == (rank // 2, DATA_RANKS)
     stock = tiny(dtype=torch.float32)
     stock_optimizer = torch.optim.SGD(stock.parameters(), lr=0.1)
-    rows, steps = _rows(), 0
+    rows, steps = _make_rows(), 0
     for step, inputs in enumerate(loader):
         picked = [rows[i % NUM_ROWS] for i in range(4 * step, 4 * step + 4)]
         whole = {name: torch.stack([row[name] for row in picked]) for name in picked[0]}
@@ -82,7 +82,7 @@ def _loop_equals_one_process(rank: int) -> None:
 
 
 def _ranks_of_a_group_shuffle_alike(rank: int) -> None:
-    """Ranks with different seeds get the same order in a group; two groups get different rows."""
+    """Ranks of a group get the same order despite different seeds. Groups get different rows."""
     torch.manual_seed(rank)
     accelerator, _, _, loader, _ = _prepare(DataLoader(range(16), batch_size=2, shuffle=True))
     orders = []
@@ -125,7 +125,7 @@ def _a_weighted_sampler_draws_every_row_once(rank: int) -> None:
 
 
 def _a_sampler_draws_alike_from_other_seeds(rank: int) -> None:
-    """As after a resume on another number of ranks, which seeds the ranks differently."""
+    """After a resume on another number of ranks, for example, the seeds of ranks differ."""
     accelerator = Accelerator(cpu=True)
     sampler = LengthGroupedSampler(2, lengths=[3 * i % 7 for i in range(16)])
     loader = accelerator.prepare(DataLoader(range(16), batch_size=2, sampler=sampler))
@@ -173,7 +173,7 @@ def _loaders_that_cannot_be_shared_are_refused(rank: int) -> None:
         _prepare(DataLoader(_Stream(8), batch_size=None), Accelerator(cpu=True))
 
 
-def _trainer(folder: str, arguments: dict[str, Any], **options: Any) -> Trainer:
+def _create_trainer(folder: str, arguments: dict[str, Any], **options: Any) -> Trainer:
     args = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -187,12 +187,12 @@ def _trainer(folder: str, arguments: dict[str, Any], **options: Any) -> Trainer:
     return Trainer(args=args, **options)
 
 
-def _model_of_sp_2() -> PreTrainedModel:
+def _build_model_of_sp_2() -> PreTrainedModel:
     return patch(tiny(dtype=torch.float32), ep_size=2, sp_size=2)
 
 
 class _Augmented(Dataset):
-    """Rows of random numbers, which a worker of the data loader draws from its own seed."""
+    """Rows of random numbers that a worker of the data loader draws with its own seed."""
 
     def __len__(self) -> int:
         return 8
@@ -203,8 +203,11 @@ class _Augmented(Dataset):
 
 
 def _workers_of_a_group_draw_the_same_numbers(rank: int, folder: str) -> None:
-    trainer = _trainer(
-        folder, {"dataloader_num_workers": 1}, model=_model_of_sp_2(), train_dataset=_Augmented()
+    trainer = _create_trainer(
+        folder,
+        {"dataloader_num_workers": 1},
+        model=_build_model_of_sp_2(),
+        train_dataset=_Augmented(),
     )
     drawn = next(iter(trainer.get_train_dataloader()))["input_ids"]
     by_rank = trainer.accelerator.gather(drawn).view(2, *drawn.shape)
@@ -212,57 +215,57 @@ def _workers_of_a_group_draw_the_same_numbers(rank: int, folder: str) -> None:
 
 
 def _a_model_from_model_init(rank: int, folder: str) -> None:
-    """`train` builds a new model, and its data loader before `prepare` gets the model."""
-    trainer = _trainer(
+    """`train` builds a new model. It creates the data loader before it prepares the model."""
+    trainer = _create_trainer(
         folder,
         {"average_tokens_across_devices": False},
-        model_init=_model_of_sp_2,
-        train_dataset=_rows(),
+        model_init=_build_model_of_sp_2,
+        train_dataset=_make_rows(),
     )
     first_model = trainer.model
     trainer.train()
     state = find_state(trainer.model)
     assert state is not None and trainer.model is not first_model
     assert state.sums_losses is False
-    assert trainer.accelerator.even_batches and processes_per_batch(trainer.accelerator) == 2
+    assert trainer.accelerator.even_batches and count_processes_per_batch(trainer.accelerator) == 2
 
 
-def _flops_are_those_of_one_process(rank: int, folder: str) -> None:
-    stock = _trainer(folder, {}, model=tiny(dtype=torch.float32))
-    rows = _rows()[:2]
+def _flops_equal_one_process(rank: int, folder: str) -> None:
+    stock = _create_trainer(folder, {}, model=tiny(dtype=torch.float32))
+    rows = _make_rows()[:2]
     inputs = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     expected = stock.floating_point_ops(inputs)
-    trainer = _trainer(
+    trainer = _create_trainer(
         folder,
         {"train_sampling_strategy": "sequential"},
-        model=_model_of_sp_2(),
+        model=_build_model_of_sp_2(),
         train_dataset=rows,
     )
     trainer.train()
     assert expected > 0 and trainer.state.total_flos == expected
 
 
-def _a_sampler_that_deals_rows_to_all_ranks_is_refused(rank: int, folder: str) -> None:
-    trainer = _trainer(
+def _a_sampler_that_divides_rows_over_all_ranks_is_refused(rank: int, folder: str) -> None:
+    trainer = _create_trainer(
         folder,
         {"train_sampling_strategy": "batch_rebalance"},
-        model=_model_of_sp_2(),
-        train_dataset=_rows(),
+        model=_build_model_of_sp_2(),
+        train_dataset=_make_rows(),
     )
     with pytest.raises(ValueError, match=r"'batch_rebalance' assigns .* sp_size=2 several ranks"):
         trainer.get_train_dataloader()
 
 
-def _launched(check: Callable[..., None], rank: int, world: int, folder: str) -> None:
+def _run_launched(check: Callable[..., None], rank: int, world: int, folder: str) -> None:
     with launched():
         check(rank, folder) if "folder" in signature(check).parameters else check(rank)
 
 
 BY_NAME = {
-    world: {check.__name__.strip("_"): partial(_launched, check) for check in checks}
+    world: {check.__name__.strip("_"): partial(_run_launched, check) for check in checks}
     for world, checks in {
         WORLD: (
-            _loop_equals_one_process,
+            _compare_loop_with_one_process,
             _ranks_of_a_group_shuffle_alike,
             _a_weighted_sampler_draws_every_row_once,
             _a_sampler_draws_alike_from_other_seeds,
@@ -274,8 +277,8 @@ BY_NAME = {
         2: (
             _workers_of_a_group_draw_the_same_numbers,
             _a_model_from_model_init,
-            _flops_are_those_of_one_process,
-            _a_sampler_that_deals_rows_to_all_ranks_is_refused,
+            _flops_equal_one_process,
+            _a_sampler_that_divides_rows_over_all_ranks_is_refused,
         ),
     }.items()
 }
@@ -308,7 +311,7 @@ def test_trainers_that_generate_on_each_rank_are_refused() -> None:
 def test_a_loss_gets_its_arguments_as_the_trainer_passes_them(
     wrapper: Callable[..., Any], pp_size: int
 ) -> None:
-    """A subclass of a trainer may name only some of them, as the method of this test does."""
+    """A user's method may accept only some of the arguments, as the method of this test does."""
     trainer: Any = SimpleNamespace(
         model=patch(tiny(num_hidden_layers=2), pp_size=pp_size),
         accelerator=SimpleNamespace(num_processes=1),
@@ -316,14 +319,16 @@ def test_a_loss_gets_its_arguments_as_the_trainer_passes_them(
         current_gradient_accumulation_steps=1,
     )
 
-    def of_user(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **kw: Any) -> Any:
+    def user_loss(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, **kw: Any
+    ) -> Any:
         return (self, model, inputs), return_outputs, kw
 
     for given in ({}, {"return_outputs": True}, {"num_items_in_batch": 3}):
-        arguments, return_outputs, kwargs = wrapper(of_user, trainer, "model", "inputs", **given)
+        arguments, return_outputs, kwargs = wrapper(user_loss, trainer, "model", "inputs", **given)
         assert arguments == (trainer, "model", "inputs")
         assert {"return_outputs": return_outputs} | kwargs == {"return_outputs": False} | given
-    assert wrapper(of_user, trainer, "model", "inputs", True)[1]
+    assert wrapper(user_loss, trainer, "model", "inputs", True)[1]
 
 
 def test_attributes_that_accelerate_sets_are_the_schedulers() -> None:
@@ -342,7 +347,9 @@ def test_attributes_that_accelerate_sets_are_the_schedulers() -> None:
     ("num_workers", "drop_last", "remainder"),
     [(0, False, 1), (1, False, 1), (2, False, -1), (0, True, -1)],
 )
-def test_the_remainder_of_a_stream(num_workers: int, drop_last: bool, remainder: int) -> None:
+def test_the_remainder_of_a_stream_is_set_for_a_padded_last_batch(
+    num_workers: int, drop_last: bool, remainder: int
+) -> None:
     """Each worker pads its own last batch. With drop_last nothing is padded."""
     stream = shared_batches._Stream(list(range(25)))
     shard = IterableDatasetShard(
@@ -356,7 +363,7 @@ def test_the_remainder_of_a_stream(num_workers: int, drop_last: bool, remainder:
 
 
 def test_labels_on_the_host_are_counted_on_the_device_of_the_model() -> None:
-    """NCCL cannot sum them on the host; `meta` stands for a GPU."""
+    """NCCL cannot sum labels on the host. The meta device stands for a GPU."""
     meshes = SimpleNamespace(device=torch.device("meta"), pp_size=1, ranks_per_batch=1)
     with (
         mock.patch("hf_moe_ep.data_parallel._meshes", return_value=meshes),

@@ -1,8 +1,8 @@
-"""The Trainer trains a patched model on 4 ranks as it trains a stock model in one process.
+"""Test that the Trainer trains a patched model on 4 ranks like a stock model in one process.
 
 Both runs have the same rows in the same order. The batch of the single process is 4 times the
-per-device batch of the ranks. Every launch runs a table of cases (see
-support/jobs/trainer.py); each test reads the results that it needs.
+per-device batch of the ranks. Every launch runs a table of cases (see support/jobs/trainer.py), and
+each test reads the results that it needs.
 """
 
 from pathlib import Path
@@ -133,7 +133,7 @@ def test_training_equals_stock(runs: Results) -> None:
 
 
 def test_evaluation_equals_stock(runs: Results) -> None:
-    """Evaluate during and after training. The case "half" trains the same steps without it."""
+    """The model is evaluated in and after training. "half" trains the same steps without it."""
     assert_same_evaluation(runs["ep2"][0], runs["stock"][0], count=3)
     assert_same_after_training(runs["ep2"][0], runs["stock"][0])
     half = runs["half"][0].series("loss")
@@ -147,13 +147,13 @@ def test_aux_loss_of_padded_rows_equals_stock(slow_runs: Results) -> None:
 
 
 def test_a_new_trainer_resumes_as_if_never_interrupted(runs: Results) -> None:
-    """Both trainers run in the same processes. A new launch is tested below."""
+    """Both trainers run in the same processes. Another test resumes in a new launch."""
     assert len(runs["half"][0].series("loss")) == 3
     assert_resumed(runs["resumed"][0], runs["ep2"][0])
 
 
 def test_saved_model_loads_in_stock(runs: Results, tmp_path: Path) -> None:
-    """The state dict type is SHARDED_STATE_DICT, with which the stock Trainer saves no model."""
+    """The runs use SHARDED_STATE_DICT, with which the stock Trainer saves no model."""
     loaded = assert_loads_in_stock(runs["ep2"][0], tmp_path)
     for rank, result in enumerate(runs["ep2"]):
         assert_same(f"rank {rank}", result.values["generate"], continuations(loaded, rank))
@@ -178,7 +178,7 @@ def test_aux_loss_at_other_sizes_equals_stock(slow_runs: Results) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16 ep1", "bf16 ep2", "bf16 ep4"])
 def test_bf16_is_as_close_to_the_truth_as_stock(slow_runs: Results, name: str) -> None:
-    """Compare errors against fp64 (2-norms) of the losses and of each gradient and parameter."""
+    """The errors are 2-norms of differences from fp64, for losses, gradients and parameters."""
     truth, stock = slow_runs["stock fp64"][0], slow_runs["stock bf16"][0]
     actual = slow_runs[name][0]
 
@@ -191,9 +191,11 @@ def test_bf16_is_as_close_to_the_truth_as_stock(slow_runs: Results, name: str) -
     measured = [("log", "loss")]
     measured += [(kind, key) for kind in ("grads", "params") for key in truth.params]
     for kind, key in measured:
-        ours, of_stock = error(actual, kind, key), error(stock, kind, key)
-        assert of_stock > 0, f"{kind} {key}: stock in bf16 is exact, so nothing ran in bf16"
-        assert 0 < ours <= 2 * of_stock, f"{kind} {key}: error {ours:.3e}, of stock {of_stock:.3e}"
+        own_error, stock_error = error(actual, kind, key), error(stock, kind, key)
+        assert stock_error > 0, f"{kind} {key}: stock in bf16 is exact, so nothing ran in bf16"
+        assert 0 < own_error <= 2 * stock_error, (
+            f"{kind} {key}: error {own_error:.3e}, of stock {stock_error:.3e}"
+        )
 
 
 @pytest.mark.slow
@@ -215,7 +217,7 @@ def test_launch_options_equal_stock(slow_runs: Results) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_equals_stock(slow_runs: Results, tmp_path: Path) -> None:
+def test_compiled_layers_equal_stock(slow_runs: Results, tmp_path: Path) -> None:
     actual, expected = slow_runs["compiled"][0], slow_runs["stock"][0]
     # The model is not compiled as a whole. Its layers have one graph on each side of their experts.
     assert "OptimizedModule" not in actual.values["inspect"]["classes"]
@@ -254,7 +256,7 @@ def test_a_new_launch_resumes_at_another_ep_size_and_from_a_full_state(slow_runs
 
 
 @pytest.mark.slow
-def test_saved_model_under_full_state_dict(slow_runs: Results, tmp_path: Path) -> None:
+def test_the_model_is_saved_with_full_state_dict(slow_runs: Results, tmp_path: Path) -> None:
     result = slow_runs["full"][0]
     assert "FULL_STATE_DICT" in result.values["inspect"]["state_dict_type"]
     assert_loads_in_stock(result, tmp_path)
@@ -263,7 +265,7 @@ def test_saved_model_under_full_state_dict(slow_runs: Results, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["best", "best full"])
 def test_the_best_model_is_loaded_at_the_end(slow_runs: Results, name: str) -> None:
-    """Stock is no reference: transformers 5.23 restores all parameters except the experts."""
+    """Stock cannot be the reference: transformers 5.23 restores all parameters but the experts."""
     result = slow_runs[name][0]
     assert_same_training(result, slow_runs["stock"][0])
     assert result.params_at.keys() == {2, 4, 6}
@@ -271,7 +273,5 @@ def test_the_best_model_is_loaded_at_the_end(slow_runs: Results, name: str) -> N
     assert losses[0] == losses.max() and losses[0] != losses[2]
     assert result.values["evaluate"] == losses[0]
     for key, parameter in result.params.items():
-        assert torch.equal(parameter, result.params_at[2][key]), (
-            f"{key} is not that of the best step"
-        )
+        assert torch.equal(parameter, result.params_at[2][key]), f"{key} is not from the best step"
         assert not torch.equal(parameter, result.params_at[6][key]), f"{key} was never trained"

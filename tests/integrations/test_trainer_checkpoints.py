@@ -1,6 +1,7 @@
-"""The Trainer's checkpoints of a patched model.
+"""Test the Trainer's checkpoints of a patched model.
 
-Only complete checkpoints are resumed, and old ones are deleted after the new one is complete.
+A run resumes only from complete checkpoints, and old checkpoints are deleted after the new
+checkpoint is complete.
 """
 
 import errno
@@ -46,10 +47,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Results:
-    """Four ranks train to step 3 and stop. Changed copies of their folder are resumed at ep 4.
+    """Four ranks train to step 3 and stop. Other runs resume from changed copies at ep 4.
 
     torn     the manifest is missing, as after a save that did not finish
-    stock    our two files are missing, as the stock Trainer saves
+    stock    our two files are missing, as after a save of the stock Trainer
     """
     half = folder / "half"
     results = launch(
@@ -89,9 +90,9 @@ def test_each_checkpoint_is_complete(runs: Results, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["pytorch_model_fsdp_0", "optimizer_0"])
 def test_each_rank_plans_what_it_saves(runs: Results, folder: Path, part: str) -> None:
-    """`.metadata` shows it: tensors with the same layout share one list of chunks.
+    """Tensors with the same layout then share one list of chunks in `.metadata`.
 
-    torch, which gathers the plans of all ranks, writes one list per tensor. See also
+    torch gathers the plans of all ranks, and writes one list per tensor. See also
     `tests/checkpoints/test_planner.py`.
     """
     reader = MetadataReader(folder / "half" / "checkpoint-3" / part)
@@ -102,8 +103,8 @@ def test_each_rank_plans_what_it_saves(runs: Results, folder: Path, part: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["torn", "stock"])
-def test_resumed_at_another_ep_size(runs: Results, case: str) -> None:
-    """resume_from_checkpoint=True skips the torn checkpoint-3. Stock's needs no manifest."""
+def test_runs_resume_at_another_ep_size(runs: Results, case: str) -> None:
+    """resume_from_checkpoint=True skips the torn checkpoint-3. Stock's need no manifest."""
     assert_same_log(runs[case][0], runs["whole"][0])
 
 
@@ -122,7 +123,7 @@ def environment() -> Iterator[None]:
         yield
 
 
-def _trainer(path: Path, patched: bool, model: Any = None, **arguments: Any) -> Trainer:
+def _create_trainer(path: Path, patched: bool, model: Any = None, **arguments: Any) -> Trainer:
     model = tiny(dtype=torch.float32, num_hidden_layers=1) if model is None else model
     return Trainer(
         model=patch(model) if patched else model,
@@ -150,13 +151,13 @@ def test_old_checkpoints_are_deleted_last(tmp_path: Path, environment: None) -> 
         stock_write(folder, *args, **kwargs)
 
     with mock.patch.object(manifest, "write", record), pytest.raises(OSError, match="killed"):
-        _trainer(tmp_path, True).train()
+        _create_trainer(tmp_path, True).train()
     assert folders == [
         ["checkpoint-1"],
         ["checkpoint-1", "checkpoint-2"],
         ["checkpoint-2", "checkpoint-3"],
     ]
-    trainer = _trainer(tmp_path, True)
+    trainer = _create_trainer(tmp_path, True)
     with pytest.warns(UserWarning, match=r"resuming from .*checkpoint-2, because .*checkpoint-3"):
         trainer.train(resume_from_checkpoint=True)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
@@ -165,14 +166,14 @@ def test_old_checkpoints_are_deleted_last(tmp_path: Path, environment: None) -> 
         load_checkpoint(tmp_path, trainer.model, trainer.optimizer)
     (tmp_path / "checkpoint-3" / manifest.MANIFEST).unlink()
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*\n.*checkpoint-3 has no"):
-        _trainer(tmp_path, True).train(resume_from_checkpoint=True)
+        _create_trainer(tmp_path, True).train(resume_from_checkpoint=True)
 
 
 def test_folders_that_the_trainer_has_not_written_are_refused(
     tmp_path: Path, environment: None
 ) -> None:
-    """Without the error, stock raises a FileNotFoundError."""
-    trainer = _trainer(tmp_path / "out", True)
+    """Without this error, stock would raise FileNotFoundError."""
+    trainer = _create_trainer(tmp_path / "out", True)
     hub, own, runs, file = (tmp_path / name for name in ("hub", "own", "runs", "file"))
     tiny(dtype=torch.float32).save_pretrained(hub)
     optimizer = torch.optim.SGD(trainer.model.parameters())
@@ -193,11 +194,11 @@ def test_folders_that_the_trainer_has_not_written_are_refused(
 
 
 def test_experts_are_resumed_in_one_process(tmp_path: Path, environment: None) -> None:
-    """Stock looks for its own parameter names in the file, and would not load the experts."""
-    trainer = _trainer(tmp_path, True)
+    """Stock would look for the model's parameter names in the file, and would find no experts."""
+    trainer = _create_trainer(tmp_path, True)
     trainer.train()
     expected = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    resumed = _trainer(tmp_path, True)
+    resumed = _create_trainer(tmp_path, True)
     for load in ("resume", "best"):
         with torch.no_grad():
             for parameter in resumed.model.parameters():
@@ -211,7 +212,7 @@ def test_experts_are_resumed_in_one_process(tmp_path: Path, environment: None) -
             assert torch.equal(parameter, expected[name]), (load, name)
 
 
-def test_tensors_beside_an_adapter_are_resumed_in_one_process(
+def test_tensors_that_peft_does_not_save_are_resumed_in_one_process(
     tmp_path: Path, environment: None
 ) -> None:
     """Stock saves only the adapter. A checkpoint of stock is refused if it lacks a parameter.
@@ -228,11 +229,11 @@ def test_tensors_beside_an_adapter_are_resumed_in_one_process(
                 parameter.requires_grad_(True)
         return model
 
-    trainer = _trainer(tmp_path, True, make("mlp.gate.weight"), learning_rate=0.05)
+    trainer = _create_trainer(tmp_path, True, make("mlp.gate.weight"), learning_rate=0.05)
     trainer.model.base_model.model.model.correction_bias.fill_(0.25)
     trainer.train()
     expected = {name: x.clone() for name, x in trainer.model.state_dict().items()}
-    resumed = _trainer(tmp_path, True, make("mlp.gate.weight"))
+    resumed = _create_trainer(tmp_path, True, make("mlp.gate.weight"))
     resumed.train(resume_from_checkpoint=True)
     for name, tensor in resumed.model.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
@@ -241,15 +242,15 @@ def test_tensors_beside_an_adapter_are_resumed_in_one_process(
     manifest.write(checkpoint, {})
     with pytest.raises(ValueError, match=r"checkpoint-3 has the active adapter, but lacks .*gate"):
         resumed.train(resume_from_checkpoint=True)
-    adapter_alone = _trainer(tmp_path, True, make(""))
+    adapter_alone = _create_trainer(tmp_path, True, make(""))
     with pytest.warns(UserWarning, match=r"checkpoint-3 lacks .*correction_bias, as checkpoints"):
         adapter_alone._load_from_checkpoint(str(checkpoint))
 
 
 @pytest.mark.slow
 def test_resuming_with_other_rows_per_step_warns(tmp_path: Path, environment: None) -> None:
-    """The Trainer skips 1 step of its own size, whatever the size of the saved step was."""
-    _trainer(tmp_path, True, save_total_limit=3, **_BATCHES).train()
+    """The Trainer skips 1 step of its own size, although the saved step had another size."""
+    _create_trainer(tmp_path, True, save_total_limit=3, **_BATCHES).train()
     folder = os.fspath(tmp_path / "checkpoint-1")
     assert manifest.read(folder)["layout"]["rows_per_step"] == 4
     remedies = {
@@ -259,17 +260,17 @@ def test_resuming_with_other_rows_per_step_warns(tmp_path: Path, environment: No
     }
     for (size, accumulation), remedy in remedies.items():
         batches = dict(zip(_BATCHES, (size, accumulation), strict=True))
-        trainer = _trainer(tmp_path / "other", True, **batches)
+        trainer = _create_trainer(tmp_path / "other", True, **batches)
         with pytest.warns(UserWarning, match=f"saved with 4 rows per optimizer step, .*{remedy}"):
             trainer.train(resume_from_checkpoint=folder)
     same = dict(zip(_BATCHES, (1, 4), strict=True))
-    trainer = _trainer(tmp_path / "other", True, **same)
+    trainer = _create_trainer(tmp_path / "other", True, **same)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train(resume_from_checkpoint=folder)
-        # The Trainer then restores the size of the checkpoint, which its finder may have shrunk.
+        # The Trainer then restores the batch size of the checkpoint, which may have become smaller.
         finds = dict(zip(_BATCHES, (8, 1), strict=True)) | {"auto_find_batch_size": True}
-        trainer = _trainer(tmp_path / "other", True, **finds)
+        trainer = _create_trainer(tmp_path / "other", True, **finds)
         trainer._train_batch_size = 3
         trainer.train(resume_from_checkpoint=folder)
     assert not [w for w in caught if "rows per optimizer step" in str(w.message)]
@@ -278,15 +279,15 @@ def test_resuming_with_other_rows_per_step_warns(tmp_path: Path, environment: No
 def test_a_checkpoint_of_more_ranks_reseeds_random_generators(
     tmp_path: Path, environment: None
 ) -> None:
-    """Stock looks for `rng_state.pth`, does not find it, and keeps the generators as they are."""
-    _trainer(tmp_path, True).train()
+    """Stock looks for `rng_state.pth`, does not find it, and does not change the generators."""
+    _create_trainer(tmp_path, True).train()
     folder = tmp_path / "checkpoint-3"
     content = manifest.read(folder)
     (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
     manifest.write(folder, content["layout"] | {"world_size": 4})
     draws = []
     for seed in (1, 2):
-        trainer = _trainer(tmp_path / "other", True)
+        trainer = _create_trainer(tmp_path / "other", True)
         trainer.args.train_sampling_strategy = "group_by_length"
         loader = trainer.get_train_dataloader()
         torch.manual_seed(seed)
@@ -296,13 +297,13 @@ def test_a_checkpoint_of_more_ranks_reseeds_random_generators(
         with pytest.warns(UserWarning, match=expected):
             trainer._load_rng_state(os.fspath(folder))
         draws.append((torch.rand(()).item(), random.random(), np.random.rand()))
-        # All data ranks must draw the same order, and torch's generators differ on them.
+        # All data ranks must draw the same order, although their default generators differ.
         assert loader.batch_sampler.sampler.generator is not None
     assert draws[0] == draws[1]
 
 
 def test_files_of_an_unfinished_save_are_deleted(tmp_path: Path, environment: None) -> None:
-    """Eight ranks wrote the files, with random states that a resumed run must not read."""
+    """Eight ranks wrote the files. A resumed run must not read their random states."""
     folder = tmp_path / "checkpoint-1"
     stale = [folder / "rng_state_7.pth", folder / "optimizer_0" / "__7_0.distcp"]
     notes = folder / "notes.txt"
@@ -310,7 +311,7 @@ def test_files_of_an_unfinished_save_are_deleted(tmp_path: Path, environment: No
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"of another run")
     manifest.begin(folder)
-    trainer = _trainer(tmp_path, True)
+    trainer = _create_trainer(tmp_path, True)
     trainer.args.max_steps = 1
     trainer.train()
     assert not any(file.exists() for file in stale) and notes.exists()
@@ -324,12 +325,12 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, environment: None
     if os.geteuid() or subprocess.run(small, capture_output=True).returncode:
         pytest.skip("mounting a small disk needs root")
     try:
-        trainer = _trainer(tmp_path, True)
+        trainer = _create_trainer(tmp_path, True)
         trainer.args.max_steps = 1
         trainer.train()
         free = shutil.disk_usage(tmp_path).free
         (tmp_path / "filler").write_bytes(bytes(free - 60_000))  # less than the model
-        trainer = _trainer(tmp_path, True)
+        trainer = _create_trainer(tmp_path, True)
         with pytest.raises(RuntimeError) as caught:
             trainer.train(resume_from_checkpoint=True)
         assert re.search(r"saving .*checkpoint-2 failed on rank 0: .*", str(caught.value))
@@ -344,13 +345,13 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, environment: None
 def test_a_torn_checkpoint_is_deleted_before_complete_ones(
     tmp_path: Path, environment: None, limit: int
 ) -> None:
-    """A run is killed in the save of step 3, resumes from 1 and saves 2. Stock would keep 3."""
-    trainer = _trainer(tmp_path, True)
+    """A run is killed in the save of step 3, resumes from step 1 and saves step 2."""
+    trainer = _create_trainer(tmp_path, True)
     trainer.args.save_total_limit = None
     trainer.train()
     (tmp_path / "checkpoint-3" / manifest.MANIFEST).unlink()
     shutil.rmtree(tmp_path / "checkpoint-2")
-    trainer = _trainer(tmp_path, True)
+    trainer = _create_trainer(tmp_path, True)
     trainer.args.save_total_limit, trainer.args.max_steps = limit, 2
     with pytest.warns(UserWarning, match=r"resuming from .*checkpoint-1, because .*checkpoint-3"):
         trainer.train(resume_from_checkpoint=True)
@@ -360,7 +361,7 @@ def test_a_torn_checkpoint_is_deleted_before_complete_ones(
 
 
 class _SavesOnSigterm(transformers.TrainerCallback):
-    """Requests a checkpoint at step 2, as the Trainer does when its process gets SIGTERM."""
+    """Request a checkpoint at step 2, as the Trainer does when its process gets SIGTERM."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -373,15 +374,15 @@ class _SavesOnSigterm(transformers.TrainerCallback):
 
 
 def test_a_checkpoint_of_sigterm_is_complete(tmp_path: Path, environment: None) -> None:
-    """The Trainer removes a file from it after it has been saved."""
-    trainer = _trainer(tmp_path, True, enable_jit_checkpoint=True, save_steps=100)
+    """The Trainer removes a file from such a checkpoint after the save."""
+    trainer = _create_trainer(tmp_path, True, enable_jit_checkpoint=True, save_steps=100)
     trainer.add_callback(_SavesOnSigterm(trainer))
     trainer.train()
     saved = tmp_path / "checkpoint-2"
     assert not (saved / SAVE_IN_PROGRESS).exists()
     manifest.check(saved)
     assert newest_checkpoint(tmp_path) == saved
-    resumed = _trainer(tmp_path, True)
+    resumed = _create_trainer(tmp_path, True)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 3
 
@@ -389,7 +390,7 @@ def test_a_checkpoint_of_sigterm_is_complete(tmp_path: Path, environment: None) 
 def test_a_checkpoint_that_cannot_be_deleted_ends_no_run(
     tmp_path: Path, environment: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A killed job may still have a file of it open, on a disk of NFS."""
+    """On NFS, a killed job may still have a file of the checkpoint open."""
     torn, stock = tmp_path / "checkpoint-7", shutil.rmtree
     torn.mkdir()
     manifest.begin(torn)
@@ -397,11 +398,11 @@ def test_a_checkpoint_that_cannot_be_deleted_ends_no_run(
     def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
         if Path(path) != torn:
             stock(path, *args, **kwargs)
-        elif not kwargs.get("ignore_errors"):  # stock rotates by time, and ignores errors
+        elif not kwargs.get("ignore_errors"):  # stock deletes by time, and ignores errors
             raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
     monkeypatch.setattr(manifest.shutil, "rmtree", rmtree)
-    trainer = _trainer(tmp_path, True)
+    trainer = _create_trainer(tmp_path, True)
     with pytest.warns(UserWarning, match=r"checkpoint-7 could not be deleted, .*not empty"):
         trainer.train()
     assert trainer.state.global_step == 3 and (tmp_path / "checkpoint-3").is_dir()
@@ -416,7 +417,7 @@ def test_a_deleted_file_of_nfs_is_not_in_the_manifest(tmp_path: Path) -> None:
 
 
 def test_a_push_to_the_hub_contains_the_manifest(tmp_path: Path, environment: None) -> None:
-    trainer, pushed = _trainer(tmp_path, True), []
+    trainer, pushed = _create_trainer(tmp_path, True), []
 
     def push(folder: str) -> None:
         manifest.check(folder)
@@ -438,16 +439,16 @@ def test_a_push_to_the_hub_contains_the_manifest(tmp_path: Path, environment: No
 
 
 def test_checkpoints_of_an_unpatched_model_are_stock(tmp_path: Path, environment: None) -> None:
-    _trainer(tmp_path, False).train()
+    _create_trainer(tmp_path, False).train()
     names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
     assert not names & {manifest.MANIFEST, manifest.STARTED}
     assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"]
     with mock.patch.object(manifest, "check", side_effect=AssertionError):
-        _trainer(tmp_path, False).train(resume_from_checkpoint=True)
+        _create_trainer(tmp_path, False).train(resume_from_checkpoint=True)
 
 
 class _GetAttrCall:
-    """Is pickled as a call of getattr(owner, name)."""
+    """An object that is pickled as a call of getattr(owner, name)."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.call = getattr, (owner, name)
@@ -456,7 +457,7 @@ class _GetAttrCall:
         return self.call
 
 
-def test_unpickling_allows_getattr_for_enum_members_only(tmp_path: Path) -> None:
+def test_unpickling_allows_getattr_only_for_enum_members(tmp_path: Path) -> None:
     """Python up to 3.11.3 pickles enums as calls of getattr."""
     enum = metadata._MEM_FORMAT_ENCODING
     (tmp_path / "enum").write_bytes(pickle.dumps(_GetAttrCall(enum, "TORCH_CONTIGUOUS_FORMAT")))

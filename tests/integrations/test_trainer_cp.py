@@ -1,7 +1,8 @@
-"""With cp_size > 1 the Trainer trains, evaluates, saves and resumes as stock does in one process.
+"""Test that with cp_size > 1 the Trainer does the same as stock in one process.
 
-The patched model runs under `accelerate launch` on 4 ranks, of which 2 or all 4 share each batch.
-Accelerate's own cp_size and sp_size are used as those of `patch`, with the same results.
+The Trainer trains, evaluates, saves and resumes. The patched model runs under `accelerate launch`
+on 4 ranks, of which 2 or all 4 share each batch. Accelerate's own cp_size and sp_size have the same
+effect as the sizes of `patch`.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,7 @@ ARGUMENTS = EVALUATE | {"include_num_input_tokens_seen": "non_padding"}
 # In fp32 the norms differ by 1.4e-5 after four steps, so these runs compute in fp64.
 PADDED: dict[str, Any] = {"rows": "padded", "dtype": torch.float64, "exact": True}
 ALL_STEPS = ("train", "evaluate", "predict")
-# The variables that `accelerate launch` sets for `parallelism_config_cp_size: 2`.
+# `accelerate launch` sets these variables for `parallelism_config_cp_size: 2`.
 IN_LAUNCH = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
     "PARALLELISM_CONFIG_CP_SIZE": "2",
@@ -87,7 +88,7 @@ def test_cp_size_of_a_launch_config_is_used(runs: Results) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_with_heads_split_instead(runs: Results) -> None:
+def test_a_run_resumes_with_sp_instead_of_cp(runs: Results) -> None:
     assert_same_log(runs["resumed"][0], runs["stock"][0])
 
 

@@ -1,4 +1,4 @@
-"""The Trainer trains experts that ranks share as stock does, and resumes at another etp_size."""
+"""Test that the Trainer with etp_size > 1 trains as stock does, and resumes at another size."""
 
 from pathlib import Path
 
@@ -14,8 +14,10 @@ ETP = {"HF_MOE_EP_ETP_SIZE": "2"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [0, 8])
-def test_the_trainer_with_etp_equals_stock_and_resumes_elsewhere(tmp_path: Path, lora: int) -> None:
-    """Losses and gradient norms, before and after a checkpoint that another layout goes on from."""
+def test_the_trainer_with_etp_equals_stock_and_resumes_at_another_size(
+    tmp_path: Path, lora: int
+) -> None:
+    """Losses and gradient norms are compared, also after another layout has resumed the run."""
     stock = launch([Case("stock", lora=lora)], tmp_path / "stock")["stock"][0]
     halves = {"etp": ETP, "ep": {}}
     first = [

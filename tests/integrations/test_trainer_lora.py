@@ -1,4 +1,4 @@
-"""LoRA trains with the stock Trainer on 4 ranks as stock PEFT does in one process."""
+"""Test that LoRA trains with the Trainer on 4 ranks as stock PEFT does in one process."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from support.scripts import CPU_4
 from support.tiny_models import batch, tiny
 from support.trainer_runs import FP32_BUDGET, SAVE, Results, assert_same_log, assert_same_training
 
-# A latin square: each LoRA rank once with each target and each ep_size.
+# The cases are a latin square: each LoRA rank occurs once with each target and each ep_size.
 SQUARE = [
     (r, targets, (1, 2, 4)[(row + column) % 3])
     for row, r in enumerate((1, 8, 16))
@@ -28,8 +28,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     ranks.append(Case("saved", ("train", "save"), ep=2, lora=8))
     ranks.append(Case("after", ("train", "save"), ep=2, lora=8, lora_after=True))
     killed = Case("killed", ep=4, lora=8, arguments=SAVE, folder=folder / "half", kill_after=3)
-    # The checkpoint contains only adapters. If they were not loaded, the losses would be those of
-    # steps 1 to 3.
+    # The checkpoint contains only adapters. If they were not loaded, the losses of
+    # steps 1 to 3 would be repeated.
     resumed = [Case("resumed", ("resume",), ep=2, lora=8, arguments=SAVE, folder=folder / "half")]
     with pytest.raises(AssertionError, match=r"SIGKILL|Signal 9"):
         launch([killed], folder / "killed", CPU_4)
@@ -75,7 +75,7 @@ def test_stock_peft_loads_the_saved_adapter(runs: Results, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_at_another_ep_size(runs: Results) -> None:
+def test_a_killed_run_resumes_at_another_ep_size(runs: Results) -> None:
     assert_same_log(runs["resumed"][0], runs["stock 8 both"][0])
     for name, parameter in runs["saved"][0].params.items():
         if "lora_" in name:

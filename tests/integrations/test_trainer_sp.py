@@ -1,7 +1,7 @@
-"""With sp_size > 1 the Trainer trains, evaluates, logs and counts as stock does in one process.
+"""Test that with sp_size > 1 the Trainer does the same as stock in one process.
 
-Both are the stock Trainer, on text and on pictures. The patched model runs under
-`accelerate launch` on 4 ranks, of which 2 or all 4 share each batch.
+The Trainer trains, evaluates, logs and counts, on text and on pictures. The patched model runs
+under `accelerate launch` on 4 ranks, of which 2 or all 4 share each batch.
 """
 
 from typing import Any

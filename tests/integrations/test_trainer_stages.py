@@ -1,7 +1,7 @@
-"""With pp_size > 1 the Trainer trains, clips, evaluates and predicts as stock does in one process.
+"""Test that with pp_size > 1 the Trainer does the same as stock in one process.
 
-The patched model runs under `accelerate launch` on 4 ranks: 2 pipeline stages with ep_size 2, and 4
-stages.
+The Trainer trains, clips, evaluates and predicts. The patched model runs under `accelerate launch`
+on 4 ranks: 2 pipeline stages with ep_size 2, and 4 stages.
 """
 
 from typing import Any
@@ -75,7 +75,7 @@ SAVED = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
 
 @pytest.fixture(scope="module")
 def resumed_runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Each run stops after 3 steps and goes on at the other layout."""
+    """Each run stops after 3 steps and continues at the other layout."""
     folder = tmp_path_factory.mktemp("trainer_stages_resumed")
     options: dict[str, Any] = {"model": LAYERS, "arguments": SAVED}
     tied = {"model": LAYERS | TIED, "arguments": SAVED}
@@ -103,7 +103,7 @@ def resumed_runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resumed ep4", "resumed pp2"])
-def test_runs_go_on_at_another_number_of_stages(resumed_runs: Results, name: str) -> None:
+def test_runs_continue_at_another_number_of_stages(resumed_runs: Results, name: str) -> None:
     got, want = resumed_runs[name][0], resumed_runs["whole"][0]
     for key in ("loss", "grad_norm"):
         assert_close(key, got.series(key), want.series(key), FP32_BUDGET)
@@ -117,7 +117,7 @@ def test_runs_go_on_at_another_number_of_stages(resumed_runs: Results, name: str
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tied", "adapted"])
 @pytest.mark.parametrize("name", ["resumed ep4", "resumed pp2"])
-def test_weights_of_two_stages_and_of_one_go_on(
+def test_runs_with_tied_weights_and_with_one_adapted_layer_continue(
     resumed_runs: Results, name: str, kind: str
 ) -> None:
     """A tied weight is on two stages; with adapters on one layer, a stage trains nothing."""
@@ -161,7 +161,7 @@ def test_two_stages_evaluate_and_predict_as_one_process(runs: Results) -> None:
         assert got.shape == want.shape and len(got) == 21
 
 
-def test_counts_of_tokens_and_flos(runs: Results) -> None:
+def test_counts_of_tokens_and_flos_equal_one_process(runs: Results) -> None:
     stock, stages = runs["stock"][0], runs["pp2"][0]
     for key in ("num_input_tokens_seen", "total_flos", "epoch"):
         got, want = stages.series(key), stock.series(key)
@@ -191,13 +191,13 @@ def test_tied_embeddings_stay_equal(slow_runs: Results) -> None:
 
 
 @pytest.mark.slow
-def test_the_last_stage_computes_a_loss_of_the_caller(slow_runs: Results) -> None:
+def test_the_last_stage_computes_compute_loss_func(slow_runs: Results) -> None:
     """A loss function that reads logits trains and evaluates as with stock."""
     got, want = slow_runs["own loss"], slow_runs["stock own loss"][0]
     assert_same_training(got[0], want, 3)
     for result in got:
         assert_close("eval_loss", result.series("eval_loss"), want.series("eval_loss"), FP32_BUDGET)
     model_loss = slow_runs["stock unclipped"][0].series("loss")
-    assert (want.series("loss") / model_loss < 0.99).all(), "the loss is that of the model"
+    assert (want.series("loss") / model_loss < 0.99).all(), "the model's own loss was used"
     for result in slow_runs["own loss sp"]:
         assert "2 ranks share each batch; use sp_size=1 and cp_size=1" in result.error

@@ -1,6 +1,6 @@
-"""The table of wrapped functions: its targets exist, and each is wrapped when it is needed.
+"""Test the table of wrapped functions: targets exist, and each is wrapped when it is needed.
 
-`make test-oldest` runs this with the oldest versions that are supported.
+`make test-oldest` runs these tests with the oldest versions that are supported.
 """
 
 import importlib.metadata
@@ -29,20 +29,20 @@ from transformers import Trainer, TrainingArguments
 from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.integrations import features
 from hf_moe_ep.integrations.install import OBJECTS, PROCESS, SLOW_TO_IMPORT, report_wraps
+from hf_moe_ep.runner.hook import LOADERS
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import call_when_accelerator_is_imported
 from hf_moe_ep.upstream.wrap import Feature, Wrap, find_owner, specialise, wrap_process
 
 ROWS = [row for row in (*PROCESS, *OBJECTS) if row.package not in SLOW_TO_IMPORT]
-ORIGINAL = object()  # passed to a wrapper instead of the wrapped function
+ORIGINAL = object()  # is passed to a wrapper instead of the wrapped function
 
 
 @pytest.mark.parametrize("wrap", ROWS, ids=lambda wrap: wrap.target)
 def test_a_target_resolves_and_its_wrapper_takes_the_same_arguments(wrap: Wrap) -> None:
     owner, name = find_owner(wrap)
     assert callable(getattr(owner, name))
-    assert wrap.why
-    # If the function is wrapped already, this is the signature that functools.wraps kept.
+    # If the function is wrapped already, functools.wraps has kept the stock signature.
     stock = inspect.signature(getattr(owner, name))
     ours = inspect.signature(wrap.wrapper)
     for args, kwargs in _list_calls(stock):
@@ -53,7 +53,7 @@ def test_a_target_resolves_and_its_wrapper_takes_the_same_arguments(wrap: Wrap) 
 def _list_calls(signature: inspect.Signature) -> list[tuple[list[str], dict[str, str]]]:
     """List three calls of a function as (args, kwargs).
 
-    They pass the required arguments, all arguments by position, and all arguments by name.
+    The calls pass the required arguments, all arguments by position, and all arguments by name.
     """
     required, by_position, by_name = [], [], {}
     for name, parameter in signature.parameters.items():
@@ -74,6 +74,14 @@ def _list_calls(signature: inspect.Signature) -> list[tuple[list[str], dict[str,
     ]
 
 
+@pytest.mark.parametrize("wrap", (*PROCESS, *OBJECTS, *LOADERS), ids=lambda wrap: wrap.target)
+def test_the_first_docstring_line_of_a_wrapper_says_why_it_is_wrapped(wrap: Wrap) -> None:
+    function = wrap.wrapper.func if isinstance(wrap.wrapper, partial) else wrap.wrapper
+    first_line = (function.__doc__ or "").splitlines()[0]
+    assert re.fullmatch(r"Wrap .+?: .+\.", first_line)
+    assert wrap.why and first_line.endswith(f": {wrap.why}.")
+
+
 def test_no_target_is_twice_in_the_table() -> None:
     targets = [wrap.target for wrap in (*PROCESS, *OBJECTS)]
     assert len(set(targets)) == len(targets)
@@ -84,6 +92,7 @@ def test_the_report_has_every_row_of_the_table() -> None:
     assert [report.target for report in reports] == [wrap.target for wrap in ROWS]
     for report, wrap in zip(reports, ROWS, strict=True):
         assert report.resolved and report.error == "", report
+        assert report.why == wrap.why
         assert report.process == (wrap in PROCESS)
 
 
@@ -131,8 +140,9 @@ model = peft.get_peft_model(model, config)
 model(**batch(model, 2, 7, seed=0)).loss.backward()
 model.save_pretrained(FOLDER)
 """
-# What patch() leaves in the namespaces of other packages besides the wraps: the switch of the aux
-# loss, the finder that waits for imports, and a function that waits for the use of an Accelerator.
+# Besides the wraps, patch() changes three things in the namespaces of other packages: it adds the
+# switch of the aux loss, a finder that waits for imports, and a module `__getattr__` that waits for
+# the use of an Accelerator (only in WAITS).
 OTHERS = {
     "transformers.models.qwen3_moe.modeling_qwen3_moe:load_balancing_loss_func",
     "sys:meta_path",
@@ -143,8 +153,8 @@ WAITS = OTHERS | {
     for name in ("Accelerator", "__getattr__")
 }
 SCRIPTS = {
-    # name: (key of IMPORTS, code that uses the model, number of functions that are wrapped at the
-    #        end, other names that differ from stock)
+    # name: (key of IMPORTS, code that uses the model, the number of functions that are wrapped at
+    #        the end, the other names that differ from stock)
     "patch and an own loop": ("nothing", OWN_LOOP, 0, WAITS),
     "apply_ep_fsdp2": ("nothing", SHARDED_LOOP, 0, WAITS),
     "Accelerate": ("Accelerate", PREPARE, 3, OTHERS),
@@ -167,7 +177,7 @@ tiny(**KIND)  # imports the model's file
 def check(num_wraps, others):
     names = replaced(BEFORE)
     assert others <= names.keys(), sorted(names)
-    # A wrapped function counts once, also if several modules have imported it by its name.
+    # A wrapped function is counted once, also if several modules have imported it by its name.
     wraps = {id(value) for name, value in names.items() if name not in others}
     assert len(wraps) == len(in_force()) == num_wraps, sorted(names)
 """
@@ -186,7 +196,7 @@ def _run(*parts: str) -> str:
     return result.stdout
 
 
-# Each case starts a process that imports these libraries. The Trainer's wraps need Accelerate's.
+# Each case starts a process that imports one library.
 _CASES = [
     pytest.param(name, first, id=f"{name}, {order}")
     for name in SCRIPTS
@@ -235,8 +245,8 @@ def test_the_first_use_of_the_class_accelerator_is_noticed(use: str) -> None:
     assert [{**vars(module)} for module in modules] == before
 
 
-# Functions of ours that stock objects may call: a wrapper looks for a patched model, finds none and
-# calls the original function.
+# Stock objects may call the functions of ours in ALLOWED: a wrapper looks for a patched model,
+# finds none and calls the original function.
 TRACE = """
 import hf_moe_ep
 OURS = os.path.dirname(hf_moe_ep.__file__)
@@ -244,7 +254,7 @@ called = set()
 ALLOWED = {
     # the function around a stock function, and its check of missing features
     "upstream/wrap.py": {"wrapped", "_refuse_missing", "is_specialised"},
-    # the wraps of the process
+    # wrappers that are in force for the whole process
     "integrations/install.py": {
         "prepare_objects", "prepare_model", "create_accelerator", "call_model_init", "train",
         "evaluate", "adopt_trainer", "_wrap_cpu_ranks", "create_adapters", "inject_adapter",
@@ -259,7 +269,7 @@ ALLOWED = {
 }
 def trace(frame, event, arg):
     while frame.f_code.co_name.startswith("<") and frame.f_back is not None:
-        frame = frame.f_back  # of a generator expression: the function that runs it
+        frame = frame.f_back  # the function that runs a generator expression
     # Python asks our import finder at every import, of any module.
     if frame.f_code.co_filename.startswith(OURS) and frame.f_code.co_name != "find_spec":
         called.add((os.path.relpath(frame.f_code.co_filename, OURS), frame.f_code.co_name))
@@ -277,11 +287,11 @@ print(len(called))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "TRL"])
-def test_a_stock_model_beside_a_patched_one_runs_stock_code(name: str) -> None:
-    """Every call of a function of ours is recorded while a stock model is trained and saved.
+def test_a_stock_model_runs_stock_code_although_another_model_is_patched(name: str) -> None:
+    """All calls of our functions are recorded while a stock model is trained and saved.
 
-    The patched model is trained first in the same way, so that all wraps are in force. Afterwards
-    only the wraps of the process are called, once for each object that is made or prepared.
+    A patched model is trained first in the same way, so that all wraps are in force. Afterwards
+    only wrappers of the whole process are called, once for each object that is created or prepared.
     """
     package, use, num_wraps, others = SCRIPTS[name]
     counted = f"check({num_wraps}, {others})"
@@ -307,13 +317,13 @@ assert called == {("moe/aux_loss.py", "__call__")}, called
 
 @pytest.mark.slow
 def test_a_step_of_a_stock_model_under_accelerate_calls_nothing_of_ours() -> None:
-    """No wrapper and no check of a wrapper runs, from the forward to save_state."""
+    """No wrapper, and no check of a wrapper, runs between the forward and save_state."""
     rows = "rows = batch(stock, 2, 7, seed=0)\nmodel = stock"
     _run(IMPORTS["Accelerate"], TRACE, PREPARE, rows, PREPARE, STEP)
 
 
 class _MyTrainer(Trainer):
-    """A trainer of a user that overrides a method."""
+    """A user's trainer that overrides a method."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         self.called = ["mine"]
@@ -332,7 +342,7 @@ def test_a_method_of_a_user_is_called_before_the_wrapper(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Trainer, "save_model", stock)
     wrapped, unwrapped = _MyTrainer.__new__(_MyTrainer), _MyTrainer.__new__(_MyTrainer)
-    row = Wrap("transformers.trainer:Trainer.save_model", ours, "to see it", FEATURE)
+    row = Wrap("transformers.trainer:Trainer.save_model", ours, FEATURE)
     specialise(wrapped, Trainer, [row])
     wrapped.save_model()
     unwrapped.save_model()
@@ -356,6 +366,7 @@ def test_train_builds_a_patched_model_after_a_search_has_released_the_last_one(
 
 
 def _ours(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wrap any function: show that it is missing."""
     return original(*args, **kwargs)
 
 
@@ -372,8 +383,8 @@ def test_a_missing_target_is_named_with_its_feature_and_the_rest_is_wrapped(
     version = importlib.metadata.version("transformers")
     monkeypatch.setattr(Trainer, "num_tokens", lambda self: 3, raising=False)
     rows = (
-        Wrap(target, _ours, "to see that it is missing", FEATURE),
-        Wrap("transformers.trainer:Trainer.num_tokens", _ours, "to see it wrapped", FEATURE),
+        Wrap(target, _ours, FEATURE),
+        Wrap("transformers.trainer:Trainer.num_tokens", _ours, FEATURE),
     )
     message = f"{target} is not in transformers {version}.*: something that needs it .*is missing"
     with pytest.warns(UserWarning, match=message):
@@ -384,13 +395,13 @@ def test_a_missing_target_is_named_with_its_feature_and_the_rest_is_wrapped(
 def test_a_call_that_uses_a_missing_feature_raises_the_text_of_the_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A call that does not use the feature runs through the wrapper as before."""
+    """A call that does not use the feature runs the wrapper as before."""
     target = "transformers.trainer:Trainer.num_tokens"
     monkeypatch.setattr(Trainer, "num_tokens", lambda self: 3, raising=False)
     feature = Feature("long runs", {target: lambda trainer: trainer == "long"})
     rows = (
-        Wrap(target, lambda original, self: original(self) + 1, "to see the wrapper", FEATURE),
-        Wrap("transformers.trainer:Trainer.no_other", _ours, "to see that it is missing", feature),
+        Wrap(target, lambda original, self: original(self) + 1, FEATURE),
+        Wrap("transformers.trainer:Trainer.no_other", _ours, feature),
     )
     with pytest.warns(UserWarning) as warned:
         wrap_process(rows)
@@ -418,7 +429,7 @@ def _save_state(accelerator: Accelerator, model: nn.Module) -> None:
     accelerator.save_state("nowhere")
 
 
-# name: (module and function that a rank deletes, the missing feature, a call that uses the feature)
+# name: (the module and function that a rank deletes, the missing feature, a call that uses it)
 MISSING: dict[str, tuple[Any, str, str, Callable[[Accelerator, nn.Module], None]]] = {
     "fsdp2_prepare_model": (
         accelerate.accelerator,
@@ -435,8 +446,8 @@ MISSING: dict[str, tuple[Any, str, str, Callable[[Accelerator, nn.Module], None]
 }
 
 
-def _without_a_target(name: str, rank: int, world: int) -> None:
-    """A loop without the feature equals stock. A call that uses it raises the warning's text."""
+def _check_without_a_target(name: str, rank: int, world: int) -> None:
+    """Without the feature a loop equals stock. A call that uses it raises the warning's text."""
     module, function, feature, use = MISSING[name]
     delattr(module, function)
     message = f"{function} is not in accelerate .*: {feature} "
@@ -455,7 +466,7 @@ def _without_a_target(name: str, rank: int, world: int) -> None:
         parameter
         for name in MISSING
         for parameter in on_ranks(
-            2, {f"without {name}": partial(_without_a_target, name)}, alone=True
+            2, {f"without {name}": partial(_check_without_a_target, name)}, alone=True
         )
     ],
 )
@@ -463,8 +474,8 @@ def test_without_a_target(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _replaced_after_patch(rank: int, world: int) -> None:
-    """Replace the function that shards as axolotl does: after the patch, and for the process."""
+def _check_replacement_after_patch(rank: int, world: int) -> None:
+    """Replace the function that shards, as axolotl does, after the patch and for the process."""
     calls = []
 
     def theirs(accelerator: Accelerator, model: nn.Module) -> nn.Module:
@@ -479,12 +490,12 @@ def _replaced_after_patch(rank: int, world: int) -> None:
         state = find_state(model)
         assert state is not None and state.meshes is not None and calls == []
         accelerate.accelerator.fsdp2_prepare_model(accelerator, nn.Linear(2, 2))
-        assert len(calls) == 1  # of a model that is not patched
+        assert len(calls) == 1  # only the call with a model that is not patched
 
 
 @pytest.mark.parametrize(
     "claim",
-    on_ranks(2, {"replaced after patch": _replaced_after_patch}, alone=True),
+    on_ranks(2, {"replaced after patch": _check_replacement_after_patch}, alone=True),
 )
 def test_a_function_that_a_framework_replaces_after_the_patch(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

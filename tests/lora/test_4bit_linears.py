@@ -1,8 +1,8 @@
-"""bitsandbytes' 4-bit Linear layers and quantised experts in one model train like stock PEFT.
+"""Test that 4-bit Linear layers of bitsandbytes and quantised experts train like stock PEFT.
 
 `BitsAndBytesConfig(load_in_4bit=True)` packs the Linear layers of attention into tensors of the
-dtype `bnb_4bit_quant_storage`. It skips stacked experts, so `experts_dtype` quantises them.
-Storage that a gather would round is refused.
+dtype `bnb_4bit_quant_storage`. It skips stacked experts, so `experts_dtype` quantises them. A
+storage dtype that an all-gather would round is refused.
 """
 
 from pathlib import Path
@@ -40,7 +40,7 @@ NF4: dict[str, Any] = {"experts_dtype": "nf4"}
 
 
 def load_lora(folder: str, storage: torch.dtype, dtype: torch.dtype, seed: int = 5) -> nn.Module:
-    """Load stock's model with packed Linear layers; add LoRA to them and to the experts."""
+    """Load stock's model with packed Linear layers, and add LoRA to them and to the experts."""
     return with_lora(load_4_bits(folder, storage, dtype), r=3, seed=seed)
 
 
@@ -60,7 +60,7 @@ def load_4_bits(folder: str, storage: torch.dtype, dtype: torch.dtype) -> nn.Mod
 
 
 def run_steps(model: nn.Module, num: int = 3) -> dict[str, Tensor]:
-    """Return losses and adapter gradients of SGD steps; every rank has the same batches."""
+    """Return the losses and adapter gradients of SGD steps. All ranks have the same batches."""
     model.train()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     results: dict[str, Tensor] = {}
@@ -89,8 +89,8 @@ def _write_base(rank: int, folder: str, seed: int = 0) -> None:
     dist.barrier()
 
 
-def _shard(way: str, model: nn.Module, ep_size: int, **settings: str) -> nn.Module:
-    if way == "own loop":
+def _shard(loop: str, model: nn.Module, ep_size: int, **settings: str) -> nn.Module:
+    if loop == "own loop":
         return apply_ep_fsdp2(model, ep_size=ep_size, **NF4)
 
     def adamw(parameters: Any, lr: float) -> Any:
@@ -101,7 +101,7 @@ def _shard(way: str, model: nn.Module, ep_size: int, **settings: str) -> nn.Modu
 
 
 def fp32_steps_equal_stock(rank: int, world: int, folder: str) -> None:
-    """Losses and gradients of three steps equal stock's: all storages, own loop and Accelerate."""
+    """Losses and gradients of three steps equal stock's for all storages, with Accelerate, too."""
     _write_base(rank, folder)
     stock = load_lora(folder, torch.uint8, torch.float32)
     unquantised = run_steps(stock)
@@ -110,18 +110,18 @@ def fp32_steps_equal_stock(rank: int, world: int, folder: str) -> None:
     expected = run_steps(stock)
     assert max_error(unquantised["0 loss"], expected["0 loss"]) > 1e-4, "quantising has no effect"
     for name, storage in STORAGE.items():
-        for way, ep_size in (("own loop", 1), ("own loop", 2), ("Accelerate", 2)):
-            # Ranks build different adapters, and all must train those of rank 0.
+        for loop, ep_size in (("own loop", 1), ("own loop", 2), ("Accelerate", 2)):
+            # Ranks create different adapters, and all must train the adapters of rank 0.
             model = load_lora(folder, storage, torch.float32, seed=5 + rank)
-            model = _shard(way, model, ep_size)
+            model = _shard(loop, model, ep_size)
             packed = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj").weight
             assert isinstance(packed, DTensor) == (name != "bytes"), "bytes are not sharded"
             for key, tensor in run_steps(model).items():
-                assert_close(f"{name}, {way}, {key}", tensor, expected[key], FP32_BUDGET)
+                assert_close(f"{name}, {loop}, {key}", tensor, expected[key], FP32_BUDGET)
 
 
-def evaluation_between_steps(rank: int, world: int, folder: str) -> None:
-    """With AVX512-BF16, bitsandbytes would repack weights in eval mode: that breaks shards."""
+def an_evaluation_between_steps_repacks_no_shards(rank: int, world: int, folder: str) -> None:
+    """In eval mode, bitsandbytes would repack weights on AVX512-BF16, which breaks shards."""
     _write_base(rank, folder)
     for storage in STORAGE.values():
         model = _shard("own loop", load_lora(folder, storage, torch.float32), 2)
@@ -134,20 +134,23 @@ def evaluation_between_steps(rank: int, world: int, folder: str) -> None:
 
 
 def bf16_error_is_at_most_twice_stocks(rank: int, world: int, folder: str) -> None:
-    """The error against fp32 is at most twice stock's. bf16 storage is not the model's dtype."""
+    """The error against fp32 is at most twice stock's. The storage dtype is not the model's."""
     _write_base(rank, folder)
     truth = load_lora(folder, torch.uint8, torch.float32)
     stock = load_lora(folder, torch.bfloat16, torch.bfloat16)
     for model in (truth, stock):
         dequantise_experts(model, "nf4")
     fp32, stock_results = run_steps(truth, 1), run_steps(stock, 1)
-    for way, settings in (("own loop", {}), ("Accelerate", {"ACCELERATE_MIXED_PRECISION": "bf16"})):
+    for loop, settings in (
+        ("own loop", {}),
+        ("Accelerate", {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+    ):
         model = load_lora(folder, torch.bfloat16, torch.bfloat16)
-        results = run_steps(_shard(way, model, 2, **settings), 1)
+        results = run_steps(_shard(loop, model, 2, **settings), 1)
         worst = [
             max(max_error(r[key], fp32[key]) for key in fp32) for r in (results, stock_results)
         ]
-        assert 0 < worst[0] <= 2 * worst[1], (way, worst)
+        assert 0 < worst[0] <= 2 * worst[1], (loop, worst)
     model = load_lora(folder, torch.bfloat16, torch.float32)
     assert packed_parameters(model) and default_policy(model)[0].param_dtype is None
 
@@ -155,10 +158,13 @@ def bf16_error_is_at_most_twice_stocks(rank: int, world: int, folder: str) -> No
 def storage_that_would_be_rounded_is_refused(rank: int, world: int, folder: str) -> None:
     _write_base(rank, folder)
     words = r"4-bit codes as torch.float32 .*gathers .*torch.bfloat16.*quant_storage=torch.bfloa"
-    for way, settings in (("own loop", {}), ("Accelerate", {"ACCELERATE_MIXED_PRECISION": "bf16"})):
+    for loop, settings in (
+        ("own loop", {}),
+        ("Accelerate", {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+    ):
         model = load_lora(folder, torch.float32, torch.bfloat16)
         with pytest.raises(ValueError, match=words):
-            _shard(way, model, 2, **settings)
+            _shard(loop, model, 2, **settings)
     with pytest.raises(
         ValueError, match=r"quantization_config= is an option of transformers' from"
     ):
@@ -166,7 +172,7 @@ def storage_that_would_be_rounded_is_refused(rank: int, world: int, folder: str)
 
 
 class Run:
-    """A training run on 2 ranks that can be saved and resumed; it keeps its losses."""
+    """A training run on 2 ranks that can be saved and resumed, and that stores its losses."""
 
     def __init__(self, base: str, storage: torch.dtype, seed: int = 5) -> None:
         self.model = load_lora(base, storage, torch.float32, seed)
@@ -258,14 +264,14 @@ def _write_two_bases(rank: int, folder: str) -> None:
 
 
 def own_loop_resumes_with_the_same_bits(rank: int, world: int, folder: str) -> None:
-    """Storage as bytes (whole on each rank) and as fp32 (sharded). Another base is refused."""
+    """The storage is bytes (whole on each rank) or fp32 (sharded). Another base is refused."""
     _write_two_bases(rank, folder)
     for storage in (torch.uint8, torch.float32):
         _check_resuming(OwnLoop, folder, storage)
 
 
 def accelerate_resumes_with_the_same_bits(rank: int, world: int, folder: str) -> None:
-    """`save_state` and `load_state` with both kinds of state dict. Another base is refused."""
+    """Both types of state dict are tested. Another base is refused."""
     _write_two_bases(rank, folder)
     kinds = {"SHARDED_STATE_DICT": torch.uint8, "FULL_STATE_DICT": torch.float32}
     for kind, storage in kinds.items():
@@ -306,7 +312,7 @@ def trainer_resumes_with_the_same_bits(rank: int, world: int, folder: str) -> No
         for trainer in (uninterrupted, resumed)
     ]
     assert len(logs[0]) == STEPS and logs[0] == logs[1]
-    assert_equal(*(_adapters_of(trainer) for trainer in (resumed, uninterrupted)))
+    assert_equal(*(_list_adapters(trainer) for trainer in (resumed, uninterrupted)))
     with launched(), pytest.raises(ValueError, match=r"gate_up_proj .*another base"):
         other = _make_trainer(f"{folder}/other base", out)
         other.train(resume_from_checkpoint=f"{out}/checkpoint-{SAVED_AFTER}")
@@ -318,7 +324,7 @@ def trainer_resumes_with_the_same_bits(rank: int, world: int, folder: str) -> No
     dequantise_experts(stock, "nf4")
     opened = PeftModel.from_pretrained(stock, f"{folder}/adapter")
     with torch.no_grad():
-        # In training mode: in eval mode on a CPU, bitsandbytes repacks small layers and fails.
+        # In eval mode on a CPU, bitsandbytes would repack small layers and fail.
         peft_loss = opened.train()(**inputs).loss
         opened.base_model.disable_adapter_layers()
         base_loss = opened(**inputs).loss
@@ -326,7 +332,7 @@ def trainer_resumes_with_the_same_bits(rank: int, world: int, folder: str) -> No
     assert_close("loss in stock PEFT", loss, peft_loss, FP32_BUDGET)
 
 
-def _adapters_of(trainer: Trainer) -> dict[str, Tensor]:
+def _list_adapters(trainer: Trainer) -> dict[str, Tensor]:
     trained = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
     return {name: full_tensor(p.detach()) for name, p in trained.items()}
 
@@ -336,7 +342,7 @@ CHECKS = (
     accelerate_resumes_with_the_same_bits,
     trainer_resumes_with_the_same_bits,
     fp32_steps_equal_stock,
-    evaluation_between_steps,
+    an_evaluation_between_steps_repacks_no_shards,
     bf16_error_is_at_most_twice_stocks,
     storage_that_would_be_rounded_is_refused,
 )

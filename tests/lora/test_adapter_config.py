@@ -1,11 +1,15 @@
-"""adapter_config.json for stacked and for single experts, written out by hand."""
+"""Compare conversions of adapter_config.json with configs that are written by hand."""
 
 from typing import Any
 
 import pytest
 
-from hf_moe_ep.lora.adapter_config import config_for_single, config_for_stacked, rank_and_alpha
-from hf_moe_ep.lora.names import Stack, matching_targets
+from hf_moe_ep.lora.adapter_config import (
+    convert_config_to_single,
+    convert_config_to_stacked,
+    find_rank_and_alpha,
+)
+from hf_moe_ep.lora.names import Stack, list_matching_targets
 
 EXPERTS = "model.layers.0.mlp.experts"
 ATTENTION = ["model.layers.0.self_attn.q_proj"]
@@ -38,10 +42,10 @@ SINGLE: dict[str, Any] = STACKED | {
 }
 
 
-def test_the_table_of_the_docstring() -> None:
-    assert config_for_single(STACKED, STACKS, ATTENTION) == SINGLE
+def test_conversions_give_the_table_of_the_docstring() -> None:
+    assert convert_config_to_single(STACKED, STACKS, ATTENTION) == SINGLE
     same = {"gate_up_proj": 1, "down_proj": 1}
-    assert config_for_stacked(SINGLE, STACKS, ATTENTION, same) == STACKED
+    assert convert_config_to_stacked(SINGLE, STACKS, ATTENTION, same) == STACKED
 
 
 @pytest.mark.parametrize(
@@ -52,29 +56,31 @@ def test_the_table_of_the_docstring() -> None:
     ],
 )
 def test_limited_targets_become_full_names(limits: dict[str, Any]) -> None:
-    config = config_for_single(STACKED | limits, STACKS, ATTENTION)
+    config = convert_config_to_single(STACKED | limits, STACKS, ATTENTION)
     assert config["target_modules"] == ATTENTION + SINGLE["target_modules"][1:]
     assert config["layers_to_transform"] is None
 
 
-def test_two_a_double_the_rank_and_keep_the_scale() -> None:
+def test_different_a_of_gate_and_up_double_the_rank_and_keep_the_scale() -> None:
     growth = {"gate_up_proj": 2, "down_proj": 1}
-    config = config_for_stacked(SINGLE, STACKS, ATTENTION, growth)
-    assert rank_and_alpha(config, f"{EXPERTS}.gate_up_proj") == (8, 32)  # 16 / 4 = 32 / 8
-    assert rank_and_alpha(config, f"{EXPERTS}.down_proj") == (8, 6)
+    config = convert_config_to_stacked(SINGLE, STACKS, ATTENTION, growth)
+    assert find_rank_and_alpha(config, f"{EXPERTS}.gate_up_proj") == (8, 32)  # 16 / 4 = 32 / 8
+    assert find_rank_and_alpha(config, f"{EXPERTS}.down_proj") == (8, 6)
 
 
 def test_an_entry_for_one_layer_does_not_change_another() -> None:
-    """Layer 0 has rank 5 and layer 1 the default. The short key for layer 0 would match both."""
+    """Layer 0 has rank 5, layer 1 has the default. A short key for layer 0 would match both."""
     first = Stack("model.layers.1.mlp.experts", "down_proj", 2, 8, 16, "w")
     second = Stack("model.layers.0.mlp.experts", "down_proj", 2, 8, 5, "w")
     old = {"r": 8, "lora_alpha": 16, "target_modules": ["down_proj"]}
-    config = config_for_stacked(old, [first, second], [], {"gate_up_proj": 1, "down_proj": 1})
-    assert rank_and_alpha(config, first.name) == (8, 16)
-    assert rank_and_alpha(config, second.name) == (8, 5)
+    config = convert_config_to_stacked(
+        old, [first, second], [], {"gate_up_proj": 1, "down_proj": 1}
+    )
+    assert find_rank_and_alpha(config, first.name) == (8, 16)
+    assert find_rank_and_alpha(config, second.name) == (8, 5)
 
 
 def test_targets_match_whole_components_of_a_name() -> None:
-    hits = matching_targets(["layers.1.mlp.up_proj"])
+    hits = list_matching_targets(["layers.1.mlp.up_proj"])
     assert {"up_proj", "mlp.up_proj", "layers.1.mlp.up_proj"} <= hits
     assert "proj" not in hits and "layers.1" not in hits

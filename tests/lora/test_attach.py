@@ -1,4 +1,4 @@
-"""LoRA on stacked experts against stock PEFT on the stock model in one process, fp64."""
+"""Compare LoRA on stacked experts with stock PEFT on the stock model in one process, in fp64."""
 
 import copy
 from collections.abc import Iterable
@@ -86,7 +86,7 @@ MORE_CASES = [
     Case("transformers' own add_adapter", 4, 2, wrap=add_by_transformers, needs=NO_ADD_ADAPTER),
     Case("trained tokens, tied", 4, 2, wrap=TOKENS, model={"tie_word_embeddings": True}),
 ]
-# Each LoRA rank and target at each ep_size, with accumulation over uneven micro-batches.
+# Each LoRA rank and target occurs at each ep_size. Uneven micro-batches are accumulated.
 MATRIX = [
     Case(f"ep {ep}, rank {r}, {what}", 4, ep, wrap=partial(with_lora, r=r, **TARGETS[what])).with_(
         micro_batches=parity.three_micro_batches, prepare=CHECKPOINT if r == 8 else None
@@ -110,7 +110,7 @@ def test_more_adapters_equal_one_process(found: Found, claim: Check) -> None:
 
 
 def test_adapters_are_disabled_added_and_merged_as_in_stock() -> None:
-    """In one process, a patched model and a stock one switch, add and merge the same adapters."""
+    """In one process, a patched and a stock model switch, add and merge the same adapters."""
     torch.manual_seed(0)
     stock = with_lora(tiny())
     model = copy.deepcopy(stock)
@@ -139,7 +139,7 @@ def test_adapters_are_disabled_added_and_merged_as_in_stock() -> None:
         assert_same_logits("merged")
 
 
-def test_adapters_attached_after_patch() -> None:
+def test_adapters_attached_after_patch_equal_stock() -> None:
     stock, model = tiny(), patch(tiny())
     wrapped = []
     for each in (stock, model):
@@ -181,8 +181,8 @@ def test_layers_have_adapters_only_during_a_forward() -> None:
         assert_close("nothing added", twin(**inputs).logits, model(**inputs).logits, FP64_MODEL)
 
 
-def reference_pass_before_a_step(rank: int, world: int) -> None:
-    """Preference training runs a forward without the adapter, then trains a step with it."""
+def a_forward_without_the_adapter_does_not_change_the_step(rank: int, world: int) -> None:
+    """Preference training runs a forward without the adapter before it trains a step."""
     stock, model = with_lora(tiny(), seed=0), with_lora(tiny(), seed=0)
     for each in (stock, model):
         torch.manual_seed(1)
@@ -213,7 +213,7 @@ def reference_pass_before_a_step(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("size", ["sp_size", "cp_size", "pp_size"])
 def test_adapters_that_count_from_the_end_of_a_row_need_whole_rows(size: str) -> None:
-    """PEFT counts the tokens of activated LoRA in whole rows, and a layer gets a slice of them."""
+    """PEFT counts the tokens of activated LoRA in whole rows, but a layer gets slices of rows."""
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[1, 2]
     )
@@ -227,7 +227,7 @@ def test_adapters_that_count_from_the_end_of_a_row_need_whole_rows(size: str) ->
 
 @pytest.mark.parametrize("module", ["experts", "mlp"])
 def test_copies_of_experts_are_refused(module: str) -> None:
-    """PEFT would copy the whole model with each MoE layer, which leads to the model's state."""
+    """With each MoE layer PEFT would copy the whole model, because the layer refers to it."""
     model = patch(tiny())
     stock = with_lora(tiny(), parameters=(), modules_to_save=[module])
     before = [name for name, _ in model.named_parameters()]
@@ -248,7 +248,7 @@ def test_copies_of_experts_are_refused(module: str) -> None:
 
 
 def test_an_inactive_adapter_is_in_the_checkpoint(tmp_path: Path) -> None:
-    """Two adapters are trained in turn. The inactive adapter is frozen, but it is saved too."""
+    """Two adapters are trained in turn. The inactive adapter is frozen, but is also saved."""
 
     def make(seed: int) -> tuple[nn.Module, Any]:
         model = with_lora(patch(tiny()), seed=seed, modules_to_save=["lm_head"])
@@ -271,7 +271,7 @@ def test_an_inactive_adapter_is_in_the_checkpoint(tmp_path: Path) -> None:
             assert torch.equal(model.get_parameter(name), parameter), (adapter, name)
 
 
-def generate_before_any_forward(rank: int, world: int) -> None:
+def generate_works_before_any_forward(rank: int, world: int) -> None:
     for patch_first in (False, True):
         stock = with_lora(tiny(), seed=0)
         model = with_lora(patch(tiny(), ep_size=world) if patch_first else tiny(), seed=0)
@@ -282,12 +282,14 @@ def generate_before_any_forward(rank: int, world: int) -> None:
         assert torch.equal(*tokens), patch_first
 
 
-def _distillation_losses(model: nn.Module, ranks: Iterable[int], checkpoints: bool) -> list[Tensor]:
-    """Take three steps with an evaluation in between, and return the losses of this process.
+def _train_by_distillation(
+    model: nn.Module, ranks: Iterable[int], checkpoints: bool
+) -> list[Tensor]:
+    """Take three steps with evaluations between them, and return the losses of this process.
 
-    The model is called as by TRL's distillation trainers: the forward of the PeftModel calls the
-    decoder, and multiplies by the head's weight. A second call between forward and backward stands
-    for a teacher.
+    The model is called as TRL's distillation trainers do: the forward of the PeftModel calls the
+    decoder, and multiplies by the head's weight. The second call between forward and backward
+    represents a teacher.
     """
 
     def compute_loss(inputs: dict[str, Tensor]) -> Tensor:
@@ -295,9 +297,9 @@ def _distillation_losses(model: nn.Module, ranks: Iterable[int], checkpoints: bo
         weight = model.get_output_embeddings().weight
         hidden = decoder(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state
         with torch.no_grad():
-            of_teacher = decoder(inputs["input_ids"].flip(1)).last_hidden_state
+            teacher_hidden = decoder(inputs["input_ids"].flip(1)).last_hidden_state
         weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        return ((hidden - of_teacher) @ weight.T).square().mean()
+        return ((hidden - teacher_hidden) @ weight.T).square().mean()
 
     losses = []
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -323,8 +325,8 @@ def a_forward_that_calls_only_the_decoder(rank: int, world: int) -> None:
             with_lora(tiny(tie_word_embeddings=tied), seed=0, fp32=False) for _ in range(2)
         )
         apply_ep_fsdp2(model, ep_size=world)
-        want = _distillation_losses(stock, range(world), checkpoints)
-        got = _distillation_losses(model, [rank], checkpoints)
+        want = _train_by_distillation(stock, range(world), checkpoints)
+        got = _train_by_distillation(model, [rank], checkpoints)
         for step in range(3):
             dist.all_reduce(got[2 * step])
             dist.broadcast(got[2 * step + 1], src=0)
@@ -335,7 +337,7 @@ def a_forward_that_calls_only_the_decoder(rank: int, world: int) -> None:
 
 
 def adapters_that_share_weights_are_refused(rank: int, world: int) -> None:
-    """Sharding would end what they share: views of one tensor, copied layers, merged weights."""
+    """After sharding, views of one tensor, copied layers and merged weights would be separate."""
     merged: Any = with_lora(tiny(), seed=0)
     merged.merge_adapter()
     apply_ep_fsdp2(merged, ep_size=world)
@@ -379,8 +381,8 @@ def quantised_experts_keep_their_scales(rank: int, world: int) -> None:
     "claim",
     checks.on_ranks(
         2,
-        reference_pass_before_a_step,
-        generate_before_any_forward,
+        a_forward_without_the_adapter_does_not_change_the_step,
+        generate_works_before_any_forward,
         a_forward_that_calls_only_the_decoder,
         adapters_that_share_weights_are_refused,
         quantised_experts_keep_their_scales,

@@ -1,7 +1,7 @@
-"""Conversion of adapter folders between stacked and single experts, compared with stock PEFT.
+"""Compare adapter folders that are converted between stacked and single experts with stock PEFT.
 
-The truth is PEFT's get_delta_weight and its logits. The factors of a converted folder are
-multiplied here, in plain torch, as PEFT documents them: the delta of a matrix is scale * B @ A.
+The truth is PEFT's get_delta_weight and its logits. The tests multiply the factors of a converted
+folder in plain torch, as PEFT documents them: the delta of a matrix is scale * B @ A.
 """
 
 import json
@@ -30,7 +30,7 @@ PATTERN = {
     "rank_pattern": {"mlp.experts.gate_up_proj": 5, "mlp.experts.down_proj": 4, "q_proj": 2},
     "alpha_pattern": {r"layers\.1\.mlp\.experts\.down_proj": 7, "experts.gate_up_proj": 9},
 }
-# Options of with_lora for each adapter; "model" has options of the tiny model.
+# Options of with_lora for each adapter. "model" has options of the tiny model.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "rank 1, rsLoRA": {"r": 1, "use_rslora": True, "modules": ()},
@@ -64,7 +64,7 @@ def edit(folder: Path, **changes: Any) -> None:
     (folder / CONFIG).write_text(json.dumps(read_config(folder) | changes, indent=2))
 
 
-def stock_deltas(model: nn.Module) -> dict[str, Tensor]:
+def compute_stock_deltas(model: nn.Module) -> dict[str, Tensor]:
     """Return PEFT's delta of every stacked parameter, of shape (E, out, in)."""
     return {
         f"{name.replace('.base_layer', '')}.{module.parameter_name}": module.get_delta_weight(
@@ -83,7 +83,7 @@ def match_pattern(config: dict[str, Any], kind: str, default: str, name: str) ->
 
 
 def read_single_deltas(folder: Path) -> dict[str, Tensor]:
-    """Return scale * B @ A of every expert's matrix by module name, as a server computes it."""
+    """Return scale * B @ A of every expert's matrix by module name, as servers compute it."""
     config, tensors = read_config(folder), load_file(folder / WEIGHTS)
     deltas = {}
     for key, a in tensors.items():
@@ -99,7 +99,7 @@ def read_single_deltas(folder: Path) -> dict[str, Tensor]:
 
 
 def stack_deltas(deltas: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Stack the deltas of single matrices: per expert, the rows of gate and then those of up."""
+    """Stack the deltas of single matrices. Per expert, the rows of up follow the rows of gate."""
     result = {}
     for experts in sorted({re.sub(r"\.\d+\.\w+$", "", name) for name in deltas}):
         for parameter, parts in (
@@ -116,7 +116,7 @@ def stack_deltas(deltas: dict[str, Tensor]) -> dict[str, Tensor]:
 def assert_same_deltas(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert actual.keys() == expected.keys() and expected
     for name, tensor in expected.items():
-        # One product in fp64, whose sum may run in another order.
+        # The product in fp64 may add in another order.
         assert_close(name, actual[name], tensor, 1e-15)
 
 
@@ -136,7 +136,7 @@ def assert_same_bytes(actual: Path, expected: Path) -> None:
 def test_export_keeps_deltas_and_fuse_restores_the_bytes(case: str, tmp_path: Path) -> None:
     model = save_stock(tmp_path / "a", **CASES[case])
     converted = export_adapter(tmp_path / "a", tmp_path / "b")
-    deltas = stock_deltas(model)
+    deltas = compute_stock_deltas(model)
     assert_same_deltas(stack_deltas(read_single_deltas(tmp_path / "b")), deltas)
     layers = {name.rpartition(".")[0] for name in deltas}
     assert (converted.layers, converted.experts) == (len(layers), E)
@@ -156,8 +156,8 @@ def test_export_keeps_deltas_and_fuse_restores_the_bytes(case: str, tmp_path: Pa
 
 @pytest.mark.parametrize("expert", ["fastest", "slowest"])
 def test_the_comparison_notices_another_order_of_lora_b(expert: str, tmp_path: Path) -> None:
-    """Columns of lora_B are (r, E): read as (E, r), all sizes fit and experts are mixed up."""
-    deltas = stock_deltas(save_stock(tmp_path / "a"))
+    """The columns of lora_B are (r, E). Read as (E, r), all sizes fit but experts are mixed."""
+    deltas = compute_stock_deltas(save_stock(tmp_path / "a"))
     export_adapter(tmp_path / "a", tmp_path / "b")
     if expert == "slowest":
         source = load_file(tmp_path / "a" / WEIGHTS)
@@ -174,9 +174,9 @@ def test_the_comparison_notices_another_order_of_lora_b(expert: str, tmp_path: P
 
 
 def test_exported_factors_by_hand(tmp_path: Path) -> None:
-    """Two experts, r = 1, H = 3, F = 1: the example of the docstring of per_expert.py."""
+    """The test uses the example in the docstring of per_expert.py, with H = 3 and F = 1."""
     prefix = "base_model.model.model.layers.0.mlp.experts"
-    tensors = {  # an adapter on gate_up alone has no second wrapper, hence no "base_layer"
+    tensors = {  # an adapter on gate_up alone has one wrapper, so no "base_layer"
         f"{prefix}.lora_A.weight": torch.tensor([[1.0, 2, 3], [4, 5, 6]]),
         f"{prefix}.lora_B.weight": torch.tensor([[10.0, 20], [30, 40]]),
     }
@@ -238,10 +238,10 @@ def test_stock_peft_opens_both_forms(tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", [EXPERTS, EXPERTS[::-1]], ids=["gate_up first", "down first"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["stock", "registered reversed"])
 @pytest.mark.parametrize("ffn", [F, H // 2, H], ids=["F < H", "2F = H", "F = H"])
-def test_wrappers_are_told_apart_by_shape(
+def test_wrappers_are_identified_by_their_shapes(
     order: tuple[str, ...], reverse: bool, ffn: int, tmp_path: Path
 ) -> None:
-    """PEFT nests the wrappers in the order of named_parameters; the export compares shapes."""
+    """PEFT nests the wrappers in the order of named_parameters, which may differ."""
     base = tiny(moe_intermediate_size=ffn, num_hidden_layers=1)
     experts = base.model.layers[0].mlp.experts
     if reverse:
@@ -253,11 +253,13 @@ def test_wrappers_are_told_apart_by_shape(
     assert outer.parameter_name == ("gate_up_proj" if reverse else "down_proj")
     model.save_pretrained(tmp_path / "a")
     export_adapter(tmp_path / "a", tmp_path / "b")
-    assert_same_deltas(stack_deltas(read_single_deltas(tmp_path / "b")), stock_deltas(model))
+    assert_same_deltas(
+        stack_deltas(read_single_deltas(tmp_path / "b")), compute_stock_deltas(model)
+    )
 
 
-def write_own_a(folder: Path, rslora: bool = False, **config: Any) -> None:
-    """Write an adapter that was trained on single experts: gate and up have different A."""
+def write_single_experts(folder: Path, rslora: bool = False, **config: Any) -> None:
+    """Write an adapter on single experts, in which gate and up have different A."""
     torch.manual_seed(1)
     tensors = {}
     for layer in range(2):
@@ -280,7 +282,7 @@ def write_own_a(folder: Path, rslora: bool = False, **config: Any) -> None:
 
 @pytest.mark.parametrize("rslora", [False, True], ids=["LoRA", "rsLoRA"])
 def test_foreign_factors_are_stacked_exactly(rslora: bool, tmp_path: Path) -> None:
-    write_own_a(
+    write_single_experts(
         tmp_path / "a", rslora, alpha_pattern={r"experts\.\d+\.down_proj": 5}, lora_dropout=0.1
     )
     converted = fuse_adapter(tmp_path / "a", tmp_path / "b")
@@ -293,7 +295,7 @@ def test_foreign_factors_are_stacked_exactly(rslora: bool, tmp_path: Path) -> No
     assert any("vLLM" in note for note in converted.notes), "down_proj has another scale"
     opened = peft.PeftModel.from_pretrained(tiny(), tmp_path / "b").double()
     deltas = stack_deltas(read_single_deltas(tmp_path / "a"))
-    for name, delta in stock_deltas(opened).items():
+    for name, delta in compute_stock_deltas(opened).items():
         # alpha / sqrt(2r) has one more rounding than alpha / sqrt(r).
         assert_close(name, delta, deltas[name], 1e-14)
     inputs = batch(opened, 2, 9)
@@ -309,7 +311,9 @@ def test_one_differing_a_doubles_the_rank(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "b" / WEIGHTS)
     fuse_adapter(tmp_path / "b", tmp_path / "c")
     opened = peft.PeftModel.from_pretrained(tiny(), tmp_path / "c").double()
-    assert_same_deltas(stock_deltas(opened), stack_deltas(read_single_deltas(tmp_path / "b")))
+    assert_same_deltas(
+        compute_stock_deltas(opened), stack_deltas(read_single_deltas(tmp_path / "b"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -415,7 +419,7 @@ STACKED_ERRORS = {
 
 
 def swap_factors(folder: Path) -> None:
-    """Swap A and B, as PEFT 0.17 and 0.18 do: they read a stack (E, out, in) as (E, in, out)."""
+    """Swap A and B as PEFT 0.17 and 0.18 do, which read a stack (E, out, in) as (E, in, out)."""
     tensors = load_file(folder / WEIGHTS)
     for name in [name for name in tensors if "experts" in name and "lora_A" in name]:
         other = name.replace("lora_A", "lora_B")
@@ -444,7 +448,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", STACKED_ERRORS)
-def test_errors_of_export(case: str, saved: Path, tmp_path: Path) -> None:
+def test_export_refuses(case: str, saved: Path, tmp_path: Path) -> None:
     spoil, message = STACKED_ERRORS[case]
     copy_folder(saved, tmp_path / "a")
     spoil(tmp_path / "a")
@@ -474,9 +478,9 @@ SINGLE_ERRORS = {
 
 
 @pytest.mark.parametrize("case", SINGLE_ERRORS)
-def test_errors_of_fuse(case: str, tmp_path: Path) -> None:
+def test_fuse_refuses(case: str, tmp_path: Path) -> None:
     spoil, message = SINGLE_ERRORS[case]
-    write_own_a(tmp_path / "a")
+    write_single_experts(tmp_path / "a")
     spoil(tmp_path / "a")
     with pytest.raises(ValueError, match=message):
         fuse_adapter(tmp_path / "a", tmp_path / "b")
@@ -513,7 +517,9 @@ def test_a_crash_leaves_no_target(
 
 
 @pytest.mark.slow
-def test_command_line(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_converts_and_refuses(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, single, fused = str(saved), str(tmp_path / "b"), str(tmp_path / "c")
     command = [sys.executable, "-m", "hf_moe_ep", "export-adapter", source, single]
     path = os.pathsep.join(

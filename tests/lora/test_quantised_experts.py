@@ -1,4 +1,4 @@
-"""LoRA on quantised experts equals stock PEFT on experts with the dequantised values."""
+"""Compare LoRA on quantised experts with stock PEFT on experts with the dequantised values."""
 
 import warnings
 from functools import partial
@@ -19,8 +19,8 @@ from support.tiny_models import QWEN3_VL_MOE, batch
 
 from hf_moe_ep import apply_ep_fsdp2
 
-# fp32 sums in another order, through two layers and steps of AdamW. AdamW divides by the size of a
-# gradient, also of a tiny one: without quantisation the same case has an error of 5e-5 in step 2.
+# fp32 sums have another order, in two layers and in steps of AdamW. AdamW divides even a tiny
+# gradient by its magnitude: without quantisation the same case has an error of 5e-5 in step 2.
 FP32_MODEL = 1e-4
 KINDS = {
     "nf4": {"experts_dtype": "nf4"},
@@ -29,10 +29,10 @@ KINDS = {
 }
 
 
-def quantised(
+def quantise_case(
     kind: str, name: str, *layout: int, config: dict[str, Any] | None = None, **of: Any
 ) -> Case:
-    """Build a case with quantised experts; the experts of its reference are dequantised."""
+    """Build a case with quantised experts, whose reference has the dequantised values."""
     options = KINDS[kind]
     model = SIZES[options["experts_dtype"]] | of.pop("model", {})
     return Case(f"{kind}, {name}", *layout, model=model, wrap=with_lora, **of).with_(
@@ -55,45 +55,45 @@ CASES = [
     case
     for kind in KINDS
     for case in (
-        quantised(kind, "one rank", 1),
-        quantised(kind, "ep 2", 2, 2),
-        quantised(kind, "ep_fsdp 2", 2, 1, **ACCUMULATED),
-        quantised(kind, "ep 2, ep_fsdp 2", 4, 2, prepare=CHECKPOINT, **ACCUMULATED),
+        quantise_case(kind, "one rank", 1),
+        quantise_case(kind, "ep 2", 2, 2),
+        quantise_case(kind, "ep_fsdp 2", 2, 1, **ACCUMULATED),
+        quantise_case(kind, "ep 2, ep_fsdp 2", 4, 2, prepare=CHECKPOINT, **ACCUMULATED),
     )
 ] + [
-    cast_to_fp32(quantised("nf4", "ep 2, ep_fsdp 2", 4, 2)),
-    cast_to_fp32(quantised("fp8", "ep 2", 2, 2)),
-    quantised("nf4", "ep 4", 4, 4),
-    quantised("nf4", "ep 1 on three ranks", 3, 1, budget=FP32_INSIDE),
-    quantised("nf4", "ep 2, HSDP", 4, 2, 2),
-    quantised("nf4", "ep 2, sp 2", 4, 2, sp=2),
-    quantised("fp8", "sp 2", 2, 1, sp=2),
-    quantised("nf4", "rows cut", 2, 1, config={"expert_shard_dim": 1}),
-    quantised("nested", "rows cut", 2, 1, config={"expert_shard_dim": 1}).with_(
+    cast_to_fp32(quantise_case("nf4", "ep 2, ep_fsdp 2", 4, 2)),
+    cast_to_fp32(quantise_case("fp8", "ep 2", 2, 2)),
+    quantise_case("nf4", "ep 4", 4, 4),
+    quantise_case("nf4", "ep 1 on three ranks", 3, 1, budget=FP32_INSIDE),
+    quantise_case("nf4", "ep 2, HSDP", 4, 2, 2),
+    quantise_case("nf4", "ep 2, sp 2", 4, 2, sp=2),
+    quantise_case("fp8", "sp 2", 2, 1, sp=2),
+    quantise_case("nf4", "rows cut", 2, 1, config={"expert_shard_dim": 1}),
+    quantise_case("nested", "rows cut", 2, 1, config={"expert_shard_dim": 1}).with_(
         model=SIZES["nf4"] | {"hidden_size": 128, "moe_intermediate_size": 256}
     ),
-    quantised("fp8", "rows cut", 2, 1, config={"expert_shard_dim": 1}).with_(
+    quantise_case("fp8", "rows cut", 2, 1, config={"expert_shard_dim": 1}).with_(
         model=SIZES["fp8"] | {"hidden_size": 256, "moe_intermediate_size": 128}
     ),
-    quantised("nf4", "ep 2, reentrant checkpoint", 2, 2, prepare=REENTRANT, **ACCUMULATED),
-    quantised("fp8", "ep 4, two forwards", 4, 4, prepare=CHECKPOINT, **ACCUMULATED).with_(
+    quantise_case("nf4", "ep 2, reentrant checkpoint", 2, 2, prepare=REENTRANT, **ACCUMULATED),
+    quantise_case("fp8", "ep 4, two forwards", 4, 4, prepare=CHECKPOINT, **ACCUMULATED).with_(
         backward=parity.two_forwards_backward
     ),
-    quantised("nf4", "ep 2, chunks", 2, 2, config={"dispatch_chunks": 2}),
-    quantised("nf4", "ep 2, recomputed", 2, 2, config={"recompute_activations": True}),
-    quantised("nf4", "ep 2, etp 2", 4, 2, config={"etp_size": 2}),
-    quantised("nf4", "etp 2, ep_fsdp 2", 4, 1, config={"etp_size": 2}).with_(
+    quantise_case("nf4", "ep 2, chunks", 2, 2, config={"dispatch_chunks": 2}),
+    quantise_case("nf4", "ep 2, recomputed", 2, 2, config={"recompute_activations": True}),
+    quantise_case("nf4", "ep 2, etp 2", 4, 2, config={"etp_size": 2}),
+    quantise_case("nf4", "etp 2, ep_fsdp 2", 4, 1, config={"etp_size": 2}).with_(
         model=SIZES["nf4"] | {"hidden_size": 128, "num_experts": 1, "num_experts_per_tok": 1}
     ),
-    quantised("fp8", "etp 2, ep_fsdp 2", 4, 1, config={"etp_size": 2}),
-    quantised("nf4", "vision", 4, 2, micro_batches=modality_by_step).with_(
+    quantise_case("fp8", "etp 2, ep_fsdp 2", 4, 1, config={"etp_size": 2}),
+    quantise_case("nf4", "vision", 4, 2, micro_batches=modality_by_step).with_(
         model=PICTURES, budget=FP32_INSIDE
     ),
 ]
 
 
-def _few_tokens(model: Any, rank: int, world: int, step: int) -> list[dict[str, Any]]:
-    """Use few tokens: the interpreter is slow, and each expert with a token runs a tile."""
+def _make_few_tokens(model: Any, rank: int, world: int, step: int) -> list[dict[str, Any]]:
+    """Use few tokens, because the interpreter is slow, and each expert with a token runs a tile."""
     return [batch(model, 1, 4 + rank, seed=10 * step + rank)]
 
 
@@ -106,15 +106,14 @@ def kernel_case(kind: str) -> Case:
         "num_hidden_layers": 1,
         "dtype": torch.float32,
     }
-    of_kernels = {"experts_backend": "triton"}
-    return quantised(
+    return quantise_case(
         kind,
         "ep 2, kernels, fp32",
         2,
         2,
-        config=of_kernels,
+        config={"experts_backend": "triton"},
         model=model,
-        micro_batches=_few_tokens,
+        micro_batches=_make_few_tokens,
         budget=FP32_MODEL,
     )
 
@@ -124,7 +123,7 @@ KERNELS = [kernel_case(kind) for kind in ("nested", "fp8")]
 
 @pytest.mark.parametrize("claim", on_ranks(KERNELS, slow=True, alone=True, timeout=480.0))
 def test_kernels_equal_one_process(found: Found, claim: Check) -> None:
-    """The Triton kernels run forward and backward on two ranks, in the interpreter."""
+    """The Triton kernels run forward and backward on two ranks in Triton's interpreter."""
     found.raise_if_failed(claim)
 
 
@@ -134,7 +133,8 @@ def test_quantised_experts_equal_one_process(found: Found, claim: Check) -> None
     found.raise_if_failed(claim)
 
 
-# gpt_oss: transposed, interleaved, biases; nemotron_h: no gate; ernie4_5_vl_moe: image experts.
+# gpt_oss has transposed, interleaved weights and biases. nemotron_h has no gate. ernie4_5_vl_moe
+# has experts for images.
 SIZES_OF_TYPES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 128},
     "nemotron_h": {"hidden_size": 64, "moe_intermediate_size": 128},
@@ -155,7 +155,7 @@ def _compare_type(model_type: str, kind: str, rank: int, world: int) -> None:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     sizes = SIZES_OF_TYPES[model_type]
     if kind == "fp8":
-        sizes = {name: _doubled(size) for name, size in sizes.items()}
+        sizes = {name: _double_size(size) for name, size in sizes.items()}
     sizes = sizes | FIXED.get(model_type, {})
     models = []
     for seed in (rank, 0):
@@ -171,7 +171,7 @@ def _compare_type(model_type: str, kind: str, rank: int, world: int) -> None:
     assert_same_step(model_type, (model, stock), optimizers)
 
 
-def _doubled(size: Any) -> Any:
+def _double_size(size: Any) -> Any:
     return [2 * each for each in size] if isinstance(size, list) else 2 * size
 
 

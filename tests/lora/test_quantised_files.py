@@ -1,4 +1,4 @@
-"""Quantised experts of a sharded model: memory, gathers, hashes of the base, resuming, files."""
+"""Test quantised experts of a sharded model: memory, all-gathers, hashes, resuming and files."""
 
 import importlib.util
 import json
@@ -66,7 +66,7 @@ def bytes_per_parameter(rank: int, world: int) -> None:
         model = shard(kind, model=with_lora(tiny(**LARGE)), ep_size=2)
         num_bytes = num_values = 0
         for name, stack, quantisation in quantised_matrices(model):
-            local = {n: _local(tensor) for n, tensor in stack.by_name(name).items()}
+            local = {n: _to_local(tensor) for n, tensor in stack.by_name(name).items()}
             num_bytes += sum(tensor.untyped_storage().nbytes() for tensor in local.values())
             num_values += quantisation.num_values(local[name])
         assert num_values == 2 * 8 // 2 * 3 * 128 * 256
@@ -79,12 +79,12 @@ def bytes_per_parameter(rank: int, world: int) -> None:
         assert counts in text, (counts, text)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gathered_bytes_of_experts(rank: int, world: int) -> None:
-    """All-gathers of experts in one step: each format against bf16, with LoRA on attention only."""
+    """Compare all-gathered bytes of experts in a step with bf16; only attention has LoRA."""
     sums = {}
     for kind in ("", *HELD):
         model = with_lora(tiny(dtype=torch.bfloat16, **LARGE), parameters=())
@@ -123,7 +123,7 @@ def a_changed_byte_or_swapped_experts_change_a_hash(rank: int, world: int) -> No
     before = describe_base(model)
     assert before is not None
     _, stack, _ = next(quantised_matrices(model))
-    local = _local(stack.values)
+    local = _to_local(stack.values)
     if rank == 1:
         local[0, 3, 5] ^= 1
     flipped = describe_base(model)
@@ -140,16 +140,16 @@ def a_changed_byte_or_swapped_experts_change_a_hash(rank: int, world: int) -> No
 
 
 class BytesRead(TorchDispatchMode):
-    """Counts in `num` the bytes of `tensors` that operations read; making a view reads nothing."""
+    """Count in `num` the bytes of `tensors` that operations read. A view reads nothing."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
-        self._watched = {_local(tensor).untyped_storage().data_ptr() for tensor in tensors}
+        self._watched = {_to_local(tensor).untyped_storage().data_ptr() for tensor in tensors}
         self.num = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operations on plain tensors are dispatched here too
+            return NotImplemented  # operations on plain tensors are dispatched here too
         out = func(*args, **(kwargs or {}))
         made = {x.untyped_storage().data_ptr() for x in tree_leaves(out) if isinstance(x, Tensor)}
         for taken in tree_leaves((args, kwargs)):
@@ -160,11 +160,11 @@ class BytesRead(TorchDispatchMode):
 
 
 def base_is_read_once(kind: str, rank: int, world: int, folder: str) -> None:
-    """The first save and a load read all bytes. A save after training LoRA alone reads none."""
+    """The first save and a load read all bytes. A save after LoRA training reads none."""
     model = shard(kind, ep_size=2)
-    optimizer = _adamw(model)
+    optimizer = _create_adamw(model)
     tensors = [t for n, stack, _ in quantised_matrices(model) for t in stack.by_name(n).values()]
-    whole = sum(_local(tensor).nbytes for tensor in tensors)
+    whole = sum(_to_local(tensor).nbytes for tensor in tensors)
 
     def read(run: Callable[..., Any], name: str) -> int:
         with BytesRead(tensors) as bytes_read:
@@ -173,12 +173,12 @@ def base_is_read_once(kind: str, rank: int, world: int, folder: str) -> None:
 
     assert read(save_checkpoint, "first") >= whole
     for number in range(2):
-        _step(model, optimizer, number)
+        _take_step(model, optimizer, number)
     assert read(save_checkpoint, "second") == 0
     hashes = [json.loads(Path(folder, name, BASE).read_text()) for name in ("first", "second")]
     assert hashes[0] == hashes[1] == describe_base(model)
     assert read(load_checkpoint, "second") >= whole
-    _step(model, optimizer, 2)
+    _take_step(model, optimizer, 2)
     assert read(save_checkpoint, "third") == 0
     with torch.no_grad():
         tensors[0].zero_()  # changes the DTensor, not its local tensor
@@ -188,39 +188,39 @@ def base_is_read_once(kind: str, rank: int, world: int, folder: str) -> None:
     assert changed.endswith("layers.0.mlp.experts.gate_up_proj")
 
 
-def _step(model: nn.Module, optimizer: Any, number: int) -> None:
+def _take_step(model: nn.Module, optimizer: Any, number: int) -> None:
     model(**batch(model, 2, 9, seed=number)).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def _adamw(model: nn.Module) -> Any:
+def _create_adamw(model: nn.Module) -> Any:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
-def _trained(model: nn.Module) -> dict[str, Tensor]:
+def _gather_trained(model: nn.Module) -> dict[str, Tensor]:
     factors = {n: full_tensor(p.detach()) for n, p in model.named_parameters() if p.requires_grad}
     return pack_factors(model, factors)
 
 
 def resuming_needs_the_same_base_not_the_same_layout(rank: int, world: int, folder: str) -> None:
-    """A resumed run takes the same steps. The base is not saved; another base is refused."""
+    """A resumed run takes the same steps. The base is not saved, and another base is refused."""
     for kind in ("nf4", "fp8"):
         where = Path(folder, kind)
         model = shard(kind, ep_size=2)
-        optimizer = _adamw(model)
+        optimizer = _create_adamw(model)
         for number in range(2):
-            _step(model, optimizer, number)
+            _take_step(model, optimizer, number)
         save_checkpoint(where, model, optimizer)
-        _step(model, optimizer, 2)
+        _take_step(model, optimizer, 2)
         saved = json.loads((where / "state.json").read_text())["tensors"]
         assert saved and not [name for name in saved if "proj" in name and "lora_" not in name]
         resumed_model = shard(kind, ep_size=1)
-        resumed = _adamw(resumed_model)
+        resumed = _create_adamw(resumed_model)
         load_checkpoint(where, resumed_model, resumed)
-        _step(resumed_model, resumed, 2)
-        trained = _trained(model)
-        for name, tensor in _trained(resumed_model).items():
+        _take_step(resumed_model, resumed, 2)
+        trained = _gather_trained(model)
+        for name, tensor in _gather_trained(resumed_model).items():
             assert_close(name, tensor, trained[name], FP64_MODEL)
     base = json.loads(Path(folder, "nf4", BASE).read_text())
     assert base["experts_dtype"] == "nf4" and len(base["hashes"]) == 8
@@ -236,10 +236,10 @@ def resuming_needs_the_same_base_not_the_same_layout(rank: int, world: int, fold
         ),
     ]
     for other, words in others:
-        before = _trained(other)
+        before = _gather_trained(other)
         with pytest.raises(ValueError, match=words):
-            load_checkpoint(Path(folder, "nf4"), other, _adamw(other))
-        for name, tensor in _trained(other).items():
+            load_checkpoint(Path(folder, "nf4"), other, _create_adamw(other))
+        for name, tensor in _gather_trained(other).items():
             assert torch.equal(tensor, before[name])
     dist.barrier()
     if rank == 0:
@@ -249,8 +249,8 @@ def resuming_needs_the_same_base_not_the_same_layout(rank: int, world: int, fold
         load_checkpoint(Path(folder, "nf4"), shard("nf4", ep_size=2), None)
 
 
-def frozen_without_peft(rank: int, world: int, folder: str) -> None:
-    """Without PEFT, trained attention is saved; calls that need the experts' values are refused."""
+def frozen_quantised_experts_without_peft(rank: int, world: int, folder: str) -> None:
+    """Trained attention is saved without PEFT. Calls that need values of experts are refused."""
 
     def frozen(seed: int) -> nn.Module:
         model = tiny(seed=seed, **LARGE)
@@ -259,13 +259,13 @@ def frozen_without_peft(rank: int, world: int, folder: str) -> None:
         return shard("nf4", model=model, ep_size=2)
 
     model = frozen(0)
-    optimizer = _adamw(model)
-    _step(model, optimizer, 0)
+    optimizer = _create_adamw(model)
+    _take_step(model, optimizer, 0)
     save_checkpoint(Path(folder, "one"), model, optimizer)
     loaded = frozen(0)
-    load_checkpoint(Path(folder, "one"), loaded, _adamw(loaded))
-    for name, tensor in _trained(model).items():
-        assert torch.equal(_trained(loaded)[name], tensor)
+    load_checkpoint(Path(folder, "one"), loaded, _create_adamw(loaded))
+    for name, tensor in _gather_trained(model).items():
+        assert torch.equal(_gather_trained(loaded)[name], tensor)
     if rank == 0:
         with pytest.raises(
             ValueError, match="holds no experts, because its run held them quantised"
@@ -278,7 +278,7 @@ def frozen_without_peft(rank: int, world: int, folder: str) -> None:
 
 def the_adapter_opens_in_stock_peft(rank: int, world: int, folder: str) -> None:
     model = shard("nf4", ep_size=2)
-    _step(model, _adamw(model), 0)
+    _take_step(model, _create_adamw(model), 0)
     for save in (save_pretrained, lambda model, to: model.save_pretrained(to)):
         if rank == 0:
             shutil.rmtree(folder)
@@ -367,7 +367,7 @@ CHECKS = [
     a_changed_byte_or_swapped_experts_change_a_hash,
     {f"base is read once, {kind}": partial(base_is_read_once, kind) for kind in HELD},
     resuming_needs_the_same_base_not_the_same_layout,
-    frozen_without_peft,
+    frozen_quantised_experts_without_peft,
     the_adapter_opens_in_stock_peft,
     unsupported_cases_are_refused,
 ]

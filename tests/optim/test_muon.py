@@ -1,4 +1,4 @@
-"""Muon on ranks, compared with torch.optim.Muon on every matrix and AdamW in one process."""
+"""Compare Muon on ranks with torch.optim.Muon on every matrix, and AdamW, in one process."""
 
 import copy
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ LR = 1e-2
 class Case:
     """A model, a layout of ranks and options of Muon. `bucket` is the size of a bucket in bytes.
 
-    With `unfreezes`, layer 0 is frozen in the first step, and layer 1 in the last one.
+    With `unfreezes`, layer 0 is frozen in the first step, and layer 1 in the last step.
     """
 
     name: str
@@ -112,26 +112,26 @@ def _build(case: Case, seed: int) -> nn.Module:
     return steps.build(case.model, seed=seed, **case.sizes)
 
 
-def _batches(case: Case, model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+def _make_batches(case: Case, model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
     if case.model == "qwen3_vl_moe":
         return [vision_batch(model, [[4, (4, 4), 3 + rank], [5 + step, (2, 4), 2]], seed=step)]
     return uneven_batches(model, rank, world, step)
 
 
-def _equals_every_matrix_by_itself(case: Case, rank: int, world: int) -> None:
+def _compare_with_single_matrices(case: Case, rank: int, world: int) -> None:
     model, reference = _build(case, rank), _build(case, 0)
     kind = "gpt_oss" if case.model == "gpt_oss" else "halves"
     stock = ByMatrix(reference, LR, kind=kind, **case.muon)
     if case.unfreezes:
-        for it in (model, reference):
-            it.model.layers[0].requires_grad_(False)
+        for each_model in (model, reference):
+            each_model.model.layers[0].requires_grad_(False)
     apply_ep_fsdp2(model, **case.layout)
     optimizer = Muon(model, LR, **case.muon)
     optimizer._bucket_bytes = case.bucket
     data_rank, data_world = data_parallel_rank(model), data_parallel_size(model)
     for step in range(3):
         by_rank = [
-            _batches(case, reference, other, data_world, step) for other in range(data_world)
+            _make_batches(case, reference, other, data_world, step) for other in range(data_world)
         ]
         tokens = global_token_count(model, [b["labels"] for b in by_rank[data_rank]])
         optimizer.zero_grad()
@@ -146,7 +146,7 @@ def _equals_every_matrix_by_itself(case: Case, rank: int, world: int) -> None:
         optimizer.step()
         stock.step()
         if case.unfreezes:
-            _change_what_is_frozen(step, model, reference)
+            _unfreeze_and_freeze_layers(step, model, reference)
             if step == 0:
                 optimizer.add_param_group({"params": model.model.layers[0].parameters()})
     want = dict(reference.named_parameters())
@@ -154,7 +154,7 @@ def _equals_every_matrix_by_itself(case: Case, rank: int, world: int) -> None:
         assert_close(f"{case.name}: {name}", parameter, want[name], FP64_MODEL)
 
 
-def _change_what_is_frozen(step: int, *models: nn.Module) -> None:
+def _unfreeze_and_freeze_layers(step: int, *models: nn.Module) -> None:
     for model in models:
         layers = model.model.layers
         if step == 0:
@@ -167,36 +167,37 @@ def _change_what_is_frozen(step: int, *models: nn.Module) -> None:
     "claim",
     [
         Check(
-            case.name, case.world, partial(_equals_every_matrix_by_itself, case), slow=case.slow
+            case.name, case.world, partial(_compare_with_single_matrices, case), slow=case.slow
         ).as_parameter()
         for case in CASES
     ],
 )
-def test_three_steps(found: Found, claim: Check) -> None:
+def test_three_steps_equal_training_of_single_matrices(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_a_patched_model_in_one_process(name: str) -> None:
+def test_one_process_equals_training_of_single_matrices(name: str) -> None:
+    """An infinity in a gradient turns the whole matrix of one expert into NaN, and no other."""
     case = Case(name, 1, model=name)
     model, reference = _build(case, 0), _build(case, 0)
     patch(model)
     optimizer = Muon(model, LR)
     stock = ByMatrix(reference, LR, kind="gpt_oss" if name == "gpt_oss" else "halves")
     for step in range(3):
-        for micro in _batches(case, reference, 0, 1, step):
+        for micro in _make_batches(case, reference, 0, 1, step):
             model(**micro).loss.backward()
             reference(**micro).loss.backward()
-        for it in (optimizer, stock):
-            it.step()
-            it.zero_grad()
+        for each_optimizer in (optimizer, stock):
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     want = dict(reference.named_parameters())
     for key, parameter in model.named_parameters():
         assert_close(key, parameter.detach(), want[key], FP64_MODEL)
-    for it, its_optimizer in ((model, optimizer), (reference, stock)):
-        it(**_batches(case, reference, 0, 1, 3)[0]).loss.backward()
-        it.model.layers[0].mlp.experts.down_proj.grad[1, 0, 0] = torch.inf
-        its_optimizer.step()
+    for each_model, each_optimizer in ((model, optimizer), (reference, stock)):
+        each_model(**_make_batches(case, reference, 0, 1, 3)[0]).loss.backward()
+        each_model.model.layers[0].mlp.experts.down_proj.grad[1, 0, 0] = torch.inf
+        each_optimizer.step()
     for key, parameter in model.named_parameters():
         assert torch.equal(parameter.isnan(), want[key].isnan()), key
     nan = model.model.layers[0].mlp.experts.down_proj.isnan().flatten(1)
@@ -206,56 +207,56 @@ def test_a_patched_model_in_one_process(name: str) -> None:
 def test_an_unsharded_model_is_orthogonalised_on_its_own_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without sharding there is no mesh that names a device, and the parameters may be on a GPU."""
+    """Without sharding there is no mesh with a device, and the parameters may be on a GPU."""
     model = patch(tiny())
     assert computing_device(copy.deepcopy(model).to("meta")).type == "meta"
     optimizer = Muon(model, lr=0.1)
     model(**batch(model, 2, 6)).loss.backward()
     devices = set()
-    block_of_update = muon._block_of_update
+    compute_block = muon._compute_block
 
     def record(*args: Any) -> Any:
         devices.add(args[-1])
-        return block_of_update(*args[:-1], torch.device("cpu"))
+        return compute_block(*args[:-1], torch.device("cpu"))
 
     monkeypatch.setattr(muon, "computing_device", lambda _: "the device")
-    monkeypatch.setattr(muon, "_block_of_update", record)
+    monkeypatch.setattr(muon, "_compute_block", record)
     optimizer.step()
     assert devices == {"the device"}
 
 
-def test_parameters_that_are_unfrozen_later() -> None:
-    """Muon trains the matrices of a layer, whenever they are unfrozen and given to it.
+def test_parameters_that_are_unfrozen_later_are_trained() -> None:
+    """It does not matter if parameters are given to Muon before or after they are unfrozen.
 
     A parameter that is frozen after backward has a gradient, and is trained once more, as in torch.
     """
     model, given_frozen, reference = tiny(), tiny(), tiny()
     stock = ByMatrix(reference, LR)
-    for it in (model, given_frozen, reference):
-        it.model.layers[0].requires_grad_(False)
+    for each_model in (model, given_frozen, reference):
+        each_model.model.layers[0].requires_grad_(False)
     optimizer = Muon(patch(model), LR)
     everything = [{"params": patch(given_frozen).parameters()}]
     other_optimizer = Muon(given_frozen, LR, param_groups=everything)
     pairs = (model, optimizer), (given_frozen, other_optimizer), (reference, stock)
     for step in range(3):
         inputs = uneven_batches(reference, 0, 1, step)[0]
-        for it, _ in pairs:
-            it(**inputs).loss.backward()
-            _change_what_is_frozen(step, it)
-        for _, its_optimizer in pairs:
-            its_optimizer.step()
-            its_optimizer.zero_grad()
+        for each_model, _ in pairs:
+            each_model(**inputs).loss.backward()
+            _unfreeze_and_freeze_layers(step, each_model)
+        for _, each_optimizer in pairs:
+            each_optimizer.step()
+            each_optimizer.zero_grad()
         if step == 0:
             optimizer.add_param_group({"params": model.model.layers[0].parameters()})
     experts = model.model.layers[0].mlp.experts.down_proj
     assert optimizer.state[experts].keys() == {"momentum_buffer"}
     want = dict(reference.named_parameters())
-    for it in (model, given_frozen):
-        for name, parameter in it.named_parameters():
+    for each_model in (model, given_frozen):
+        for name, parameter in each_model.named_parameters():
             assert_close(name, parameter.detach(), want[name].detach(), FP64_MODEL)
 
 
-def test_muon_on_request_for_frozen_experts() -> None:
+def test_frozen_experts_can_be_given_to_muon() -> None:
     model = patch(tiny())
     experts = model.model.layers[0].mlp.experts
     experts.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Muon's state: checkpoints at other layouts, moved experts, Accelerate; and what Muon refuses."""
+"""Test Muon's state in checkpoints, with moved experts and Accelerate, and Muon's refusals."""
 
 import re
 from datetime import timedelta
@@ -38,8 +38,8 @@ from hf_moe_ep.ranks.boxes import local_tensor
 LR = 1e-2
 
 
-def _run(model: nn.Module, optimizer: Any, steps: range) -> None:
-    """Take steps on the same global batch at every layout."""
+def _train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    """Train on global batches that are the same with every layout."""
     rank, size = data_parallel_rank(model), data_parallel_size(model)
     for step in steps:
         inputs = batch(model, dist.get_world_size(), 9, seed=step)
@@ -58,13 +58,13 @@ def _start(seed: int = 0, **layout: Any) -> tuple[nn.Module, Muon]:
 
 def resumes_at_another_layout(rank: int, world: int, folder: str) -> None:
     model, optimizer = _start(ep_size=4)
-    _run(model, optimizer, range(2))
+    _train(model, optimizer, range(2))
     save_checkpoint(Path(folder) / "step-2", model, optimizer)
-    _run(model, optimizer, range(2, 4))
+    _train(model, optimizer, range(2, 4))
     want = whole_parameters(model)
-    other, its_optimizer = _start(seed=1, ep_size=2, expert_shard_dim=1)
-    load_checkpoint(folder, other, its_optimizer)
-    _run(other, its_optimizer, range(2, 4))
+    other, other_optimizer = _start(seed=1, ep_size=2, expert_shard_dim=1)
+    load_checkpoint(folder, other, other_optimizer)
+    _train(other, other_optimizer, range(2, 4))
     for name, got in whole_parameters(other).items():
         assert_close(name, got, want[name], FP64_MODEL)
     adamw = torch.optim.AdamW(other.parameters(), lr=LR)
@@ -73,25 +73,25 @@ def resumes_at_another_layout(rank: int, world: int, folder: str) -> None:
 
 
 def resumes_with_stages(rank: int, world: int, folder: str) -> None:
-    """From ep 4 to two stages with ep 2, and back."""
+    """The run continues from ep 4 with two stages and ep 2, and then with ep 4 again."""
     model, optimizer = _start(ep_size=4)
-    _run(model, optimizer, range(2))
+    _train(model, optimizer, range(2))
     save_checkpoint(Path(folder) / "step-2", model, optimizer)
-    _run(model, optimizer, range(2, 4))
-    in_stages, its_optimizer = _start(seed=1, pp_size=2, ep_size=2)
-    load_checkpoint(Path(folder) / "step-2", in_stages, its_optimizer)
-    _run(in_stages, its_optimizer, range(2, 4))
+    _train(model, optimizer, range(2, 4))
+    in_stages, other_optimizer = _start(seed=1, pp_size=2, ep_size=2)
+    load_checkpoint(Path(folder) / "step-2", in_stages, other_optimizer)
+    _train(in_stages, other_optimizer, range(2, 4))
     _compare(in_stages, model)
-    save_checkpoint(Path(folder) / "step-4", in_stages, its_optimizer)
+    save_checkpoint(Path(folder) / "step-4", in_stages, other_optimizer)
     again, last_optimizer = _start(seed=2, ep_size=4)
     load_checkpoint(Path(folder) / "step-4", again, last_optimizer)
-    for it in ((again, last_optimizer), (model, optimizer)):
-        _run(*it, range(4, 6))
+    for run in ((again, last_optimizer), (model, optimizer)):
+        _train(*run, range(4, 6))
     _compare(again, model)
 
 
 def groups_of_stages_keep_their_options(rank: int, world: int, folder: str) -> None:
-    """The group of the embedding is empty on stage 1, and that of the head on stage 0."""
+    """The group of the embedding is empty on stage 1, and the group of the head on stage 0."""
 
     def start(seed: int) -> tuple[nn.Module, Muon]:
         model = apply_ep_fsdp2(tiny(seed=seed), pp_size=2)
@@ -114,13 +114,13 @@ def groups_of_stages_keep_their_options(rank: int, world: int, folder: str) -> N
     model, optimizer = start(0)
     want = lr_by_name(model, optimizer)
     assert set(want.values()) == {LR, 1e-3 if rank == 0 else 1e-4}
-    _run(model, optimizer, range(1))
+    _train(model, optimizer, range(1))
     save_checkpoint(Path(folder) / "step-1", model, optimizer)
-    resumed, its_optimizer = start(1)
-    load_checkpoint(folder, resumed, its_optimizer)
-    assert lr_by_name(resumed, its_optimizer) == want
-    for it in ((model, optimizer), (resumed, its_optimizer)):
-        _run(*it, range(1, 2))
+    resumed, other_optimizer = start(1)
+    load_checkpoint(folder, resumed, other_optimizer)
+    assert lr_by_name(resumed, other_optimizer) == want
+    for run in ((model, optimizer), (resumed, other_optimizer)):
+        _train(*run, range(1, 2))
     for name, parameter in whole_parameters(resumed).items():
         assert torch.equal(parameter, whole_parameters(model)[name]), name
 
@@ -136,17 +136,17 @@ def a_frozen_stage_has_the_groups_of_the_others(rank: int, world: int, folder: s
     model, optimizer = start(pp_size=2)
     assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
     assert any(group["params"] for group in optimizer.param_groups) == (rank == 1)
-    _run(model, optimizer, range(1))
+    _train(model, optimizer, range(1))
     save_checkpoint(Path(folder) / "step-1", model, optimizer)
-    resumed, its_optimizer = start(ep_size=2)
-    load_checkpoint(folder, resumed, its_optimizer)
-    for it in ((model, optimizer), (resumed, its_optimizer)):
-        _run(*it, range(1, 2))
+    resumed, other_optimizer = start(ep_size=2)
+    load_checkpoint(folder, resumed, other_optimizer)
+    for run in ((model, optimizer), (resumed, other_optimizer)):
+        _train(*run, range(1, 2))
     _compare(model, resumed)
 
 
 def _compare(model: nn.Module, whole: nn.Module) -> None:
-    """Compare the parameters of this rank's stage with those of a model without stages."""
+    """Compare the parameters of this rank's stage with a model that has no stages."""
     want = whole_parameters(whole)
     for name, got in whole_parameters(model).items():
         assert_close(name, got, want[name], FP64_MODEL)
@@ -154,9 +154,9 @@ def _compare(model: nn.Module, whole: nn.Module) -> None:
 
 def gradient_scalers_unscale_and_skip(rank: int, world: int) -> None:
     """A scale that is a power of two changes no bit. All ranks skip a step with an infinity."""
-    (model, optimizer), (twin, its_optimizer) = (_start(ep_size=2) for _ in range(2))
+    (model, optimizer), (twin, other_optimizer) = (_start(ep_size=2) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    _run(twin, its_optimizer, range(2))
+    _train(twin, other_optimizer, range(2))
     for step in range(3):
         inputs = batch(model, world, 9, seed=step)
         tokens = inputs["labels"][:, 1:].ne(-100).sum()
@@ -173,10 +173,10 @@ def gradient_scalers_unscale_and_skip(rank: int, world: int) -> None:
         assert torch.equal(got, whole_parameters(twin)[name]), name
 
 
-def non_finite_gradients_stay_in_their_matrix(rank: int, world: int) -> None:
-    """As in torch.optim.Muon, an infinity turns its matrix into NaN, and no other one."""
+def non_finite_gradients_change_only_their_matrix(rank: int, world: int) -> None:
+    """As in torch.optim.Muon, an infinity turns its matrix into NaN, and no other matrix."""
     model, optimizer = _start(expert_shard_dim=1)
-    twin, its_optimizer = _start(expert_shard_dim=1)
+    twin, other_optimizer = _start(expert_shard_dim=1)
     for trained in (model, twin):
         inputs = batch(model, world, 9, seed=0)
         mine = {name: value.chunk(world)[rank] for name, value in inputs.items()}
@@ -186,7 +186,7 @@ def non_finite_gradients_stay_in_their_matrix(rank: int, world: int) -> None:
         for parameter in (layer.self_attn.q_proj.weight, layer.mlp.experts.gate_up_proj):
             local_tensor(parameter.grad).view(-1)[0] = torch.inf
     optimizer.step()
-    its_optimizer.step()
+    other_optimizer.step()
     wanted = whole_parameters(twin)
     for name, got in whole_parameters(model).items():
         expected = wanted[name].clone()
@@ -201,21 +201,21 @@ def non_finite_gradients_stay_in_their_matrix(rank: int, world: int) -> None:
 def adamws_checkpoint_is_refused(rank: int, world: int, folder: str) -> None:
     model, optimizer = _start(ep_size=2)
     adamw = torch.optim.AdamW(model.parameters(), lr=LR)
-    _run(model, adamw, range(1))
+    _train(model, adamw, range(1))
     save_checkpoint(Path(folder) / "step-1", model, adamw)
     with pytest.raises(ValueError, match="was saved with AdamW, this optimizer is Muon"):
         load_checkpoint(folder, model, optimizer)
 
 
 def moved_experts_take_their_momentum_along(rank: int, world: int) -> None:
-    (model, optimizer), (twin, its_optimizer) = (_start(ep_size=2) for _ in range(2))
-    for it in ((model, optimizer), (twin, its_optimizer)):
-        _run(*it, range(2))
+    (model, optimizer), (twin, other_optimizer) = (_start(ep_size=2) for _ in range(2))
+    for run in ((model, optimizer), (twin, other_optimizer)):
+        _train(*run, range(2))
     before = expert_load(model)
-    load = ExpertLoad(before.counts.flip(1) ** 2 + torch.arange(8), *_others(before))
+    load = ExpertLoad(before.counts.flip(1) ** 2 + torch.arange(8), *_list_other_fields(before))
     balance_experts(model, optimizer, load)
-    for it in ((model, optimizer), (twin, its_optimizer)):
-        _run(*it, range(2, 4))
+    for run in ((model, optimizer), (twin, other_optimizer)):
+        _train(*run, range(2, 4))
     slots = [layer.placement for layer in model._hf_moe_ep.moe_layers]
     assert any(slot is not None for slot in slots)
     wanted = whole_parameters(twin)
@@ -226,7 +226,7 @@ def moved_experts_take_their_momentum_along(rank: int, world: int) -> None:
         assert_close(name, got, wanted[name], FP64_MODEL)
 
 
-def _others(load: ExpertLoad) -> list[Any]:
+def _list_other_fields(load: ExpertLoad) -> list[Any]:
     names = [name for name in load.__dataclass_fields__ if name != "counts"]
     return [getattr(load, name) for name in names]
 
@@ -240,9 +240,9 @@ def accelerate_shards_after_the_optimizer_was_made(rank: int, world: int) -> Non
         patch(model, ep_size=2)
         optimizer = Muon(model, LR)
         model, optimizer = accelerator.prepare(model, optimizer)
-        twin, its_optimizer = _start(ep_size=2)
-        _run(model, optimizer, range(2))
-        _run(twin, its_optimizer, range(2))
+        twin, other_optimizer = _start(ep_size=2)
+        _train(model, optimizer, range(2))
+        _train(twin, other_optimizer, range(2))
         wanted = whole_parameters(twin)
         for name, got in whole_parameters(model).items():
             assert torch.equal(got, wanted[name]), name
@@ -260,8 +260,8 @@ def an_optimizer_from_before_sharding_is_refused(rank: int, world: int) -> None:
         optimizer.step()
 
 
-def factors_of_adapters_on_request(rank: int, world: int) -> None:
-    """Each expert's factors are matrices, as in one process, where PEFT packs them."""
+def adapter_factors_can_be_given_to_muon(rank: int, world: int) -> None:
+    """Each expert's factors are matrices, as in one process, in which PEFT packs the factors."""
 
     def group(model: nn.Module) -> list[dict[str, Any]]:
         return [{"params": [p for p in model.parameters() if p.requires_grad], "use_muon": True}]
@@ -272,25 +272,25 @@ def factors_of_adapters_on_request(rank: int, world: int) -> None:
     default = Muon(model, LR)
     assert [g["use_muon"] for g in default.param_groups] == [False]
     optimizer = Muon(model, LR, param_groups=group(model))
-    of_one = Muon(alone, LR, param_groups=group(alone))
+    optimizer_alone = Muon(alone, LR, param_groups=group(alone))
     for step in range(2):
         inputs = batch(model, world, 9, seed=step)
         tokens = inputs["labels"][:, 1:].ne(-100).sum()
         mine = {name: value[rank : rank + 1] for name, value in inputs.items()}
         (model(**mine, num_items_in_batch=tokens).loss * world).backward()
         alone(**inputs, num_items_in_batch=tokens).loss.backward()
-        for it in (optimizer, of_one):
-            it.step()
-            it.zero_grad()
+        for each_optimizer in (optimizer, optimizer_alone):
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     wanted = dict(alone.named_parameters())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             got = full_tensor(parameter.detach())
-            assert_close(name, _packed(name, got), wanted[name].detach(), FP64_MODEL)
+            assert_close(name, _pack_as_peft(name, got), wanted[name].detach(), FP64_MODEL)
 
 
-def factors_that_etp_cuts_in_two_are_refused(rank: int, world: int) -> None:
-    """lora_B of gate and up is one matrix per expert, of which a rank has two ranges of rows."""
+def factors_that_etp_splits_in_two_are_refused(rank: int, world: int) -> None:
+    """lora_B of gate and up is one matrix per expert, and a rank has two ranges of its rows."""
     from accelerate import Accelerator
 
     def groups(model: nn.Module, *, is_cut: bool) -> list[dict[str, Any]]:
@@ -302,20 +302,20 @@ def factors_that_etp_cuts_in_two_are_refused(rank: int, world: int) -> None:
     model = apply_ep_fsdp2(with_lora(tiny(), modules=()), etp_size=2)
     with pytest.raises(ValueError, match=message):
         Muon(model, LR, param_groups=groups(model, is_cut=True))
-    _run(model, Muon(model, LR, param_groups=groups(model, is_cut=False)), range(1))
+    _train(model, Muon(model, LR, param_groups=groups(model, is_cut=False)), range(1))
     with launched():
         accelerator = Accelerator(cpu=True)
         later = patch(with_lora(tiny(), modules=()), etp_size=2)
         optimizer = Muon(later, LR, param_groups=groups(later, is_cut=True))
         prepared, optimizer = accelerator.prepare(later, optimizer)
         with pytest.raises(ValueError, match=message):
-            _run(prepared, optimizer, range(1))
+            _train(prepared, optimizer, range(1))
 
 
-def only_one_rank_has_other_gradients(rank: int, world: int) -> None:
-    """The other rank would wait in an exchange that this rank never starts."""
+def change_gradients_on_one_rank(rank: int, world: int) -> None:
+    """Rank 0 would wait in an exchange that rank 1 never starts."""
     model, optimizer = _start(ep_size=2)
-    _run(model, optimizer, range(1))
+    _train(model, optimizer, range(1))
     inputs = batch(model, 1, 9, seed=rank)
     model(**inputs).loss.backward()
     if rank == 1:
@@ -324,7 +324,7 @@ def only_one_rank_has_other_gradients(rank: int, world: int) -> None:
         optimizer.step()
 
 
-def _packed(name: str, factor: Tensor) -> Tensor:
+def _pack_as_peft(name: str, factor: Tensor) -> Tensor:
     if factor.ndim == 2:
         return factor
     return factor.flatten(0, 1) if "lora_A" in name else factor.permute(1, 2, 0).flatten(1, 2)
@@ -337,8 +337,8 @@ def _packed(name: str, factor: Tensor) -> Tensor:
             2,
             moved_experts_take_their_momentum_along,
             an_optimizer_from_before_sharding_is_refused,
-            factors_of_adapters_on_request,
-            factors_that_etp_cuts_in_two_are_refused,
+            adapter_factors_can_be_given_to_muon,
+            factors_that_etp_splits_in_two_are_refused,
             groups_of_stages_keep_their_options,
             a_frozen_stage_has_the_groups_of_the_others,
         ),
@@ -347,7 +347,7 @@ def _packed(name: str, factor: Tensor) -> Tensor:
             accelerate_shards_after_the_optimizer_was_made,
             adamws_checkpoint_is_refused,
             gradient_scalers_unscale_and_skip,
-            non_finite_gradients_stay_in_their_matrix,
+            non_finite_gradients_change_only_their_matrix,
             slow=True,
         ),
         *on_ranks(4, resumes_at_another_layout, resumes_with_stages, slow=True),
@@ -357,7 +357,7 @@ def test_on_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _refused(model: nn.Module, message: str, **options: Any) -> None:
+def _check_refusal(model: nn.Module, message: str, **options: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Muon(model, **({"lr": LR} | options))
 
@@ -369,14 +369,14 @@ def test_torchs_muon_is_refused_in_checkpoints(tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "step-1", model, stock)
     with pytest.raises(ValueError, match=r"torch.optim.Muon is refused .* use hf_moe_ep.Muon"):
         load_checkpoint(tmp_path / "step-1", model, stock)
-    load_checkpoint(tmp_path / "step-1", model, None)  # the weights of the run are not lost
+    load_checkpoint(tmp_path / "step-1", model, None)  # the weights can be loaded
 
 
-def test_bad_input() -> None:
+def test_invalid_options_are_refused() -> None:
     model = tiny()
-    _refused(model, "this model is not patched")
+    _check_refusal(model, "this model is not patched")
     patch(model)
-    refused = partial(_refused, model)
+    refused = partial(_check_refusal, model)
     refused("lr must be a number >= 0, got -1", lr=-1)
     refused("momentum must be a number >= 0, got -0.5", momentum=-0.5)
     refused("ns_steps must be 1 .. 99, got 0", ns_steps=0)
@@ -395,7 +395,7 @@ def test_bad_input() -> None:
 def test_a_parameter_that_no_rule_covers_is_named() -> None:
     model = tiny_of("inkling_text")
     patch(model)
-    _refused(model, "model.layers.1.mlp.shared_experts.gate_proj (2, 24, 40)")
+    _check_refusal(model, "model.layers.1.mlp.shared_experts.gate_proj (2, 24, 40)")
     shared = [p for name, p in model.named_parameters() if "shared_experts" in name]
     ids = {id(p) for p in shared}
     rest = [p for p in model.parameters() if id(p) not in ids]
@@ -405,15 +405,15 @@ def test_a_parameter_that_no_rule_covers_is_named() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [1e-4, LR, LR]
 
 
-def test_heads_are_split() -> None:
+def test_heads_are_trained_as_single_matrices() -> None:
     """A projection to 4 heads of 8 rows is trained as 4 matrices."""
     model, other = tiny(), tiny()
     patch(model)
     patch(other)
     optimizer = Muon(model, LR, split_heads=True)
     whole = Muon(other, LR)
-    for it in (model, other):
-        it(**batch(it, 2, 9)).loss.backward()
+    for each_model in (model, other):
+        each_model(**batch(each_model, 2, 9)).loss.backward()
     optimizer.step()
     whole.step()
     changed = {
@@ -439,14 +439,14 @@ def test_heads_are_split() -> None:
 
 @pytest.mark.slow
 def test_a_rank_with_other_gradients_raises() -> None:
-    outcomes = run_ranks(only_one_rank_has_other_gradients, 2, expect_errors=True)
+    outcomes = run_ranks(change_gradients_on_one_rank, 2, expect_errors=True)
     assert [outcome[0] for outcome in outcomes] == ["error", "error"]
     assert outcomes[1][1] == "RuntimeError"
     assert "on this rank other matrices have gradients than in the step before" in outcomes[1][2]
 
 
 def test_steps_that_were_loaded_on_the_host_move_to_their_parameters() -> None:
-    """torch leaves the steps of a loaded state where they are; `meta` stands for a GPU."""
+    """torch does not move "step" of a loaded state. The meta device stands for a GPU."""
     model = patch(tiny())
     norm = nn.Parameter(torch.ones(32, device="meta"))
     model.model.norm.weight = norm

@@ -1,7 +1,7 @@
-"""The Trainer trains a patched model by Muon as a stock model by torch.optim.Muon and AdamW.
+"""Compare the Trainer with a patched model and Muon with a stock model, torch's Muon and AdamW.
 
-Both run in fp64. In bf16, in which Newton-Schulz runs otherwise, a rounding error of a gradient can
-change the last bit of an update.
+Both run in fp64. Otherwise Newton-Schulz would run in bf16, and a rounding error of a gradient
+could change the last bit of an update.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from support.trainer_runs import SAVE, assert_resumed, assert_same_log
 
 
 @pytest.mark.slow
-def test_the_trainer_on_ranks(tmp_path: Path) -> None:
+def test_the_trainer_on_ranks_equals_stock(tmp_path: Path) -> None:
     common = {"muon": True, "dtype": torch.float64}
     half = {"ep": 2, **common, "arguments": SAVE, "stop_after": 3}
     folder, other = tmp_path / "half", tmp_path / "half of ep 2"
