@@ -201,7 +201,7 @@ PARTS: dict[int, list[Job]] = {
             # On an H100 14 of these tests took 53 s in 6 processes.
             100,
             f"{_TESTS} -n 15 tests/ops/test_permute.py tests/ops/test_expert_mlp.py"
-            " tests/ops/test_adapters.py -k 'edges or repeats or strided or frozen or silu-triton'",
+            " tests/ops/test_adapters.py -k 'edge_cases or repeats or strided or frozen or silu-triton'",
             r"\d+ passed",
             f"{_TESTS} tests/ops/test_permute.py",
         ),

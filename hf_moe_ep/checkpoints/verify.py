@@ -93,7 +93,10 @@ def _compare_hashes(path: Path, used: set[str]) -> int:
     """
     hashes: dict[str, tuple[str, Callable[..., str]]] = {}
     if (path / INDEX).is_file():
-        metadata = json.loads((path / INDEX).read_text("utf-8")).get("metadata", {})
+        try:
+            metadata = json.loads((path / INDEX).read_text("utf-8")).get("metadata", {})
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{path / INDEX} is not a JSON object: {error}") from error
         for kind, hash_file in ((HASHES, sha256_of), (HASHES_OF_COPIES, sha256_of_tensors)):
             in_index = metadata.get(kind, {})
             hashes |= {name: (in_index[name], hash_file) for name in in_index if name in used}

@@ -116,7 +116,7 @@ class ForgetCountedOfDecoder(ForgetCounted):
 def attach_counting(parts: Parts, state: ModelState) -> None:
     """Register the hooks that decide which tokens of which forwards are counted."""
     parts.root.register_forward_pre_hook(BeginCounting(state))
-    parts.root.register_forward_hook(EndCounting(state))
+    parts.root.register_forward_hook(EndCounting(state), always_call=True)
     if parts.tied_modules:
         return  # the mask does not describe the tokens of the second tower's layers
     owners = (parts.causal_lm, parts.classifier, parts.root)

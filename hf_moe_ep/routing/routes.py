@@ -188,5 +188,10 @@ def _list_lengths(lengths_or_positions: Sequence[int] | Tensor) -> list[int]:
     shape = tuple(lengths_or_positions.shape)
     if len(shape) != 2 or shape[0] != 1:
         raise ValueError(f"position_ids of a packed row are [1, tokens], not {shape}")
+    if shape[1] and (first := int(lengths_or_positions[0, 0])) != 0:
+        raise ValueError(
+            f"position_ids of a packed row start at 0 in each document, but the first one is "
+            f"{first}; pass the position_ids of the whole row"
+        )
     begins = (lengths_or_positions[0] == 0).nonzero().flatten().tolist()
     return [end - begin for begin, end in zip(begins, [*begins[1:], shape[1]], strict=True)]

@@ -134,6 +134,31 @@ def test_folders_of_other_programs_are_skipped(tmp_path: Path) -> None:
         assert manifest.newest_complete(tmp_path) == ours
 
 
+def test_files_that_disappear_end_neither_a_save_nor_the_search(tmp_path: Path) -> None:
+    """NFS removes a deleted file when it is closed; another process may delete a checkpoint."""
+    first, second = _write_complete(tmp_path / "one", 1), _write_complete(tmp_path / "two", 2)
+    (first / ".nfs0001").touch()
+    stock_stat, stock_read = Path.stat, manifest.read_saved
+
+    def stat(path: Path, **kwargs: Any) -> os.stat_result:
+        if path.name == ".nfs0001":
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+        return stock_stat(path, **kwargs)
+
+    def read_saved(folder: Path) -> Any:
+        if folder == second:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(folder))
+        return stock_read(folder)
+
+    with (
+        mock.patch.object(Path, "stat", stat),
+        mock.patch.object(Path, "is_file", lambda path: os.path.isfile(path)),
+    ):
+        manifest.write(first, LAYOUT)
+    with mock.patch.object(manifest, "read_saved", read_saved):
+        assert manifest.newest_complete(tmp_path) == first
+
+
 def _write_and_check(rank: int, world: int, folder: str) -> dict[str, Any]:
     path, hashed = Path(folder), []
     stock_hash = manifest.sha256_of

@@ -102,3 +102,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     files[0].write_bytes(b"\x08" + b"\0" * 7 + b'{"w": 1}')
     with pytest.raises(ValueError, match=r"shard-00001-.* has a damaged header: "):
         read_parts(files, _make_zeros())
+    offsets = json.dumps({"w": {part_files._OFFSETS: [0]}})  # one offset for two dims
+    save_file({"w": torch.zeros(7, 6)}, files[0], {part_files._SHARDING: offsets})
+    with pytest.raises(ValueError, match=r"shard-00001-.* has a damaged header: ValueError"):
+        read_parts(files[:1], _make_zeros())

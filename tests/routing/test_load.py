@@ -133,6 +133,22 @@ def test_a_call_of_the_decoder_is_counted_if_gradients_are_enabled() -> None:
     assert torch.equal(expert_load(model).counts, _count_choices(tiny(), [batch(model, 2, 9)]))
 
 
+def test_a_layer_is_not_counted_without_gradients_after_a_forward_that_failed() -> None:
+    model = patch(tiny())
+
+    def fail(module: nn.Module, args: tuple[Any, ...]) -> None:
+        raise RuntimeError("the last norm fails")
+
+    hook = model.model.norm.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="the last norm fails"):
+        model(**batch(model, 2, 5))
+    hook.remove()
+    expert_load(model)
+    with torch.no_grad():
+        model.model.layers[0].mlp(torch.randn(2, 5, model.config.hidden_size, dtype=model.dtype))
+    assert not expert_load(model).counts.any()
+
+
 def test_padding_is_not_counted_if_a_caller_passes_the_mask_to_the_decoder() -> None:
     """TRL's distillation trainers replace the forward of the model by a call of the decoder.
 

@@ -94,6 +94,8 @@ def test_pack_removes_padding() -> None:
         right.pack([4, 6])
     with pytest.raises(ValueError, match=r"position_ids .* not \(2, 2\)"):
         right.pack(torch.zeros(2, 2))
+    with pytest.raises(ValueError, match=r"start at 0 .* the first one is 1"):
+        right.pack(positions[:, 1:])
 
 
 def test_weights_stay_with_their_ids() -> None:

@@ -157,7 +157,7 @@ def hub_tensors(
             f"E4M3 with scales of blocks"
         )
     if since is not None and not isinstance(since, SyncToken):
-        raise ValueError(f"since={since!r} is no SyncToken; make one per engine: SyncToken()")
+        raise ValueError(f"since={since!r} is not a SyncToken; make one per engine: SyncToken()")
     if state.unread is None:  # the tensors of unread layers can be listed before they are read
         _check_has_values(model)
     refuse_quantised_experts(model, "hub_tensors")

@@ -239,10 +239,10 @@ def list_complete(root: Path) -> tuple[list[Path], dict[Path, str]]:
             if not folder.is_dir():
                 continue
             check_sizes(folder)
-        except (ValueError, OSError) as error:  # OSError: no permission, or a dead mount
-            reasons[folder] = str(error)
-        else:
             complete.append(read_saved(folder))
+        # OSError: no permission, a dead mount, or a folder that another process has just deleted
+        except (ValueError, OSError) as error:
+            reasons[folder] = str(error)
     return newest_last(complete), reasons
 
 
@@ -308,17 +308,15 @@ def _list_files_to_hash(
     folder: Path, known: dict[str, dict[str, Any]], belongs: Callable[[str], bool] | None
 ) -> dict[str, int]:
     """Return the sizes of the files that have no hash yet; check the sizes of `known` files."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
     _compare_sizes(folder, known)
-    return {
-        name: size
-        for name, size in sizes.items()
-        if name not in (MANIFEST, PARTIAL)
-        and name not in known
-        and not Path(name).name.startswith(_DELETED_ON_NFS)
-        and (belongs is None or belongs(name))
-    }
+    sizes = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if name in known or name in (MANIFEST, PARTIAL) or path.name.startswith(_DELETED_ON_NFS):
+            continue
+        if path.is_file() and (belongs is None or belongs(name)):
+            sizes[name] = path.stat().st_size
+    return sizes
 
 
 def _choose_files(sizes: dict[str, int], group: dist.ProcessGroup | None) -> list[str]:

@@ -158,6 +158,6 @@ def _find_shards(
             box = tuple((start, start + size) for start, size in zip(starts, shape, strict=True))
             if any(overlap(box, part.box) is not None for part in unread[name]):
                 yield name, box, tensors[name]
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{file} has a damaged header: {reason}") from error
