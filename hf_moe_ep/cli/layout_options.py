@@ -1,14 +1,22 @@
-"""Options that `hf-moe-ep memory` and `hf-moe-ep plan` share."""
+"""The options that `hf-moe-ep memory` and `hf-moe-ep plan` share."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from typing import Any
 
 from hf_moe_ep.config import EXPERTS_DTYPES
 from hf_moe_ep.planner.options import LORA_TARGETS, MASTERS, OPTIMIZERS, published_configs
 
 DEFAULT = "default: %(default)s"
+# The options of `add_training` that are fields of ParallelConfig.
+_PARALLEL_FIELDS = (
+    "experts_dtype",
+    "mtp_layers",
+    "fsdp_double_buffer",
+    "experts_double_quant",
+)
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -68,6 +76,11 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         help="gather and reduce in fixed buffers (patch(model, fsdp_double_buffer=True))",
     )
     add("--json", action="store_true", help="print JSON, with sizes in bytes")
+
+
+def parallel_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given options of `add_training` that are fields of ParallelConfig."""
+    return {name: options[name] for name in _PARALLEL_FIELDS if options[name]}
 
 
 def check_adapters(options: argparse.Namespace) -> None:

@@ -24,9 +24,11 @@ from hf_moe_ep.cli.layout_options import (
     add_sizes,
     add_training,
     check_adapters,
+    parallel_fields,
 )
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.planner.options import (
+    GIB,
     NO_WHOLE_LOGITS,
     NOT_COUNTED,
     STEP_NOT_COUNTED,
@@ -37,8 +39,6 @@ from hf_moe_ep.planner.shrink import shrink
 if TYPE_CHECKING:
     from hf_moe_ep.planner.held import MemoryPlan
     from hf_moe_ep.planner.step import StepPlan
-
-_GIB = 2**30
 
 
 def add_parser(subparsers: Any) -> None:
@@ -157,10 +157,7 @@ def _layout_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
         sp_size=settings["sp"],
         cp_size=settings["cp"],
         dp_replicate_size=settings["dp_replicate"],
-        experts_dtype=settings["experts_dtype"],
-        experts_double_quant=settings["experts_double_quant"],
-        fsdp_double_buffer=settings["fsdp_double_buffer"],
-        mtp_layers=settings["mtp_layers"],
+        **parallel_fields(settings),
     )
     return {
         "parallel": parallel,
@@ -212,7 +209,7 @@ def _print_fit(step: StepPlan, settings: Mapping[str, Any]) -> None:
     from hf_moe_ep.upstream.models import has_fused_head, is_causal_lm
 
     memory = settings["gpu_memory"]
-    limit = int(memory * _GIB)
+    limit = int(memory * GIB)
     left = limit - step.peak
     if left >= 0:
         print(f"\nfits in {memory:g} GiB: {_gib(left)} GiB are left for what is not counted")
@@ -251,7 +248,7 @@ def as_json(
         data["step"]["not_counted"] = list(STEP_NOT_COUNTED)
     if memory is not None:
         left = _bytes_left(plan, memory)
-        data["left"] = left if step is None else int(memory * _GIB) - step.peak
+        data["left"] = left if step is None else int(memory * GIB) - step.peak
     return data
 
 
@@ -308,7 +305,7 @@ def _line(title: str, *cells: str, width: int = 20) -> str:
 
 
 def _gib(size: int) -> str:
-    return f"{size / _GIB:,.3f}"
+    return f"{size / GIB:,.3f}"
 
 
 def _footer(plan: MemoryPlan, memory: float | None) -> list[str]:
@@ -322,7 +319,7 @@ def _footer(plan: MemoryPlan, memory: float | None) -> list[str]:
         f"{_gib(plan.unit_reduction)} GiB while they are reduced",
     ]
     if memory is not None:
-        left = _bytes_left(plan, memory) / _GIB
+        left = _bytes_left(plan, memory) / GIB
         lines += [
             "",
             f"fits in {memory:g} GiB: {left:,.3f} GiB are left for what is not counted"
@@ -333,4 +330,4 @@ def _footer(plan: MemoryPlan, memory: float | None) -> list[str]:
 
 
 def _bytes_left(plan: MemoryPlan, memory: float) -> int:
-    return int(memory * _GIB) - plan.largest.held - plan.gathered - plan.buffers
+    return int(memory * GIB) - plan.largest.held - plan.gathered - plan.buffers

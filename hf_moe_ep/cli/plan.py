@@ -21,6 +21,7 @@ from hf_moe_ep.cli.layout_options import (
     add_sizes,
     add_training,
     check_adapters,
+    parallel_fields,
 )
 from hf_moe_ep.cli.progress import Progress
 from hf_moe_ep.planner.hardware import (
@@ -31,6 +32,7 @@ from hf_moe_ep.planner.hardware import (
     known_hardware,
 )
 from hf_moe_ep.planner.options import (
+    GIB,
     NO_WHOLE_LOGITS,
     NODE,
     STEP_NOT_COUNTED,
@@ -45,7 +47,6 @@ _BEST = 5
 _OPTIONS = ("masters", "optimizer", "lora_rank", "lora_targets", "offload")
 _SIZES = ("ep", "etp", "sp", "cp", "dp_replicate")
 _POSITIVE = ("gpus", "gpu_memory", "seq", "batch", *_SIZES, "train_tokens")
-_GIB = 2**30
 # Accelerate checkpoints the layers while it shards them, and refuses a model that is sharded.
 _FOR_SHARDED = (
     "  # For a model of hf_moe_ep.from_pretrained, which is sharded already, write false here and\n"
@@ -153,13 +154,10 @@ def run(options: argparse.Namespace) -> int:
     hardware = _read_hardware(options)
     if options.gpu_memory is None:
         assert hardware is not None
-        memory = {"gpu_memory": hardware.memory_bytes / _GIB}
+        memory = {"gpu_memory": hardware.memory_bytes / GIB}
         options = argparse.Namespace(**(vars(options) | memory))
-    extra = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
+    extra = parallel_fields(vars(options))
     extra |= {"compile_layers": True} if options.compile_layers else {}
-    extra |= {"mtp_layers": options.mtp_layers} if options.mtp_layers else {}
-    extra |= {"fsdp_double_buffer": True} if options.fsdp_double_buffer else {}
-    extra |= {"experts_double_quant": True} if options.experts_double_quant else {}
     import torch
 
     from hf_moe_ep.planner.search import LayoutRequest, find_layouts
@@ -169,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
     request = LayoutRequest(
         model=options.model,
         gpus=options.gpus,
-        limit=int(options.gpu_memory * _GIB),
+        limit=int(options.gpu_memory * GIB),
         seq=options.seq,
         batch=options.batch,
         **{name: getattr(options, name) for name in _SIZES},
@@ -421,7 +419,7 @@ def _about_search(
     else:
         lines += _about_seconds(request.hardware)
     if with_host:
-        node_peak = max(planned.step.host_peak for planned in shown) * request.node / _GIB
+        node_peak = max(planned.step.host_peak for planned in shown) * request.node / GIB
         lines.append(
             f"on the host of each GPU: parameters, gradients, optimizer state; up to "
             f"{node_peak:,.1f} GiB per node"
@@ -439,8 +437,8 @@ def _about_gpus(result: SearchResult, gpus: int, limit: int) -> list[str]:
     if enough == gpus:
         return []
     return [
-        f"Parameters, gradients and optimizer state take {held / _GIB:,.1f} GiB on each of {gpus} "
-        f"GPUs; on {enough} GPUs they would take {held * gpus / enough / _GIB:,.1f} GiB."
+        f"Parameters, gradients and optimizer state take {held / GIB:,.1f} GiB on each of {gpus} "
+        f"GPUs; on {enough} GPUs they would take {held * gpus / enough / GIB:,.1f} GiB."
     ]
 
 
@@ -543,10 +541,10 @@ def _cells(planned: PlannedLayout, *, with_cp: bool, with_stages: bool) -> dict[
     cells |= {"replicas": str(layout.dp_replicate), "chunks": str(layout.chunks)}
     cells["sequences"] = f"{layout.per_forward} x {layout.accumulated}"
     cells["layers run"] = "twice" if layout.checkpointing else "once"
-    cells["peak, GiB"] = f"{planned.step.peak / _GIB:.3f}"
-    cells["left, GiB"] = f"{planned.left / _GIB:.3f}"
+    cells["peak, GiB"] = f"{planned.step.peak / GIB:.3f}"
+    cells["left, GiB"] = f"{planned.left / GIB:.3f}"
     if planned.step.host_peak:
-        cells["host, GiB"] = f"{planned.step.host_peak / _GIB:.3f}"
+        cells["host, GiB"] = f"{planned.step.host_peak / GIB:.3f}"
     if time is not None:
         exposed = sum(time.parts.get(purpose, 0.0) for purpose in PURPOSES) / time.seconds
         cells["s/step"] = f"{time.seconds:.4g}"
@@ -560,7 +558,7 @@ def _why_not_best(planned: PlannedLayout, result: SearchResult, request: LayoutR
     from hf_moe_ep.planner.work import PURPOSES
 
     if planned.left < 0:
-        return f"does not fit by {-planned.left / _GIB:.1f} GiB"
+        return f"does not fit by {-planned.left / GIB:.1f} GiB"
     best, time = result.fit[0], planned.time
     if planned is best or time is None or best.time is None:
         return ""

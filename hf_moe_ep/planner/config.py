@@ -32,7 +32,7 @@ from transformers import (
 from hf_moe_ep.config import check_choice
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.planner.options import LORA_TARGETS, published_configs
-from hf_moe_ep.upstream.hub import on_meta, read_object, why_unreachable
+from hf_moe_ep.upstream.hub import on_meta, read_object
 from hf_moe_ep.upstream.models import is_causal_lm, takes_images
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -94,17 +94,19 @@ def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
 
 
 def _fetch_config(name: str, known: Mapping[str, Any]) -> Any:
-    """Return the config of a hub repository, or its cached copy if the hub is out of reach."""
-    unreachable = why_unreachable(name, "config.json")
+    """Download the config of a hub repository, or read the copy in the hub's cache.
+
+    Without a network, huggingface_hub reads a cached copy after one try. Without a cached copy it
+    tries for 23 seconds, unless HF_HUB_OFFLINE=1 is set.
+    """
     try:
-        return AutoConfig.from_pretrained(
-            name, trust_remote_code=False, local_files_only=unreachable is not None
-        )
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        reason = unreachable or str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise ValueError(
             f"the config of {name!r} was not found on the hub or in its cache ({reason}); pass the "
-            f"path of a downloaded config.json, or one of {', '.join(known)}"
+            f"path of a downloaded config.json, or one of {', '.join(known)}; without a "
+            f"network, HF_HUB_OFFLINE=1 searches only the cache, at once"
         ) from error
 
 

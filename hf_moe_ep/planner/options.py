@@ -22,6 +22,8 @@ NO_WHOLE_LOGITS = (
     "The loss is computed without whole logits where the model allows it, as the Trainer does by "
     "default; in a loop of your own add fused_loss=True to patch, or plan with --whole-logits."
 )
+# Bytes of a GiB.
+GIB = 2**30
 # GPUs per node. By default, ep and sp groups stay inside a node, and a replica (HSDP) has the GPUs
 # of one node or of all nodes.
 NODE = 8

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 
 from hf_moe_ep.planner.counted import OPTIMIZER
+from hf_moe_ep.planner.options import GIB
 from hf_moe_ep.planner.step import StepPlan
 
 try:
@@ -24,7 +25,6 @@ except ImportError as error:
         "pip install matplotlib (it is part of hf_moe_ep[demo])"
     ) from error
 
-_GIB = 2**30
 # From bottom to top: first memory that is held all the time, then temporary memory. The colours are
 # Okabe and Ito's, which colour-blind people can tell apart.
 _COLOURS = {
@@ -63,18 +63,18 @@ def draw_memory(
     for kind, colour in _COLOURS.items():
         if kind not in used:
             continue
-        sizes = [parts.get(kind, 0) / _GIB for _, parts in phases]
+        sizes = [parts.get(kind, 0) / GIB for _, parts in phases]
         # fill_between draws from edge to edge, so the last value is repeated.
         top = [low + size for low, size in zip(below, [*sizes, sizes[-1]], strict=True)]
         axis.fill_between(edges, below, top, step="post", color=colour, label=kind, linewidth=0)
         below = top
     if limit is not None:
-        axis.axhline(limit / _GIB, color="black", linestyle="--", linewidth=1)
-        axis.text(0, limit / _GIB, f" {limit / _GIB:.4g} GiB", va="bottom", fontsize=9)
+        axis.axhline(limit / GIB, color="black", linestyle="--", linewidth=1)
+        axis.text(0, limit / GIB, f" {limit / GIB:.4g} GiB", va="bottom", fontsize=9)
     _mark_peak(axis, plan, [name for name, _ in phases])
     _mark_phases(axis, plan.layers)
     axis.set_xlim(0, len(phases))
-    axis.set_ylim(0, 1.12 * max(max(below), plan.peak / _GIB, (limit or 0) / _GIB))
+    axis.set_ylim(0, 1.12 * max(max(below), plan.peak / GIB, (limit or 0) / GIB))
     axis.set_ylabel("GiB of one rank, planned")
     axis.set_title(title, fontsize=10)
     handles, labels = axis.get_legend_handles_labels()
@@ -111,7 +111,7 @@ def _mark_peak(axis: Axes, plan: StepPlan, names: list[str]) -> None:
     before, layer, number = where.rpartition("layer ")
     if layer and int(number) < 0:
         where = f"{before}layer {int(number) + plan.layers}"
-    x, peak = names.index(where) + 0.5, plan.peak / _GIB
+    x, peak = names.index(where) + 0.5, plan.peak / GIB
     axis.plot([x], [peak], "kv", markersize=4)
     side = "left" if x < len(names) / 3 else "right" if x > len(names) * 2 / 3 else "center"
     axis.annotate(
