@@ -47,7 +47,7 @@ from hf_moe_ep import (
     patch,
 )
 from hf_moe_ep.architectures import find_parts
-from hf_moe_ep.planner.calibrate import hardware_of_rates, measure_rates, timed
+from hf_moe_ep.planner.calibrate import make_hardware, measure_rates, time_step
 from hf_moe_ep.planner.config import attach_lora
 from hf_moe_ep.planner.counted import count_step, make_optimizer
 from hf_moe_ep.planner.seconds import StepTime, step_time
@@ -211,7 +211,7 @@ def measure_rank(
             figures.rates.update(measure_rates(training.model, training.step, node_size=WORLD))
     for _ in range(rounds):
         for training, figures in zip(trainings, measured, strict=True):
-            figures.seconds.append(timed(training.step, torch.device("cpu")))
+            figures.seconds.append(time_step(training.step, torch.device("cpu")))
     return measured
 
 
@@ -309,7 +309,7 @@ def predict(
     sizes: Sizes,
 ) -> list[StepTime]:
     """Predict the time of a step of each configuration on this machine."""
-    hardware = hardware_of_rates(rates)
+    hardware = make_hardware(rates)
     return [
         step_time(
             plan,

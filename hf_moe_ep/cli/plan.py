@@ -27,9 +27,9 @@ from hf_moe_ep.cli.progress import Progress
 from hf_moe_ep.planner.hardware import (
     ASSUMED,
     Hardware,
-    calibrated,
+    apply_measured_rates,
     find_hardware,
-    known_hardware,
+    read_known_hardware,
 )
 from hf_moe_ep.planner.options import (
     GIB,
@@ -91,7 +91,7 @@ def add_parser(subparsers: Any) -> None:
     add(
         "--gpu",
         metavar="NAME",
-        help=f"kind of GPU, to plan seconds as well; one of {', '.join(known_hardware())}",
+        help=f"kind of GPU, to plan seconds as well; one of {', '.join(read_known_hardware())}",
     )
     add(
         "--calibrate",
@@ -209,7 +209,9 @@ def _check_nothing_is_missing(options: argparse.Namespace) -> None:
     needed = {"gpus": "--gpus N", "seq": "--seq S", "batch": "--batch B"}
     missing = [flag for name, flag in needed.items() if getattr(options, name) is None]
     if options.gpu is None and options.gpu_memory is None:
-        missing.append(f"--gpu-memory GIB (or --gpu NAME, one of {', '.join(known_hardware())})")
+        missing.append(
+            f"--gpu-memory GIB (or --gpu NAME, one of {', '.join(read_known_hardware())})"
+        )
     if missing:
         raise ValueError(f"plan needs more arguments; add {', '.join(missing)}")
 
@@ -254,7 +256,7 @@ def _read_hardware(options: argparse.Namespace) -> Hardware | None:
             if getattr(options, flag) is not None:
                 raise ValueError(
                     f"--{flag.replace('_', '-')} has no effect without --gpu; add --gpu NAME, "
-                    f"one of {', '.join(known_hardware())}"
+                    f"one of {', '.join(read_known_hardware())}"
                 )
         return None
     hardware = find_hardware(options.gpu)
@@ -262,7 +264,7 @@ def _read_hardware(options: argparse.Namespace) -> Hardware | None:
         return hardware
     if not options.calibrate.is_file():
         raise ValueError(f"--calibrate {options.calibrate} is not a file")
-    return calibrated(hardware, options.calibrate)
+    return apply_measured_rates(hardware, options.calibrate)
 
 
 def as_json(result: SearchResult, request: LayoutRequest) -> dict[str, Any]:
@@ -444,9 +446,9 @@ def _about_gpus(result: SearchResult, gpus: int, limit: int) -> list[str]:
 
 def _about_context(layout: Layout, request: LayoutRequest) -> list[str]:
     """Return a line about the keys and values that cp ranks exchange; none if unknown."""
-    from hf_moe_ep.planner.search import received_per_layer
+    from hf_moe_ep.planner.search import count_received_bytes
 
-    received = received_per_layer(layout, request)
+    received = count_received_bytes(layout, request)
     if received is None:
         return []
     return [
@@ -458,9 +460,9 @@ def _about_context(layout: Layout, request: LayoutRequest) -> list[str]:
 
 def _about_buffers(layout: Layout, request: LayoutRequest) -> str:
     """Return a line about the fixed buffers of FSDP2 units."""
-    from hf_moe_ep.planner.search import fixed_buffers
+    from hf_moe_ep.planner.search import count_fixed_buffer_bytes
 
-    held = fixed_buffers(layout, request)
+    held = count_fixed_buffer_bytes(layout, request)
     return (
         f"Fixed buffers (fsdp_double_buffer): a GPU holds {held / 2**20:,.1f} MiB of them between "
         f"steps, as a part of its peak; with nccl_ub=True they are memory of NCCL's allocator"
@@ -470,11 +472,11 @@ def _about_buffers(layout: Layout, request: LayoutRequest) -> str:
 def _about_layers(planned: PlannedLayout, model: Any, hardware: Hardware) -> str:
     """Return the layers per stage with which all stages take equally long."""
     from hf_moe_ep.planner.config import find_config
-    from hf_moe_ep.planner.stages import layers_of_equal_time
+    from hf_moe_ep.planner.stages import balance_stage_layers
     from hf_moe_ep.upstream.models import text_config
 
     num_layers = text_config(find_config(model)).num_hidden_layers
-    layers = layers_of_equal_time(planned.step, hardware, num_layers, planned.layout.pp)
+    layers = balance_stage_layers(planned.step, hardware, num_layers, planned.layout.pp)
     return (
         f"The last stage also computes the head. With pp_layers={layers} all stages take about "
         f"equally long; the seconds above are for stages with equal numbers of layers."

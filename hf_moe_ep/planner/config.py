@@ -1,10 +1,10 @@
 """Read the config of a model, and build the model without weights, to plan its training.
 
 `find_config` accepts a hub id, a folder or a config.json. For a hub id, only the config is
-downloaded. `published_models.json` holds the configs of a few models by hub id, reduced to the
+downloaded. `published_models.json` stores the configs of a few models by hub id, reduced to the
 fields that determine sizes, so plans of these models need no network. `meta_model` builds a model
-on the meta device, where a parameter has a shape and no memory. Buffers are not on the meta device:
-they take only a few kilobytes, and sharding broadcasts their values. `attach_lora` adds adapters.
+on the meta device, where a parameter has a shape but no memory. Buffers stay on the CPU: they take
+only a few kilobytes, and sharding broadcasts their values. `attach_lora` adds adapters.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def attach_lora(
         target_parameters=[f"{experts}.{name}" for name in plan.expert_weights]
         if targets != "attention"
         else [],
-        target_modules=_projections(model, plan) if targets != "experts" else [],
+        target_modules=_list_projections(model, plan) if targets != "experts" else [],
     )
     with torch.device(device), warnings.catch_warnings():
         # PEFT reads a model attribute that transformers has deprecated.
@@ -166,7 +166,8 @@ def attach_lora(
     return adapted
 
 
-def _projections(model: nn.Module, plan: ModelPlan) -> list[str]:
+def _list_projections(model: nn.Module, plan: ModelPlan) -> list[str]:
+    """List the names of all linear layers inside attention modules."""
     return [
         f"{name}.{part}"
         for name, attention in model.named_modules()

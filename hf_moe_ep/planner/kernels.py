@@ -1,10 +1,10 @@
 """Count the launches and the memory of the experts' Triton kernels from the shapes of a call.
 
-A plan would run the torch path of the experts, because its fake tensors are on the CPU. A GPU runs
-the kernels of `ops/triton_mlp.py`, which compute the same products with fewer launches, fewer bytes
-and less memory: they gather rows while they multiply, and fuse the activation with the product
-before it. For a GPU, `count_kernels` therefore replaces the torch path: it allocates the tensors of
-`ops/triton_mlp.py`, computes nothing, and counts these launches:
+The fake tensors of a plan are on the CPU, so a plan would run the torch path of the experts. A GPU
+runs the kernels of `ops/triton_mlp.py`. They compute the same products with fewer launches, fewer
+bytes and less memory, because they gather rows while they multiply, and fuse the activation with
+the product before it. To plan a GPU, `count_kernels` replaces the torch path. It allocates the
+tensors of `ops/triton_mlp.py`, computes nothing, and counts these launches:
 
     pass         kernel                            counted
     route        sort_pairs                        4 launches, no FLOPs
@@ -16,17 +16,17 @@ before it. For a GPU, `count_kernels` therefore replaces the torch path: it allo
                  grouped_mm, combine (rows)        1 product and 1 launch: gradients of the rows
                  outer                             1 product per trained matrix
 
-With an adapter of rank P, a thin product comes before each matrix product: it multiplies the rows
-by the adapter's first factor. The kernel of the matrix product then also adds the product with the
-second factor.
+With an adapter, a thin product comes before each matrix product. It multiplies the rows by the
+adapter's first factor. The kernel of the matrix product then also adds the product with the second
+factor.
 
-Example: 6 (token, expert) pairs, hidden size 8, 2 gated experts of 4 columns (so 8 pre-activations)
-in bf16, and pre-activations are kept for backward. The up product takes 2 * 6 * 8 * 8 = 768 FLOPs.
-It reads 6 rows of 8 numbers and 2 matrices of 8 x 8, and writes 6 x 4 activations and 6 x 8
-pre-activations. These are 248 numbers, 496 bytes.
+Example: 6 (token, expert) pairs, hidden size 8, 2 gated experts with 4 columns (so 8
+pre-activations), bf16, and pre-activations that are kept for backward. The up product takes
+2 * 6 * 8 * 8 = 768 FLOPs. It reads 6 rows of 8 numbers and 2 matrices of 8 x 8, and writes 6 x 4
+activations and 6 x 8 pre-activations. These are 248 numbers, 496 bytes.
 
-Partly filled tiles, biases, the first products of adapters and the dequantisation of nested NF4
-scales are not counted in the memory, and partly filled tiles and biases not in the work.
+The work leaves out partly filled tiles and biases. The memory also leaves out the first products of
+adapters and the dequantisation of nested NF4 scales.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ExpertCall:
         rows, top_k: the number of tokens, and the number of experts per token.
         pre: pre-activations per pair (columns of the up product); 2 * `ffn` for gated experts.
         ffn: activations per pair.
-        up_bytes, down_bytes: bytes of the matrices of all experts; with scales if quantised.
+        up_bytes, down_bytes: bytes of the matrices of all experts, with scales if quantised.
         up_rank, down_rank: ranks of the adapters; 0 without an adapter.
     """
 
@@ -104,7 +104,7 @@ class ExpertCall:
         )
 
     def route_launches(self) -> list[Operator]:
-        """List the launches that sort the pairs by expert; they read the ids twice."""
+        """List the launches that sort the pairs by expert. They read the ids twice."""
         ids, positions = 8 * self.rows * self.top_k, 4 * (2 * self.pairs + self.rows * self.top_k)
         return [Operator("memory", "", 0, 2 * ids + positions, launches=4)]
 
@@ -119,7 +119,7 @@ class ExpertCall:
 
         Args:
             need: names of the tensors that need a gradient, as in `torch_mlp.backward`.
-            recompute: True if backward computes the pre-activations again.
+            recompute: True if backward recomputes the pre-activations.
         """
         launches = self._up(keep_pre=True) if recompute else []
         has_activations = bool(need & {"down", "down_a", "down_b"})
@@ -158,12 +158,12 @@ class ExpertCall:
     def _product(
         self, inner: int, width: int, moved: int, matrix_bytes: int, rank: int
     ) -> list[Operator]:
-        """List the launches that multiply each pair's row with the matrix of its expert.
+        """List the launches that multiply each pair's row by the matrix of its expert.
 
         Args:
-            inner, width: numbers per row of the input and of the output.
-            moved: numbers per pair that are read and written.
-            rank: the rank of the adapter; its thin product comes first.
+            inner, width: the numbers in a row of the input and in a row of the output.
+            moved: the numbers that are read and written per pair.
+            rank: the rank of the adapter, whose thin product comes first.
         """
         moved = self.pairs * (moved + rank) + self.experts * rank * width
         flops = 2 * self.pairs * (inner + rank) * width
@@ -191,7 +191,7 @@ class ExpertCall:
 
 @contextmanager
 def count_kernels(work: WorkCounter) -> Iterator[None]:
-    """Inside the block, plan the kernels instead of the torch path."""
+    """Inside the block, plan the Triton kernels instead of the torch path."""
     stock_route, stock_forward = torch_mlp.route, torch_mlp.forward
     stock_backward = torch_mlp.backward
 
@@ -246,7 +246,7 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
 
 
 def _allocate_forward(call: ExpertCall, rows_RH: Tensor, keep_pre: bool) -> tuple[Tensor, Tensor]:
-    """Allocate the tensors of `triton_mlp.forward`; return the output and the pre-activations."""
+    """Allocate the tensors of `triton_mlp.forward`. Returns the output and the pre-activations."""
     pre_AG = rows_RH.new_empty(call.pairs if keep_pre else 0, call.pre)
     act_AF = rows_RH.new_empty(call.pairs, call.ffn)
     y_AH = act_AF.new_empty(call.pairs, call.hidden)
@@ -258,7 +258,7 @@ def _allocate_backward(
 ) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
     """Allocate the tensors of `triton_mlp.backward`.
 
-    Returns the gradients of the rows and of the routing weights, and the tensors from which the
+    Returns the gradients of the rows and the routing weights, and the tensors from which the
     gradients of the experts are computed.
     """
     num_activations = call.pairs if need & {"down", "down_a", "down_b"} else 0

@@ -7,15 +7,16 @@
 
 An operator takes the longer of two times: its FLOPs at the rate of its kind and dtype, or its bytes
 at the memory bandwidth. A collective takes the latency of a link plus its bytes divided by the
-bandwidth; if it crosses nodes, the slower link counts. A phase is a part of the step, such as the
-forward of one layer. In each phase, the fraction `Hardware.overlap` of the communication that can
-overlap computation is hidden. All other communication is exposed and makes the step longer:
+bandwidth. If the collective crosses nodes, the slower link counts. A phase is a part of the step,
+such as the forward of one layer. In each phase, the fraction `Hardware.overlap` of the
+communication that can overlap computation is hidden. All other communication is exposed and makes
+the step longer:
 
     FSDP2's collectives   can overlap all computation of the phase
-    rows (all-to-all)     can overlap only the experts, and only the fraction that `work.py` gives;
-                          gradients of rows only the postponed gradients of the experts' weights
-    a phase             takes computation + exposed communication, or the time in which the host
-                          launches its kernels, if that is longer
+    rows (all-to-all)     can overlap only the experts, and only the fraction that `work.py` gives
+    gradients of rows     can overlap only the postponed gradients of the experts' weights
+    a phase               takes computation + exposed communication, or the time in which the host
+                          launches its kernels if this time is longer
     offload               runs the optimizer at the rate of the host's memory; nothing overlaps it
 
 Example: a product of 500 FLOPs at 50 FLOPs/s takes 10 s; an all-gather of 40 bytes at 4 bytes/s
@@ -65,7 +66,7 @@ class StepTime:
         parts: the seconds of each cause; their sum is `seconds`. The causes are the kinds of
             operators ("matmul", "grouped" for the experts, "attention", "memory" for operators that
             only move bytes, "on_host" for the optimizer on the host), the purposes of collectives
-            (exposed seconds only), and "host" (launches that nothing else hides).
+            (only their exposed seconds), and "host" (the exposed seconds of kernel launches).
     """
 
     seconds: float
@@ -78,8 +79,8 @@ def step_time(plan: StepPlan, hardware: Hardware, *, micro_batches: int, tokens:
 
     Args:
         plan: the result of `plan_step`: the work of one micro-batch and of the optimizer.
-        micro_batches: forward and backward passes per optimizer step.
-        tokens: tokens per optimizer step of all data ranks, divided by the number of GPUs.
+        micro_batches: the number of forward and backward passes per optimizer step.
+        tokens: the tokens of all data ranks per optimizer step, divided by the number of GPUs.
 
     Raises:
         ValueError: a number is not positive, or the plan has no work.
@@ -160,7 +161,7 @@ def matmul_rate(dtype: str, rates: Mapping[str, float]) -> float:
         if wider in rates:
             return rates[wider]
         wider = _WIDER.get(wider)
-    # No dtype with a rate is as wide, so the slowest rate is used.
+    # No dtype of this width or wider has a rate, so the slowest rate is used.
     return min(rates.values())
 
 

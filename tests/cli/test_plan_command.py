@@ -20,8 +20,8 @@ from hf_moe_ep.cli.main import main
 from hf_moe_ep.cli.plan import _about_context, _about_gpus, _mixed_precision, launch_config
 from hf_moe_ep.planner import search
 from hf_moe_ep.planner.counted import OPTIMIZER
-from hf_moe_ep.planner.extrapolate import FEW
-from hf_moe_ep.planner.hardware import ASSUMED, find_hardware, known_hardware
+from hf_moe_ep.planner.extrapolate import FEW_LAYERS
+from hf_moe_ep.planner.hardware import ASSUMED, find_hardware, read_known_hardware
 from hf_moe_ep.planner.held import plan_memory
 from hf_moe_ep.planner.search import (
     Layout,
@@ -30,9 +30,9 @@ from hf_moe_ep.planner.search import (
     SearchResult,
     _count_experts,
     _grids,
+    count_received_bytes,
+    explain_refusal,
     find_layouts,
-    received_per_layer,
-    refusal,
 )
 from hf_moe_ep.planner.step import StepPlan
 
@@ -149,7 +149,7 @@ def test_experts_behind_many_dense_layers_are_counted() -> None:
 def test_experts_of_a_model_of_few_layers_are_counted(name: str) -> None:
     """Their configs list the type of each layer, so a model cannot be lengthened."""
     config = tiny_of_type(name).config
-    assert config.num_hidden_layers < FEW[-1]
+    assert config.num_hidden_layers < FEW_LAYERS[-1]
     assert _count_experts(make_request(model=config)) == 8
 
 
@@ -215,7 +215,7 @@ def test_errors_name_the_wrong_argument(name: str, capsys: pytest.CaptureFixture
 
 def test_every_rate_of_a_gpu_has_a_source() -> None:
     """A source is a web address, an error of torch, a measurement or an assumption."""
-    for hardware in known_hardware().values():
+    for hardware in read_known_hardware().values():
         rates = {rate.name for rate in fields(hardware)} - {"name", "node_size", "host_ahead"}
         assert set(hardware.sources) == rates - {"sources"}
         named = ("https://", "benchmarks/results/", "torch reports")
@@ -255,7 +255,7 @@ def test_latents_are_gathered_for_the_tokens_of_a_rank(sp: int) -> None:
     layout = Layout(ep=1, sp=sp, dp_replicate=1, cp=2)
     request = make_request(model=config, gpus=2 * sp, seq=64, batch=1)
     width = config.kv_lora_rank + config.qk_rope_head_dim
-    assert received_per_layer(layout, request) == 64 // 2 // sp * width * 2
+    assert count_received_bytes(layout, request) == 64 // 2 // sp * width * 2
 
 
 @pytest.mark.slow
@@ -269,7 +269,7 @@ def test_context_parallelism_is_tried_if_nothing_fits_without_it() -> None:
     assert found.fit and all(planned.layout.cp == 2 for planned in found.fit)
     best = found.fit[0].layout
     assert best.patch_line() == "patch(model, ep_size=2, cp_size=2)"
-    received = received_per_layer(best, request)
+    received = count_received_bytes(best, request)
     assert received == best.per_forward * 1024 * 2 * 2 * 8 * 2
     (line,) = _about_context(best, request)
     assert f"up to {received / 2**20:,.1f} MiB per layer" in line
@@ -293,7 +293,7 @@ def test_layouts_that_training_refuses_raise(name: str) -> None:
     with pytest.raises(ValueError, match=words):
         sizes = {"ep": layout.ep, "sp": layout.sp, "cp": layout.cp}
         find_layouts(make_request(**sizes, dp_replicate=layout.dp_replicate, **more))
-    assert not refusal(Layout(1, 1, 1), make_request())
+    assert not explain_refusal(Layout(1, 1, 1), make_request())
 
 
 GRIDS = [
@@ -325,10 +325,10 @@ def _train(rank: int, world: int) -> list[str]:
 
 @pytest.mark.slow
 def test_the_plan_refuses_what_training_refuses_with_the_same_error() -> None:
-    """Four real ranks train 57 layouts. `refusal` gives the same error for each, or none."""
+    """Four real ranks train 57 layouts. `explain_refusal` returns the same error for each layout."""
     (first, *others) = run_ranks(_train, 4, timeout=500.0)
     assert all(other == first for other in others)
-    planned = [refusal(grid, make_request(batch=4)) for grid in GRIDS]
+    planned = [explain_refusal(grid, make_request(batch=4)) for grid in GRIDS]
     assert planned == first
     assert 0 < sum(map(bool, planned)) < len(GRIDS)
 

@@ -28,7 +28,7 @@ def _count_two_phases() -> tuple[dict[str, int], dict[str, int], int]:
         remaining = d + d
         d.untyped_storage().resize_(6 * 1024)
         del d
-        alive = memory.sums_at_peaks(lambda record: record.made_by)["two"]
+        alive = memory.sum_at_peaks(lambda record: record.made_by)["two"]
         now = memory.now
     del remaining
     return memory.peaks, alive, now
@@ -72,7 +72,7 @@ def test_torchs_resize_is_restored_after_an_error() -> None:
         x.untyped_storage().resize_(4096)
         memory.begin("resized")
         assert memory.now == 4096
-        assert memory.sums_at_peaks(lambda record: record.made_by)["resized"] == {RESIZED: 4096}
+        assert memory.sum_at_peaks(lambda record: record.made_by)["resized"] == {RESIZED: 4096}
         _ = 1 / 0
     assert torch.UntypedStorage.resize_ is stock
 

@@ -9,7 +9,7 @@ from support.tiny_models import tiny
 from hf_moe_ep import ParallelConfig
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.planner.extrapolate import with_layers
-from hf_moe_ep.planner.plot import draw_memory, over_step
+from hf_moe_ep.planner.plot import draw_memory, list_phase_bytes
 from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 
 FOUR_OF_SEVEN = StepPlan(
@@ -35,7 +35,7 @@ FOUR_OF_SEVEN = StepPlan(
 
 def test_layers_in_the_middle_are_interpolated() -> None:
     """The plan has the first and last two of 7 layers. Layers 2 to 4 lie on a line between them."""
-    names, parts = zip(*over_step(FOUR_OF_SEVEN), strict=True)
+    names, parts = zip(*list_phase_bytes(FOUR_OF_SEVEN), strict=True)
     layers = [f"layer {number}" for number in range(7)]
     assert names == (
         "forward, before layers",
@@ -66,7 +66,7 @@ def test_the_plot_of_a_few_layers_equals_that_of_all(checkpointing: bool) -> Non
         for all_layers in (False, True)
     )
     assert few.layers_run == (4, 5) and whole.layers_run == (7,)
-    pairs = list(zip(over_step(few), over_step(whole), strict=True))
+    pairs = list(zip(list_phase_bytes(few), list_phase_bytes(whole), strict=True))
     assert [name for (name, _), _ in pairs] == list(whole.peaks)
     for (name, planned), (_, counted) in pairs:
         assert planned == pytest.approx(counted, abs=0.5), name

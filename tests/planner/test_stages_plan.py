@@ -24,8 +24,8 @@ from hf_moe_ep.planner.seconds import phase_parts, step_time, time_of_work
 from hf_moe_ep.planner.stages import (
     IN_FLIGHT,
     Transfers,
-    layers_of_equal_time,
-    stage_config,
+    balance_stage_layers,
+    make_stage_config,
     time_of_stages,
     with_micro_batches,
 )
@@ -37,7 +37,7 @@ MICRO_BATCHES = 4
 
 def planned(pp_size: int, world: int, *, checkpointing: bool = False) -> StepPlan:
     """Plan micro-batches of one sequence on a stage."""
-    config = stage_config(SIZES.config(), ParallelConfig(pp_size=pp_size))
+    config = make_stage_config(SIZES.config(), ParallelConfig(pp_size=pp_size))
     step = plan_step(
         config,
         world_size=world // pp_size,
@@ -91,21 +91,21 @@ def test_no_activations_of_micro_batches_are_left_when_the_optimizer_steps() -> 
 def test_a_stage_has_the_last_layers() -> None:
     """It has no dense layer, and the windows of its layers alternate as at the end."""
     deepseek, gpt_oss = DeepseekV3Config(), GptOssConfig()
-    stage = stage_config(deepseek, ParallelConfig(pp_size=4))
+    stage = make_stage_config(deepseek, ParallelConfig(pp_size=4))
     assert (stage.num_hidden_layers, stage.first_k_dense_replace) == (16, 0)
     assert (deepseek.num_hidden_layers, deepseek.first_k_dense_replace) == (61, 3)
-    stage = stage_config(gpt_oss, ParallelConfig(pp_size=4, pp_layers=(8, 9, 9, 10)))
+    stage = make_stage_config(gpt_oss, ParallelConfig(pp_size=4, pp_layers=(8, 9, 9, 10)))
     assert stage.layer_types == gpt_oss.layer_types[-10:]
     with_dense = tiny(num_hidden_layers=5, mlp_only_layers=[0, 3]).config
-    assert stage_config(with_dense, ParallelConfig(pp_size=2)).mlp_only_layers == [1]
+    assert make_stage_config(with_dense, ParallelConfig(pp_size=2)).mlp_only_layers == [1]
 
 
 def test_stages_that_training_or_the_plan_refuses() -> None:
     with pytest.raises(ValueError, match="pp_size \\(7\\) needs at least one layer per stage"):
-        stage_config(SIZES.config(), ParallelConfig(pp_size=7))
+        make_stage_config(SIZES.config(), ParallelConfig(pp_size=7))
     every_second = tiny(num_hidden_layers=6, decoder_sparse_step=2).config
     with pytest.raises(ValueError, match="cannot shorten the config of qwen3_moe to its last 3"):
-        stage_config(every_second, ParallelConfig(pp_size=2))
+        make_stage_config(every_second, ParallelConfig(pp_size=2))
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_layers_of_equal_time() -> None:
         }
         head = seconds["head"] / (seconds["layer "] / step.layers)
         for pp_size in (2, 3, 4):
-            counts = layers_of_equal_time(step, gpu, layers, pp_size)
+            counts = balance_stage_layers(step, gpu, layers, pp_size)
             assert sum(counts) == layers and len(counts) == pp_size and min(counts) >= 1
             times = [*counts[:-1], counts[-1] + head]
             moved = [*counts[:-2], counts[-2] - 1, counts[-1] + 1 + head]
