@@ -1,4 +1,4 @@
-"""The options that `hf-moe-ep memory` and `hf-moe-ep plan` share."""
+"""Add and check the options that `hf-moe-ep memory` and `hf-moe-ep plan` share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 def add_model_and_gpus(parser: argparse.ArgumentParser) -> None:
     models = ", ".join(published_configs())
     parser.add_argument(
-        "model", help=f"folder, config.json or hub name; these need no download: {models}"
+        "model", help=f"folder, config.json or hub name; these names need no download: {models}"
     )
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="number of GPUs; one process runs on each"
@@ -33,7 +33,7 @@ def add_model_and_gpus(parser: argparse.ArgumentParser) -> None:
 def add_sizes(
     parser: argparse.ArgumentParser, helps: Mapping[str, str], default: int | None
 ) -> None:
-    """Add `--ep-size`, with the short spelling `--ep`, for the key "ep" of `helps`, and so on."""
+    """Add an option for each key of `helps`: for "ep", `--ep-size` and its short form `--ep`."""
     for name, text in helps.items():
         short = f"--{name.replace('_', '-')}"
         parser.add_argument(
@@ -48,7 +48,7 @@ def add_sizes(
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what is trained, and `--json`."""
+    """Add the options that determine what is trained, and `--json`."""
     add = parser.add_argument
     add("--dtype", choices=_DTYPES, default="bfloat16", help=f"dtype of the model; {DEFAULT}")
     add("--masters", choices=MASTERS, default="fp32", help=f"dtype of trained weights; {DEFAULT}")

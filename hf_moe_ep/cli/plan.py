@@ -47,7 +47,8 @@ _BEST = 5
 _OPTIONS = ("masters", "optimizer", "lora_rank", "lora_targets", "offload")
 _SIZES = ("ep", "etp", "sp", "cp", "dp_replicate")
 _POSITIVE = ("gpus", "gpu_memory", "seq", "batch", *_SIZES, "train_tokens")
-# Accelerate checkpoints the layers while it shards them, and refuses a model that is sharded.
+# Accelerate sets up activation checkpointing while it shards a model, and refuses to do so for a
+# model that is sharded already.
 _FOR_SHARDED = (
     "  # For a model of hf_moe_ep.from_pretrained, which is sharded already, write false here and\n"
     "  # call model.gradient_checkpointing_enable() in the script."
@@ -57,7 +58,7 @@ _SYNC_EACH_BATCH = (
     "# With the Trainer, the plan needs accelerator_config=\n"
     "#   {'gradient_accumulation_kwargs': {'sync_each_batch': True}}"
 )
-# Names of the parts of `StepTime` in the output.
+# The names of the parts of `StepTime` in the output.
 _PART_NAMES = {
     "matmul": "matrix products",
     "grouped": "experts",
@@ -82,24 +83,29 @@ def add_parser(subparsers: Any) -> None:
         description="List parallel layouts of a model that training accepts on N GPUs, with the "
         "peak memory of a whole step in each. Sizes that are not given are searched; an ep_size "
         "larger than a node must be given. Only the config is downloaded, and the step runs "
-        "on tensors without memory, which takes minutes for a large model. With --gpu the layouts "
+        "on tensors without memory, which takes minutes for a large model. With --gpu, the layouts "
         "are sorted by planned seconds per step. The seconds are computed from the speed of the "
-        "GPU and not measured; trust their order more than their values.",
+        "GPU, not measured; trust their order more than their values.",
     )
     add_model_and_gpus(parser)
     add = parser.add_argument
     add(
         "--gpu",
         metavar="NAME",
-        help=f"kind of GPU, to plan seconds as well; one of {', '.join(read_known_hardware())}",
+        help=f"kind of GPU, to plan seconds as well: {', '.join(read_known_hardware())}",
     )
     add(
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="JSON file of measured speeds, which replace those of --gpu",
+        help="JSON file of measured speeds, which replace the speeds of --gpu",
     )
-    add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU; default: that of --gpu")
+    add(
+        "--gpu-memory",
+        type=float,
+        metavar="GIB",
+        help="memory of one GPU; default: the memory of --gpu",
+    )
     add("--seq", type=int, metavar="S", help="tokens per sequence")
     add("--batch", type=int, metavar="B", help="sequences per optimizer step, summed over all GPUs")
     helps = {
@@ -135,7 +141,7 @@ def add_parser(subparsers: Any) -> None:
         "--train-tokens",
         type=float,
         metavar="N",
-        help="tokens of the whole training, to print its hours (needs --gpu)",
+        help="tokens of the whole training, to print how many hours it takes (needs --gpu)",
     )
     add("--plot", type=Path, metavar="PNG", help="draw the memory of the best layout over a step")
     add(
@@ -192,11 +198,11 @@ def run(options: argparse.Namespace) -> int:
         return 1
     if options.write is not None:
         best = result.fit[0].layout
-        text = launch_config(
+        text = format_launch_config(
             best,
             options.gpus,
             request.node,
-            mixed_precision=_mixed_precision(options),
+            mixed_precision=_choose_mixed_precision(options),
             offload=options.offload,
             **extra,
         )
@@ -217,7 +223,7 @@ def _check_nothing_is_missing(options: argparse.Namespace) -> None:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise an error if an option is wrong by itself or contradicts another one."""
+    """Raise an error if an option is wrong by itself or contradicts another option."""
     for name in _POSITIVE:
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
@@ -234,7 +240,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _import_draw_memory() -> Callable[..., None]:
-    """Import the function that plots, so that a missing matplotlib is an error before planning."""
+    """Import the function that draws a plan. Without matplotlib, raise an error before planning."""
     try:
         from hf_moe_ep.planner.plot import draw_memory
     except ImportError as error:
@@ -273,7 +279,7 @@ def as_json(result: SearchResult, request: LayoutRequest) -> dict[str, Any]:
     def to_plain(planned: PlannedLayout) -> dict[str, Any]:
         step = planned.step
         plain = {"layout": asdict(planned.layout), "step": step.as_json(), "left": planned.left}
-        plain |= {"peak": step.peak, "why": _why_not_best(planned, result, request)}
+        plain |= {"peak": step.peak, "why": _explain_rank(planned, result, request)}
         if planned.layout.pp > 1:
             plain |= {"bubble": planned.bubble, "sent_between_stages": planned.sent}
         return plain if planned.time is None else plain | {"time": asdict(planned.time)}
@@ -286,14 +292,14 @@ def as_json(result: SearchResult, request: LayoutRequest) -> dict[str, Any]:
     }
 
 
-def _mixed_precision(options: argparse.Namespace) -> str:
+def _choose_mixed_precision(options: argparse.Namespace) -> str:
     """Return Accelerate's mixed_precision for the planned dtypes."""
     if options.masters != "fp32":
         return "no"
     return {"bfloat16": "bf16", "float16": "fp16"}.get(options.dtype, "no")
 
 
-def launch_config(
+def format_launch_config(
     layout: Layout,
     gpus: int,
     node: int = NODE,
@@ -306,7 +312,7 @@ def launch_config(
 
     Args:
         node: GPUs per node.
-        mixed_precision: as in the file; "no" trains the weights in the dtype of the model.
+        mixed_precision: the value in the file; "no" trains the weights in the dtype of the model.
         offload: keep parameters on the host.
         extra: further arguments of `patch`.
     """
@@ -351,10 +357,10 @@ def _format_result(
         f"{options.model} on {options.gpus} GPUs of {options.gpu_memory:.4g} GiB, {options.batch} "
         f"sequences of {options.seq} tokens per step",
         "",
-        *_table(shown, result, request),
+        *_format_table(shown, result, request),
         "",
     ]
-    lines += _about_search(shown, result, request, with_host=options.offload)
+    lines += _format_search_notes(shown, result, request, with_host=options.offload)
     if not result.fit:
         offload = "" if options.offload else ", or add --offload"
         return [
@@ -362,20 +368,20 @@ def _format_result(
             "",
             f"No layout fits. Let `hf-moe-ep memory ... --gpu-memory GIB` list options that "
             f"help{offload}.",
-            *_about_gpus(result, options.gpus, request.limit),
+            *_format_needed_gpus(result, options.gpus, request.limit),
         ]
     best = result.fit[0]
     lines += ["", f"Best layout: {best.layout.patch_line(**request.parallel)}"]
     if request.only_loss_is_read:
         lines.append(NO_WHOLE_LOGITS)
     if best.layout.pp > 1 and request.hardware is not None:
-        lines.append(_about_layers(best, request.model, request.hardware))
+        lines.append(_format_stage_note(best, request.model, request.hardware))
     if best.layout.cp > 1:
-        lines += _about_context(best.layout, request)
+        lines += _format_context_note(best.layout, request)
     if options.fsdp_double_buffer:
-        lines.append(_about_buffers(best.layout, request))
+        lines.append(_format_buffer_note(best.layout, request))
     if best.time is not None:
-        lines.append(f"Parts of its step: {_shares(best.time)}")
+        lines.append(f"Parts of its step: {_format_shares(best.time)}")
     if best.time is not None and options.train_tokens is not None:
         rate = best.time.tokens_per_second_per_gpu * options.gpus
         hours = options.train_tokens / rate / 3600
@@ -383,22 +389,24 @@ def _format_result(
     return lines
 
 
-def _table(shown: list[PlannedLayout], result: SearchResult, request: LayoutRequest) -> list[str]:
+def _format_table(
+    shown: list[PlannedLayout], result: SearchResult, request: LayoutRequest
+) -> list[str]:
     """Return the table of the layouts in `shown`, and the legend of its columns."""
     with_cp = any(planned.layout.cp > 1 for planned in shown)
     with_stages = max(request.pp) > 1
-    cells = [_cells(planned, with_cp=with_cp, with_stages=with_stages) for planned in shown]
+    cells = [_make_cells(planned, with_cp=with_cp, with_stages=with_stages) for planned in shown]
     rows = [list(cells[0]), *(list(by_name.values()) for by_name in cells)]
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     lines = []
-    reasons = ["", *(_why_not_best(planned, result, request) for planned in shown)]
+    reasons = ["", *(_explain_rank(planned, result, request) for planned in shown)]
     for row, why in zip(rows, reasons, strict=True):
         line = "".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(f"{line}   {why}".rstrip())
-    return [*lines, "", *_legend(rows[0])]
+    return [*lines, "", *_format_legend(rows[0])]
 
 
-def _about_search(
+def _format_search_notes(
     shown: list[PlannedLayout], result: SearchResult, request: LayoutRequest, *, with_host: bool
 ) -> list[str]:
     """Return notes: which layouts are not in the table, and how the numbers were computed."""
@@ -419,7 +427,7 @@ def _about_search(
             "per forward, then those with more GiB left.",
         ]
     else:
-        lines += _about_seconds(request.hardware)
+        lines += _format_rate_notes(request.hardware)
     if with_host:
         node_peak = max(planned.step.host_peak for planned in shown) * request.node / GIB
         lines.append(
@@ -429,8 +437,11 @@ def _about_search(
     return lines
 
 
-def _about_gpus(result: SearchResult, gpus: int, limit: int) -> list[str]:
-    """Return the line about how many GPUs hold the sharded state, if these GPUs do not hold it."""
+def _format_needed_gpus(result: SearchResult, gpus: int, limit: int) -> list[str]:
+    """Format a line about the number of GPUs that can hold the sharded state.
+
+    Return no line if the given GPUs can hold it.
+    """
     sharded = [planned for planned in result.too_large if planned.layout.dp_replicate == 1]
     held = sharded[0].step.held if sharded else 0
     enough = gpus
@@ -444,8 +455,8 @@ def _about_gpus(result: SearchResult, gpus: int, limit: int) -> list[str]:
     ]
 
 
-def _about_context(layout: Layout, request: LayoutRequest) -> list[str]:
-    """Return a line about the keys and values that cp ranks exchange; none if unknown."""
+def _format_context_note(layout: Layout, request: LayoutRequest) -> list[str]:
+    """Format a line about the keys and values that cp ranks exchange. Return no line if unknown."""
     from hf_moe_ep.planner.search import count_received_bytes
 
     received = count_received_bytes(layout, request)
@@ -458,8 +469,8 @@ def _about_context(layout: Layout, request: LayoutRequest) -> list[str]:
     ]
 
 
-def _about_buffers(layout: Layout, request: LayoutRequest) -> str:
-    """Return a line about the fixed buffers of FSDP2 units."""
+def _format_buffer_note(layout: Layout, request: LayoutRequest) -> str:
+    """Format a line about the fixed buffers of FSDP2 units."""
     from hf_moe_ep.planner.search import count_fixed_buffer_bytes
 
     held = count_fixed_buffer_bytes(layout, request)
@@ -469,8 +480,8 @@ def _about_buffers(layout: Layout, request: LayoutRequest) -> str:
     )
 
 
-def _about_layers(planned: PlannedLayout, model: Any, hardware: Hardware) -> str:
-    """Return the layers per stage with which all stages take equally long."""
+def _format_stage_note(planned: PlannedLayout, model: Any, hardware: Hardware) -> str:
+    """Format a line about the layers per stage with which all stages take equally long."""
     from hf_moe_ep.planner.config import find_config
     from hf_moe_ep.planner.stages import balance_stage_layers
     from hf_moe_ep.upstream.models import text_config
@@ -483,8 +494,8 @@ def _about_layers(planned: PlannedLayout, model: Any, hardware: Hardware) -> str
     )
 
 
-def _shares(time: StepTime) -> str:
-    """Return the share of each part in the time of a step, the largest first."""
+def _format_shares(time: StepTime) -> str:
+    """Format the share of each part in the time of a step, the largest first."""
     parts = sorted(time.parts.items(), key=lambda item: -item[1])
     shares = [(part, f"{seconds / time.seconds:.0%}") for part, seconds in parts]
     return ", ".join(f"{_PART_NAMES.get(part, part)} {share}" for part, share in shares)
@@ -510,12 +521,12 @@ _LEGEND = {
 }
 
 
-def _legend(names: list[str]) -> list[str]:
+def _format_legend(names: list[str]) -> list[str]:
     width = max(map(len, _LEGEND)) + 2
     return [f"  {name:<{width}}{_LEGEND[name]}" for name in names if name in _LEGEND]
 
 
-def _about_seconds(hardware: Hardware) -> list[str]:
+def _format_rate_notes(hardware: Hardware) -> list[str]:
     assumed = [name for name, source in hardware.sources.items() if source.startswith(ASSUMED)]
     measured = [name for name, source in hardware.sources.items() if source.startswith("measured")]
     return [
@@ -526,8 +537,8 @@ def _about_seconds(hardware: Hardware) -> list[str]:
     ]
 
 
-def _cells(planned: PlannedLayout, *, with_cp: bool, with_stages: bool) -> dict[str, str]:
-    """Return the cells of a layout by the names of their columns."""
+def _make_cells(planned: PlannedLayout, *, with_cp: bool, with_stages: bool) -> dict[str, str]:
+    """Return the table cells of a layout by the names of their columns."""
     from hf_moe_ep.planner.work import PURPOSES
 
     layout, time = planned.layout, planned.time
@@ -555,8 +566,8 @@ def _cells(planned: PlannedLayout, *, with_cp: bool, with_stages: bool) -> dict[
     return cells
 
 
-def _why_not_best(planned: PlannedLayout, result: SearchResult, request: LayoutRequest) -> str:
-    """Return why a layout is not the best: the missing memory, or the part that slows it most."""
+def _explain_rank(planned: PlannedLayout, result: SearchResult, request: LayoutRequest) -> str:
+    """Explain why a layout is not the best: memory is missing, or a part of the step is slower."""
     from hf_moe_ep.planner.work import PURPOSES
 
     if planned.left < 0:

@@ -17,7 +17,12 @@ from support.tiny_models import batch, tiny
 
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2
 from hf_moe_ep.cli.main import main
-from hf_moe_ep.cli.plan import _about_context, _about_gpus, _mixed_precision, launch_config
+from hf_moe_ep.cli.plan import (
+    _choose_mixed_precision,
+    _format_context_note,
+    _format_needed_gpus,
+    format_launch_config,
+)
 from hf_moe_ep.planner import search
 from hf_moe_ep.planner.counted import OPTIMIZER
 from hf_moe_ep.planner.extrapolate import FEW_LAYERS
@@ -271,7 +276,7 @@ def test_context_parallelism_is_tried_if_nothing_fits_without_it() -> None:
     assert best.patch_line() == "patch(model, ep_size=2, cp_size=2)"
     received = count_received_bytes(best, request)
     assert received == best.per_forward * 1024 * 2 * 2 * 8 * 2
-    (line,) = _about_context(best, request)
+    (line,) = _format_context_note(best, request)
     assert f"up to {received / 2**20:,.1f} MiB per layer" in line
     assert "nothing hides this transfer" in line
 
@@ -325,7 +330,7 @@ def _train(rank: int, world: int) -> list[str]:
 
 @pytest.mark.slow
 def test_the_plan_refuses_what_training_refuses_with_the_same_error() -> None:
-    """Four real ranks train 57 layouts. `explain_refusal` returns the same error for each layout."""
+    """Four real ranks train 57 layouts. `explain_refusal` gives the same error for each of them."""
     (first, *others) = run_ranks(_train, 4, timeout=500.0)
     assert all(other == first for other in others)
     planned = [explain_refusal(grid, make_request(batch=4)) for grid in GRIDS]
@@ -449,7 +454,7 @@ def test_launch_config_of_two_machines(tmp_path: Path) -> None:
 
     written = tmp_path / "fsdp.yaml"
     layout = Layout(8, 1, 2, 1, 4, checkpointing=True)
-    written.write_text(launch_config(layout, 16, experts_dtype="nf4"))
+    written.write_text(format_launch_config(layout, 16, experts_dtype="nf4"))
     config = load_config_from_file(str(written))
     assert (config.num_processes, config.num_machines, config.rdzv_backend) == (16, 2, "static")
     assert config.fsdp_config["fsdp_activation_checkpointing"] is True
@@ -458,7 +463,7 @@ def test_launch_config_of_two_machines(tmp_path: Path) -> None:
     assert first == "# patch(model, ep_size=8, dp_replicate_size=2, experts_dtype='nf4')"
     assert second.endswith("gradient_accumulation_steps: 4")
     assert "{'gradient_accumulation_kwargs': {'sync_each_batch': True}}" in written.read_text()
-    assert "sync_each_batch" not in launch_config(replace(layout, accumulated=1), 16)
+    assert "sync_each_batch" not in format_launch_config(replace(layout, accumulated=1), 16)
     assert config.mixed_precision == "bf16"
 
 
@@ -477,8 +482,8 @@ def test_the_launch_config_trains_in_the_planned_dtypes(
     from accelerate.commands.config.config_args import load_config_from_file
 
     written = tmp_path / "fsdp.yaml"
-    mixed = _mixed_precision(argparse.Namespace(masters=masters, dtype=dtype))
-    written.write_text(launch_config(Layout(1, 1, 1), 1, mixed_precision=mixed))
+    mixed = _choose_mixed_precision(argparse.Namespace(masters=masters, dtype=dtype))
+    written.write_text(format_launch_config(Layout(1, 1, 1), 1, mixed_precision=mixed))
     assert load_config_from_file(str(written)).mixed_precision == expected
 
 
@@ -508,12 +513,12 @@ def test_the_number_of_gpus_that_hold_the_state_by_hand() -> None:
     replicas = PlannedLayout(Layout(8, 1, 2), replace(step, made_of={}), -1)
     result = SearchResult([], [replicas, PlannedLayout(Layout(8, 1, 1), step, -1)], {})
     for limit in (49, 50):
-        assert _about_gpus(result, 32, limit * gib) == [
+        assert _format_needed_gpus(result, 32, limit * gib) == [
             "Parameters, gradients and optimizer state take 100.0 GiB on each of 32 GPUs; on 128 "
             "GPUs they would take 25.0 GiB."
         ]
-    assert _about_gpus(result, 32, 101 * gib) == []
-    assert _about_gpus(SearchResult([], [replicas], {}), 32, 49 * gib) == []
+    assert _format_needed_gpus(result, 32, 101 * gib) == []
+    assert _format_needed_gpus(SearchResult([], [replicas], {}), 32, 49 * gib) == []
 
 
 def test_command_fails_if_no_layout_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`apply_measured_rates` replaces rates of a record by measured rates, and refuses wrong entries."""
+"""`apply_measured_rates` replaces rates of a record by measured rates; wrong entries raise."""
 
 import json
 from dataclasses import replace

@@ -340,9 +340,8 @@ def test_experts_are_drawn_as_often_as_the_load_says() -> None:
         share_E = ids_TK.flatten().bincount(minlength=4) / 10_000
         assert (share_E - counts_E / 80).abs().max() < 0.02
     assert choices.find_busiest_rank(2) == 0
-    assert (
-        Choices.of_load(ExpertLoad(counts.flip(1), ("a", "b"), 2), 2, 2).find_busiest_rank(2) == 1
-    )
+    flipped = ExpertLoad(counts.flip(1), ("a", "b"), 2)
+    assert Choices.of_load(flipped, 2, 2).find_busiest_rank(2) == 1
     assert Choices.evenly(4, 2).find_busiest_rank(2) == 0
     with pytest.raises(ValueError, match=r"load has 2 MoE layers.*the model has 3"):
         Choices.of_load(load, 2, 3)

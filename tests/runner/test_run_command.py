@@ -22,7 +22,7 @@ from support.scripts import ROOT
 from hf_moe_ep import ParallelConfig
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.config import RunOptions, settings_from_environment, variable_of
-from hf_moe_ep.run import interpreter_options
+from hf_moe_ep.run import find_interpreter_options
 from hf_moe_ep.runner.environment import HOOK_FOLDER
 
 RUN = (sys.executable, "-m", "hf_moe_ep", "run")
@@ -191,7 +191,8 @@ def test_inside_a_launcher(tmp_path: Path) -> None:
         assert variables["HF_MOE_EP_EP_SIZE"] == "2"
         assert flags == f"1 __main__ {folder}"
     words = ["python", "-X", "dev", "-m", "hf_moe_ep.run", "--ep-size", "2", "train.py"]
-    assert interpreter_options(words) == ["-X", "dev"] and interpreter_options(["python"]) == []
+    assert find_interpreter_options(words) == ["-X", "dev"]
+    assert find_interpreter_options(["python"]) == []
 
 
 def test_the_help_shows_the_values_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
