@@ -20,7 +20,7 @@ from hf_moe_ep.runner.options import add_settings, variables
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Replace this process by Python with the script or module in `arguments`."""
-    parser = _build_parser()
+    parser = _parser()
     options = parser.parse_args(arguments)
     script = options.script[1:] if options.script[:1] == ["--"] else options.script
     if bool(options.module) == bool(script):
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hf_moe_ep.run", description=DESCRIPTION, allow_abbrev=False
     )

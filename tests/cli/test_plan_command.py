@@ -34,7 +34,7 @@ from hf_moe_ep.planner.search import (
     PlannedLayout,
     SearchResult,
     _count_experts,
-    _grids,
+    _iterate_grids,
     count_received_bytes,
     explain_refusal,
     find_layouts,
@@ -110,18 +110,18 @@ def test_the_largest_power_of_two_of_sequences_that_fits_is_planned() -> None:
 
 def test_few_experts_are_split_over_as_many_ranks_as_many_experts_are() -> None:
     """2 experts on up to 8 ranks: 2 x etp 2 and 2 x etp 4 stand where others have ep 4 and ep 8."""
-    grids = list(_grids(make_request(gpus=8), 1, 1, 2, 1))
+    grids = list(_iterate_grids(make_request(gpus=8), 1, 1, 2, 1))
     assert [(grid.ep, grid.etp) for grid in grids] == [(1, 1), (2, 1), (2, 2), (2, 4)]
     assert grids[-1].patch_line() == "patch(model, ep_size=2, etp_size=4)"
-    assert {grid.etp for grid in _grids(make_request(gpus=8), 1, 1, 8, 1)} == {1}
-    assert [(g.ep, g.etp) for g in _grids(make_request(gpus=8, ep=2, etp=2), 1, 1, 2, 1)] == [
-        (2, 2)
-    ]
+    assert {grid.etp for grid in _iterate_grids(make_request(gpus=8), 1, 1, 8, 1)} == {1}
+    assert [
+        (g.ep, g.etp) for g in _iterate_grids(make_request(gpus=8, ep=2, etp=2), 1, 1, 2, 1)
+    ] == [(2, 2)]
 
 
 def test_no_grid_is_planned_twice() -> None:
     """12 GPUs are one node of 8 and a half: there is one size of replicas, 1."""
-    grids = list(_grids(make_request(gpus=12, hardware=find_hardware("h100")), 1, 1, 8, 1))
+    grids = list(_iterate_grids(make_request(gpus=12, hardware=find_hardware("h100")), 1, 1, 8, 1))
     assert len(set(grids)) == len(grids)
 
 
