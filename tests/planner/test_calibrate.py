@@ -1,4 +1,4 @@
-"""`fit_rates` computes the rates behind invented samples; rates of a real rank predict its step."""
+"""`fit_rates` finds the rates behind invented samples. Rates of a real rank predict its step."""
 
 import json
 from dataclasses import replace
@@ -52,10 +52,11 @@ COLLECTIVES = tuple(
 
 
 def test_fit_computes_the_rates_that_made_the_samples() -> None:
-    """The samples are seconds that a machine with RATES needs.
+    """The samples have the seconds that a machine with RATES needs.
 
-    On a CPU, the difference between a step and the sum of its parts is time of the host. With a GPU
-    the host runs ahead, so a step that takes less than its parts has overlapping collectives.
+    On a CPU, a step that takes longer than the sum of its parts spends the difference in the host.
+    With a GPU, the host runs ahead, so a step that is shorter than the sum of its parts has
+    collectives that overlap computation.
     """
     machine = make_hardware(RATES)
     samples = [Sample(operator, operator_seconds(operator, machine)) for operator in OPERATORS]
@@ -72,8 +73,8 @@ def test_fit_computes_the_rates_that_made_the_samples() -> None:
         assert (fitted | {"fractions": fractions})[name] == pytest.approx(rate, rel=1e-6), name
     # No sample has grouped products in bfloat16. `repeated` says that they are 3 times as fast.
     rates_by_dtype = {"grouped": {"float32": 7.0, "bfloat16": 21.0}}
-    more = fit_rates(samples, work, seconds=seconds, node_size=2, repeated=rates_by_dtype)
-    thrice = make_hardware(more)
+    with_bf16 = fit_rates(samples, work, seconds=seconds, node_size=2, repeated=rates_by_dtype)
+    thrice = make_hardware(with_bf16)
     assert thrice.reached_fraction("grouped", "bfloat16") * 8e9 == pytest.approx(3 * 0.5 * 2e9)
     product = Operator("grouped", "bfloat16", 3 * 10**9, 1)
     assert operator_seconds(product, thrice) == pytest.approx(1.0)

@@ -11,9 +11,10 @@ KIB = 256  # fp32 numbers in one KiB
 
 
 def _count_two_phases() -> tuple[dict[str, int], dict[str, int], int]:
-    """Count two phases: `one` frees 8 KiB after it creates 16 KiB, `two` leaves 1 KiB alive.
+    """Count two phases: `one` frees 8 KiB after it creates 16 KiB, and `two` leaves 1 KiB alive.
 
-    4 KiB exist before. The view needs no memory. A storage is resized to 6 KiB and then freed.
+    4 KiB exist before the count. The view needs no memory. A storage is resized to 6 KiB and then
+    freed.
     """
     before = torch.empty(4 * KIB)
     with count_tensors([before]) as memory:
@@ -35,7 +36,7 @@ def _count_two_phases() -> tuple[dict[str, int], dict[str, int], int]:
 
 
 @pytest.mark.parametrize("fake", [False, True])
-def test_bytes_by_hand(fake: bool) -> None:
+def test_bytes_of_two_phases_equal_a_count_by_hand(fake: bool) -> None:
     if fake:
         with fake_tensors():
             peaks, alive, now = _count_two_phases()

@@ -1,4 +1,4 @@
-"""The memory plot of a planned step shows every phase in order, also layers that did not run."""
+"""The memory plot of a planned step shows every phase in order, even of layers that did not run."""
 
 import sys
 from pathlib import Path
@@ -34,7 +34,7 @@ FOUR_OF_SEVEN = StepPlan(
 
 
 def test_layers_in_the_middle_are_interpolated() -> None:
-    """The plan has the first and last two of 7 layers. Layers 2 to 4 lie on a line between them."""
+    """The plan has the first two and last two of 7 layers. Layers 2 to 4 are between them."""
     names, parts = zip(*list_phase_bytes(FOUR_OF_SEVEN), strict=True)
     layers = [f"layer {number}" for number in range(7)]
     assert names == (
@@ -52,8 +52,8 @@ def test_layers_in_the_middle_are_interpolated() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_plot_of_a_few_layers_equals_that_of_all(checkpointing: bool) -> None:
-    """Runs of 4 and 5 layers give the bytes of each kind in every one of 7 layers."""
+def test_the_plot_of_a_few_layers_equals_the_plot_of_all_layers(checkpointing: bool) -> None:
+    """Runs of 4 and 5 layers give the bytes of each kind in each of 7 layers."""
     config = with_layers(tiny().config, 7)
     few, whole = (
         plan_step(
@@ -76,7 +76,7 @@ def test_the_plot_of_a_few_layers_equals_that_of_all(checkpointing: bool) -> Non
 def test_the_command_draws_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The file is a PNG. Without matplotlib, the error is raised before planning begins."""
+    """The file is a PNG. Without matplotlib, the command stops before planning begins."""
     config = tmp_path / "config.json"
     tiny().config.to_json_file(config)
     picture = tmp_path / "step.png"

@@ -1,4 +1,4 @@
-"""Plans of pipeline stages: their layers, their peak, what they send, and their seconds."""
+"""Plans of pipeline stages have the layers, peaks, transfers and seconds of real stages."""
 
 import json
 from dataclasses import replace
@@ -35,7 +35,7 @@ SIZES = bench.Sizes(seq=128, hidden=64, layers=6, intermediate=32, vocab=512)
 MICRO_BATCHES = 4
 
 
-def planned(pp_size: int, world: int, *, checkpointing: bool = False) -> StepPlan:
+def plan_stage(pp_size: int, world: int, *, checkpointing: bool = False) -> StepPlan:
     """Plan micro-batches of one sequence on a stage."""
     config = make_stage_config(SIZES.config(), ParallelConfig(pp_size=pp_size))
     step = plan_step(
@@ -63,11 +63,9 @@ def _measure(rank: int, world: int, pp_size: int, checkpointing: bool) -> tuple[
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pp_size", "checkpointing"), [(2, False), (2, True), (3, False)])
-def test_the_plan_of_a_stage_is_that_of_the_largest_stage(
-    pp_size: int, checkpointing: bool
-) -> None:
-    """The peak is within 5 % of the measured one, and the bytes that a stage sends are exact."""
-    plan = planned(pp_size, pp_size, checkpointing=checkpointing)
+def test_the_plan_of_a_stage_equals_the_largest_stage(pp_size: int, checkpointing: bool) -> None:
+    """The peak is within 5 % of the measured peak, and the bytes that a stage sends are exact."""
+    plan = plan_stage(pp_size, pp_size, checkpointing=checkpointing)
     ranks = run_ranks(partial(_measure, pp_size=pp_size, checkpointing=checkpointing), pp_size)
     peaks, sent = zip(*ranks, strict=True)
     ratio = plan.peak / max(peaks)
@@ -89,7 +87,7 @@ def test_no_activations_of_micro_batches_are_left_when_the_optimizer_steps() -> 
 
 
 def test_a_stage_has_the_last_layers() -> None:
-    """It has no dense layer, and the windows of its layers alternate as at the end."""
+    """The stage has no dense layer, and its windows alternate as at the end of the model."""
     deepseek, gpt_oss = DeepseekV3Config(), GptOssConfig()
     stage = make_stage_config(deepseek, ParallelConfig(pp_size=4))
     assert (stage.num_hidden_layers, stage.first_k_dense_replace) == (16, 0)
@@ -100,7 +98,7 @@ def test_a_stage_has_the_last_layers() -> None:
     assert make_stage_config(with_dense, ParallelConfig(pp_size=2)).mlp_only_layers == [1]
 
 
-def test_stages_that_training_or_the_plan_refuses() -> None:
+def test_stages_that_cannot_be_planned_are_refused() -> None:
     with pytest.raises(ValueError, match="pp_size \\(7\\) needs at least one layer per stage"):
         make_stage_config(SIZES.config(), ParallelConfig(pp_size=7))
     every_second = tiny(num_hidden_layers=6, decoder_sparse_step=2).config
@@ -109,8 +107,10 @@ def test_stages_that_training_or_the_plan_refuses() -> None:
 
 
 @pytest.mark.slow
-def test_seconds_of_stages() -> None:
-    """Two stages wait for one micro-batch, and for its hidden states and their gradients."""
+def test_stages_wait_for_one_micro_batch_and_its_transfers() -> None:
+    """A step with two stages takes one more micro-batch, and the transfer of its hidden states and
+    their gradients.
+    """
     gpu, nbytes = find_hardware("h100"), 10**6
     step = plan_step(
         SIZES.config(), world_size=8, batch=Batch(SIZES.seq, accumulates=True), layers_run=(6,)
@@ -122,15 +122,15 @@ def test_seconds_of_stages() -> None:
     once, twice = (time_of_work(step.work, gpu, micro_batches=n).seconds for n in (1, 2))
     assert far.parts["bubble"] == near.parts["bubble"] == pytest.approx(twice - once)
     bandwidth = gpu.between_nodes_bandwidth * gpu.fractions["between_nodes"]
-    travels = gpu.between_nodes_latency + nbytes / bandwidth
-    assert far.parts["stages"] == pytest.approx(2 * travels) and far.seconds > near.seconds
+    transfer_seconds = gpu.between_nodes_latency + nbytes / bandwidth
+    assert far.parts["stages"] == pytest.approx(2 * transfer_seconds) and far.seconds > near.seconds
     more = far.seconds - without.seconds
     assert more == pytest.approx(far.parts["bubble"] + far.parts["stages"])
 
 
 @pytest.mark.slow
-def test_layers_of_equal_time() -> None:
-    """With a head as long as some layers, the last stage has fewer; the stages are balanced."""
+def test_layers_are_balanced_over_stages() -> None:
+    """If the head takes as long as some layers, the last stage gets fewer layers."""
     gpu, layers = find_hardware("h100"), 12
     for vocab in (64, 60_000):
         step = plan_step(replace(SIZES, vocab=vocab).config(), world_size=8, batch=Batch(SIZES.seq))
@@ -159,7 +159,7 @@ def make_request(**more: Any) -> LayoutRequest:
 
 
 @pytest.mark.slow
-def test_layouts_with_stages_are_listed_next_to_others() -> None:
+def test_layouts_with_and_without_stages_are_listed_together() -> None:
     found = find_layouts(make_request(hardware=find_hardware("h100"), pp=(1, 2, 3)))
     stages = {planned.layout.pp for planned in found.fit}
     assert stages == {1, 2}
