@@ -1,7 +1,7 @@
 """Every command shows its options, and wrong arguments get a useful error.
 
-For a wrong argument or folder, the command prints one line that names the file and a remedy, without
-a traceback. Its exit code is 2.
+For a wrong argument or folder, the command prints one line that names the file and a remedy, and no
+traceback. Its exit code is 2.
 """
 
 import importlib.util
