@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from figures import setting
+from benchmark_text import describe_machine
 from ranks import spawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -380,7 +380,7 @@ def main() -> None:
         [
             "# What surrounds the experts",
             "",
-            *setting("benchmarks/around_experts.py", load, 2),
+            *describe_machine("benchmarks/around_experts.py", load, 2),
             "",
             "`benchmarks/around_experts.py` explains each figure. Before: the same script on the",
             "commit before this work.",

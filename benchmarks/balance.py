@@ -43,7 +43,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from torch import Tensor, nn
 from transformers import (
     Glm4MoeConfig,
@@ -397,7 +397,7 @@ def main() -> None:
         )
     print(text)
     if args.write:
-        lines = [head, "", *setting(script, before, 1), "", text, ""]
+        lines = [head, "", *describe_machine(script, before, 1), "", text, ""]
         (args.write / f"{name}.md").write_text("\n".join(lines))
         if not args.overhead:
             plot(outcomes, methods, seeds[0], args.write / f"{name}.png")

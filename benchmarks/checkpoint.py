@@ -43,7 +43,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from ranks import peak_mib, reset_peak, spawn
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -356,7 +356,7 @@ def main() -> None:
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())} | {"ep": tuple(args.ep)})
     load_before = os.getloadavg()[0]
     results = measure(sizes)
-    text = report(sizes, results, setting("benchmarks/checkpoint.py", load_before, WORLD))
+    text = report(sizes, results, describe_machine("benchmarks/checkpoint.py", load_before, WORLD))
     print(text)
     if args.write:
         args.write.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ from unittest.mock import patch as mock_patch
 
 import torch
 import torch.distributed as dist
-from figures import row, setting
+from benchmark_text import describe_machine, format_row
 from models import qwen3_moe
 from ranks import KEEP_FREED_MEMORY, spawn
 from torch import Tensor, nn
@@ -245,7 +245,7 @@ def report_step(sizes: Sizes, seconds: dict[str, list[float]]) -> list[str]:
     return [
         "| | compiled | eager | ratio |",
         "|---|---|---|---|",
-        f"| {row('seconds', seconds['compiled'], seconds['eager'])} |",
+        f"| {format_row('seconds', seconds['compiled'], seconds['eager'])} |",
         f"\nQwen3-MoE, {sizes.layers} layers, hidden {sizes.hidden}, top-{sizes.top_k} of "
         f"{sizes.experts} experts of {sizes.intermediate}, fp32, ep {sizes.ranks}, {sizes.tokens} "
         f"tokens a rank, {sizes.steps} steps; median (min .. max), ratios turn by turn.",
@@ -293,7 +293,9 @@ def main() -> None:
             measure_rank, sizes.ranks, sizes, timeout=900.0, environment=KEEP_FREED_MEMORY
         )
         sections["A step"] = report_step(sizes, by_rank[0])
-    text = report(sections, setting("benchmarks/compiled_layers.py", load_before, sizes.ranks))
+    text = report(
+        sections, describe_machine("benchmarks/compiled_layers.py", load_before, sizes.ranks)
+    )
     print(text)
     if args.write:
         args.write.mkdir(parents=True, exist_ok=True)

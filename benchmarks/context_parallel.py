@@ -42,7 +42,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from mixers import Measured, PeakBytes, SentInForward
 from ranks import KEEP_FREED_MEMORY, spawn
 from sequence import saved_storages
@@ -250,7 +250,7 @@ def main() -> None:
         for way in WAYS:
             world = 1 if way == "stock" else WORLD
             seconds[way] = spawn(measure_seconds, world, sizes, way, **options)[0]
-    about = setting("benchmarks/context_parallel.py", load_before, WORLD)
+    about = describe_machine("benchmarks/context_parallel.py", load_before, WORLD)
     text = report(sizes, found, over_cp, seconds, about)
     print(text)
     if args.write:

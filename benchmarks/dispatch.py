@@ -52,7 +52,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from ranks import KEEP_FREED_MEMORY, spawn
 from step_vs_native import TOLERANCE, WARMUP_STEPS, WORLD, SentBytes
 from torch import Tensor
@@ -408,7 +408,7 @@ def main() -> None:
     grid = itertools.product(args.top_k, args.experts, args.ep, ("uniform", "skewed"))
     load = os.getloadavg()[0]
     results = measure(list(itertools.starmap(Case, grid)), sizes)
-    text = report(results, sizes, setting("benchmarks/dispatch.py", load, WORLD))
+    text = report(results, sizes, describe_machine("benchmarks/dispatch.py", load, WORLD))
     print(text)
     if args.write:
         args.write.mkdir(parents=True, exist_ok=True)

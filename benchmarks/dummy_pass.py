@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from figures import row, setting
+from benchmark_text import describe_machine, format_row
 from ranks import KEEP_FREED_MEMORY, spawn
 from torch import nn
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
@@ -117,11 +117,11 @@ def main() -> None:
     for tower in ("trained", "frozen"):
         seconds = spawn(timed_rank, WORLD, args.steps, tower == "frozen", **options)[0]
         for kind in ("rests", "dummy"):
-            cells.append(row(f"{tower} | {kind}", seconds[kind], seconds["bare"]))
+            cells.append(format_row(f"{tower} | {kind}", seconds[kind], seconds["bare"]))
     text = "\n".join(
         [
             "# A vision tower, and steps of text alone\n",
-            *setting("benchmarks/dummy_pass.py", load_before, WORLD),
+            *describe_machine("benchmarks/dummy_pass.py", load_before, WORLD),
             f"- the model of `make demo-vision`, ep 2; {ROWS} x {LENGTH} tokens per rank\n",
             "| tower | kind | seconds per step | bare | ratio |\n|---|---|---|---|---|",
             *(f"| {cell} |" for cell in cells),

@@ -38,7 +38,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from timing import milliseconds
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -447,7 +447,7 @@ def main() -> int:
                 print(json.dumps(row.line()), flush=True)
         measured += rows
         if args.write:
-            about = [*setting("benchmarks/experts.py", load, 1), f"- device: {product}"]
+            about = [*describe_machine("benchmarks/experts.py", load, 1), f"- device: {product}"]
             write(args.write, _slug(machine), about, lines)
     if args.write:
         plot(measured, top, args.write / f"experts-{_slug(machine)}.png")

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 import torch
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from safetensors.torch import save_file
 
 from hf_moe_ep.checkpoints.hub.extra import copy_groups
@@ -81,7 +81,7 @@ def measure(folder: Path, mib: int, repeats: int) -> None:
             assert {k: t.shape for k, t in read_index(target).items()} == shapes
             for path in target.iterdir():
                 path.unlink()
-    print("\n".join(setting("benchmarks/extra_tensors.py", load_before, 1)))
+    print("\n".join(describe_machine("benchmarks/extra_tensors.py", load_before, 1)))
     for name, values in seconds.items():
         rate = mib / sorted(values)[len(values) // 2]
         print(f"{name:5} {spread(values)} s, {rate:,.0f} MiB/s")

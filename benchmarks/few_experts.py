@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from models import qwen3_moe
 from ranks import KEEP_FREED_MEMORY, spawn
 from torch.distributed.tensor import DTensor
@@ -184,7 +184,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     tables = report([Sizes(), Sizes(experts=2, top_k=1)])
     print("# Few, large experts: etp_size against FSDP2 shards\n")
-    print("\n".join(setting("benchmarks/few_experts.py", load, WORLD)))
+    print("\n".join(describe_machine("benchmarks/few_experts.py", load, WORLD)))
     print(tables)
 
 

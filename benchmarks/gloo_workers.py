@@ -18,7 +18,7 @@ from statistics import median
 from unittest.mock import patch
 
 import torch
-from figures import row, setting
+from benchmark_text import describe_machine, format_row
 from models import qwen3_moe
 from ranks import spawn
 
@@ -85,7 +85,7 @@ def report(sizes: Sizes, seconds: dict[int, list[float]], machine: list[str]) ->
         "",
         "| | one worker | two workers | one / two |",
         "|---|---|---|---|",
-        f"| {row('seconds of a step', seconds[1], seconds[2])} |",
+        f"| {format_row('seconds of a step', seconds[1], seconds[2])} |",
     ]
     return "\n".join(lines)
 
@@ -93,7 +93,7 @@ def report(sizes: Sizes, seconds: dict[int, list[float]], machine: list[str]) ->
 def main() -> None:
     sizes, load = Sizes(), os.getloadavg()[0]
     seconds = measure(sizes)
-    print(report(sizes, seconds, setting("benchmarks/gloo_workers.py", load, WORLD)))
+    print(report(sizes, seconds, describe_machine("benchmarks/gloo_workers.py", load, WORLD)))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 
 import plan
 import torch
-from figures import setting
+from benchmark_text import describe_machine
 from ranks import spawn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -172,7 +172,7 @@ def main() -> None:
     torch.set_num_threads(1)
     compared = [] if args.planned_only else compare()
     planned = plan_lengths(args.lengths)
-    about = setting("benchmarks/long_sequences.py", load_before, WORLD)
+    about = describe_machine("benchmarks/long_sequences.py", load_before, WORLD)
     text = report(args.lengths, planned, compared, about)
     print(text)
     if args.write:

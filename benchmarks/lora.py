@@ -39,7 +39,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from peft import LoraConfig, get_peft_model
 from ranks import KEEP_FREED_MEMORY, peak_mib, reset_peak, spawn
 from sequence import saved_storages
@@ -303,7 +303,7 @@ def main() -> None:
     load_before = os.getloadavg()[0]
     if args.experts_dtype:
         ranks = spawn(held_rank, 2, sizes, ["bf16", *args.experts_dtype], timeout=900.0)
-        text = report_held(sizes, ranks, setting("benchmarks/lora.py", load_before, 2))
+        text = report_held(sizes, ranks, describe_machine("benchmarks/lora.py", load_before, 2))
         show(text, args.write, "lora-experts-dtype-cpu.md")
         return
     options = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
@@ -313,7 +313,7 @@ def main() -> None:
         for world in WORLDS
         for kind in KINDS
     }
-    about = setting("benchmarks/lora.py", load_before, max(WORLDS))
+    about = describe_machine("benchmarks/lora.py", load_before, max(WORLDS))
     show(report(sizes, measured, memory, about), args.write, "lora-cpu.md")
 
 

@@ -42,7 +42,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from ranks import KEEP_FREED_MEMORY, spawn
 from sequence import saved_storages
 from timing import seconds_of_step
@@ -361,7 +361,9 @@ def main() -> None:
         for name, kind in kinds.items():
             ways = {w: spawn(measure_seconds, WORLD, kind, w, sizes, **options) for w in kind.ways}
             seconds[name] = {way: by_rank[0] for way, by_rank in ways.items()}
-    text = report(sizes, found, seconds, setting("benchmarks/mixers.py", load_before, WORLD))
+    text = report(
+        sizes, found, seconds, describe_machine("benchmarks/mixers.py", load_before, WORLD)
+    )
     print(text)
     if args.write:
         args.write.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from figures import setting
+from benchmark_text import describe_machine
 from mixers import PeakBytes
 from models import qwen3_moe
 from ranks import spawn
@@ -289,7 +289,7 @@ def main() -> None:
         print(planned_share("Qwen/Qwen3-30B-A3B", "h100", 8, 4096, 64))
         return
     load = os.getloadavg()[0]
-    print(report(Sizes(), 4, setting("benchmarks/muon.py", load, 4)))
+    print(report(Sizes(), 4, describe_machine("benchmarks/muon.py", load, 4)))
 
 
 if __name__ == "__main__":

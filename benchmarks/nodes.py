@@ -30,7 +30,7 @@ from typing import Any
 import over_nodes
 import torch
 import torch.distributed as dist
-from figures import row, setting
+from benchmark_text import describe_machine, format_row
 from models import qwen3_moe
 from over_nodes import Figures, namespaces, run_in_turn
 from torch import nn
@@ -93,9 +93,9 @@ def report(sizes: Sizes, rate: str, cases: dict[str, Figures], about: list[str])
     ]
     for name, figures in cases.items():
         ours, theirs = (figures[kind] for kind in KINDS)
-        lines.append(f"| {row(f'{name}: step, s', ours['seconds'], theirs['seconds'])} |")
+        lines.append(f"| {format_row(f'{name}: step, s', ours['seconds'], theirs['seconds'])} |")
         if max(theirs["sent"]) >= 0.01:
-            lines.append(f"| {row(f'{name}: sent, MiB', ours['sent'], theirs['sent'])} |")
+            lines.append(f"| {format_row(f'{name}: sent, MiB', ours['sent'], theirs['sent'])} |")
     lines.append(
         "\nMedian (min .. max) over steps. Every figure is explained at the top of "
         "`benchmarks/nodes.py`."
@@ -121,7 +121,9 @@ def main() -> None:
     if not args.single:
         cases["two nodes"] = run(sizes, 2, args.rate)
     cases["one node"] = run(sizes, 1, None)
-    text = report(sizes, args.rate, cases, setting("benchmarks/nodes.py", load_before, RANKS))
+    text = report(
+        sizes, args.rate, cases, describe_machine("benchmarks/nodes.py", load_before, RANKS)
+    )
     over_nodes.write(args.write, PAGE, text)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from figures import setting
+from benchmark_text import describe_machine
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -140,7 +140,9 @@ def main_by_rate(
         rate: run(script, sizes, num_nodes=ranks, num_ranks=ranks, rate=rate or None)
         for rate in args.rates
     }
-    text = report(sizes, by_rate, setting(f"benchmarks/{Path(script).name}", load_before, ranks))
+    text = report(
+        sizes, by_rate, describe_machine(f"benchmarks/{Path(script).name}", load_before, ranks)
+    )
     write(args.write, page, text)
 
 

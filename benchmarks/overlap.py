@@ -28,7 +28,7 @@ from typing import Any
 import over_nodes
 import torch
 import torch.distributed as dist
-from figures import spread
+from benchmark_text import spread
 from over_nodes import Figures
 from torch import nn
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM

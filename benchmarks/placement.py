@@ -33,7 +33,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from figures import row, setting, spread
+from benchmark_text import describe_machine, format_row, spread
 from ranks import KEEP_FREED_MEMORY, spawn
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -209,7 +209,7 @@ def report(ranks: list[Measured], sizes: Sizes) -> str:
         "|---|---|---|---|",
         f"| busiest rank over the mean | {load[balanced]:.3f} | {load[hub]:.2f} | "
         f"{load[balanced] / load[hub]:.2f} |",
-        *(f"| {row(name, sides[1], sides[0])} |" for name, sides in times.items()),
+        *(f"| {format_row(name, sides[1], sides[0])} |" for name, sides in times.items()),
         "",
         f"balance_experts ran once, for {max(rank.move_seconds for rank in ranks):.2f} s. A rank "
         f"sent at most {most_mib:.1f} MiB, which include AdamW's moments. Losses differ by at most "
@@ -239,7 +239,7 @@ def main() -> None:
         [
             "# A step with one busy rank, before and after balance_experts",
             "",
-            *setting("benchmarks/placement.py", load_before, WORLD),
+            *describe_machine("benchmarks/placement.py", load_before, WORLD),
             "",
             report(ranks, sizes),
         ]

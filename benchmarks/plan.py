@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from ranks import spawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -407,7 +407,7 @@ def main() -> None:
     rates = next(figures.rates for figures in measured[0] if figures.rates)
     times = predict(CONFIGURATIONS, [evenly for evenly, _ in plans], rates, sizes)
     seconds = [seconds_by_round(measured, index) for index in range(len(CONFIGURATIONS))]
-    about = setting("benchmarks/plan.py", load_before, WORLD)
+    about = describe_machine("benchmarks/plan.py", load_before, WORLD)
     text = report(CONFIGURATIONS, plans, measured, about, sizes)
     text += report_seconds(CONFIGURATIONS, times, seconds)
     print(text)

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from models import qwen3_moe
 from ranks import KEEP_FREED_MEMORY, spawn
 from torch import Tensor
@@ -259,7 +259,7 @@ def main() -> None:
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     load_before = os.getloadavg()[0]
     ranks = measure(sizes)
-    text = report(sizes, ranks, setting("benchmarks/preferences.py", load_before, WORLD))
+    text = report(sizes, ranks, describe_machine("benchmarks/preferences.py", load_before, WORLD))
     print(text)
     if args.write:
         args.write.mkdir(parents=True, exist_ok=True)

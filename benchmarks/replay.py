@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 from balance import Blocks, load_data
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 
@@ -262,7 +262,16 @@ def main() -> None:
             f" Medians (smallest .. largest) over batches; what the rows say is at the top of the "
             f"script."
         )
-        lines = [head, "", *setting("benchmarks/replay.py", before, 1), "", notes, "", text, ""]
+        lines = [
+            head,
+            "",
+            *describe_machine("benchmarks/replay.py", before, 1),
+            "",
+            notes,
+            "",
+            text,
+            "",
+        ]
         (args.write / "replay-cpu.md").write_text("\n".join(lines))
         plot(outcomes, args.write / "replay-cpu.png")
 

@@ -32,7 +32,7 @@ from unittest import mock
 import over_nodes
 import torch
 import torch.distributed as dist
-from figures import spread
+from benchmark_text import spread
 from over_nodes import Figures, namespaces
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask

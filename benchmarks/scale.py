@@ -44,7 +44,7 @@ from unittest.mock import patch as swapped
 
 import torch
 import torch.distributed as dist
-from figures import setting
+from benchmark_text import describe_machine
 from ranks import peak_mib, reset_peak
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import (
@@ -406,7 +406,7 @@ def main() -> None:
     text = "\n".join(
         [
             "# Start-up and checkpoints on 8 to 1,024 ranks\n",
-            *setting("benchmarks/scale.py", load_before, 1),
+            *describe_machine("benchmarks/scale.py", load_before, 1),
             f"- {figures[args.worlds[0]]['tensors']:,} tensors of a model of {LAYERS} layers with "
             f"AdamW where it is sharded and planned, {LAYERS * KINDS * COPIES:,} where files are "
             f"read; ep 8; one run of each; `before` is torch's own way, run beside it (DCP's up to "

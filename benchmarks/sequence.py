@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from ranks import KEEP_FREED_MEMORY, peak_mib, reset_peak, spawn
 from step_vs_native import SentBytes
 from timing import seconds_of_step
@@ -220,7 +220,7 @@ def main() -> None:
     options = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
     ranks = spawn(measure_rank, WORLD, sizes, **options)
     peaks = {sp: spawn(measure_memory, WORLD, sizes, sp, timeout=600.0) for sp in sizes.sp}
-    about = setting("benchmarks/sequence.py", load_before, WORLD)
+    about = describe_machine("benchmarks/sequence.py", load_before, WORLD)
     text = report(sizes, ranks, peaks, about)
     print(text)
     if args.write:

@@ -34,7 +34,7 @@ from unittest.mock import patch
 import over_nodes
 import torch
 import torch.distributed as dist
-from figures import row, setting
+from benchmark_text import describe_machine, format_row
 from models import qwen3_moe
 from over_nodes import Figures, namespaces, run_in_turn
 from ranks import spawn
@@ -176,8 +176,8 @@ def report_nodes(sizes: Sizes, rate: str, figures: Figures) -> list[str]:
         "- stages: pp 2 x ep 2, 8 micro-batches, a stage per node; without: ep 4 over both nodes\n",
         "| | 2 stages x ep 2 | ep 4 | ratio |",
         "|---|---|---|---|",
-        f"| {row('step, s', staged['seconds'], ep_only['seconds'])} |",
-        f"| {row('sent by a node, MiB', staged['sent'], ep_only['sent'])} |",
+        f"| {format_row('step, s', staged['seconds'], ep_only['seconds'])} |",
+        f"| {format_row('sent by a node, MiB', staged['sent'], ep_only['sent'])} |",
         f"\nA stage sends {by_hand:.1f} MiB of hidden states or gradients in a step, by hand.",
     ]
 
@@ -200,7 +200,7 @@ def main() -> None:
     else:
         figures = over_nodes.run(__file__, sizes, num_nodes=2, num_ranks=RANKS, rate=args.rate)
         nodes = report_nodes(sizes, args.rate, figures)
-    about = setting("benchmarks/stages.py", load_before, RANKS)
+    about = describe_machine("benchmarks/stages.py", load_before, RANKS)
     text = "\n".join(
         [
             "# Pipeline stages: bubble, bytes, and a step over two nodes\n",

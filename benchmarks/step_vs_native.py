@@ -44,7 +44,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from figures import row, setting
+from benchmark_text import describe_machine, format_row
 from models import qwen3_moe
 from ranks import KEEP_FREED_MEMORY, peak_mib, reset_peak, spawn
 from torch import Tensor, nn
@@ -372,21 +372,23 @@ def report(sizes: Sizes, results: list[Result], about: list[str]) -> str:
 
 def _rows(result: Result) -> Iterator[str]:
     ranks, mib = result.ranks, 2**20
-    yield row("step, s", *(ranks[0].seconds[side] for side in SIDES))
+    yield format_row("step, s", *(ranks[0].seconds[side] for side in SIDES))
     by_step = (zip(*(r.cpu_seconds[side] for r in ranks)) for side in SIDES)
     cpu = ([sum(step) for step in steps] for steps in by_step)
-    yield row("CPU seconds per step, 4 ranks", *cpu)
+    yield format_row("CPU seconds per step, 4 ranks", *cpu)
     for kind in ("rows", "routing", "counts"):
         unit, divisor = ("KiB", 1024) if kind == "counts" else ("MiB", mib)
         ours, native = ([r.sent[side][kind] / divisor for r in ranks] for side in SIDES)
-        yield row(f"sent per rank: {kind}, {unit}", ours, native)
+        yield format_row(f"sent per rank: {kind}, {unit}", ours, native)
     totals = ([sum(r.sent[side].values()) / mib for r in ranks] for side in SIDES)
-    yield row("sent per rank: all, MiB", *totals)
-    yield row("saved for backward, MiB", *([r.saved[side] / mib for r in ranks] for side in SIDES))
+    yield format_row("sent per rank: all, MiB", *totals)
+    yield format_row(
+        "saved for backward, MiB", *([r.saved[side] / mib for r in ranks] for side in SIDES)
+    )
     if result.peaks:
         for index, phase in enumerate(("loading", "training")):
             peaks = ([peak[index] for peak in result.peaks[side]] for side in SIDES)
-            yield row(f"peak memory per rank, {phase}, MiB", *peaks)
+            yield format_row(f"peak memory per rank, {phase}, MiB", *peaks)
 
 
 def main() -> None:
@@ -403,7 +405,9 @@ def main() -> None:
     sizes = Sizes(**chosen | {"ep": tuple(args.ep)})
     load_before = os.getloadavg()[0]
     results = measure(sizes)
-    text = report(sizes, results, setting("benchmarks/step_vs_native.py", load_before, WORLD))
+    text = report(
+        sizes, results, describe_machine("benchmarks/step_vs_native.py", load_before, WORLD)
+    )
     print(text)
     if args.write:
         args.write.parent.mkdir(parents=True, exist_ok=True)

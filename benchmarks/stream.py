@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from ranks import peak_mib, reset_peak, spawn
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -106,7 +106,7 @@ def main() -> None:
     sizes = Sizes(max_mib=options.max_mib, turns=options.turns)
     load_before = os.getloadavg()[0]
     ranks = spawn(measure, sizes.world, sizes, timeout=1200.0)
-    print("\n".join(setting("benchmarks/stream.py", load_before, sizes.world)))
+    print("\n".join(describe_machine("benchmarks/stream.py", load_before, sizes.world)))
     print("| side | seconds | above shards, MiB | tensors | MiB | largest, MiB |")
     print("|---|---|---|---|---|---|")
     for side in SIDES:

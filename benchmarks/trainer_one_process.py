@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import row, setting
+from benchmark_text import describe_machine, format_row
 from models import qwen3_moe
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
@@ -133,7 +133,7 @@ def report(results: list[dict[str, dict[str, Any]]], sizes: argparse.Namespace) 
 
     def cells(name: str, key: str) -> str:
         columns = ([pair[side][key] for pair in results] for side in reversed(SIDES))
-        return f"| {row(name, *columns)} |"
+        return f"| {format_row(name, *columns)} |"
 
     return "\n".join(
         [
@@ -167,7 +167,14 @@ def main() -> None:
     print(text)
     if args.write:
         head = "# A stock Trainer script in one process, with and without `patch(model)`"
-        lines = [head, "", *setting("benchmarks/trainer_one_process.py", load, 1), "", text, ""]
+        lines = [
+            head,
+            "",
+            *describe_machine("benchmarks/trainer_one_process.py", load, 1),
+            "",
+            text,
+            "",
+        ]
         (args.write / "trainer-cpu.md").write_text("\n".join(lines))
 
 

@@ -10,7 +10,7 @@ import pytest
 import step_vs_native as bench
 import torch
 import trainer_one_process as one_process
-from figures import spread
+from benchmark_text import spread
 from ranks import peak_mib, reset_peak
 from support.messages import message_columns
 

@@ -379,7 +379,7 @@ def test_writing_parameters_before_they_are_read_raises(
 def test_parameters_that_other_local_ranks_allocate_are_read(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On local rank 1, an allocated parameter has no values and is read. Rank 0 keeps its values."""
+    """On local rank 1, an allocated parameter has no values and is read. Rank 0 keeps values."""
     want = AutoModelForCausalLM.from_pretrained(folders["text"])
     for local_rank in (1, 0):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
