@@ -57,7 +57,7 @@ def test_peaks_exclude_shards_and_mapped_files(tmp_path: Path) -> None:
 def test_it_measures_and_draws(tmp_path: Path) -> None:
     results = bench.measure(SIZES, timeout=400)
     assert set(results) == {(2, side) for side in bench.SIDES}
-    assert bench.broken(SIZES, results) == []
+    assert bench.list_broken_promises(SIZES, results) == []
     for rank in results[2, "ours"][0]:
         assert abs(rank.load.read - rank.shards) < 2 * MIB, "a rank reads only its shards"
     assert "| hf_moe_ep | 2 |" in bench.report(SIZES, results, ["- about"])

@@ -9,14 +9,14 @@ SIZES = bench.Sizes(seq=512, hidden=64, head_dim=16, steps=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", bench.WAYS[2:])
+@pytest.mark.parametrize("way", bench.METHODS[2:])
 def test_a_rank_saves_its_share_of_stocks_activations(way: str) -> None:
     stock = bench.measure_bytes(SIZES, "stock")
     for cp in (2, 4):
         found = bench.measure_bytes(SIZES, way, cp)
         assert found.activations <= 1.1 / cp * stock.activations, (found, stock)
-        assert found.sent == bench.key_value_bytes(SIZES, cp)
-    assert bench.key_value_bytes(SIZES, 4) == 3 * 2 * 128 * 4 * 16 * 4
+        assert found.sent == bench.count_key_value_bytes(SIZES, cp)
+    assert bench.count_key_value_bytes(SIZES, 4) == 3 * 2 * 128 * 4 * 16 * 4
 
 
 def test_the_tables_have_a_row_for_each_way_and_size() -> None:

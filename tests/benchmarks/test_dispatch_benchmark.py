@@ -79,7 +79,7 @@ def test_the_formula_equals_the_mean_over_all_tokens(ep: int, experts: int, top_
     tokens = list(combinations(range(experts), top_k))
     ranks_of_tokens = [{expert // (experts // ep) for expert in token} for token in tokens]
     mean = sum(map(len, ranks_of_tokens)) / len(ranks_of_tokens)
-    assert bench.ranks_met(ep, experts, top_k) == pytest.approx(mean, rel=1e-12)
+    assert bench.expect_num_ranks(ep, experts, top_k) == pytest.approx(mean, rel=1e-12)
     others = sum(len(ranks - {0}) for ranks in ranks_of_tokens) / len(ranks_of_tokens)
     assert mean * (ep - 1) / ep == pytest.approx(others, rel=1e-12)
 
@@ -88,17 +88,19 @@ def test_the_formula_equals_the_measured_bytes_of_uniform_routing(
     measured: list[list[bench.Measured]],
 ) -> None:
     """Each rank has every combination of 3 of 8 experts once, so routing is exactly uniform."""
-    expected = bench.expected(4, 8, TOP_K, hidden=HIDDEN, itemsize=FP32, tokens=len(EVERY_TOKEN))
-    actual = bench.per_token(measured[1])
-    assert actual.keys() == expected.keys()
-    for side, kinds in expected.items():
+    expect_bytes = bench.expect_bytes(
+        4, 8, TOP_K, hidden=HIDDEN, itemsize=FP32, tokens=len(EVERY_TOKEN)
+    )
+    actual = bench.compute_bytes_per_token(measured[1])
+    assert actual.keys() == expect_bytes.keys()
+    for side, kinds in expect_bytes.items():
         assert actual[side] == pytest.approx(kinds, rel=1e-12), side
 
 
 def test_at_most_half_the_bytes_at_top_8_of_64_on_4_ranks(
     measured: list[list[bench.Measured]],
 ) -> None:
-    sent = bench.per_token(measured[2])
+    sent = bench.compute_bytes_per_token(measured[2])
     ours, native = (sum(sent[side].values()) for side in bench.SIDES)
     print(f"top-8 of 64, ep 4, hidden 256: ours sends {ours / native:.3f} of theirs")
     assert ours <= 0.5 * native
@@ -107,8 +109,10 @@ def test_at_most_half_the_bytes_at_top_8_of_64_on_4_ranks(
 def test_the_slower_link_determines_the_time() -> None:
     """With 16 GPUs a token has 7 other ranks in its node of 8, and 8 in the other node."""
     in_node, between_nodes = 153e9 * 7 / 8, 50e9 * 7 / 8
-    assert bench.milliseconds(1000.0, 8, 4096) == pytest.approx(4096e6 / in_node)
-    assert bench.milliseconds(1000.0, 16, 4096) == pytest.approx(4096e6 * 8 / 15 / between_nodes)
+    assert bench.compute_milliseconds(1000.0, 8, 4096) == pytest.approx(4096e6 / in_node)
+    assert bench.compute_milliseconds(1000.0, 16, 4096) == pytest.approx(
+        4096e6 * 8 / 15 / between_nodes
+    )
 
 
 def test_it_prints_and_draws(measured: list[list[bench.Measured]], tmp_path: Path) -> None:

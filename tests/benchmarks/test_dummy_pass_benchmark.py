@@ -18,7 +18,7 @@ def _runs_of_the_tower(rank: int, steps: int) -> int:
         return model
 
     dummy_pass.build = build_counting_model
-    seconds = dummy_pass.timed_rank(rank, steps, frozen=False)
+    seconds = dummy_pass.time_rank(rank, steps, frozen=False)
     assert {way: len(times) for way, times in seconds.items()} == {
         "bare": steps,
         "rests": steps,

@@ -41,9 +41,9 @@ def test_flops_of_a_token_by_hand() -> None:
     scores = sizes.layers * 6 * sizes.length * heads
     cell = replace(CELL, sizes=sizes)
     model = bench.build(cell, torch.device("cpu"))
-    assert bench.model_flops(cell, model) == 6 * weights + scores
+    assert bench.count_model_flops(cell, model) == 6 * weights + scores
     model.requires_grad_(False)
-    assert bench.model_flops(cell, model) == 4 * weights + scores
+    assert bench.count_model_flops(cell, model) == 4 * weights + scores
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_two_ranks_train_as_stock_under_fsdp2() -> None:
     lines = []
     for side in ("ours", "grouped_mm"):
         cell = replace(CELL, side=side, ranks=2)
-        lines.append({**cell.line(), **bench.of_ranks(cell, 200.0)})
+        lines.append({**cell.line(), **bench.measure_on_ranks(cell, 200.0)})
     assert [line.get("error") for line in lines] == [None, None]
     (compared,) = bench.compare(lines, torch.float32)
     assert compared["equal"], compared
