@@ -3,9 +3,9 @@
     python benchmarks/gloo_workers.py
 
 `upstream/gloo.py` explains why this package creates its groups with one worker. Both sides train
-the same model on the same batch. Each side has its own processes, and the sides take turns. Two
-all-to-alls of rows overlap (`dispatch_chunks=2`), because one worker can only be slower if
-collectives of one group overlap.
+the same model on the same batch, in separate processes, and take turns. With `dispatch_chunks=2`,
+two all-to-alls of rows overlap, because one worker can be slower only if collectives of one group
+overlap.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Sizes:
     turns: int = 5
 
 
-def seconds_per_step(rank: int, workers: int, sizes: Sizes) -> tuple[float, float, int]:
-    """Return (median seconds of a step, last loss, workers of the ep group) of this rank."""
+def train_and_time(rank: int, workers: int, sizes: Sizes) -> tuple[float, float, int]:
+    """Train on this rank. Returns (median seconds of a step, last loss, workers of the group)."""
     stock = patch.object(mesh, "one_worker_thread", contextlib.nullcontext)
     with stock if workers == 2 else contextlib.nullcontext():
         torch.manual_seed(0)
@@ -65,12 +65,12 @@ def seconds_per_step(rank: int, workers: int, sizes: Sizes) -> tuple[float, floa
 
 
 def measure(sizes: Sizes) -> dict[int, list[float]]:
-    """Return the seconds of a step by number of workers, one value per turn."""
+    """Measure the seconds of a step by the number of workers, one value per turn."""
     seconds: dict[int, list[float]] = {1: [], 2: []}
     losses = set()
     for _ in range(sizes.turns):
         for workers in seconds:
-            ranks = spawn(seconds_per_step, WORLD, workers, sizes, timeout=300.0)
+            ranks = spawn(train_and_time, WORLD, workers, sizes, timeout=300.0)
             assert {num_workers for _, _, num_workers in ranks} == {workers}
             losses.add(tuple(loss for _, loss, _ in ranks))
             seconds[workers].append(max(rank_seconds for rank_seconds, _, _ in ranks))

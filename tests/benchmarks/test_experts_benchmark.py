@@ -10,4 +10,4 @@ def test_it_measures_and_prints() -> None:
     assert [row.name for row in rows] == names
     for row in rows:
         assert row.checked and not row.error and len(row.both) == 2
-        assert f"| tiny | 24 | {row.name} |" in bench.table_row(row, rows[0])
+        assert f"| tiny | 24 | {row.name} |" in bench.format_table_row(row, rows[0])
