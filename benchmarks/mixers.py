@@ -4,28 +4,28 @@
     python benchmarks/mixers.py --write benchmarks/results   also writes it as Markdown
 
 A mixer is a module that mixes the tokens of a sequence without transformers' attention interface.
-Every model has one decoder layer, whose mixer is measured in three ways:
+Every model has one decoder layer, whose mixer is measured with three methods:
 
     stock      the unpatched model computes the whole sequence
     gathered   sp_size 4, and the mixer gets whole sequences (sequence/mixers.py)
     divided    sp_size 4, and the mixer is divided as in training: its keys are gathered
-               (gathering_cache.py), or its heads are split and its halo is sent (recurrences.py);
-               lightning attention is not divided
+               (gathering_cache.py), or its heads are split and its halo is sent (recurrences.py).
+               Lightning attention is not divided
 
 The figures of a rank:
 
     activations    bytes of the storages that autograd saves in the forward of the mixer, without
                    parameters
-    peak           the largest number of bytes of tensors that the forward of the mixer has created
-                   and that are alive at one time
+    peak           the largest number of bytes that are alive at one time among the tensors created
+                   in the forward of the mixer
     sent           bytes that the rank sends in the forward of the mixer, counted when torch
                    dispatches the collectives
     seconds        forward and backward of the whole model, on four real ranks, until the slowest
-                   rank is done; with --steps 0 they are not measured
+                   rank is done. With --steps 0 they are not measured
 
-Bytes are those of rank 1 of a group of 4 whose other ranks do not exist: its collectives return
-tensors of the right sizes without meaningful values. Recurrences and convolutions run in plain
-PyTorch here, because their kernels need a GPU.
+Bytes are counted on rank 1 of a simulated group of 4: the other ranks do not exist, and collectives
+return tensors of the right size with arbitrary values. Recurrences and convolutions run in plain
+PyTorch, because their kernels need a GPU.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ WAYS_OF_RECURRENCES = ("all heads", "states")
 class Kind:
     """A kind of mixer: the model type that has it, and the fields of its config.
 
-    `states` is True for a recurrence whose states can be passed on. `is_divided` is False for a
-    mixer that always gets whole sequences.
+    `states` is True for a recurrence whose states can be passed to the next rank. `is_divided` is
+    False for a mixer that always gets whole sequences.
     """
 
     model_type: str
@@ -108,7 +108,7 @@ KINDS = {
     ),
     "lightning attention": Kind("minimax", {"layer_types": ["linear_attention"]}, is_divided=False),
 }
-# The fields that several of these configs have.
+# Fields that several of these configs share.
 _COMMON: dict[str, Any] = {
     "intermediate_size": 256,
     "moe_intermediate_size": 64,
@@ -156,7 +156,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one rank; sizes are in bytes."""
+    """The figures of one rank, in bytes."""
 
     activations: int
     peak: int
@@ -186,7 +186,7 @@ def prepare(model: nn.Module, way: str, world: int) -> nn.Module:
 class SentInForward(TorchDispatchMode):
     """Counts the bytes that all-to-alls and all-gathers send to other ranks.
 
-    FSDP2 gathers the parameters of a layer before the layer's mixer runs, so none is counted.
+    FSDP2 gathers the parameters of a layer before the layer's mixer runs, so they are not counted.
     """
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 class MixerWatch:
-    """Measures the forward of a mixer, by hooks around it."""
+    """Measures the forward of a mixer with hooks."""
 
     def __init__(self, model: nn.Module, mixer: nn.Module) -> None:
         self._model = model
@@ -260,7 +260,7 @@ class MixerWatch:
 
 
 def prepare_step(kind: Kind, way: str, sizes: Sizes) -> tuple[MixerWatch, Callable[[], None]]:
-    """Build a model; return what watches its mixer, and a function that runs a step."""
+    """Build a model. Returns the watch of its mixer, and a function that runs a step."""
     model = build(kind, sizes)
     (mixers,) = find_parts(model).mixers
     ((_, mixer),) = mixers.items()
@@ -280,7 +280,7 @@ def prepare_step(kind: Kind, way: str, sizes: Sizes) -> tuple[MixerWatch, Callab
 
 @contextmanager
 def choose(way: str) -> Iterator[None]:
-    """Run recurrences as if the ranks did not divide their heads, in the ways that need it."""
+    """Prevent that recurrences divide their heads over the ranks, if the method `way` needs it."""
     with ExitStack() as stack:
         if way in WAYS_OF_RECURRENCES:
             stack.enter_context(mock.patch.object(recurrences, "_can_split", lambda *args: False))
@@ -291,8 +291,8 @@ def choose(way: str) -> Iterator[None]:
 
 
 def measure_bytes(kind: Kind, way: str, sizes: Sizes) -> Measured:
-    """Count the bytes of rank 1 of 4, in this process alone."""
-    # There are no other ranks whose batches could be compared.
+    """Count the bytes of rank 1 of 4 in one process."""
+    # Other ranks do not exist, so their batches cannot be compared.
     alone = mock.patch.object(split, "check_same_batch", lambda *args: None)
     with fake_group(1, WORLD), alone:
         watch, step = prepare_step(kind, way, sizes)

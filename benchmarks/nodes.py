@@ -1,20 +1,19 @@
-"""Time training steps over two nodes with a slow link: hierarchical dispatch and all_to_all.
+"""Compare hierarchical dispatch with all_to_all in training steps over two nodes.
 
     python benchmarks/nodes.py                              prints the table
     python benchmarks/nodes.py --write benchmarks/results   also writes it as Markdown
     python benchmarks/nodes.py --single                     runs only the case of one node
 
 The nodes are network namespaces of this machine with two ranks each
-(`tests/support/namespaces.py`), so the benchmark needs root and iproute2. The traffic between nodes
-is limited to --rate by `tc tbf`; the traffic within a node is not. Every rank holds two models with
-the same weights, one per dispatcher, whose steps take turns.
+(`tests/support/namespaces.py`), so the benchmark needs root and iproute2. `tc tbf` limits the
+traffic between the nodes to --rate, but not the traffic within a node. Every rank holds two models
+with the same weights, one for each dispatcher, whose steps take turns.
 
     step           forward, backward and AdamW, until the slowest rank is done
     ratio          hierarchical / all_to_all, turn by turn
-    sent           all bytes that a node's interface sends in a step, such as headers and FSDP2's
+    sent           all bytes that a node's interface sends in a step, with headers and FSDP2's
                    gradients
-    one node       four ranks on one node. Hierarchical dispatch is all_to_all there, so both
-                   columns run the same exchange
+    one node       four ranks on one node, where hierarchical dispatch is the same as all_to_all
 
 No GPU is measured. The ranks of both nodes share the cores of one machine, so computation takes a
 larger part of a step than it would on two machines.

@@ -65,7 +65,7 @@ def test_jobs_that_fail_or_hang_are_recorded_and_the_next_job_runs(tmp_path: Pat
     }
     assert "OSError: no room" in (tmp_path / "part7.log").read_text()
     header = _lines(tmp_path)[0]
-    assert header["sources"] == gpu.sources() and header["versions"]["torch"]
+    assert header["sources"] == gpu.hash_sources() and header["versions"]["torch"]
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_failures_of_tests_that_are_stopped_are_in_the_log(tmp_path: Path) -> No
     ids=["-q", "-vv"],
 )
 def test_passed_tests_of_a_stopped_run_are_counted(output: list[str]) -> None:
-    assert gpu._passed_tests(output) == 6
+    assert gpu._count_passed_tests(output) == 6
 
 
 @pytest.mark.slow

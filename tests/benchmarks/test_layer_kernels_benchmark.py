@@ -49,7 +49,9 @@ def test_a_sweep_times_every_candidate_for_the_blocks_of_its_row(
 ) -> None:
     """The row of 4096 tokens ("some") has `outer` from the row "few", all else from "many"."""
     row = TABLE["sm_90", 2, bucket]
-    swept = {(field, getattr(blocks, field), blocks.m) for field, blocks in bench.candidates(row)}
+    swept = {
+        (field, getattr(blocks, field), blocks.m) for field, blocks in bench.list_candidates(row)
+    }
     buckets = {"outer": of_outer} | dict.fromkeys(
         ("up", "down", "rows", "dgated"), "few" if bucket == "few" else "many"
     )
@@ -63,5 +65,5 @@ def test_a_sweep_times_every_candidate_for_the_blocks_of_its_row(
     assert len(wanted) > 10 and wanted <= swept
     assert all(
         getattr(blocks, field) != getattr(row, field) or blocks.m != row.m
-        for field, blocks in bench.candidates(row)
+        for field, blocks in bench.list_candidates(row)
     )

@@ -26,7 +26,7 @@ def test_only_stock_peft_saves_merged_weights() -> None:
 
 def _measure_held(rank: int, world: int) -> dict[str, bench.Held]:
     sizes = replace(SIZES, hidden=128, intermediate=128, experts=4, layers=1)
-    return bench.held_rank(rank, sizes, ["bf16", "nf4"])
+    return bench.measure_held_on_rank(rank, sizes, ["bf16", "nf4"])
 
 
 @pytest.mark.slow

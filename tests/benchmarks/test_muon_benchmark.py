@@ -28,7 +28,7 @@ def test_a_step_holds_a_few_buckets_at_a_time() -> None:
     """The rows of experts are sharded, so most matrices are sent."""
     sizes = replace(SIZES, hidden=256, intermediate=128, bucket_bytes=2**18)
     layout = {"ep_size": 1, "expert_shard_dim": 1}
-    for rank in spawn(bench.on_ranks, 2, layout, sizes, timeout=300.0):
+    for rank in spawn(bench.measure_rank, 2, layout, sizes, timeout=300.0):
         print(f"{rank.peak / rank.largest_bucket:.2f} times the largest of {rank.buckets} buckets")
         assert rank.buckets > 3 and rank.peak <= 9 * rank.largest_bucket
 
@@ -37,7 +37,7 @@ def test_the_work_of_a_rank_by_hand() -> None:
     """Two layers of 8 experts [24, 32] at ep_size 2, and four dense matrices each, dealt evenly."""
     config = tiny().config
     assert (config.hidden_size, config.moe_intermediate_size, config.num_experts) == (32, 24, 8)
-    operations, sent = bench.work_of_a_rank(config, ParallelConfig(ep_size=2), 2)
+    operations, sent = bench.count_work_of_rank(config, ParallelConfig(ep_size=2), 2)
     experts = 2 * 4 * 3 * count_flops(24, 32, 5)
     dense = [(32, 32), (16, 32), (16, 32), (32, 32)]
     assert operations == experts + sum(count_flops(*shape, 5) for shape in dense)
