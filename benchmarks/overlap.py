@@ -110,7 +110,7 @@ def measure(sizes: Sizes) -> Figures:
 
 
 def run(sizes: Sizes, rate: str) -> Figures:
-    """Measure with a link that is limited to `rate`; "" means no limit."""
+    """Measure with a link that is limited to `rate`. "" means no limit."""
     return over_nodes.run(__file__, sizes, num_nodes=RANKS, num_ranks=RANKS, rate=rate or None)
 
 

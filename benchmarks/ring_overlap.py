@@ -1,20 +1,20 @@
-"""Time ring attention over slow links: how much of the transfers is hidden under attention.
+"""Measure how much of the transfers of ring attention is hidden by attention, over slow links.
 
     python benchmarks/ring_overlap.py                              prints the table
     python benchmarks/ring_overlap.py --write benchmarks/results   also writes it as Markdown
 
-Four cp ranks are on four network namespaces of this machine (`tests/support/namespaces.py`), so the
-benchmark needs root and iproute2. `tc tbf` limits what each of them may send. Forward and backward
-of one attention layer (sequence/ring.py) run in three ways, which take turns:
+Four cp ranks are in four network namespaces of this machine (`tests/support/namespaces.py`), so the
+benchmark needs root and iproute2. `tc tbf` limits the rate at which each rank sends. Forward and
+backward of one attention layer (sequence/ring.py) run with three methods, which take turns:
 
-    overlapped    as in training: keys, values and gradients travel while attention is computed
-    afterwards    the same transfers, each of which starts when the attention of its step is done
-    no transfer   every rank uses its own keys instead, so results are wrong and times are those of
-                  the computation alone
+    overlapped    as in training: keys, values and gradients are sent while attention is computed
+    afterwards    the same transfers, but each transfer starts after the attention of its step
+    no transfer   every rank uses its own keys instead of other ranks' keys, so the results are
+                  wrong, and only the computation takes time
 
-    s         until the slowest rank is done
-    hidden    (afterwards - overlapped) / (afterwards - no transfer): 1 if overlapped steps take as
-              long as the computation alone
+    s         seconds until the slowest rank is done
+    hidden    (afterwards - overlapped) / (afterwards - no transfer). It is 1 if overlapped steps
+              take as long as only the computation
 
 No GPU is measured. Attention is computed in plain PyTorch, and all ranks share the cores of one
 machine.
@@ -43,7 +43,7 @@ from hf_moe_ep.sequence.partial_attention import Scores
 from hf_moe_ep.sequence.slices import Slice, zigzag_order
 
 PAGE = "ring-overlap-cpu.md"
-OVERLAPPED, AFTERWARDS, NOTHING = "overlapped", "afterwards", "no transfer"
+OVERLAPPED, AFTERWARDS, NO_TRANSFER = "overlapped", "afterwards", "no transfer"
 RATES = ("80mbit",)
 RANKS = 4
 
@@ -60,7 +60,7 @@ class Sizes:
 
 
 class _Afterwards:
-    """A transfer that starts when its result is needed."""
+    """A transfer that starts only when its result is needed."""
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> None:
         self._start = lambda: send_to_next(x, group, tag=tag)
@@ -69,8 +69,8 @@ class _Afterwards:
         return self._start().wait()
 
 
-class _Nothing:
-    """Returns the tensor of this rank."""
+class _NoTransfer:
+    """The replacement of a transfer that returns this rank's own tensor."""
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> None:
         self._x = x
@@ -82,7 +82,7 @@ class _Nothing:
 WAYS: dict[str, Callable[..., Any]] = {
     OVERLAPPED: send_to_next,
     AFTERWARDS: _Afterwards,
-    NOTHING: _Nothing,
+    NO_TRANSFER: _NoTransfer,
 }
 
 
@@ -91,7 +91,7 @@ def _causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def measure(sizes: Sizes) -> Figures:
-    """Run all ways in turn, and drop the first turn."""
+    """Run all methods in turn. The first turn is not recorded."""
     rank, world = dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD is not None
     context = Slice(dist.group.WORLD, rank, world, sizes.seq, order=zigzag_order(world))
@@ -121,16 +121,16 @@ def measure(sizes: Sizes) -> Figures:
     return figures
 
 
-def hidden(figures: Figures) -> float:
-    """Return the hidden share of the transfers, of the medians of all turns."""
-    overlapped, afterwards, nothing = (
-        statistics.median(figures[way]["seconds"]) for way in (OVERLAPPED, AFTERWARDS, NOTHING)
+def compute_hidden_share(figures: Figures) -> float:
+    """Compute the hidden share of the transfers from the medians over all turns."""
+    overlapped, afterwards, no_transfer = (
+        statistics.median(figures[way]["seconds"]) for way in (OVERLAPPED, AFTERWARDS, NO_TRANSFER)
     )
-    return (afterwards - overlapped) / (afterwards - nothing)
+    return (afterwards - overlapped) / (afterwards - no_transfer)
 
 
 def run(sizes: Sizes, rate: str) -> Figures:
-    """Measure with links that are limited to `rate`; "" means no limit."""
+    """Measure with links that are limited to `rate`. "" means no limit."""
     return over_nodes.run(__file__, sizes, num_nodes=RANKS, num_ranks=RANKS, rate=rate or None)
 
 
@@ -147,7 +147,10 @@ def report(sizes: Sizes, by_rate: dict[str, Figures], about: list[str]) -> str:
     ]
     for rate, figures in by_rate.items():
         cells = [rate or "no limit", *(spread(figures[way]["seconds"]) for way in WAYS)]
-        cells += [f"{hidden(figures):.2f}", f"{statistics.median(figures[OVERLAPPED]['sent']):.2f}"]
+        cells += [
+            f"{compute_hidden_share(figures):.2f}",
+            f"{statistics.median(figures[OVERLAPPED]['sent']):.2f}",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     lines.append(
         "\nMedian (min .. max) over turns. Every figure is explained at the top of "

@@ -18,15 +18,17 @@ def _step_times(*seconds: float) -> list[StepTime]:
 def test_order_with_ties() -> None:
     """The quartiles of configurations 2 and 3 overlap, so they are tied: rank 1.5 for both."""
     measured = [[1.0, 1.1, 1.2], [2.0, 2.2, 2.4], [2.1, 2.3, 2.5], [9.0, 9.1, 9.2]]
-    ranks = bench.ranks_of(measured)
+    ranks = bench.compute_ranks(measured)
     assert ranks.tolist() == [0.0, 1.5, 1.5, 3.0]
     for second, third in ((2.0, 3.0), (3.0, 2.0)):
-        with_ties, without = bench.agreement(_step_times(1.0, second, third, 4.0), measured)
+        with_ties, without = bench.compute_agreement(_step_times(1.0, second, third, 4.0), measured)
         # Ranks 0, 1.5, 1.5, 3 and 0, 1, 2, 3: covariance 4.5, variances 4.5 and 5.
         assert with_ties == pytest.approx(math.sqrt(4.5 / 5))
         assert without == pytest.approx(1.0 if second < third else 0.8)
-    assert bench.agreement(_step_times(4.0, 3.0, 2.0, 1.0), measured)[1] == pytest.approx(-1.0)
-    assert math.isnan(bench.spearman(torch.ones(3), torch.arange(3.0)))
+    assert bench.compute_agreement(_step_times(4.0, 3.0, 2.0, 1.0), measured)[1] == pytest.approx(
+        -1.0
+    )
+    assert math.isnan(bench.compute_spearman(torch.ones(3), torch.arange(3.0)))
 
 
 def _time_steps(
@@ -51,7 +53,9 @@ def test_predicted_seconds_have_the_order_of_measured_seconds() -> None:
     rates = next(result.rates for result in measured[0] if result.rates)
     assert make_hardware(rates).overlap == 0.0
     times = bench.predict(chosen, [case.planned(sizes) for case in chosen], rates, sizes)
-    seconds = [bench.seconds_by_round(measured, index) for index in range(len(chosen))]
+    seconds = [bench.list_slowest_seconds(measured, index) for index in range(len(chosen))]
     best = [[min(rounds)] for rounds in seconds]
-    order = bench.spearman(bench.ranks_of([[time.seconds] for time in times]), bench.ranks_of(best))
+    order = bench.compute_spearman(
+        bench.compute_ranks([[time.seconds] for time in times]), bench.compute_ranks(best)
+    )
     assert order >= 0.8 - 1e-9, bench.report_seconds(chosen, times, seconds)

@@ -11,7 +11,7 @@ def test_shares_by_hand() -> None:
     """One sequence of two tokens, two layers, top-2. The order of a token's experts is ignored."""
     ids = torch.tensor([[[[0, 1], [2, 3]], [[4, 5], [6, 7]]]])
     ids_of_other = torch.tensor([[[[1, 0], [2, 4]], [[4, 6], [1, 0]]]])
-    pairs, tokens = bench.shares(ids, ids_of_other)
+    pairs, tokens = bench.compute_shares(ids, ids_of_other)
     assert pairs == (0.75, 0.25)
     assert tokens == (0.5, 0.0)
 
@@ -45,8 +45,8 @@ def test_replay_reduces_the_distance_of_two_precisions() -> None:
     assert replayed.logp < live.logp
     assert replayed.gradient["experts"] < 0.7 * live.gradient["experts"]
     vocab_size, blocks, held_out = bench.load_data()
-    _, model = bench.in_two_precisions(bench.train(blocks, vocab_size, 2, 1, 0))
+    _, model = bench.copy_in_two_precisions(bench.train(blocks, vocab_size, 2, 1, 0))
     input_ids = torch.stack([row["input_ids"] for row in held_out[:2]])
-    same = bench.two_precisions(copy.deepcopy(model), model, input_ids)
+    same = bench.compare_precisions(copy.deepcopy(model), model, input_ids)
     assert same.same_set == same.same_expert == same.asked == (1.0, 1.0)
     assert all(w.logp == w.loss == w.gradient["all"] == 0.0 for w in same.ways.values())

@@ -12,7 +12,7 @@ def test_transfers_are_hidden_under_attention() -> None:
         pytest.skip(bench.namespaces.WHY_NOT)
     sizes = bench.Sizes()
     figures = bench.run(sizes, "80mbit")
-    share = bench.hidden(figures)
+    share = bench.compute_hidden_share(figures)
     print(f"hidden: {share:.2f}", {way: x["seconds"] for way, x in figures.items()})
     for got, want in zip(
         figures[bench.OVERLAPPED]["sum"], figures[bench.AFTERWARDS]["sum"], strict=True
@@ -28,7 +28,7 @@ def test_transfers_are_hidden_under_attention() -> None:
 
 
 def test_the_table_has_a_row_for_each_rate() -> None:
-    seconds = {bench.OVERLAPPED: 3.0, bench.AFTERWARDS: 6.0, bench.NOTHING: 2.0}
+    seconds = {bench.OVERLAPPED: 3.0, bench.AFTERWARDS: 6.0, bench.NO_TRANSFER: 2.0}
     figures = {way: {"seconds": [x], "sent": [9.0], "sum": [1.0]} for way, x in seconds.items()}
     table = bench.report(bench.Sizes(), {"80mbit": figures}, ["- about"])
     assert "| 0.75 | 9.00 |" in table and "| 80mbit | 3.00" in table

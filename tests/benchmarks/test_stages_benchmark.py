@@ -16,7 +16,7 @@ SIZES = bench.Sizes(
 def test_the_bubble_is_that_of_the_formula() -> None:
     """The stages wait within 10 % of the formula, and send the bytes that are counted by hand."""
     for stages, count in ((2, 3), (3, 4)):
-        ranks = spawn(bench.waits_of_rank, stages, stages, count, 0.2, timeout=200)
+        ranks = spawn(bench.measure_waits, stages, stages, count, 0.2, timeout=200)
         assert [rank.sent for rank in ranks] == [rank.by_hand for rank in ranks]
         waited = sum(rank.part for rank in ranks) / stages
         assert waited == pytest.approx(bubble(stages, count), rel=0.1)
