@@ -38,20 +38,21 @@ IN_TABLE = (
 _HEAD = """\
 # What the compiler makes of the kernels
 
-Compiled ahead of time, no GPU, so no times. `x > y`: x before the loops of the products were
-written anew (rows stored once, last step of `outer` apart, one wide product in `up`), y now; one
-figure: it stayed. Made by `python benchmarks/compile_kernels.py --write`; every launch is in
-[ahead_of_time.json](ahead_of_time.json), which `--check` compares with.
+The kernels were compiled ahead of time, without a GPU, so there are no times. `x > y` means that
+the figure was x before the loops of the products were rewritten (rows are stored once, the last
+step of `outer` is separate, and `up` has one wide product), and is y now. A single figure did not
+change. `python benchmarks/compile_kernels.py --write` makes this page. Every launch is in
+[ahead_of_time.json](ahead_of_time.json), with which `--check` compares.
 
 | column | meaning |
 |---|---|
-| block | rows x columns x step along the sum, warps, stages |
-| registers | per thread |
+| block | rows x columns x step in the sum, warps, stages |
+| registers | registers per thread |
 | spilled | bytes per thread |
 | shared | KiB per program |
-| programs | that fit on a multiprocessor |
-| ahead | steps of the main loop whose loads are under way while one computes |
-| instructions | of one step of the main loop |
+| programs | programs that fit on a multiprocessor |
+| ahead | steps of the main loop whose loads run while one step computes |
+| instructions | instructions of one step of the main loop |
 """
 
 

@@ -273,15 +273,15 @@ def plan_share(shape: str, gpu: str, world: int, seq: int, batch: int) -> str:
     operations, sent = count_work_of_rank(config, parallel, world)
     rate = hardware.matmul_flops["bfloat16"] * hardware.reached_fraction("matmul", "bfloat16")
     seconds = operations / rate
-    travel = sent / (hardware.in_node_bandwidth * hardware.fractions["in_node"])
-    whole = step.seconds + seconds + travel
+    transfer = sent / (hardware.in_node_bandwidth * hardware.fractions["in_node"])
+    whole = step.seconds + seconds + transfer
     return "\n".join(
         [
             f"{shape} on {world} {gpu}, ep {world}, {batch} x {seq} tokens, planned, not measured:",
             f"- matrices of the busiest rank: {operations / 1e12:.1f} TFLOP, {seconds:.3f} s",
-            f"- sent by a rank: {sent / 1e6:.0f} MB, {travel:.3f} s if nothing hides them",
+            f"- sent by a rank: {sent / 1e6:.0f} MB, {transfer:.3f} s if nothing hides them",
             f"- step with fused AdamW: {step.seconds:.2f} s; share of Muon: "
-            f"{(seconds + travel) / whole:.1%}",
+            f"{(seconds + transfer) / whole:.1%}",
         ]
     )
 

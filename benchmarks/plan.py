@@ -388,7 +388,7 @@ def report_seconds(
         f"\nSpearman's correlation of predicted and measured: {with_ties:.2f} "
         f"({without:.2f} of medians, without ties). A single round and all of them: "
         f"{spread(rounds)}. Parts are seconds of the prediction; the ranks share the cores of one "
-        f"machine, so nothing travels behind computation."
+        f"machine, so no transfer overlaps computation."
     )
     return "\n".join(lines) + "\n"
 

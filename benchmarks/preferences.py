@@ -146,7 +146,7 @@ def make_trainer(side: str, sizes: Sizes, folder: str) -> Any:
             max_length=2 * sizes.seq,
             max_steps=1,
             learning_rate=0.0,
-            # Stock computes the auxiliary loss on each rank's own batch, so the losses would differ.
+            # Stock computes the auxiliary loss on each rank's own batch, so losses would differ.
             router_aux_loss_coef=0.0,
             use_cpu=True,
             bf16=False,

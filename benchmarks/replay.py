@@ -47,7 +47,7 @@ from hf_moe_ep import Routes, RoutingReplay, patch
 
 BATCH = 8
 GROUPS = ("experts", "routers", "all others", "all")
-WAYS = ("live", "replayed")
+VERSIONS = ("live", "replayed")
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class Compared:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of one batch: the agreement of routes by layer, and the differences by WAYS."""
+    """The results of one batch: agreement of routes by layer, and differences by version."""
 
     same_expert: tuple[float, ...]
     same_set: tuple[float, ...]
     asked: tuple[float, ...]
-    ways: Mapping[str, Compared]
+    versions: Mapping[str, Compared]
 
 
 def compute(model: nn.Module, input_ids: Tensor) -> Computed:
@@ -131,8 +131,8 @@ def compare_precisions(engine: nn.Module, model: nn.Module, input_ids: Tensor) -
         replayed = compute(model, input_ids)
     same_expert, same_set = compute_shares(routes.ids, live_routes.ids)
     asked = tuple(replay.last.by_layer.values())
-    ways = {"live": compare(live, in_engine), "replayed": compare(replayed, in_engine)}
-    return Outcome(same_expert, same_set, asked, ways)
+    versions = {"live": compare(live, in_engine), "replayed": compare(replayed, in_engine)}
+    return Outcome(same_expert, same_set, asked, versions)
 
 
 def train(blocks: Blocks, vocab_size: int, layers: int, steps: int, seed: int) -> PreTrainedModel:
@@ -190,7 +190,9 @@ def report(outcomes: list[Outcome]) -> str:
         "|---|---|---|---|",
     ]
     for name, scale in (("log p", 1e3), ("loss", 1e3), *((group, 1e2) for group in GROUPS)):
-        live, replayed = ([scale * get_value(o.ways[way], name) for o in outcomes] for way in WAYS)
+        live, replayed = (
+            [scale * get_value(o.versions[version], name) for o in outcomes] for version in VERSIONS
+        )
         live_median = statistics.median(live)
         ratio = f"{statistics.median(replayed) / live_median:.2f}" if live_median else "-"
         what = f"gradient of {name}, %" if name in GROUPS else f"{name}, thousandths"
@@ -224,12 +226,13 @@ def plot(outcomes: list[Outcome], path: Path) -> None:
         (middle, ("log p",), "distance of log p, mean over tokens"),
         (right, GROUPS, "distance of gradients, relative"),
     ):
-        for number, way in enumerate(WAYS):
+        for number, version in enumerate(VERSIONS):
             heights = [
-                statistics.median(get_value(o.ways[way], n) for o in outcomes) for n in shown
+                statistics.median(get_value(o.versions[version], n) for o in outcomes)
+                for n in shown
             ]
             x = [index + 0.4 * number for index in range(len(shown))]
-            axes.bar(x, heights, width=0.36, label=way)
+            axes.bar(x, heights, width=0.36, label=version)
         axes.set_xticks([index + 0.2 for index in range(len(shown))], shown)
         axes.set(title=title)
         axes.legend()
@@ -249,7 +252,7 @@ def main() -> None:
     outcomes: list[Outcome] = []
     for outcome in run(args.layers, args.steps, args.seeds, args.batches):
         outcomes.append(outcome)
-        live, replayed = (outcome.ways[way] for way in WAYS)
+        live, replayed = (outcome.versions[version] for version in VERSIONS)
         print(
             f"batch {len(outcomes)}: log p {live.logp:.5f} live, {replayed.logp:.5f} replayed; "
             f"gradient {live.gradient['all']:.4f}, {replayed.gradient['all']:.4f}",

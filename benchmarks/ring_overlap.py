@@ -79,7 +79,7 @@ class _NoTransfer:
         return self._x.clone()
 
 
-WAYS: dict[str, Callable[..., Any]] = {
+METHODS: dict[str, Callable[..., Any]] = {
     OVERLAPPED: send_to_next,
     AFTERWARDS: _Afterwards,
     NO_TRANSFER: _NoTransfer,
@@ -101,11 +101,11 @@ def measure(sizes: Sizes) -> Figures:
         torch.randn(1, heads, context.local, sizes.head_dim, generator=generator).requires_grad_()
         for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)
     )
-    figures: Figures = {way: {"seconds": [], "sent": [], "sum": []} for way in WAYS}
+    figures: Figures = {method: {"seconds": [], "sent": [], "sum": []} for method in METHODS}
     for turn in range(1 + sizes.steps):
         # The order within a turn alternates.
-        for way in list(WAYS)[:: 1 if turn % 2 else -1]:
-            with mock.patch.object(ring, "send_to_next", WAYS[way]):
+        for method in list(METHODS)[:: 1 if turn % 2 else -1]:
+            with mock.patch.object(ring, "send_to_next", METHODS[method]):
                 dist.barrier()
                 before, began = namespaces.sent_here(), time.perf_counter()
                 out = ring.attend_by_ring(query, key, value, scores, None, context)
@@ -114,9 +114,9 @@ def measure(sizes: Sizes) -> Figures:
                 seconds = time.perf_counter() - began
             assert key.grad is not None
             if turn:
-                figures[way]["seconds"].append(seconds)
-                figures[way]["sent"].append((namespaces.sent_here() - before) / 2**20)
-                figures[way]["sum"].append(float(key.grad.double().abs().sum()))
+                figures[method]["seconds"].append(seconds)
+                figures[method]["sent"].append((namespaces.sent_here() - before) / 2**20)
+                figures[method]["sum"].append(float(key.grad.double().abs().sum()))
             query.grad = key.grad = value.grad = None
     return figures
 
@@ -124,7 +124,8 @@ def measure(sizes: Sizes) -> Figures:
 def compute_hidden_share(figures: Figures) -> float:
     """Compute the hidden share of the transfers from the medians over all turns."""
     overlapped, afterwards, no_transfer = (
-        statistics.median(figures[way]["seconds"]) for way in (OVERLAPPED, AFTERWARDS, NO_TRANSFER)
+        statistics.median(figures[method]["seconds"])
+        for method in (OVERLAPPED, AFTERWARDS, NO_TRANSFER)
     )
     return (afterwards - overlapped) / (afterwards - no_transfer)
 
@@ -142,11 +143,12 @@ def report(sizes: Sizes, by_rate: dict[str, Figures], about: list[str]) -> str:
         f"{sizes.head_dim}, {sizes.kv_heads} key-value heads, fp32; {RANKS} gloo ranks of one "
         f"thread each, {sizes.steps} turns",
         "- links: limited by `tc tbf`, each way; all on one machine\n",
-        f"| link | {' | '.join(f'{way}, s' for way in WAYS)} | hidden | sent by rank 0, MiB |",
-        "|---" * (len(WAYS) + 3) + "|",
+        f"| link | {' | '.join(f'{method}, s' for method in METHODS)} | hidden "
+        "| sent by rank 0, MiB |",
+        "|---" * (len(METHODS) + 3) + "|",
     ]
     for rate, figures in by_rate.items():
-        cells = [rate or "no limit", *(spread(figures[way]["seconds"]) for way in WAYS)]
+        cells = [rate or "no limit", *(spread(figures[method]["seconds"]) for method in METHODS)]
         cells += [
             f"{compute_hidden_share(figures):.2f}",
             f"{statistics.median(figures[OVERLAPPED]['sent']):.2f}",

@@ -396,7 +396,8 @@ def report(figures: dict[int, dict[str, Any]], hub: tuple[float, float, int]) ->
         line("manifest, before", [_format_size(row["manifest"]["before"]) for row in rows]),
         line("manifest, rank 0", [_format_size(row["manifest"]["first"]) for row in rows]),
         line("manifest, another rank", [_format_size(row["manifest"]["another"]) for row in rows]),
-        f"\nhub: {hub[2]:,} tensors are found in {_format_cost(hub[:2])}, whatever the number of ranks.\n",
+        f"\nhub: {hub[2]:,} tensors are found in {_format_cost(hub[:2])}, with any number of "
+        f"ranks.\n",
     ]
     return "\n".join(text)
 

@@ -1,4 +1,4 @@
-"""Run one training step of a sharded model, and count the memory and work of each part of it.
+"""Run one training step of a sharded model, and count the memory and work of each of its parts.
 
     counted = count_step(model, layers, optimizer, {"input_ids": ids, "labels": ids})
     counted.peaks()["backward, layer 3"], counted.work.flops()

@@ -4,7 +4,7 @@
     h100.memory_bandwidth, h100.sources["memory_bandwidth"]
     apply_measured_rates(h100, Path("rates.json"))    # h100 with the measured rates of the file
 
-Each known GPU has a record in `rates.json` beside this file, with the source of every number. FLOP
+Each known GPU has a record in `rates.json` in this folder, with the source of every number. FLOP
 rates are peaks for dense matrices, without sparsity. A gigabyte is 10^9 bytes, as in data sheets.
 The bandwidth of a link counts one direction; data sheets often add up both directions. Three things
 are assumptions until `calibrate.py` measures them: the fraction of a peak that a kernel reaches,

@@ -3,8 +3,8 @@
     draw_memory(plan_step("Qwen/Qwen3-30B-A3B", world_size=8, batch=Batch(4096)), "step.png")
 
 A phase is a part of the step, such as the forward of one layer. All phases have the same width,
-whatever time they take. The height of a phase is its peak. `list_phase_bytes` returns the numbers.
-This module needs matplotlib.
+although they take different times. The height of a phase is its peak. `list_phase_bytes` returns
+the numbers. This module needs matplotlib.
 """
 
 from __future__ import annotations

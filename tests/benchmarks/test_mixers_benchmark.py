@@ -16,8 +16,8 @@ KINDS = {name: kind for name, kind in bench.KINDS.items() if kind.model_type in 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_rank_keeps_a_share_of_stocks_activations(name: str) -> None:
     """Keys of the whole sequence are a large part of attention over so few tokens."""
-    ways = [way for way in KINDS[name].ways if way in bench.WAYS]
-    found = {way: bench.measure_bytes(KINDS[name], way, SIZES) for way in ways}
+    methods = [method for method in KINDS[name].methods if method in bench.METHODS]
+    found = {method: bench.measure_bytes(KINDS[name], method, SIZES) for method in methods}
     stock, gathered = found["stock"], found["gathered"]
     assert stock.sent == 0 and gathered.sent > 0
     assert gathered.activations == pytest.approx(stock.activations, rel=0.05)
@@ -26,7 +26,7 @@ def test_a_rank_keeps_a_share_of_stocks_activations(name: str) -> None:
     divided = found["divided"]
     if KINDS[name].states:
         all_heads, states = (
-            bench.measure_bytes(KINDS[name], way, SIZES) for way in bench.WAYS_OF_RECURRENCES
+            bench.measure_bytes(KINDS[name], method, SIZES) for method in bench.RECURRENCE_METHODS
         )
         assert states.activations < 0.6 * all_heads.activations, (states, all_heads)
         assert states.peak < all_heads.peak

@@ -39,7 +39,7 @@ def test_distances_by_hand() -> None:
 def test_replay_reduces_the_distance_of_two_precisions() -> None:
     """Replayed results are nearer to those of the engine. With one precision all are equal."""
     (outcome,) = bench.run(layers=4, steps=12, seeds=1, batches=1)
-    live, replayed = (outcome.ways[way] for way in bench.WAYS)
+    live, replayed = (outcome.versions[version] for version in bench.VERSIONS)
     assert min(outcome.same_set) < 1.0
     assert "| gradient of experts, % |" in bench.report([outcome])
     assert replayed.logp < live.logp
@@ -49,4 +49,4 @@ def test_replay_reduces_the_distance_of_two_precisions() -> None:
     input_ids = torch.stack([row["input_ids"] for row in held_out[:2]])
     same = bench.compare_precisions(copy.deepcopy(model), model, input_ids)
     assert same.same_set == same.same_expert == same.asked == (1.0, 1.0)
-    assert all(w.logp == w.loss == w.gradient["all"] == 0.0 for w in same.ways.values())
+    assert all(w.logp == w.loss == w.gradient["all"] == 0.0 for w in same.versions.values())
