@@ -44,7 +44,7 @@ from hf_moe_ep.optim.matrices import find_layouts
 from hf_moe_ep.planner.config import find_config
 from hf_moe_ep.planner.hardware import find_hardware
 from hf_moe_ep.planner.held import PlanRequest, Unsharded
-from hf_moe_ep.planner.seconds import step_time
+from hf_moe_ep.planner.seconds import plan_step_time
 from hf_moe_ep.planner.step import Batch, plan_step
 from hf_moe_ep.upstream.process_groups import fake_group
 
@@ -269,9 +269,9 @@ def plan_share(shape: str, gpu: str, world: int, seq: int, batch: int) -> str:
     micro = Batch(seq, checkpointing=True)
     plan = plan_step(config, parallel, world_size=world, batch=micro, optimizer="adamw_fused")
     tokens = seq * batch // world
-    step = step_time(plan, hardware, micro_batches=batch // world, tokens=tokens)
+    step = plan_step_time(plan, hardware, micro_batches=batch // world, tokens=tokens)
     operations, sent = count_work_of_rank(config, parallel, world)
-    rate = hardware.matmul_flops["bfloat16"] * hardware.reached_fraction("matmul", "bfloat16")
+    rate = hardware.matmul_flops["bfloat16"] * hardware.find_reached_fraction("matmul", "bfloat16")
     seconds = operations / rate
     transfer = sent / (hardware.in_node_bandwidth * hardware.fractions["in_node"])
     whole = step.seconds + seconds + transfer

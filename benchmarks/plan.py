@@ -50,7 +50,7 @@ from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.planner.calibrate import make_hardware, measure_rates, time_step
 from hf_moe_ep.planner.config import attach_lora
 from hf_moe_ep.planner.counted import count_step, make_optimizer
-from hf_moe_ep.planner.seconds import StepTime, step_time
+from hf_moe_ep.planner.seconds import StepTime, plan_step_time
 from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 from hf_moe_ep.planner.work import StepWork
 from hf_moe_ep.routing.load import ExpertLoad
@@ -311,7 +311,7 @@ def predict(
     """Predict the time of a step of each configuration on this machine."""
     hardware = make_hardware(rates)
     return [
-        step_time(
+        plan_step_time(
             plan,
             hardware,
             micro_batches=1,

@@ -10,7 +10,7 @@ import argparse
 import json
 from typing import Any
 
-from hf_moe_ep.planner.options import published_configs
+from hf_moe_ep.planner.options import read_published_configs
 
 
 def add_parser(subparsers: Any) -> None:
@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
         "which features are supported for it: expert parallelism and its sizes, LoRA on experts, "
         "sequence parallelism, pictures.",
     )
-    models = ", ".join(published_configs())
+    models = ", ".join(read_published_configs())
     parser.add_argument(
         "model",
         help="a model type of transformers, a folder, a config.json or a name on the hub; these "

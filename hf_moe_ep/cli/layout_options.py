@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_moe_ep.config import EXPERTS_DTYPES
-from hf_moe_ep.planner.options import LORA_TARGETS, MASTERS, OPTIMIZERS, published_configs
+from hf_moe_ep.planner.options import LORA_TARGETS, MASTERS, OPTIMIZERS, read_published_configs
 
 DEFAULT = "default: %(default)s"
 # The options of `add_training` that are fields of ParallelConfig.
@@ -21,7 +21,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def add_model_and_gpus(parser: argparse.ArgumentParser) -> None:
-    models = ", ".join(published_configs())
+    models = ", ".join(read_published_configs())
     parser.add_argument(
         "model", help=f"folder, config.json or hub name; these names need no download: {models}"
     )

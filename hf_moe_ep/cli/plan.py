@@ -251,8 +251,8 @@ def _import_draw_memory() -> Callable[..., None]:
 def _describe(layout: Layout, extra: dict[str, Any]) -> str:
     layers = "twice" if layout.checkpointing else "once"
     return (
-        f"{layout.patch_line(**extra)}, {layout.per_forward} x {layout.accumulated} sequences, "
-        f"layers run {layers}"
+        f"{layout.format_patch_line(**extra)}, {layout.per_forward} x {layout.accumulated} "
+        f"sequences, layers run {layers}"
     )
 
 
@@ -325,7 +325,7 @@ def format_launch_config(
     ]
     return "\n".join(
         [
-            f"# {layout.patch_line(**extra)}",
+            f"# {layout.format_patch_line(**extra)}",
             f"# sequences per forward of a data rank: {layout.per_forward}, "
             f"gradient_accumulation_steps: {layout.accumulated}",
             *[_SYNC_EACH_BATCH] * (layout.accumulated > 1),
@@ -371,7 +371,7 @@ def _format_result(
             *_format_needed_gpus(result, options.gpus, request.limit),
         ]
     best = result.fit[0]
-    lines += ["", f"Best layout: {best.layout.patch_line(**request.parallel)}"]
+    lines += ["", f"Best layout: {best.layout.format_patch_line(**request.parallel)}"]
     if request.only_loss_is_read:
         lines.append(NO_WHOLE_LOGITS)
     if best.layout.pp > 1 and request.hardware is not None:

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.planner.counted import make_counter
 from hf_moe_ep.planner.hardware import KINDS, PRODUCTS, Hardware
-from hf_moe_ep.planner.seconds import time_of_work
+from hf_moe_ep.planner.seconds import plan_work_time
 from hf_moe_ep.planner.work import Collective, Operator, StepWork, WorkCounter
 from hf_moe_ep.ranks.all_ranks import gather_from_all
 from hf_moe_ep.upstream.graph import tensors_in
@@ -360,10 +360,10 @@ def _solve_host_or_overlap(
 ) -> dict[str, float]:
     """Find the `host_seconds` or the `overlap` with which the planned step takes `seconds`."""
     record = make_hardware(rates)
-    planned = time_of_work(work, record).seconds
+    planned = plan_work_time(work, record).seconds
     if seconds >= planned and not record.host_ahead:
         return {"host_seconds": (seconds - planned) / (work.launches() + work.messages())}
-    hideable = planned - time_of_work(work, replace(record, overlap=1.0)).seconds
+    hideable = planned - plan_work_time(work, replace(record, overlap=1.0)).seconds
     return {"overlap": min(max((planned - seconds) / hideable, 0.0), 1.0) if hideable > 0 else 0.0}
 
 

@@ -31,7 +31,7 @@ from transformers import (
 
 from hf_moe_ep.config import check_choice
 from hf_moe_ep.plan import ModelPlan, matches
-from hf_moe_ep.planner.options import LORA_TARGETS, published_configs
+from hf_moe_ep.planner.options import LORA_TARGETS, read_published_configs
 from hf_moe_ep.upstream.hub import on_meta, read_object
 from hf_moe_ep.upstream.models import is_causal_lm, takes_images
 
@@ -52,7 +52,7 @@ def find_config(model: str | os.PathLike[str] | Mapping[str, Any] | PreTrainedCo
     if isinstance(model, PreTrainedConfig):
         return model
     if not isinstance(model, Mapping):
-        known = published_configs()
+        known = read_published_configs()
         if str(model) not in known:
             return _read_config(Path(model), known)
         model = known[str(model)]["config"]
@@ -64,11 +64,13 @@ def find_architecture_config(name: str) -> PreTrainedConfig:
     """Return the default config of a model type such as "qwen3_moe", or the config of a model."""
     if name in CONFIG_MAPPING and not os.path.exists(name):
         return AutoConfig.for_model(name)
-    if name not in published_configs() and not (os.path.exists(name) or _HUB_ID.fullmatch(name)):
+    if name not in read_published_configs() and not (
+        os.path.exists(name) or _HUB_ID.fullmatch(name)
+    ):
         raise ValueError(
             f"{name!r} is not a model type of the installed transformers nor a folder with a "
             f"config.json; name a model of the hub as OWNER/NAME, or use one of "
-            f"{', '.join(published_configs())}"
+            f"{', '.join(read_published_configs())}"
         )
     return find_config(name)
 

@@ -48,7 +48,7 @@ def choose_layers_to_run(request: PlanRequest) -> tuple[int, ...]:
     return FEW_LAYERS if layers > FEW_LAYERS[-1] and _are_layers_alike(request) else (layers,)
 
 
-def with_layers(config: Any, layers: int, *, last: bool = False) -> Any:
+def keep_layers(config: Any, layers: int, *, last: bool = False) -> Any:
     """Copy a config and keep its first `layers` layers, or its last layers with `last`.
 
     Lists with an entry per layer are cut, and the numbers of dense layers are adapted.

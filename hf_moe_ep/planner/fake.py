@@ -189,7 +189,7 @@ def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool, work: WorkCounter
         stack.enter_context(replaced(*dtensor_shapes()))
         stack.enter_context(replaced(torch, "chunk", _chunk))
         stack.enter_context(replaced(context_calls, "causal_lower_right", _NoMask))
-        checksum = partial(_checksum, vars(same_batch)["_compute_checksum"])
+        checksum = partial(_compute_checksum, vars(same_batch)["_compute_checksum"])
         stack.enter_context(replaced(same_batch, "_compute_checksum", checksum))
         if like_gpu:
             stack.enter_context(replaced(torch_mlp, "_BLOCK", sys.maxsize))
@@ -257,14 +257,14 @@ def split_in_three(
     for index in largest if len(order) < 3 else (order[-1], *largest):
         start = sum(block.sizes[:index])
         rows = slice(start, start + block.sizes[index])
-        with work.taken() as taken:
+        with work.take_operators() as taken:
             yield block.experts[index], tuple(tensor[rows] for tensor in tensors)
         operators[block.sizes[index]] = taken
     if operators:
         work.add_for_sizes(operators, block.sizes)
 
 
-def _checksum(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _compute_checksum(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Compute the checksum of a part of the batch. Fake embeddings have no values and get 0."""
     if is_fake(x):
         return on_real_tensors(torch.zeros, (), dtype=torch.int64)

@@ -86,8 +86,8 @@ class Hardware:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, value in self._numbers():
-            is_valid, valid_range = _valid_range(name)
+        for name, value in self._list_numbers():
+            is_valid, valid_range = _find_valid_range(name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (is_number and math.isfinite(value) and is_valid(value)):
                 raise ValueError(
@@ -108,11 +108,11 @@ class Hardware:
         if not isinstance(self.host_ahead, bool):
             raise ValueError(f"host_ahead ({self.host_ahead!r}) must be true or false")
 
-    def reached_fraction(self, kind: str, dtype: str) -> float:
+    def find_reached_fraction(self, kind: str, dtype: str) -> float:
         """Return the fraction of the peak that operators of a kind reach in a dtype."""
         return self.fractions.get(f"{kind} {dtype}", self.fractions[kind])
 
-    def _numbers(self) -> list[tuple[str, Any]]:
+    def _list_numbers(self) -> list[tuple[str, Any]]:
         found: list[tuple[str, Any]] = []
         for attribute in fields(self):
             value = getattr(self, attribute.name)
@@ -187,7 +187,7 @@ def apply_measured_rates(hardware: Hardware, file: Path) -> Hardware:
     return replace(hardware, **changes, sources=sources)
 
 
-def _valid_range(name: str) -> tuple[Any, str]:
+def _find_valid_range(name: str) -> tuple[Any, str]:
     """Return a function that checks the number `name`, and the valid range in words."""
     if name == "node_size":
         return (lambda value: isinstance(value, int) and value >= 1), "a whole number >= 1"

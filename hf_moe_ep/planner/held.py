@@ -436,7 +436,7 @@ class _Sharded:
     def find_largest_unit(self, dtype: torch.dtype | None) -> int:
         """Return the bytes of the largest FSDP2 unit's trained parameters in `dtype`."""
         # The gradients of all encoders are reduced together at the end of backward.
-        units = [*self._parameters_of_units(), _list_dtensors(self.units.encoders)]
+        units = [*self._list_unit_parameters(), _list_dtensors(self.units.encoders)]
         trained = [[p for p in parameters if p.requires_grad] for parameters in units]
         return max(self.sum_gathered_bytes(parameters, dtype) for parameters in trained)
 
@@ -447,7 +447,7 @@ class _Sharded:
         reduce-scatters, because FSDP2 waits for a reduce-scatter before it begins the next one. A
         single rank gathers nothing, but FSDP2 copies its gradients as if it reduced them.
         """
-        units = [*self._parameters_of_units(), *(_list_dtensors([e]) for e in self.units.encoders)]
+        units = [*self._list_unit_parameters(), *(_list_dtensors([e]) for e in self.units.encoders)]
         num_units: Counter[tuple[str, str, int]] = Counter()
         for parameters in units:
             moved = [p for p in parameters if id(p) not in self.ungathered]
@@ -461,7 +461,7 @@ class _Sharded:
         most = {"gathered": 2, "reduced": 1}
         return sum(min(most[use], n) * size for (use, _, size), n in num_units.items())
 
-    def _parameters_of_units(self) -> list[list[DTensor]]:
+    def _list_unit_parameters(self) -> list[list[DTensor]]:
         """List the parameters of each FSDP2 unit, without the parameters of units inside it."""
         units = self.units
         experts = [] if self.state.experts_in_layer_units else units.all_experts

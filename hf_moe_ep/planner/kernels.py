@@ -103,59 +103,77 @@ class ExpertCall:
             down_rank=0 if experts.down_a is None else experts.down_a.shape[1],
         )
 
-    def route_launches(self) -> list[Operator]:
+    def list_route_launches(self) -> list[Operator]:
         """List the launches that sort the pairs by expert. They read the ids twice."""
         ids, positions = 8 * self.rows * self.top_k, 4 * (2 * self.pairs + self.rows * self.top_k)
         return [Operator("memory", "", 0, 2 * ids + positions, launches=4)]
 
-    def forward_launches(self, *, keep_pre: bool) -> list[Operator]:
+    def list_forward_launches(self, *, keep_pre: bool) -> list[Operator]:
         """List the launches of the forward pass."""
         moved = self.ffn + self.hidden
-        down = self._product(self.ffn, self.hidden, moved, self.down_bytes, self.down_rank)
-        return [*self._up(keep_pre=keep_pre), *down, self._combine(weighted=True)]
+        down = self._list_product_launches(
+            self.ffn, self.hidden, moved, self.down_bytes, self.down_rank
+        )
+        return [
+            *self._list_up_launches(keep_pre=keep_pre),
+            *down,
+            self._make_combine(weighted=True),
+        ]
 
-    def row_launches(self, need: set[str], *, recompute: bool) -> list[Operator]:
+    def list_row_launches(self, need: set[str], *, recompute: bool) -> list[Operator]:
         """List the backward launches for the gradients of rows and routing weights.
 
         Args:
             need: names of the tensors that need a gradient, as in `torch_mlp.backward`.
             recompute: True if backward recomputes the pre-activations.
         """
-        launches = self._up(keep_pre=True) if recompute else []
+        launches = self._list_up_launches(keep_pre=True) if recompute else []
         has_activations = bool(need & {"down", "down_a", "down_b"})
         moved = self.hidden + 2 * self.pre + self.ffn * has_activations
-        launches += self._product(self.hidden, self.ffn, moved, self.down_bytes, self.down_rank)
+        launches += self._list_product_launches(
+            self.hidden, self.ffn, moved, self.down_bytes, self.down_rank
+        )
         if "weights" in need:
             partial = -(-self.ffn // _PARTIAL_COLUMNS) * self.pairs
             nbytes = _FP32 * (partial + 2 * self.rows * self.top_k)
             launches.append(Operator("memory", "float32", 0, nbytes))
         moved = self.pre + self.hidden
-        row_grads = self._product(self.pre, self.hidden, moved, self.up_bytes, self.up_rank)
+        row_grads = self._list_product_launches(
+            self.pre, self.hidden, moved, self.up_bytes, self.up_rank
+        )
         if "rows" in need:
-            launches += [*row_grads, self._combine(weighted=False)]
+            launches += [*row_grads, self._make_combine(weighted=False)]
         elif "up_a" in need:
             # Only the thin product with the adapter is needed.
             launches += row_grads[:1]
         return launches
 
-    def grad_launches(self, need: set[str]) -> list[Operator]:
+    def list_grad_launches(self, need: set[str]) -> list[Operator]:
         """List the backward launches for the gradients of matrices and adapters."""
         down_rank, up_rank = self.down_rank, self.up_rank
         launches_of = {
-            "down": [self._outer(self.hidden, self.ffn)],
-            "up": [self._outer(self.pre, self.hidden)],
-            "down_a": [self._outer(self.ffn, down_rank)],
-            "down_b": [self._thin(self.ffn, down_rank), self._outer(self.hidden, down_rank)],
-            "up_a": [self._outer(self.hidden, up_rank)],
-            "up_b": [self._thin(self.hidden, up_rank), self._outer(self.pre, up_rank)],
+            "down": [self._make_outer_product(self.hidden, self.ffn)],
+            "up": [self._make_outer_product(self.pre, self.hidden)],
+            "down_a": [self._make_outer_product(self.ffn, down_rank)],
+            "down_b": [
+                self._make_thin_product(self.ffn, down_rank),
+                self._make_outer_product(self.hidden, down_rank),
+            ],
+            "up_a": [self._make_outer_product(self.hidden, up_rank)],
+            "up_b": [
+                self._make_thin_product(self.hidden, up_rank),
+                self._make_outer_product(self.pre, up_rank),
+            ],
         }
         return [launch for name in launches_of if name in need for launch in launches_of[name]]
 
-    def _up(self, *, keep_pre: bool) -> list[Operator]:
+    def _list_up_launches(self, *, keep_pre: bool) -> list[Operator]:
         moved = self.hidden + self.ffn + self.pre * keep_pre
-        return self._product(self.hidden, self.pre, moved, self.up_bytes, self.up_rank)
+        return self._list_product_launches(
+            self.hidden, self.pre, moved, self.up_bytes, self.up_rank
+        )
 
-    def _product(
+    def _list_product_launches(
         self, inner: int, width: int, moved: int, matrix_bytes: int, rank: int
     ) -> list[Operator]:
         """List the launches that multiply each pair's row by the matrix of its expert.
@@ -167,24 +185,24 @@ class ExpertCall:
         """
         moved = self.pairs * (moved + rank) + self.experts * rank * width
         flops = 2 * self.pairs * (inner + rank) * width
-        product = self._grouped(flops, moved, matrix_bytes)
-        return [self._thin(inner, rank), product] if rank else [product]
+        product = self._make_grouped(flops, moved, matrix_bytes)
+        return [self._make_thin_product(inner, rank), product] if rank else [product]
 
-    def _thin(self, inner: int, rank: int) -> Operator:
+    def _make_thin_product(self, inner: int, rank: int) -> Operator:
         moved = self.pairs * (inner + rank) + self.experts * inner * rank
-        return self._grouped(2 * self.pairs * inner * rank, moved)
+        return self._make_grouped(2 * self.pairs * inner * rank, moved)
 
-    def _outer(self, height: int, width: int) -> Operator:
+    def _make_outer_product(self, height: int, width: int) -> Operator:
         moved = self.pairs * (height + width) + self.experts * height * width
-        return self._grouped(2 * self.pairs * height * width, moved)
+        return self._make_grouped(2 * self.pairs * height * width, moved)
 
-    def _combine(self, *, weighted: bool) -> Operator:
+    def _make_combine(self, *, weighted: bool) -> Operator:
         positions_and_weights = self.rows * self.top_k * (4 + _FP32 * weighted)
         nbytes = self.dtype.itemsize * (self.pairs + self.rows) * self.hidden
         nbytes += positions_and_weights
         return Operator("memory", dtype_name(self.dtype), 0, nbytes)
 
-    def _grouped(self, flops: int, moved: int, matrix_bytes: int = 0) -> Operator:
+    def _make_grouped(self, flops: int, moved: int, matrix_bytes: int = 0) -> Operator:
         nbytes = self.dtype.itemsize * moved + matrix_bytes
         return Operator("grouped", dtype_name(self.dtype), flops, nbytes)
 
@@ -201,7 +219,7 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         routing = work.run_uncounted(stock_route, expert_ids_RK, counts_L, experts, rows_RH)
         if routing.pair_A.numel():
             # ExpertCall.of reads only the shape of the routing weights; ids have the same shape.
-            work.add(ExpertCall.of(rows_RH, expert_ids_RK, experts, routing).route_launches())
+            work.add(ExpertCall.of(rows_RH, expert_ids_RK, experts, routing).list_route_launches())
         return routing
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -210,7 +228,7 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         if not call.pairs:
             out: tuple[Tensor, Tensor] = work.run_uncounted(stock_forward, *arguments)
             return out
-        work.add(call.forward_launches(keep_pre=keep_pre))
+        work.add(call.list_forward_launches(keep_pre=keep_pre))
         return _allocate_forward(call, rows_RH, keep_pre)
 
     def backward(
@@ -221,14 +239,14 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         if not call.pairs:
             options |= {"need": need, "postpone": postpone}
             return work.run_uncounted(stock_backward, *arguments, **options)
-        work.add(call.row_launches(need, recompute=pre_AG is None))
+        work.add(call.list_row_launches(need, recompute=pre_AG is None))
         grads, kept = _allocate_backward(call, rows_RH, weights_RK, need, recompute=pre_AG is None)
 
         def finish(into: ExpertGrads, kept: tuple[Tensor, ...] = (grad_RH, rows_RH, *kept)) -> None:
             for name, tensor in experts.named_tensors().items():
                 if name in need:
                     into.buffer(name, tensor)
-            launches = call.grad_launches(need)
+            launches = call.list_grad_launches(need)
             work.add(replace(launch, postponed=postpone) for launch in launches)
 
         if postpone:

@@ -47,7 +47,7 @@ STEP_NOT_COUNTED = (
 )
 
 
-def published_configs() -> dict[str, dict[str, Any]]:
+def read_published_configs() -> dict[str, dict[str, Any]]:
     """Read the stored configs: {hub id: {"source": web page, "config": fields of the config}}."""
     text = (
         resources.files("hf_moe_ep.planner")

@@ -46,7 +46,7 @@ def list_phase_bytes(plan: StepPlan) -> list[tuple[str, dict[str, float]]]:
     A layer in the middle did not run. Its bytes are interpolated linearly between the layers at
     both ends (`extrapolate.py`).
     """
-    return [(name, _bytes_by_kind(name, plan)) for name in _list_phases(plan.layers)]
+    return [(name, _interpolate_bytes(name, plan)) for name in _list_phases(plan.layers)]
 
 
 def draw_memory(
@@ -91,7 +91,7 @@ def _list_phases(layers: int) -> Iterator[str]:
     yield OPTIMIZER
 
 
-def _bytes_by_kind(name: str, plan: StepPlan) -> dict[str, float]:
+def _interpolate_bytes(name: str, plan: StepPlan) -> dict[str, float]:
     planned = plan.made_of
     before, layer, number = name.rpartition("layer ")
     name_from_end = f"{before}layer {int(number) - plan.layers}" if layer else ""

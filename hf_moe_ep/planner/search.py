@@ -2,7 +2,7 @@
 
     request = LayoutRequest("Qwen/Qwen3-30B-A3B", gpus=16, limit=80 * 2**30, seq=4096, batch=32)
     result = find_layouts(request)
-    result.fit[0].layout.patch_line(), result.fit[0].step.peak
+    result.fit[0].layout.format_patch_line(), result.fit[0].step.peak
 
 A layout consists of a grid (pp_size, ep_size, etp_size, sp_size, cp_size and dp_replicate_size),
 the number of sequences per forward of a data rank (gradient accumulation covers its other
@@ -53,17 +53,17 @@ from hf_moe_ep.planner.extrapolate import (
     DENSE_LAYER_FIELDS,
     FEW_LAYERS,
     choose_layers_to_run,
-    with_layers,
+    keep_layers,
 )
 from hf_moe_ep.planner.hardware import Hardware
 from hf_moe_ep.planner.held import PlanRequest, Unsharded, plan_memory
 from hf_moe_ep.planner.options import NODE
-from hf_moe_ep.planner.seconds import StepTime, step_time
+from hf_moe_ep.planner.seconds import StepTime, plan_step_time
 from hf_moe_ep.planner.stages import (
     Transfers,
+    add_micro_batches,
     make_stage_config,
-    time_of_stages,
-    with_micro_batches,
+    plan_stages_time,
 )
 from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 from hf_moe_ep.ranks.mesh import check_stages
@@ -120,11 +120,11 @@ class LayoutRequest:
         """The number of ranks per node."""
         return min(self.gpus, NODE if self.hardware is None else self.hardware.node_size)
 
-    def parallel_config(self, layout: Layout) -> ParallelConfig:
+    def make_parallel_config(self, layout: Layout) -> ParallelConfig:
         """Return the config of one stage of a layout."""
-        return ParallelConfig(**layout.sizes_of_stage(), **self.parallel)
+        return ParallelConfig(**layout.list_stage_sizes(), **self.parallel)
 
-    def of_stage(self, pp: int) -> LayoutRequest:
+    def make_stage_request(self, pp: int) -> LayoutRequest:
         """Return the request for one of `pp` stages, with its layers and its GPUs.
 
         Raises:
@@ -173,9 +173,9 @@ class Layout:
     def sizes(self) -> dict[str, Any]:
         """Return the layout as fields of ParallelConfig."""
         stages = {"pp_size": self.pp, "pp_microbatches": self.micro_batches}
-        return (stages if self.pp > 1 else {}) | self.sizes_of_stage()
+        return (stages if self.pp > 1 else {}) | self.list_stage_sizes()
 
-    def sizes_of_stage(self) -> dict[str, Any]:
+    def list_stage_sizes(self) -> dict[str, Any]:
         """Return the layout of one stage as fields of ParallelConfig."""
         sizes: dict[str, Any] = {
             "ep_size": self.ep,
@@ -189,7 +189,7 @@ class Layout:
             sizes |= {"dispatcher": "hierarchical", "node_size": self.node_size}
         return sizes
 
-    def patch_line(self, **more: Any) -> str:
+    def format_patch_line(self, **more: Any) -> str:
         """Return the line for a script: "patch(model, ep_size=8)"."""
         options = {name: size for name, size in self.sizes().items() if size != 1} | more
         arguments = "".join(f", {name}={value!r}" for name, value in options.items())
@@ -244,7 +244,7 @@ def find_layouts(request: LayoutRequest) -> SearchResult:
     searches: dict[int, _Search] = {}
     for pp in request.pp:
         try:
-            searches[pp] = _Search(request.of_stage(pp), pp, result)
+            searches[pp] = _Search(request.make_stage_request(pp), pp, result)
         except ValueError as error:  # training refuses this number of stages
             layout = Layout(request.ep or 1, request.sp or 1, request.dp_replicate or 1, pp=pp)
             result.illegal[layout] = str(error)
@@ -252,16 +252,16 @@ def find_layouts(request: LayoutRequest) -> SearchResult:
         search.plan_grids()
     if not (result.fit or result.too_large):
         raise ValueError(next(iter(result.illegal.values()), "no layout was tried"))
-    order: Callable[[PlannedLayout], float] = _seconds if request.hardware else _memory_used
+    order: Callable[[PlannedLayout], float] = _get_seconds if request.hardware else _get_memory_used
     for planned in sorted(result.fit, key=order)[:NUM_CLOSER_LOOKS]:
         searches[planned.layout.pp].plan_variants(planned)
     if request.hardware:
         with_ep = [p for p in result.fit if p.layout.ep * p.layout.etp > 1]
-        for fastest in sorted(with_ep, key=_seconds)[:1]:
+        for fastest in sorted(with_ep, key=_get_seconds)[:1]:
             for chunks in CHUNKS:
                 searches[fastest.layout.pp].add(replace(fastest.layout, chunks=chunks))
-    result.fit.sort(key=_seconds if request.hardware else _order_without_hardware)
-    result.too_large.sort(key=_memory_used)
+    result.fit.sort(key=_get_seconds if request.hardware else _get_order_without_hardware)
+    result.too_large.sort(key=_get_memory_used)
     return result
 
 
@@ -283,7 +283,7 @@ class _Search:
         """Plan the grids of each sp_size, then of each cp_size, until a grid fits."""
         request, num_experts = self.request, _count_experts(self.request)
         planned: list[PlannedLayout] = []
-        for sp in [1, *_powers_of_two(request.node)] if request.sp is None else [request.sp]:
+        for sp in [1, *_list_powers_of_two(request.node)] if request.sp is None else [request.sp]:
             planned += self._plan_grids(
                 _iterate_grids(request, sp, request.cp or 1, num_experts, self.pp)
             )
@@ -292,7 +292,7 @@ class _Search:
         if request.cp is not None:
             return
         sp = max((grid.layout.sp for grid in planned), default=1)
-        for cp in _powers_of_two(request.gpus // sp):
+        for cp in _list_powers_of_two(request.gpus // sp):
             planned = self._plan_grids(_iterate_grids(request, sp, cp, num_experts, self.pp))
             if any(grid.left >= 0 for grid in planned):
                 return
@@ -329,7 +329,7 @@ class _Search:
                 single = self.add(replace(grid.layout, checkpointing=False))
             if single.left < 0 or share == 1:
                 continue
-            whole_share = self.add(_with_sequences(single.layout, share))
+            whole_share = self.add(_change_sequences(single.layout, share))
             bytes_per_sequence = (whole_share.step.peak - single.step.peak) / (share - 1)
             sequences = share
             while sequences > 1 and (
@@ -337,10 +337,10 @@ class _Search:
             ):
                 sequences -= 1
             # Round down to a power of two that divides the share of the rank.
-            sequences = max(n for n in [1, *_powers_of_two(sequences)] if share % n == 0)
+            sequences = max(n for n in [1, *_list_powers_of_two(sequences)] if share % n == 0)
             fits = whole_share.left >= 0
             while not fits and sequences > 1:
-                layout = _with_sequences(single.layout, sequences)
+                layout = _change_sequences(single.layout, sequences)
                 fits = self.add(layout).left >= 0
                 sequences //= 2
 
@@ -352,22 +352,22 @@ class _Search:
         return planned
 
 
-def _with_sequences(layout: Layout, sequences: int) -> Layout:
+def _change_sequences(layout: Layout, sequences: int) -> Layout:
     """Return a copy of a layout with another number of sequences per forward."""
     share = layout.per_forward * layout.accumulated
     return replace(layout, per_forward=sequences, accumulated=share // sequences)
 
 
-def _memory_used(planned: PlannedLayout) -> int:
+def _get_memory_used(planned: PlannedLayout) -> int:
     return -planned.left
 
 
-def _seconds(planned: PlannedLayout) -> float:
+def _get_seconds(planned: PlannedLayout) -> float:
     assert planned.time is not None
     return planned.time.seconds
 
 
-def _order_without_hardware(planned: PlannedLayout) -> tuple[int, ...]:
+def _get_order_without_hardware(planned: PlannedLayout) -> tuple[int, ...]:
     return int(planned.layout.checkpointing), -planned.layout.per_forward, -planned.left
 
 
@@ -384,7 +384,7 @@ def explain_refusal(layout: Layout, request: LayoutRequest) -> str:
             f"{context}sp_size {layout.sp} = {data_ranks}); try {data_ranks} or {2 * data_ranks}"
         )
     try:
-        plan_request = _few_layers(_plan_request(layout, request))
+        plan_request = _keep_few_layers(_plan_request(layout, request))
         with torch.random.fork_rng(devices=[]):
             unsharded = Unsharded.of(plan_request)
             with fake_group(0, request.gpus):
@@ -396,11 +396,11 @@ def explain_refusal(layout: Layout, request: LayoutRequest) -> str:
 
 
 def _plan_request(layout: Layout, request: LayoutRequest) -> PlanRequest:
-    parallel = request.parallel_config(layout)
+    parallel = request.make_parallel_config(layout)
     return PlanRequest(find_config(request.model), parallel, request.gpus, **request.options)
 
 
-def _few_layers(request: PlanRequest) -> PlanRequest:
+def _keep_few_layers(request: PlanRequest) -> PlanRequest:
     """Shorten the model of a request to a few layers, which are enough to check its sizes.
 
     The few layers include the first MoE layer. Some models have many dense layers before it.
@@ -408,7 +408,7 @@ def _few_layers(request: PlanRequest) -> PlanRequest:
     text = text_config(request.config)
     num_dense = max(getattr(text, name, None) or 0 for name in DENSE_LAYER_FIELDS)
     layers = min(text.num_hidden_layers, max(FEW_LAYERS[-1], num_dense + 1))
-    return replace(request, config=with_layers(request.config, layers))
+    return replace(request, config=keep_layers(request.config, layers))
 
 
 def count_received_bytes(layout: Layout, request: LayoutRequest) -> int | None:
@@ -417,7 +417,7 @@ def count_received_bytes(layout: Layout, request: LayoutRequest) -> int | None:
     The result counts one forward of the layer that receives most. It is None if the width of keys
     and values is unknown.
     """
-    plan_request = _few_layers(_plan_request(layout, request))
+    plan_request = _keep_few_layers(_plan_request(layout, request))
     with torch.random.fork_rng(devices=[]):
         unsharded = Unsharded.of(plan_request)
     context = unsharded.state.context
@@ -436,9 +436,9 @@ def count_received_bytes(layout: Layout, request: LayoutRequest) -> int | None:
 
 def count_fixed_buffer_bytes(layout: Layout, request: LayoutRequest) -> int:
     """Count the bytes that a GPU holds in the fixed buffers of `fsdp_double_buffer`."""
-    stage = request.of_stage(layout.pp)
+    stage = request.make_stage_request(layout.pp)
     options = {name: value for name, value in stage.options.items() if name != "offload"}
-    parallel = stage.parallel_config(layout)
+    parallel = stage.make_parallel_config(layout)
     return plan_memory(stage.model, parallel, world_size=stage.gpus, **options).buffers
 
 
@@ -447,7 +447,7 @@ def _count_experts(request: LayoutRequest) -> int:
     plan_request = _plan_request(Layout(1, 1, 1), replace(request, parallel={}))
     try:
         with torch.random.fork_rng(devices=[]):
-            return Unsharded.of(_few_layers(plan_request)).state.num_experts
+            return Unsharded.of(_keep_few_layers(plan_request)).state.num_experts
     except ValueError:
         return 0
 
@@ -473,7 +473,7 @@ def _iterate_grids(
     node = request.node
     replicas = sorted({1, request.gpus // node})
     share = max(request.batch * sp * cp // request.gpus, 1)
-    for ranks in [1, *_powers_of_two(node)] if request.ep is None else [request.ep]:
+    for ranks in [1, *_list_powers_of_two(node)] if request.ep is None else [request.ep]:
         ep, etp = _split_experts(ranks, request, num_experts)
         for replicate in replicas if request.dp_replicate is None else [request.dp_replicate]:
             for node_size in (None, node) if ep * etp > node else (None,):
@@ -500,7 +500,7 @@ def _plan(
     )
     step = plan_step(
         request.model,
-        request.parallel_config(layout),
+        request.make_parallel_config(layout),
         world_size=request.gpus,
         batch=batch,
         layers_run=layers_run,
@@ -511,7 +511,9 @@ def _plan(
         return _plan_stages(layout, request, step, tokens)
     seconds = None
     if request.hardware is not None:
-        seconds = step_time(step, request.hardware, micro_batches=layout.accumulated, tokens=tokens)
+        seconds = plan_step_time(
+            step, request.hardware, micro_batches=layout.accumulated, tokens=tokens
+        )
     return PlannedLayout(layout, step, request.limit - step.peak, seconds)
 
 
@@ -519,7 +521,7 @@ def _plan_stages(
     layout: Layout, request: LayoutRequest, step: StepPlan, tokens: int
 ) -> PlannedLayout:
     """Plan a layout with several stages from `step`, the plan of one micro-batch on one stage."""
-    step = with_micro_batches(
+    step = add_micro_batches(
         step,
         find_config(request.model),
         pp_size=layout.pp,
@@ -533,9 +535,9 @@ def _plan_stages(
     transfers = Transfers(layout.pp, layout.micro_batches, request.gpus, nbytes)
     seconds = None
     if request.hardware is not None:
-        seconds = time_of_stages(step, request.hardware, transfers, tokens=tokens)
+        seconds = plan_stages_time(step, request.hardware, transfers, tokens=tokens)
     return PlannedLayout(layout, step, request.limit - step.peak, seconds, transfers.sent)
 
 
-def _powers_of_two(limit: int) -> list[int]:
+def _list_powers_of_two(limit: int) -> list[int]:
     return [2**i for i in range(1, limit.bit_length()) if 2**i <= limit]

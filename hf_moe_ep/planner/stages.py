@@ -2,8 +2,8 @@
 
     config = make_stage_config(find_config("Qwen/Qwen3-30B-A3B"), ParallelConfig(pp_size=2))
     step = plan_step(config, world_size=8, batch=Batch(4096, accumulates=True))   # 2 x 8 GPUs
-    step = with_micro_batches(step, config, pp_size=2, micro_batches=8)
-    time = time_of_stages(step, find_hardware("h100"), Transfers(2, 8, 8, nbytes), tokens=...)
+    step = add_micro_batches(step, config, pp_size=2, micro_batches=8)
+    time = plan_stages_time(step, find_hardware("h100"), Transfers(2, 8, 8, nbytes), tokens=...)
 
 One stage is planned as a model with fewer layers on the ranks of one stage (`step.py`). One plan
 stands for all stages, so it takes the worst case of each part:
@@ -35,9 +35,9 @@ from hf_moe_ep.patch import patch
 from hf_moe_ep.pipeline.cut import layers_of_stages
 from hf_moe_ep.planner.config import meta_model
 from hf_moe_ep.planner.counted import HELD, OPTIMIZER, TRANSIENT
-from hf_moe_ep.planner.extrapolate import describe_layers, with_layers
+from hf_moe_ep.planner.extrapolate import describe_layers, keep_layers
 from hf_moe_ep.planner.hardware import Hardware
-from hf_moe_ep.planner.seconds import StepTime, phase_parts, step_time, time_of_work
+from hf_moe_ep.planner.seconds import StepTime, plan_phase_parts, plan_step_time, plan_work_time
 from hf_moe_ep.planner.step import StepPlan
 from hf_moe_ep.upstream.models import input_embedding, output_head, text_config
 
@@ -56,7 +56,7 @@ def make_stage_config(config: Any, parallel: ParallelConfig) -> Any:
     descriptions = describe_layers(whole)
     patch(whole, parallel)
     layers = max(map(len, layers_of_stages(text.num_hidden_layers, parallel)))
-    stage = with_layers(config, layers, last=True)
+    stage = keep_layers(config, layers, last=True)
     if describe_layers(meta_model(stage, torch.bfloat16)) != descriptions[-layers:]:
         raise ValueError(
             f"plans cannot shorten the config of {text.model_type} to its last {layers} layers, as "
@@ -66,7 +66,7 @@ def make_stage_config(config: Any, parallel: ParallelConfig) -> Any:
     return stage
 
 
-def with_micro_batches(
+def add_micro_batches(
     step: StepPlan, config: Any, *, pp_size: int, micro_batches: int, trains_embedding: bool = True
 ) -> StepPlan:
     """Add the activations of the micro-batches whose backward has not run yet.
@@ -130,17 +130,17 @@ def balance_stage_layers(
     """
     head = layers = 0.0
     for name, phase in step.work.phases.items():
-        seconds = phase.times * sum(phase_parts(phase, hardware).values())
+        seconds = phase.times * sum(plan_phase_parts(phase, hardware).values())
         head += seconds if name.endswith("head") else 0.0
         layers += seconds if "layer " in name else 0.0
     head_in_layers = head / (layers / step.layers)
     num_others = pp_size - 1
 
-    def slowest_stage(last: int) -> float:
+    def time_slowest_stage(last: int) -> float:
         return max(-(-(num_layers - last) // num_others), last + head_in_layers)
 
     last = min(
-        range(1, num_layers - num_others + 1), key=lambda count: (slowest_stage(count), -count)
+        range(1, num_layers - num_others + 1), key=lambda count: (time_slowest_stage(count), -count)
     )
     each, more = divmod(num_layers - last, num_others)
     return (*(each + (stage < more) for stage in range(num_others)), last)
@@ -176,15 +176,15 @@ class Transfers:
         return latency + self.nbytes / bandwidth
 
 
-def time_of_stages(
+def plan_stages_time(
     step: StepPlan, hardware: Hardware, transfers: Transfers, *, tokens: int
 ) -> StepTime:
-    """Plan the seconds of an optimizer step, as `step_time` does without stages.
+    """Plan the seconds of an optimizer step, as `plan_step_time` does without stages.
 
     `tokens` is the number of tokens per step, divided by the GPUs of all stages.
     """
-    time = step_time(step, hardware, micro_batches=transfers.micro_batches, tokens=tokens)
-    once, twice = (time_of_work(step.work, hardware, micro_batches=n).seconds for n in (1, 2))
+    time = plan_step_time(step, hardware, micro_batches=transfers.micro_batches, tokens=tokens)
+    once, twice = (plan_work_time(step.work, hardware, micro_batches=n).seconds for n in (1, 2))
     others = transfers.pp_size - 1
     parts = time.parts | {
         "bubble": others * (twice - once),

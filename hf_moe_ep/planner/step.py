@@ -47,7 +47,7 @@ from hf_moe_ep.planner.extrapolate import (
     extrapolate_bytes,
     extrapolate_peaks,
     extrapolate_work,
-    with_layers,
+    keep_layers,
 )
 from hf_moe_ep.planner.fake import alone_on_fake_tensors, draw_missing_ids
 from hf_moe_ep.planner.fused import Fusion, mark_compiled_regions
@@ -199,7 +199,7 @@ def plan_step(
     counted = []
     with torch.random.fork_rng(devices=[]):
         for number in layers_run:
-            short = replace(request, config=with_layers(config, number - request.mtp_layers))
+            short = replace(request, config=keep_layers(config, number - request.mtp_layers))
             fusion = Fusion()
             with mark_compiled_regions(fusion):
                 counted.append(_run_fake_step(short, batch, load, like_gpu, fusion))

@@ -260,7 +260,7 @@ class WorkCounter(OperatorMode):
         kwargs = kwargs or {}
         run_steps = STEPS_INSIDE.get(func)
         if run_steps is not None:
-            with self, self._not_fused():
+            with self, self._pause_fusion():
                 return run_steps(*args, **kwargs)
         kind = collective_of(func)
         if kind is not None:
@@ -294,7 +294,7 @@ class WorkCounter(OperatorMode):
             return False
         return self.fusion.add(self._phase, operator, reads, writes)
 
-    def _not_fused(self) -> AbstractContextManager[Any]:
+    def _pause_fusion(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.fusion is None else self.fusion.paused()
 
     def _add_kernels(self) -> None:
@@ -330,11 +330,11 @@ class WorkCounter(OperatorMode):
 
     def run_uncounted(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function without counting its operators."""
-        with self._not_fused(), self.taken():
+        with self._pause_fusion(), self.take_operators():
             return function(*args, **kwargs)
 
     @contextmanager
-    def taken(self) -> Iterator[list[Operator]]:
+    def take_operators(self) -> Iterator[list[Operator]]:
         """Move the operators that run in the block from this phase into the yielded list."""
         operators: list[Operator] = []
         num_before = len(self._operators_now)
@@ -370,8 +370,8 @@ class WorkCounter(OperatorMode):
             by_rank = tuple(
                 max(pair)
                 for pair in zip(
-                    _bytes_by_rank(rows, sends, len(ranks)),
-                    _bytes_by_rank(out, receives, len(ranks)),
+                    _split_bytes_by_rank(rows, sends, len(ranks)),
+                    _split_bytes_by_rank(out, receives, len(ranks)),
                     strict=True,
                 )
             )
@@ -384,7 +384,7 @@ class WorkCounter(OperatorMode):
         """Return the purpose of a collective, and the fraction that can overlap computation."""
         callers = []
         purpose = "numbers"
-        for module, name in _callers():
+        for module, name in _iterate_callers():
             callers.append(name)
             if module.startswith(_FSDP):
                 return ("parameters" if kind == "all_gather" else "gradients"), 1.0
@@ -418,10 +418,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _is_called_by_experts() -> bool:
     """Return True if the torch path of the experts called the current operator."""
-    return any(module == torch_mlp.__name__ for module, _ in _callers())
+    return any(module == torch_mlp.__name__ for module, _ in _iterate_callers())
 
 
-def _callers() -> Iterator[tuple[str, str]]:
+def _iterate_callers() -> Iterator[tuple[str, str]]:
     """Yield the module and name of every function on the call stack, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
@@ -429,7 +429,7 @@ def _callers() -> Iterator[tuple[str, str]]:
         frame = frame.f_back
 
 
-def _bytes_by_rank(rows: Any, counts: list[int], ranks: int) -> list[int]:
+def _split_bytes_by_rank(rows: Any, counts: list[int], ranks: int) -> list[int]:
     """Return the bytes of each rank's part of an all-to-all. Without counts, parts are equal."""
     nbytes = rows.numel() * rows.element_size()
     if not counts:

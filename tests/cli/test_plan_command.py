@@ -112,7 +112,7 @@ def test_few_experts_are_split_over_more_ranks_with_etp() -> None:
     """2 experts are split over 4 and 8 ranks as ep 2 x etp 2 and ep 2 x etp 4."""
     grids = list(_iterate_grids(make_request(gpus=8), 1, 1, 2, 1))
     assert [(grid.ep, grid.etp) for grid in grids] == [(1, 1), (2, 1), (2, 2), (2, 4)]
-    assert grids[-1].patch_line() == "patch(model, ep_size=2, etp_size=4)"
+    assert grids[-1].format_patch_line() == "patch(model, ep_size=2, etp_size=4)"
     assert {grid.etp for grid in _iterate_grids(make_request(gpus=8), 1, 1, 8, 1)} == {1}
     given = list(_iterate_grids(make_request(gpus=8, ep=2, etp=2), 1, 1, 2, 1))
     assert [(grid.ep, grid.etp) for grid in given] == [(2, 2)]
@@ -272,7 +272,7 @@ def test_context_parallelism_is_tried_if_nothing_fits_without_it() -> None:
     found = find_layouts(request)
     assert found.fit and all(planned.layout.cp == 2 for planned in found.fit)
     best = found.fit[0].layout
-    assert best.patch_line() == "patch(model, ep_size=2, cp_size=2)"
+    assert best.format_patch_line() == "patch(model, ep_size=2, cp_size=2)"
     received = count_received_bytes(best, request)
     assert received == best.per_forward * 1024 * 2 * 2 * 8 * 2
     (line,) = _format_context_note(best, request)

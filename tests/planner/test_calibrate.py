@@ -13,7 +13,7 @@ from test_step import SIZES_OF_BENCH, group_of_one
 from hf_moe_ep.planner import calibrate
 from hf_moe_ep.planner.calibrate import LARGE_BYTES, Sample, fit_rates, make_hardware, measure_rates
 from hf_moe_ep.planner.hardware import apply_measured_rates
-from hf_moe_ep.planner.seconds import collective_seconds, operator_seconds, time_of_work
+from hf_moe_ep.planner.seconds import plan_collective_seconds, plan_operator_seconds, plan_work_time
 from hf_moe_ep.planner.work import Collective, Operator, Phase, StepWork
 
 RATES: dict[str, Any] = {
@@ -59,14 +59,14 @@ def test_fit_computes_the_rates_that_made_the_samples() -> None:
     collectives that overlap computation.
     """
     machine = make_hardware(RATES)
-    samples = [Sample(operator, operator_seconds(operator, machine)) for operator in OPERATORS]
-    samples += [Sample(each, collective_seconds(each, machine)) for each in COLLECTIVES]
+    samples = [Sample(operator, plan_operator_seconds(operator, machine)) for operator in OPERATORS]
+    samples += [Sample(each, plan_collective_seconds(each, machine)) for each in COLLECTIVES]
     # `fit_rates` ignores operators below LARGE_BYTES, because they take the time of a launch.
     samples.append(Sample(Operator("memory", "", 0, LARGE_BYTES // 2), 5.0))
     work = StepWork(
         {"all": Phase(tuple((x, 1) for x in OPERATORS), tuple((x, 1) for x in COLLECTIVES))}
     )
-    seconds = time_of_work(work, machine).seconds
+    seconds = plan_work_time(work, machine).seconds
     fitted = fit_rates(samples, work, seconds=seconds, node_size=2)
     fractions = {name: fitted["fractions"][name] for name in RATES["fractions"]}
     for name, rate in RATES.items():
@@ -75,13 +75,13 @@ def test_fit_computes_the_rates_that_made_the_samples() -> None:
     rates_by_dtype = {"grouped": {"float32": 7.0, "bfloat16": 21.0}}
     with_bf16 = fit_rates(samples, work, seconds=seconds, node_size=2, repeated=rates_by_dtype)
     thrice = make_hardware(with_bf16)
-    assert thrice.reached_fraction("grouped", "bfloat16") * 8e9 == pytest.approx(3 * 0.5 * 2e9)
+    assert thrice.find_reached_fraction("grouped", "bfloat16") * 8e9 == pytest.approx(3 * 0.5 * 2e9)
     product = Operator("grouped", "bfloat16", 3 * 10**9, 1)
-    assert operator_seconds(product, thrice) == pytest.approx(1.0)
+    assert plan_operator_seconds(product, thrice) == pytest.approx(1.0)
     # `repeated` says that bytes in bfloat16 move at half the rate of float32. Operators without
     # dtype get the rate of all samples.
     known = [replace(op, dtype="float32") if op.kind == "memory" else op for op in OPERATORS]
-    samples += [Sample(op, operator_seconds(op, machine)) for op in known]
+    samples += [Sample(op, plan_operator_seconds(op, machine)) for op in known]
     half = make_hardware(
         fit_rates(
             samples,
@@ -92,10 +92,10 @@ def test_fit_computes_the_rates_that_made_the_samples() -> None:
         )
     )
     for dtype, expected in (("float32", 1.0), ("bfloat16", 2.0), ("", 1.0)):
-        predicted = operator_seconds(Operator("memory", dtype, 0, 10**9), half)
+        predicted = plan_operator_seconds(Operator("memory", dtype, 0, 10**9), half)
         assert predicted == pytest.approx(expected), dtype
     ahead = replace(machine, host_ahead=True, overlap=0.5, host_seconds=0.0)
-    seconds = time_of_work(work, ahead).seconds
+    seconds = plan_work_time(work, ahead).seconds
     fitted = fit_rates(samples, work, seconds=seconds, node_size=2, host_ahead=True)
     assert fitted["overlap"] == pytest.approx(0.5, rel=1e-6)
     with pytest.raises(
@@ -129,7 +129,7 @@ def test_measured_rates_predict_a_step(tmp_path: Path, monkeypatch: pytest.Monke
     assert measured.memory_bandwidth == rates["memory_bandwidth"]
     # One rank measures no link between ranks.
     assert measured.in_node_bandwidth == made_up.in_node_bandwidth
-    seconds = time_of_work(work, measured).seconds
+    seconds = plan_work_time(work, measured).seconds
     if rates["host_seconds"] > 0:
         assert seconds == pytest.approx(measured_seconds[0], rel=0.02)
     else:

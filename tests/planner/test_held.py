@@ -26,7 +26,7 @@ from hf_moe_ep.cli.main import main
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.planner.config import find_config, meta_model
 from hf_moe_ep.planner.held import MemoryPlan, plan_memory
-from hf_moe_ep.planner.options import published_configs
+from hf_moe_ep.planner.options import read_published_configs
 from hf_moe_ep.state import STATE, patched_state, quantised_matrices
 
 H = 32
@@ -365,7 +365,7 @@ PUBLISHED = {
 
 
 def test_known_models_have_the_published_size() -> None:
-    assert set(published_configs()) == set(PUBLISHED)
+    assert set(read_published_configs()) == set(PUBLISHED)
     for name, (exact, billions) in PUBLISHED.items():
         model = meta_model(find_config(name), torch.bfloat16)
         count = sum(p.numel() for p in model.parameters())

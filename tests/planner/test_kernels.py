@@ -37,9 +37,11 @@ def test_launches_of_a_small_expert_mlp_equal_a_count_by_hand() -> None:
     down = _grouped(2 * 6 * 4 * 10, 6 * 4 + 2 * 10 * 4 + 6 * 10)
     # combine reads 6 rows, int32 positions and fp32 weights of 6 pairs, and writes 3 sums.
     combine = Operator("memory", "bfloat16", 0, 2 * (6 + 3) * 10 + 6 * (4 + 4))
-    assert CALL.forward_launches(keep_pre=True) == [up, down, combine]
+    assert CALL.list_forward_launches(keep_pre=True) == [up, down, combine]
     # route reads expert ids of 8 bytes twice, and writes three lists of 4 bytes per pair.
-    assert CALL.route_launches() == [Operator("memory", "", 0, 2 * 6 * 8 + 3 * 6 * 4, launches=4)]
+    assert CALL.list_route_launches() == [
+        Operator("memory", "", 0, 2 * 6 * 8 + 3 * 6 * 4, launches=4)
+    ]
     # dgated reads gradients of outputs and pre-activations, and writes gradients of pre-activations
     # and activations.
     dgated = _grouped(2 * 6 * 10 * 4, 6 * 10 + 2 * 10 * 4 + 6 * 8 + 6 * 8 + 6 * 4)
@@ -47,11 +49,11 @@ def test_launches_of_a_small_expert_mlp_equal_a_count_by_hand() -> None:
     rows = _grouped(2 * 6 * 8 * 10, 6 * 8 + 2 * 8 * 10 + 6 * 10)
     unweighted = Operator("memory", "bfloat16", 0, 2 * (6 + 3) * 10 + 6 * 4)
     backward = [dgated, weights, rows, unweighted]
-    assert CALL.row_launches(ALL, recompute=False) == backward
-    assert CALL.row_launches(ALL, recompute=True) == [up, *backward]
+    assert CALL.list_row_launches(ALL, recompute=False) == backward
+    assert CALL.list_row_launches(ALL, recompute=True) == [up, *backward]
     of_down = _grouped(2 * 6 * 10 * 4, 6 * (10 + 4) + 2 * 10 * 4)
     of_up = _grouped(2 * 6 * 8 * 10, 6 * (8 + 10) + 2 * 8 * 10)
-    assert CALL.grad_launches(ALL) == [of_down, of_up]
+    assert CALL.list_grad_launches(ALL) == [of_down, of_up]
 
 
 def _plan_work(like_gpu: bool = True, **parallel: Any) -> StepWork:

@@ -8,7 +8,7 @@ from support.tiny_models import tiny
 
 from hf_moe_ep import ParallelConfig
 from hf_moe_ep.cli.main import main
-from hf_moe_ep.planner.extrapolate import with_layers
+from hf_moe_ep.planner.extrapolate import keep_layers
 from hf_moe_ep.planner.plot import draw_memory, list_phase_bytes
 from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 
@@ -54,7 +54,7 @@ def test_layers_in_the_middle_are_interpolated() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_plot_of_a_few_layers_equals_the_plot_of_all_layers(checkpointing: bool) -> None:
     """Runs of 4 and 5 layers give the bytes of each kind in each of 7 layers."""
-    config = with_layers(tiny().config, 7)
+    config = keep_layers(tiny().config, 7)
     few, whole = (
         plan_step(
             config,

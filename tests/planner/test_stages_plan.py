@@ -20,14 +20,14 @@ from hf_moe_ep.planner.counted import OPTIMIZER
 from hf_moe_ep.planner.hardware import find_hardware
 from hf_moe_ep.planner.plot import _COLOURS
 from hf_moe_ep.planner.search import LayoutRequest, find_layouts
-from hf_moe_ep.planner.seconds import phase_parts, step_time, time_of_work
+from hf_moe_ep.planner.seconds import plan_phase_parts, plan_step_time, plan_work_time
 from hf_moe_ep.planner.stages import (
     IN_FLIGHT,
     Transfers,
+    add_micro_batches,
     balance_stage_layers,
     make_stage_config,
-    time_of_stages,
-    with_micro_batches,
+    plan_stages_time,
 )
 from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 
@@ -45,7 +45,7 @@ def plan_stage(pp_size: int, world: int, *, checkpointing: bool = False) -> Step
         dtype=torch.float32,
         like_gpu=False,
     )
-    return with_micro_batches(step, config, pp_size=pp_size, micro_batches=MICRO_BATCHES)
+    return add_micro_batches(step, config, pp_size=pp_size, micro_batches=MICRO_BATCHES)
 
 
 def _measure(rank: int, world: int, pp_size: int, checkpointing: bool) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def test_the_plan_of_a_stage_equals_the_largest_stage(pp_size: int, checkpointin
 def test_no_activations_of_micro_batches_are_left_when_the_optimizer_steps() -> None:
     config = SIZES.config()
     step = plan_step(config, world_size=1, batch=Batch(SIZES.seq, accumulates=True))
-    staged = with_micro_batches(step, config, pp_size=2, micro_batches=4)
+    staged = add_micro_batches(step, config, pp_size=2, micro_batches=4)
     assert IN_FLIGHT not in staged.made_of[OPTIMIZER]
     assert staged.peaks[OPTIMIZER] <= step.peaks[OPTIMIZER]
     assert any(IN_FLIGHT in made_of for made_of in staged.made_of.values())
@@ -115,11 +115,11 @@ def test_stages_wait_for_one_micro_batch_and_its_transfers() -> None:
     step = plan_step(
         SIZES.config(), world_size=8, batch=Batch(SIZES.seq, accumulates=True), layers_run=(6,)
     )
-    without = step_time(step, gpu, micro_batches=4, tokens=512)
+    without = plan_step_time(step, gpu, micro_batches=4, tokens=512)
     far, near = (
-        time_of_stages(step, gpu, Transfers(2, 4, ranks, nbytes), tokens=512) for ranks in (8, 4)
+        plan_stages_time(step, gpu, Transfers(2, 4, ranks, nbytes), tokens=512) for ranks in (8, 4)
     )
-    once, twice = (time_of_work(step.work, gpu, micro_batches=n).seconds for n in (1, 2))
+    once, twice = (plan_work_time(step.work, gpu, micro_batches=n).seconds for n in (1, 2))
     assert far.parts["bubble"] == near.parts["bubble"] == pytest.approx(twice - once)
     bandwidth = gpu.between_nodes_bandwidth * gpu.fractions["between_nodes"]
     transfer_seconds = gpu.between_nodes_latency + nbytes / bandwidth
@@ -136,7 +136,7 @@ def test_layers_are_balanced_over_stages() -> None:
         step = plan_step(replace(SIZES, vocab=vocab).config(), world_size=8, batch=Batch(SIZES.seq))
         seconds = {
             part: sum(
-                phase.times * sum(phase_parts(phase, gpu).values())
+                phase.times * sum(plan_phase_parts(phase, gpu).values())
                 for name, phase in step.work.phases.items()
                 if part in name
             )
@@ -170,7 +170,7 @@ def test_layouts_with_and_without_stages_are_listed_together() -> None:
     for planned in with_stages:
         layout = planned.layout
         assert (layout.per_forward, layout.micro_batches, layout.accumulated) == (4, 4, 1)
-        assert layout.patch_line() == "patch(model, pp_size=2, pp_microbatches=4, ep_size=2)"
+        assert layout.format_patch_line() == "patch(model, pp_size=2, pp_microbatches=4, ep_size=2)"
         assert planned.bubble == 1 / 5
         assert planned.sent == 4 * 16 * 32 * 2
     seconds = [planned.time.seconds for planned in found.fit if planned.time is not None]
