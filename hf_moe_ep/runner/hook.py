@@ -55,7 +55,7 @@ def install() -> None:
     wrap_process(LOADERS)
 
 
-def load_and_patch(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+def load(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
     """Wrap `PreTrainedModel.from_pretrained`: check, load and patch a MoE model.
 
     Raises:
@@ -75,7 +75,7 @@ def load_and_patch(original: Callable[..., Any], cls: type, *args: Any, **kwargs
     return result
 
 
-def build_and_patch(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+def build(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
     """Wrap `PreTrainedModel._from_config`, which from_config calls: patch a MoE model."""
     if not _is_top_level():
         return original(cls, *args, **kwargs)
@@ -93,13 +93,13 @@ _FEATURE = Feature(_COMMAND)
 LOADERS = (
     Wrap(
         "transformers.modeling_utils:PreTrainedModel.from_pretrained",
-        load_and_patch,
+        load,
         "patches models that a command loads; reads few of their weights",
         _FEATURE,
     ),
     Wrap(
         "transformers.modeling_utils:PreTrainedModel._from_config",
-        build_and_patch,
+        build,
         "patches models that a command creates from a config",
         _FEATURE,
     ),

@@ -37,8 +37,8 @@ def test_a_table_has_both_columns() -> None:
 
 
 @pytest.mark.slow
-def test_figures_of_a_step_and_of_the_optimizer() -> None:
-    """Five collectives per layer; 40 % of the tokens are padding, so 40 % fewer rows are sent."""
+def test_figures_of_a_step_and_the_optimizer() -> None:
+    """A layer has five collectives. With 40 % padding, about 40 % fewer rows are sent."""
     (figures, _) = bench.spawn(bench.measure_on_two_ranks, 2, timeout=200.0)
     assert figures["collectives of the ep group per layer, bf16"] == 5
     everything = figures["bytes sent per token and layer, autocast"]

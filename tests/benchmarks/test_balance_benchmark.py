@@ -4,7 +4,7 @@ import balance as bench
 import pytest
 
 
-def test_the_busiest_expert_over_the_mean_by_hand() -> None:
+def test_the_load_of_the_worst_layer_equals_a_count_by_hand() -> None:
     assert bench.find_worst_load([[5, 5, 5, 5], [10, 5, 3, 2]]) == 2.0
     steps = [[[2, 2, 2, 2], [2, 2, 2, 2]], [[2, 2, 2, 2], [3, 2, 2, 1]]]
     outcome = bench.Outcome([[5, 5, 5, 5]], steps, 2.0, 1.0)

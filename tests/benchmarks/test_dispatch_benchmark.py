@@ -1,4 +1,4 @@
-"""The dispatch benchmark: bytes equal a count by hand; the formula equals an enumeration."""
+"""benchmarks/dispatch.py: bytes equal a count by hand, and the formula equals an enumeration."""
 
 from itertools import combinations
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
-# The benchmark compares with this module, which the oldest supported transformers lacks.
+# The benchmark needs this module, which the oldest supported transformers lacks.
 pytest.importorskip("transformers.distributed.expert_parallel")
 import dispatch as bench
 
@@ -15,7 +15,7 @@ FP32, INT64 = 4, 8
 HEADER = 9  # the fields of hf_moe_ep.dispatcher.Header
 HIDDEN, TOP_K = 5, 3
 
-# The expert ids of each token of each rank. Experts 2r and 2r + 1 are on rank r; the comments show
+# The expert ids of each token of each rank. Experts 2r and 2r + 1 are on rank r. The comments show
 # the ranks of the experts.
 BY_HAND = [
     [[0, 1, 2], [2, 3, 7]],  # 0 0 1 and 1 1 3
@@ -23,7 +23,7 @@ BY_HAND = [
     [[4, 5, 0]],  # 2 2 0
     [[6, 7, 1]],  # 3 3 0
 ]
-# By rank: the rows to other ranks, and the rows from them.
+# The numbers of rows to other ranks and from other ranks, by rank.
 ONCE_PER_RANK = ([3, 2, 1, 1], [2, 2, 1, 2])
 ONCE_PER_EXPERT = ([4, 3, 1, 1], [2, 3, 2, 2])
 EVERY_TOKEN = list(combinations(range(8), TOP_K))
@@ -57,7 +57,7 @@ def test_bytes_equal_the_count_by_hand(measured: list[list[bench.Measured]]) -> 
             "ours": {
                 "rows": 2 * (rows_out + rows_in) * HIDDEN * FP32,
                 # Weights and ids are sent behind the rows, and gradients of the weights behind the
-                # gradients of the rows. A message of 5 + 6 or 5 + 3 columns is filled up to 16.
+                # gradients of the rows. A message of 5 + 6 or 5 + 3 columns is padded to 16.
                 "routing": (rows_out + rows_in) * (16 - HIDDEN) * FP32,
                 "counts": 3 * (HEADER + 1 + 2) * INT64,
             },
@@ -107,7 +107,7 @@ def test_at_most_half_the_bytes_at_top_8_of_64_on_4_ranks(
 
 
 def test_the_slower_link_determines_the_time() -> None:
-    """With 16 GPUs a token has 7 other ranks in its node of 8, and 8 in the other node."""
+    """With 16 GPUs, 7 other ranks are in a token's node, and 8 ranks are in the other node."""
     in_node, between_nodes = 153e9 * 7 / 8, 50e9 * 7 / 8
     assert bench.compute_milliseconds(1000.0, 8, 4096) == pytest.approx(4096e6 / in_node)
     assert bench.compute_milliseconds(1000.0, 16, 4096) == pytest.approx(
@@ -115,7 +115,9 @@ def test_the_slower_link_determines_the_time() -> None:
     )
 
 
-def test_it_prints_and_draws(measured: list[list[bench.Measured]], tmp_path: Path) -> None:
+def test_the_benchmark_prints_and_draws(
+    measured: list[list[bench.Measured]], tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
     text = bench.report({WIDE: measured[2]}, WIDE_SIZES, ["- nothing"])
     assert "| 8 | 64 | 4 | uniform |" in text

@@ -15,7 +15,7 @@ KINDS = {name: kind for name, kind in bench.KINDS.items() if kind.model_type in 
 @pytest.mark.skipif(not SINCE_5_23, reason="mixers of older transformers get whole sequences")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_rank_keeps_a_share_of_stocks_activations(name: str) -> None:
-    """Keys of the whole sequence are a large part of attention over so few tokens."""
+    """Over so few tokens, keys of the whole sequence are a large part of attention's memory."""
     methods = [method for method in KINDS[name].methods if method in bench.METHODS]
     found = {method: bench.measure_bytes(KINDS[name], method, SIZES) for method in methods}
     stock, gathered = found["stock"], found["gathered"]
@@ -36,7 +36,7 @@ def test_a_rank_keeps_a_share_of_stocks_activations(name: str) -> None:
     assert divided.peak < gathered.peak
 
 
-def test_the_table_has_a_row_for_each_way() -> None:
+def test_the_table_has_a_row_for_each_method() -> None:
     measured = bench.Measured(2**20, 2**21, 1024)
     found = {"Mamba-2": {"stock": measured, "divided": replace(measured, activations=2**18)}}
     table = bench.report(SIZES, found, {"Mamba-2": {"stock": [1.0, 3.0]}}, ["- about"])

@@ -1,4 +1,4 @@
-"""benchmarks/plan.py: the rank correlation of predicted and measured seconds, with ties."""
+"""benchmarks/plan.py computes the rank correlation of predicted and measured seconds, with ties."""
 
 import math
 
@@ -11,23 +11,25 @@ from hf_moe_ep.planner.calibrate import make_hardware
 from hf_moe_ep.planner.seconds import StepTime
 
 
-def _step_times(*seconds: float) -> list[StepTime]:
+def _make_step_times(*seconds: float) -> list[StepTime]:
     return [StepTime(value, 1.0, {"memory": value}) for value in seconds]
 
 
-def test_order_with_ties() -> None:
-    """The quartiles of configurations 2 and 3 overlap, so they are tied: rank 1.5 for both."""
+def test_the_rank_correlation_with_ties_equals_a_computation_by_hand() -> None:
+    """The quartiles of configurations 2 and 3 overlap, so both of them have the rank 1.5."""
     measured = [[1.0, 1.1, 1.2], [2.0, 2.2, 2.4], [2.1, 2.3, 2.5], [9.0, 9.1, 9.2]]
     ranks = bench.compute_ranks(measured)
     assert ranks.tolist() == [0.0, 1.5, 1.5, 3.0]
     for second, third in ((2.0, 3.0), (3.0, 2.0)):
-        with_ties, without = bench.compute_agreement(_step_times(1.0, second, third, 4.0), measured)
-        # Ranks 0, 1.5, 1.5, 3 and 0, 1, 2, 3: covariance 4.5, variances 4.5 and 5.
+        with_ties, without = bench.compute_agreement(
+            _make_step_times(1.0, second, third, 4.0), measured
+        )
+        # The ranks 0, 1.5, 1.5, 3 and 0, 1, 2, 3 have the covariance 4.5 and variances 4.5 and 5.
         assert with_ties == pytest.approx(math.sqrt(4.5 / 5))
         assert without == pytest.approx(1.0 if second < third else 0.8)
-    assert bench.compute_agreement(_step_times(4.0, 3.0, 2.0, 1.0), measured)[1] == pytest.approx(
-        -1.0
-    )
+    assert bench.compute_agreement(_make_step_times(4.0, 3.0, 2.0, 1.0), measured)[
+        1
+    ] == pytest.approx(-1.0)
     assert math.isnan(bench.compute_spearman(torch.ones(3), torch.arange(3.0)))
 
 

@@ -6,8 +6,8 @@ from support.close import FP32_INSIDE
 
 
 @pytest.mark.slow
-def test_transfers_are_hidden_under_attention() -> None:
-    """At least 70 % of the time of transfers that wait for the computation is hidden."""
+def test_attention_hides_transfers() -> None:
+    """At least 70 % of the time that transfers take after the computation is hidden."""
     if bench.namespaces.WHY_NOT:
         pytest.skip(bench.namespaces.WHY_NOT)
     sizes = bench.Sizes()
@@ -18,7 +18,7 @@ def test_transfers_are_hidden_under_attention() -> None:
         figures[bench.OVERLAPPED]["sum"], figures[bench.AFTERWARDS]["sum"], strict=True
     ):
         assert abs(got - want) <= FP32_INSIDE * want
-    # Keys, values and their gradients of this rank, as ring.py counts them.
+    # The keys and values of this rank and their gradients, as ring.py counts them.
     message = 2 * sizes.seq // bench.RANKS * sizes.kv_heads * sizes.head_dim * 4
     expected = 3 * (bench.RANKS - 1) * message / 2**20
     for method in (bench.OVERLAPPED, bench.AFTERWARDS):
