@@ -8,8 +8,8 @@
 One stage is planned as a model with fewer layers on the ranks of one stage (`step.py`). One plan
 stands for all stages, so it takes the worst case of each part:
 
-    layers      It has as many layers as the largest stage. They are the last layers of the model,
-                because the first layers may be dense.
+    layers      The plan has as many layers as the largest stage. They are the last layers of the
+                model, because the first layers may be dense.
     embedding   The first stage has the embedding. The last stage has the head, which is as large
                 (with tied weights, a copy of the embedding). So the plan counts only one of them.
     activations The first stage keeps the activations of min(pp_size, micro_batches) micro-batches
