@@ -127,7 +127,7 @@ gpu:
 gpu-rehearsal: .venv/.done
 	$(BIN)/python benchmarks/gpu.py rehearsal
 
-NOT_ALONE := $(patsubst %,benchmarks/%.py,figures models ranks timing gpu gpu_report \
+NOT_ALONE := $(patsubst %,benchmarks/%.py,benchmark_text models ranks timing gpu gpu_report \
 	layer_kernels block_candidates machine_code ahead_of_time compile_kernels \
 	absent_packages over_nodes engine_names sglang_names)
 

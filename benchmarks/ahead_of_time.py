@@ -1,10 +1,10 @@
-"""Read and write the recorded figures of the compiled kernels.
+"""Read and write the recorded numbers ("figures") of the compiled kernels.
 
-`results/ahead_of_time.json` has one line per version of Triton, architecture and launch;
+`results/ahead_of_time.json` has one line per version of Triton, architecture and launch.
 `ahead_of_time.md` shows the launches of two models as tables. `compile_kernels.py --write` writes
-both files: it replaces the figures of the installed version of Triton and keeps `before`, the
-figures of an earlier state of the kernels. `compile_kernels.py --check` compares freshly compiled
-kernels with the recorded figures.
+both files: it replaces the figures of the installed version of Triton, and keeps `before`, the
+figures of the kernels before a change. `compile_kernels.py --check` compares newly compiled kernels
+with the recorded figures.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ IN_TABLE = (
 _HEAD = """\
 # What the compiler makes of the kernels
 
-Compiled ahead of time, no GPU, so no times. `x > y`: x before the loops of the products were
-written anew (rows stored once, last step of `outer` apart, one wide product in `up`), y now; one
-figure: it stayed. Made by `python benchmarks/compile_kernels.py --write`; every launch is in
-[ahead_of_time.json](ahead_of_time.json), which `--check` compares with.
+The kernels were compiled ahead of time, without a GPU, so there are no times. `x > y` means that
+the figure was x before the loops of the products were rewritten (rows are stored once, the last
+step of `outer` is separate, and `up` has one wide product), and is y now. A single figure did not
+change. `python benchmarks/compile_kernels.py --write` makes this page. Every launch is in
+[ahead_of_time.json](ahead_of_time.json), with which `--check` compares.
 
 | column | meaning |
 |---|---|
-| block | rows x columns x step along the sum, warps, stages |
-| registers | per thread |
+| block | rows x columns x step in the sum, warps, stages |
+| registers | registers per thread |
 | spilled | bytes per thread |
 | shared | KiB per program |
-| programs | that fit on a multiprocessor |
-| ahead | steps of the main loop whose loads are under way while one computes |
-| instructions | of one step of the main loop |
+| programs | programs that fit on a multiprocessor |
+| ahead | steps of the main loop whose loads run while one step computes |
+| instructions | instructions of one step of the main loop |
 """
 
 
@@ -61,14 +62,14 @@ def version() -> str:
 
 
 def figures(report: dict[str, Any]) -> dict[str, Any]:
-    """Select the figures of a report to record. Figures of a loop are None if there is no loop."""
+    """Select the figures of a report to record. Without a loop, the figures of a loop are None."""
     loops = report["loops"]
     longest = max(loops, key=lambda loop: loop["loads"] * loop["products"]) if loops else {}
     return {name: report.get(name, longest.get(name)) for name in FIGURES}
 
 
 def recorded() -> dict[tuple[str, int, str], dict[str, Any]]:
-    """Return the recorded lines by (version of Triton, architecture, name)."""
+    """Read the recorded lines, by (version of Triton, architecture, name)."""
     path = RESULTS / "ahead_of_time.json"
     texts = path.read_text().splitlines() if path.exists() else []
     lines = [json.loads(text) for text in texts]
@@ -76,9 +77,9 @@ def recorded() -> dict[tuple[str, int, str], dict[str, Any]]:
 
 
 def recorded_figures(names: list[str], arch: int) -> dict[str, Any] | None:
-    """Return the recorded figures of launches that compile to the same code.
+    """Find the recorded figures of launches that compile to the same code.
 
-    The result belongs to the first of `names` with figures, and is None if no name has figures.
+    Returns the figures of the first of `names` that has figures; None if no name has figures.
     """
     lines = recorded()
     figures_now = (lines.get((version(), arch, name), {}).get("now") for name in names)
@@ -86,9 +87,9 @@ def recorded_figures(names: list[str], arch: int) -> dict[str, Any] | None:
 
 
 def record(reports: list[dict[str, Any]], when: str = "now") -> None:
-    """Write both files; `when` is "before" for figures of kernels that are about to change.
+    """Write both files. `when` is "before" for figures of kernels that are about to change.
 
-    If a report has only names and an architecture, the recorded figures stay as they are.
+    If a report has only names and an architecture, its recorded figures do not change.
     """
     lines = recorded()
     kept_figures = [

@@ -1,4 +1,4 @@
-"""Count what surrounds the experts in a training step: launches, transfers, copies, optimizer.
+"""Count the work around the experts in a training step: launches, transfers, copies, optimizer.
 
     python benchmarks/around_experts.py                                 prints the table
     python benchmarks/around_experts.py --json figures.json             also stores the figures
@@ -8,18 +8,19 @@
 Most figures are counts, which a busy machine does not change. A small Qwen3-MoE runs one step on
 two gloo ranks with ep_size 2 and bf16 compute:
 
-    launches     operators that launch kernels, outside of the experts' computation; per MoE block
-                 in forward, and per decoder layer in backward (the difference of two depths)
-    collectives  of the ep group, per MoE layer: forward and backward
+    launches     operators outside the experts' computation that launch kernels; per MoE block in
+                 forward, and per decoder layer in backward (the difference of two depths)
+    collectives  collectives of the ep group per MoE layer, in forward and backward
     sent         bytes of rows in these collectives, per token and MoE layer
-    copies       bytes that operators outside of the experts' computation read and write of expert
-                 weights and of their gradients, per weight and micro-batch
+    copies       bytes of expert weights and their gradients that operators outside the experts'
+                 computation read and write, per weight and micro-batch
 
-Clipping and AdamW run once on a model of 20 layers over torch's fake process group of 4 ranks with
-ep_size 2, so that parameters have two meshes. Host work is the time from the arrival of a layer's
-counts until its rows can be sent, without other ranks. Peak memory is planned (`hf-moe-ep plan`)
-for a Qwen3-30B-A3B step on 8 GPUs, with fused AdamW. The errors of gradients in bf16 compare
-the loss in chunks and torch.nn.functional.linear_cross_entropy with stock's loss, against fp64.
+Clipping and AdamW run once on a model with 20 layers, over torch's fake process group of 4 ranks
+with ep_size 2, so that parameters have two meshes. Host work is the time from the arrival of a
+layer's counts until its rows can be sent, without waiting for other ranks. Peak memory is planned
+(`hf-moe-ep plan`) for a step of Qwen3-30B-A3B on 8 GPUs with fused AdamW. The errors of bf16
+gradients are measured against fp64, for stock's loss, for the loss in chunks and for
+torch.nn.functional.linear_cross_entropy.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from figures import setting
+from benchmark_text import describe_machine
 from ranks import spawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -56,7 +57,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 Figures = dict[str, float]
 
 
-def small_model(layers: int, **sizes: Any) -> Qwen3MoeForCausalLM:
+def build_small_model(layers: int, **sizes: Any) -> Qwen3MoeForCausalLM:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=128,
@@ -75,11 +76,11 @@ def small_model(layers: int, **sizes: Any) -> Qwen3MoeForCausalLM:
 
 
 class Work(TorchDispatchMode):
-    """Counts operators outside of the experts' computation, while `is_counting`.
+    """Counts operators outside the experts' computation while `is_counting` is True.
 
     Attributes:
         launches: operators that launch kernels, without collectives.
-        collectives: all-to-alls, and all other collectives of integers; FSDP2 sends numbers only.
+        collectives: all-to-alls, and other collectives of integers. FSDP2 sends no integers.
         sent: bytes of floating point rows in all-to-alls.
         copied: bytes of operators on tensors of at least `large` elements.
     """
@@ -128,7 +129,7 @@ def _is_called_by_experts() -> bool:
 
 @contextmanager
 def only_in(modules: list[nn.Module], work: Work) -> Iterator[None]:
-    """Count only while one of `modules` runs."""
+    """Count only operators inside `modules`."""
     work.is_counting = False
 
     def switch(on: bool) -> Callable[..., None]:
@@ -146,8 +147,8 @@ def only_in(modules: list[nn.Module], work: Work) -> Iterator[None]:
 
 
 def step(layers: int, rank: int, *, padding: float = 0.0, autocast: bool = False) -> Figures:
-    """Run one step on this rank and return its counts, for all layers together."""
-    model = small_model(layers)
+    """Run one step on this rank. Returns its counts, summed over all layers."""
+    model = build_small_model(layers)
     policy = None if autocast else BF16
     apply_ep_fsdp2(model, ep_size=2, experts_backend="torch", mp_policy=policy)
     ids = torch.randint(128, TOKENS, generator=torch.Generator().manual_seed(rank))
@@ -177,54 +178,56 @@ def step(layers: int, rank: int, *, padding: float = 0.0, autocast: bool = False
     }
 
 
-def on_two_ranks(rank: int) -> Figures:
-    """Return the figures of a step per layer."""
+def measure_on_two_ranks(rank: int) -> Figures:
+    """Measure the figures of a step, per layer."""
     figures: Figures = {}
     for name, options in {"bf16": {}, "autocast": {"autocast": True}}.items():
         two, three = step(2, rank, **options), step(3, rank, **options)
         figures[f"launches of a MoE block in forward, {name}"] = two["forward"] / 2
         figures[f"launches of a layer in backward, {name}"] = three["backward"] - two["backward"]
         figures[f"collectives of the ep group per layer, {name}"] = two["collectives"] / 2
-        figures[f"bytes sent per token and layer, {name}"] = _per_token(two["sent"])
+        figures[f"bytes sent per token and layer, {name}"] = _divide_by_tokens(two["sent"])
         if name == "bf16":
             weights = 3 * EXPERTS // 2 * FFN * HIDDEN
             figures["bytes copied per expert weight and micro-batch"] = (
                 three["copied"] - two["copied"]
             ) / weights
     padded = step(2, rank, padding=0.4, autocast=True)
-    figures["bytes sent per token and layer, autocast, 40 % padding"] = _per_token(padded["sent"])
+    figures["bytes sent per token and layer, autocast, 40 % padding"] = _divide_by_tokens(
+        padded["sent"]
+    )
     return figures
 
 
-def _per_token(sent: float) -> float:
+def _divide_by_tokens(sent: float) -> float:
     return sent / 2 / (TOKENS[0] * TOKENS[1])
 
 
-def optimizer_calls() -> Figures:
-    """Count the operators that clipping and AdamW call, for all parameters together."""
+def count_optimizer_calls() -> Figures:
+    """Count the operators that clipping and AdamW call for all parameters."""
     figures: Figures = {}
     with fake_group(0, 4):
         for name in ("full", "LoRA"):
-            model: Any = small_model(20)
+            model: Any = build_small_model(20)
             if name == "LoRA":
-                model = _with_adapters(model)
+                model = _attach_adapters(model)
             apply_ep_fsdp2(model, ep_size=2, experts_backend="torch")
             trained = [p for p in model.parameters() if p.requires_grad]
             for parameter in trained:
                 parameter.grad = torch.ones_like(parameter)
             title = f"{name}, {len(trained)} parameters"
-            figures[f"operators of clip_grad_norm_, {title}"] = _operators(
+            figures[f"operators of clip_grad_norm_, {title}"] = _count_operators(
                 lambda model=model: clip_grad_norm_(model, 1.0)
             )
             for options in ({"fused": True}, {"foreach": False}):
                 optimizer = torch.optim.AdamW(trained, lr=1e-3, **options)
                 optimizer.step()  # allocates its state
                 label = ", ".join(f"{key}={value}" for key, value in options.items())
-                figures[f"operators of AdamW({label}), {title}"] = _operators(optimizer.step)
+                figures[f"operators of AdamW({label}), {title}"] = _count_operators(optimizer.step)
     return figures
 
 
-def _operators(function: Callable[[], Any]) -> int:
+def _count_operators(function: Callable[[], Any]) -> int:
     class Count(TorchDispatchMode):
         calls = 0
 
@@ -237,7 +240,7 @@ def _operators(function: Callable[[], Any]) -> int:
     return count.calls
 
 
-def _with_adapters(model: nn.Module) -> nn.Module:
+def _attach_adapters(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -245,8 +248,8 @@ def _with_adapters(model: nn.Module) -> nn.Module:
     return get_peft_model(model, config)
 
 
-def host_milliseconds(rounds: int = 30) -> Figures:
-    """Time the host's work behind the counts of one layer with 256 experts."""
+def time_host_work(rounds: int = 30) -> Figures:
+    """Time the host's work after the counts of one layer with 256 experts have arrived."""
     figures: Figures = {}
     ids = torch.stack([torch.randperm(256)[:8] for _ in range(512)])
     header = Header(1, 0, True, True, False, False, 8, 2, RouteSource.LIVE)
@@ -264,8 +267,8 @@ def host_milliseconds(rounds: int = 30) -> Figures:
     return figures
 
 
-def planned_memory(shape: str = "Qwen/Qwen3-30B-A3B", tokens: int = 8192) -> Figures:
-    """Plan the peak of a step with activation checkpointing, in GiB, and that of its head."""
+def plan_memory_of_head(shape: str = "Qwen/Qwen3-30B-A3B", tokens: int = 8192) -> Figures:
+    """Plan the peak memory of a step with activation checkpointing and of its head, in GiB."""
     from hf_moe_ep.planner.step import Batch, plan_step
 
     figures: Figures = {}
@@ -292,8 +295,8 @@ def planned_memory(shape: str = "Qwen/Qwen3-30B-A3B", tokens: int = 8192) -> Fig
     return figures
 
 
-def errors_of_losses(tokens: int = 512, hidden: int = 64, vocab: int = 4736) -> Figures:
-    """Return the errors of bf16 losses and their gradients, relative to fp64.
+def measure_loss_errors(tokens: int = 512, hidden: int = 64, vocab: int = 4736) -> Figures:
+    """Measure the errors of bf16 losses and their gradients, relative to fp64.
 
     The vocabulary is 74 times the hidden size, as in Qwen3-30B-A3B.
     """
@@ -320,7 +323,7 @@ def errors_of_losses(tokens: int = 512, hidden: int = 64, vocab: int = 4736) -> 
             x, w, labels_T, options=options
         )
     if hasattr(ParallelConfig(), "fused_loss"):
-        losses["in chunks of 16 tokens"] = lambda x, w: _in_chunks(x, w, labels_T, 16)
+        losses["in chunks of 16 tokens"] = lambda x, w: _compute_loss_in_chunks(x, w, labels_T, 16)
     figures: Figures = {}
     for name, loss in losses.items():
         found = results(loss)
@@ -330,7 +333,9 @@ def errors_of_losses(tokens: int = 512, hidden: int = 64, vocab: int = 4736) -> 
     return figures
 
 
-def _in_chunks(x_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, chunk: int) -> Tensor:
+def _compute_loss_in_chunks(
+    x_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, chunk: int
+) -> Tensor:
     from hf_moe_ep.loss.chunks import HeadLoss
 
     count = (labels_T != -100).sum()
@@ -347,20 +352,26 @@ def _in_chunks(x_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, chunk: int) ->
 
 
 def run() -> Figures:
-    """Return all figures by name."""
-    (figures, _) = spawn(on_two_ranks, 2, timeout=300.0)
-    return figures | host_milliseconds() | optimizer_calls() | errors_of_losses() | planned_memory()
+    """Measure all figures. Returns them by name."""
+    (figures, _) = spawn(measure_on_two_ranks, 2, timeout=300.0)
+    return (
+        figures
+        | time_host_work()
+        | count_optimizer_calls()
+        | measure_loss_errors()
+        | plan_memory_of_head()
+    )
 
 
 def report(figures: Figures, before: Figures) -> str:
     """Format the figures as a Markdown table."""
     lines = ["| figure | before | now |", "|---|---|---|"]
     for name, value in figures.items():
-        lines.append(f"| {name} | {_text(before.get(name))} | {_text(value)} |")
+        lines.append(f"| {name} | {_format_value(before.get(name))} | {_format_value(value)} |")
     return "\n".join(lines)
 
 
-def _text(value: float | None) -> str:
+def _format_value(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.0f}" if value == round(value) else f"{value:.3g}"
@@ -380,7 +391,7 @@ def main() -> None:
         [
             "# What surrounds the experts",
             "",
-            *setting("benchmarks/around_experts.py", load, 2),
+            *describe_machine("benchmarks/around_experts.py", load, 2),
             "",
             "`benchmarks/around_experts.py` explains each figure. Before: the same script on the",
             "commit before this work.",

@@ -1,13 +1,13 @@
-"""Compare methods that balance experts, on the demo's data: load of the worst layer, and loss.
+"""Compare the loss and the load of the worst layer for methods that balance experts.
 
     python benchmarks/balance.py                                    prints the table
     python benchmarks/balance.py --write benchmarks/results         also writes it, with a plot
     python benchmarks/balance.py --kept out/balance.jsonl           continues an interrupted run
     python benchmarks/balance.py --overhead                         times the counting of tokens
 
-Two models of the demo's size are trained like the demo's model, for 160 steps of 16 x 128 tokens
-with the stock Trainer in one process. Each model is trained without balancing and with every method
-that its architecture supports:
+Two models of the demo's size are trained on the demo's data, for 160 steps of 16 x 128 tokens, with
+the stock Trainer in one process. Each model is trained without balancing and with every method that
+its architecture supports:
 
     model        method                                    options
     Qwen3-MoE    one auxiliary loss over all layers        router_aux_loss_coef
@@ -17,11 +17,11 @@ that its architecture supports:
 The load in a layer is the number of tokens of its busiest expert, divided by the mean over experts.
 The columns of the table:
 
-    worst layer, held-out        largest load of any layer, on text that was not trained on
-    worst layer, last 20 steps   largest load of any layer in the last 20 steps (`expert_load`)
-    in one of them               largest load of any layer in the worst of these 20 steps
-    all layers                   load in the last 20 steps after the counts of all layers were added
-                                 up. Stock's loss balances only this sum (`moe/aux_loss.py`)
+    worst layer, held-out        the largest load of a layer, on text that was not used for training
+    worst layer, last 20 steps   the largest load of a layer in the last 20 steps (`expert_load`)
+    in one of them               the largest load of a layer in the worst of these 20 steps
+    all layers                   the load of the sum of all layers' counts in the last 20 steps.
+                                 Stock's loss balances only this sum (`moe/aux_loss.py`)
     loss                         nats per token on the held-out text, without the auxiliary loss
 
 GLM-4-MoE also has one shared expert per layer, which the load does not include.
@@ -43,7 +43,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from torch import Tensor, nn
 from transformers import (
     Glm4MoeConfig,
@@ -76,7 +76,7 @@ Blocks = list[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Method:
-    """A model, and how it is balanced; a value of 0 switches the loss (`aux`) or the bias off."""
+    """A model and its balancing. The value 0 switches the loss (`aux`) or bias (`rate`) off."""
 
     model: str
     aux: float = 0.0
@@ -91,14 +91,14 @@ class Method:
         return f"bias_update_rate {self.rate:g}" if self.rate else "none"
 
 
-def methods_with(aux: float, rate: float) -> tuple[Method, ...]:
-    """Return the rows of the table: each model without balancing, followed by its methods."""
+def list_methods(aux: float, rate: float) -> tuple[Method, ...]:
+    """List the rows of the table: each model without balancing, then with each method."""
     qwen, glm = "Qwen3-MoE", "GLM-4-MoE"
     stock, per_layer = Method(qwen, aux=aux), Method(qwen, aux=aux, per_layer=True)
     return Method(qwen), stock, per_layer, Method(glm), Method(glm, rate=rate)
 
 
-METHODS = methods_with(aux=0.2, rate=0.01)
+METHODS = list_methods(aux=0.2, rate=0.01)
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,14 @@ class Outcome:
     @property
     def worst_step(self) -> float:
         """The load of the worst layer in the worst of the last steps."""
-        return max(map(worst, self.last_steps))
+        return max(map(find_worst_load, self.last_steps))
 
 
 Outcomes = dict[tuple[Method, int], Outcome]
 
 
 def load_data(vocab_size: int = 384) -> tuple[int, Blocks, Blocks]:
-    """Return the demo's data: size of the vocabulary, training blocks, held-out blocks."""
+    """Load the demo's data: the size of the vocabulary, training blocks and held-out blocks."""
     train_text, held_out_text = split_text()
     tokenizer = train_tokenizer(train_text, vocab_size)
     held_out = pack(tokenizer, held_out_text, BLOCK, 160, 32)
@@ -168,7 +168,7 @@ class _LastSteps(TrainerCallback):
             self.counts.append(expert_load(kwargs["model"]).counts.tolist())
 
 
-def layer_state(experts: nn.Module) -> MoELayer:
+def get_layer_state(experts: nn.Module) -> MoELayer:
     state: MoELayer = vars(experts)[STATE]
     return state
 
@@ -199,7 +199,7 @@ def train(method: Method, seed: int, steps: int, data: tuple[int, Blocks, Blocks
         Trainer(model=model, args=args, train_dataset=blocks, callbacks=[last_steps]).train()
     loss, counts = score(model, held_out)
     seconds = time.perf_counter() - begin
-    # The first entry counts all steps before the last ones.
+    # The first entry counts all steps before the last steps.
     return Outcome(counts.tolist(), last_steps.counts[1:], loss, seconds)
 
 
@@ -226,18 +226,18 @@ def score(model: PreTrainedModel, held_out: Blocks) -> tuple[float, Tensor]:
     return total / tokens, counts
 
 
-def worst(counts: list[list[int]]) -> float:
-    """Return the largest load of any layer: tokens of the busiest expert / mean over experts."""
+def find_worst_load(counts: list[list[int]]) -> float:
+    """Return the largest load of a layer: the tokens of its busiest expert / mean over experts."""
     return max(max(row) * len(row) / sum(row) for row in counts)
 
 
 def summed(counts: list[list[int]]) -> list[int]:
-    """Add up the counts of all layers, expert index by expert index."""
+    """Sum the counts over all layers for each expert index."""
     return [sum(column) for column in zip(*counts, strict=True)]
 
 
 def report(outcomes: Outcomes, methods: tuple[Method, ...], seeds: list[int]) -> str:
-    """Return the table, and a line for each method that says if it reaches TARGET."""
+    """Format the table, and a line for each method that says whether it reaches TARGET."""
     lines = [
         "| model | method | worst layer, held-out | worst layer, last 20 steps | in one of them "
         "| all layers | loss | loss - that without balance, seed by seed |",
@@ -248,10 +248,10 @@ def report(outcomes: Outcomes, methods: tuple[Method, ...], seeds: list[int]) ->
         runs = [outcomes[method, seed] for seed in seeds]
         losses = [run.loss for run in runs]
         plain_losses = [outcomes[Method(method.model), seed].loss for seed in seeds]
-        held_out = [worst(run.held_out) for run in runs]
-        last = [worst(run.of_last_steps) for run in runs]
+        held_out = [find_worst_load(run.held_out) for run in runs]
+        last = [find_worst_load(run.of_last_steps) for run in runs]
         worst_steps = [run.worst_step for run in runs]
-        all_layers = [worst([summed(run.of_last_steps)]) for run in runs]
+        all_layers = [find_worst_load([summed(run.of_last_steps)]) for run in runs]
         deltas = [loss - plain for loss, plain in zip(losses, plain_losses, strict=True)]
         is_balanced = bool(method.aux or method.rate)
         delta_cell = ", ".join(f"{value:+.4f}" for value in deltas) if is_balanced else ""
@@ -273,7 +273,7 @@ def report(outcomes: Outcomes, methods: tuple[Method, ...], seeds: list[int]) ->
 
 
 def read_outcomes(path: Path | None) -> Outcomes:
-    """Read the outcomes that an earlier run has written."""
+    """Read the outcomes of an earlier, interrupted run."""
     outcomes: Outcomes = {}
     if path is not None and path.exists():
         for line in path.read_text().splitlines():
@@ -285,7 +285,7 @@ def read_outcomes(path: Path | None) -> Outcomes:
 def run_all(
     methods: tuple[Method, ...], seeds: list[int], steps: int, path: Path | None
 ) -> Outcomes:
-    """Train with every method and seed, except for those whose outcome is in the file `path`."""
+    """Train with every method and seed whose outcome is not in the file `path`."""
     outcomes, data = read_outcomes(path), load_data()
     for seed in seeds:
         for method in methods:
@@ -294,8 +294,9 @@ def run_all(
             outcome = outcomes[method, seed] = train(method, seed, steps, data)
             print(
                 f"{method.model}, {method.name}, seed {seed}: worst layer "
-                f"{worst(outcome.held_out):.2f} held-out, {worst(outcome.of_last_steps):.2f} "
-                f"in the last steps; loss {outcome.loss:.4f}; {outcome.seconds:.0f} s",
+                f"{find_worst_load(outcome.held_out):.2f} held-out, "
+                f"{find_worst_load(outcome.of_last_steps):.2f} in the last steps; loss "
+                f"{outcome.loss:.4f}; {outcome.seconds:.0f} s",
                 flush=True,
             )
             if path is not None:
@@ -311,10 +312,10 @@ def plot(outcomes: Outcomes, methods: tuple[Method, ...], seed: int, path: Path)
     draw_heat_maps(maps, [f"{method.model}\n{method.name}" for method in methods], path)
 
 
-def overhead(pairs: int) -> str:
-    """Time a training step of one rank of the demo, alternately with and without counting.
+def measure_overhead(pairs: int) -> str:
+    """Time training steps of one rank of the demo, alternately with and without counting.
 
-    The unit is CPU time of the process with one thread, which a busy machine disturbs least.
+    CPU seconds of a process with one thread are measured, which a busy machine disturbs least.
     """
     torch.set_num_threads(1)
     vocab_size, blocks, _ = load_data()
@@ -345,7 +346,7 @@ def overhead(pairs: int) -> str:
             with_counts.append(step())
     ratios = sorted(a / b for a, b in zip(with_counts, without, strict=True))
     median_ratio = statistics.median(ratios)
-    moe_layer = layer_state(next(iter(find_parts(model).experts.values())))
+    moe_layer = get_layer_state(next(iter(find_parts(model).experts.values())))
     ids = torch.randint(16, (input_ids.numel(), 4))
     times, calls = [], 200
     for _ in range(pairs):
@@ -384,20 +385,18 @@ def main() -> None:
     before = os.getloadavg()[0]
     script = "benchmarks/balance.py"
     if args.overhead:
-        text = overhead(args.pairs)
+        text = measure_overhead(args.pairs)
         head, name = "# What counting tokens per expert costs a step", "counting-cpu"
     else:
-        methods = methods_with(args.aux, args.rate)
+        methods = list_methods(args.aux, args.rate)
         seeds = list(range(args.seeds))
         outcomes = run_all(methods, seeds, args.steps, args.kept)
         text = report(outcomes, methods, seeds)
         head, name = "# Balance of experts, by method", "balance-cpu"
-        text += (
-            "\n\nMedians (smallest .. largest); what the columns say is at the top of the script."
-        )
+        text += "\n\nMedians (smallest .. largest). The top of the script explains the columns."
     print(text)
     if args.write:
-        lines = [head, "", *setting(script, before, 1), "", text, ""]
+        lines = [head, "", *describe_machine(script, before, 1), "", text, ""]
         (args.write / f"{name}.md").write_text("\n".join(lines))
         if not args.overhead:
             plot(outcomes, methods, seeds[0], args.write / f"{name}.png")

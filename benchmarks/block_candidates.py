@@ -1,8 +1,8 @@
-"""Candidates for faster kernel blocks than those in TABLE (`hf_moe_ep/ops/kernels/blocks.py`).
+"""List kernel blocks that may be faster than those in TABLE (`hf_moe_ep/ops/kernels/blocks.py`).
 
-`layer_kernels.py --sweep` times the candidates on a GPU. `compile_kernels.py --check` compiles them
-without a GPU, and fails if a loop spills registers, waits for the loads that it has just started,
-or needs too much shared memory.
+`layer_kernels.py --sweep` times these candidates on a GPU. `compile_kernels.py --check` compiles
+them without a GPU. It fails if a kernel needs too much shared memory, or if one of its loops spills
+registers or waits for loads that it has just started.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Candidate:
     block: Block
 
     def blocks(self) -> Blocks:
-        """Return the row of TABLE with this block in place of the table's block."""
+        """Return a copy of the row of TABLE that has this block instead of its own."""
         changed: dict[str, Any] = {self.field: self.block}
         return replace(TABLE[self.row], **changed)
 
@@ -31,7 +31,7 @@ _MANY = ("sm_90", 2, "many")
 _FEW = ("sm_90", 2, "few")
 _A100 = ("sm_80", 2, "many")
 CANDIDATES: tuple[Candidate, ...] = (
-    # One more stage, TMA, or both.
+    # These blocks have one more stage, TMA, or both.
     Candidate(_MANY, "up", Block(n=128, k=64, warps=8, stages=4)),
     Candidate(_MANY, "up", Block(n=128, k=64, warps=8, stages=3, tma=True)),
     Candidate(_MANY, "up", Block(n=128, k=64, warps=8, stages=4, tma=True)),
@@ -49,7 +49,7 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate(_MANY, "outer", OuterBlock(m=128, n=256, k=64, warps=8, stages=5, tma=True)),
     Candidate(_MANY, "outer", OuterBlock(m=256, n=128, k=64, warps=8, stages=5, tma=True)),
     Candidate(_MANY, "outer", OuterBlock(m=128, n=128, k=64, warps=8, stages=5, tma=True)),
-    # Wider than the tiles of few rows.
+    # These blocks are wider than the tiles for few rows.
     Candidate(_FEW, "up", Block(n=128, k=64, warps=8, stages=4)),
     Candidate(_FEW, "up", Block(n=128, k=64, warps=4, stages=4, tma=True)),
     Candidate(_FEW, "up", Block(n=64, k=64, warps=4, stages=4, tma=True)),

@@ -1,10 +1,10 @@
-"""Measure a GPU's highest rates: FLOP/s of a matrix product, and bytes/s of its memory.
+"""Measure the highest rates of a GPU: FLOP/s of a matrix product, and bytes/s of its memory.
 
     python benchmarks/ceilings.py     prints a line of JSON; on a CPU, sizes are small
 
-A matrix-product kernel takes at least the larger of two times: its operations over the FLOP/s, and
-its bytes of device memory over the memory's bytes/s. The rate of the L2 cache is a limit as well,
-and is not measured.
+A matrix-product kernel takes at least the larger of two times: its FLOPs divided by the FLOP/s, and
+its bytes of device memory divided by the bytes/s of the memory. The rate of the L2 cache is a limit
+as well, but it is not measured.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def median_ms(run: Callable[[], Any], cuda: bool, repeats: int = 20) -> float:
 
 
 def product(device: torch.device, size: int) -> float:
-    """Return the TFLOP/s of a square product of random numbers (zeros take less power and time)."""
+    """Measure the TFLOP/s of a square product of random numbers. Zeros would take less power."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2 * size**3 / median_ms(lambda: a @ b, device.type == "cuda") / 1e9
 
 
 def copy(device: torch.device, numel: int) -> float:
-    """Return the TB/s of a copy; bytes that are read and bytes that are written both count."""
+    """Measure the TB/s of a copy, as the sum of the bytes that are read and written."""
     x = torch.randn(numel, device=device)
     y = torch.empty_like(x)
     return 2 * x.nbytes / median_ms(lambda: y.copy_(x), device.type == "cuda") / 1e9

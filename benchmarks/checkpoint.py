@@ -1,4 +1,4 @@
-"""Measure the memory for loading and saving a checkpoint in hub layout, on four CPU ranks.
+"""Measure how much memory it takes to load and save a checkpoint in hub layout, on four CPU ranks.
 
     python benchmarks/checkpoint.py                              prints the tables
     python benchmarks/checkpoint.py --write benchmarks/results   also writes Markdown and a plot
@@ -13,16 +13,16 @@ cache. Three sides load it, and two of them save it:
 
 Every row comes from new processes with malloc's defaults. They load and save a tiny model first, so
 that imports and connections are not measured. The checkpoints that `ours` and `native` save must
-equal the original byte for byte, or the benchmark raises and prints no figures.
+equal the original byte for byte. Otherwise the benchmark raises an error and prints no figures.
 
     above shards     peak of the anonymous and shared memory, which is sampled every millisecond,
-                     minus the memory of the process before and minus its local shards. The table
+                     minus the memory that the process had before, minus its local shards. The table
                      has MiB, and multiples of the largest tensor (one layer's stacked weight)
     with file pages  the same difference for all resident memory (VmHWM, exact), which includes the
                      mapped pages of the checkpoint. The system can reclaim these pages
-    read             bytes that a rank reads: by read calls and from mapped pages
-    seconds          time until the slowest rank is done. Our save includes fsync and sha256;
-                     transformers' save does neither
+    read             bytes that a rank reads with read calls and from mapped pages
+    seconds          time until the slowest rank is done. Our save includes fsync and sha256, which
+                     transformers' save does not have
 
 hf_moe_ep promises peaks above shards of at most 1.5 (load) and 2 (save) times the largest tensor,
 on every rank.
@@ -43,7 +43,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from ranks import peak_mib, reset_peak, spawn
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -86,8 +86,8 @@ TINY = Sizes(hidden=32, layers=2, intermediate=16, vocab=64)
 class Figures:
     """One rank's load or save.
 
-    `peak` (anonymous and shared memory) and `resident` (all memory) are bytes above the memory of
-    the process before, without its shards.
+    `peak` (anonymous and shared memory) and `resident` (all memory) are bytes above the memory that
+    the process had before, without its shards.
     """
 
     seconds: float
@@ -98,7 +98,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one rank in one process; `shards` is the size of its shards in bytes."""
+    """The figures of one rank in one process. `shards` is the size of its shards in bytes."""
 
     shards: int
     load: Figures
@@ -140,21 +140,21 @@ def save(side: str, model: Any, directory: str, sizes: Sizes) -> None:
     write(model, directory, max_shard_size=f"{sizes.file_mb}MB")
 
 
-def shard_bytes(model: nn.Module) -> int:
+def count_shard_bytes(model: nn.Module) -> int:
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors.values())
 
 
 class Watch:
-    """Measure time, peak memory and bytes read inside the block, which every rank enters."""
+    """Measure the time, the peak memory and the bytes read in a block that every rank enters."""
 
     def __enter__(self) -> Watch:
         dist.barrier()
         reset_peak()
-        self._before = self._highest = _memory()
+        self._before = self._highest = _read_memory()
         self._samples, self._stop = 0, threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._read = _bytes_read()
+        self._read = _read_num_bytes_read()
         self._start = time.perf_counter()
         self._thread.start()
         return self
@@ -164,7 +164,7 @@ class Watch:
             self._samples += self._update_peak()[-1]
 
     def _update_peak(self) -> tuple[int, ...]:
-        now = _memory()
+        now = _read_memory()
         self._highest = tuple(max(pair) for pair in zip(now, self._highest, strict=True))
         return now
 
@@ -174,30 +174,30 @@ class Watch:
         if error is None:
             dist.barrier()
         self._seconds = time.perf_counter() - self._start
-        self._read = _bytes_read() - self._read
+        self._read = _read_num_bytes_read() - self._read
         self._stop.set()
         self._thread.join()
         self._update_peak()
         self._resident = int(peak_mib() * MIB)
 
     def figures(self, shards: int) -> Figures:
-        """Return the figures; `shards` is the size of the local shards, which are not counted."""
+        """Return the figures, without the local shards, whose size in bytes is `shards`."""
         (private, mapped, _), (peak, mapped_peak, _) = self._before, self._highest
         read = self._read - self._samples + mapped_peak - mapped
         resident = self._resident - private - mapped - shards
         return Figures(self._seconds, peak - private - shards, resident, read)
 
 
-def _memory() -> tuple[int, ...]:
-    """Return bytes: anonymous and shared memory, pages of files, and the size of this reading."""
+def _read_memory() -> tuple[int, ...]:
+    """Return bytes of anonymous and shared memory, of file pages, and of the text that was read."""
     text = Path("/proc/self/status").read_text()
     kib = {line.split(":")[0]: line.split()[1] for line in text.splitlines() if "Rss" in line}
     private, mapped = int(kib["RssAnon"]) + int(kib["RssShmem"]), int(kib["RssFile"])
     return 1024 * private, 1024 * mapped, len(text)
 
 
-def _bytes_read() -> int:
-    """Return the bytes of all read calls so far, from disk and page cache but not from sockets."""
+def _read_num_bytes_read() -> int:
+    """Return the bytes of all read calls so far: from disk and page cache, not from sockets."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
@@ -212,7 +212,7 @@ def measure_rank(
     gc.collect()
     with Watch() as loading:
         model = load(side, directory, ep)
-    shards = shard_bytes(model)
+    shards = count_shard_bytes(model)
     if side not in SAVING:
         return Measured(shards, loading.figures(shards), None)
     with Watch() as saving:
@@ -234,7 +234,7 @@ def check_equal(directory: str, saved: str) -> None:
 
 
 def measure(sizes: Sizes, timeout: float = 600.0) -> Results:
-    """Measure all figures; the sides take turns."""
+    """Measure all figures. The sides take turns."""
     results: Results = {(ep, side): [] for ep in sizes.ep for side in SIDES}
     with tempfile.TemporaryDirectory(prefix="checkpoint_benchmark_") as folder:
         directories = f"{folder}/tiny", f"{folder}/model"
@@ -250,7 +250,7 @@ def measure(sizes: Sizes, timeout: float = 600.0) -> Results:
     return results
 
 
-def worst(sizes: Sizes, results: Results, what: str, side: str = "ours") -> float:
+def find_worst_peak(sizes: Sizes, results: Results, what: str, side: str = "ours") -> float:
     """Return the highest peak of any rank, in multiples of the largest tensor."""
     peaks = [
         getattr(rank, what).peak
@@ -262,9 +262,9 @@ def worst(sizes: Sizes, results: Results, what: str, side: str = "ours") -> floa
     return max(peaks) / sizes.largest
 
 
-def broken(sizes: Sizes, results: Results) -> list[str]:
+def list_broken_promises(sizes: Sizes, results: Results) -> list[str]:
     """List the promises that hf_moe_ep does not keep."""
-    peaks = {what: worst(sizes, results, what) for what in PROMISED}
+    peaks = {what: find_worst_peak(sizes, results, what) for what in PROMISED}
     return [
         f"{what}: {peaks[what]:.2f} of the largest tensor, promised {promised}"
         for what, promised in PROMISED.items()
@@ -289,7 +289,7 @@ def report(sizes: Sizes, results: Results, about: list[str]) -> str:
             "| other ranks | shards, MiB | read, MiB | seconds |",
             "|---|---|---|---|---|---|---|---|---|---|---|",
             *(
-                f"| {SIDES[side]} | {ep} | {_cells(sizes, repeats, what)} |"
+                f"| {SIDES[side]} | {ep} | {_format_cells(sizes, repeats, what)} |"
                 for (ep, side), repeats in results.items()
                 if what == "load" or side in SAVING
             ),
@@ -297,7 +297,7 @@ def report(sizes: Sizes, results: Results, about: list[str]) -> str:
         ]
     lines += [
         f"Promised of hf_moe_ep to {what}: {promised} largest tensors above its shards on every "
-        f"rank; the highest is {worst(sizes, results, what):.2f}."
+        f"rank; the highest is {find_worst_peak(sizes, results, what):.2f}."
         for what, promised in PROMISED.items()
     ]
     lines.append(
@@ -307,7 +307,7 @@ def report(sizes: Sizes, results: Results, about: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cells(sizes: Sizes, repeats: list[list[Measured]], what: str) -> str:
+def _format_cells(sizes: Sizes, repeats: list[list[Measured]], what: str) -> str:
     first = [repeat[0] for repeat in repeats]
     others = [rank for repeat in repeats for rank in repeat[1:]]
     columns = [[getattr(rank, what) for rank in ranks] for ranks in (first, others)]
@@ -356,13 +356,13 @@ def main() -> None:
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())} | {"ep": tuple(args.ep)})
     load_before = os.getloadavg()[0]
     results = measure(sizes)
-    text = report(sizes, results, setting("benchmarks/checkpoint.py", load_before, WORLD))
+    text = report(sizes, results, describe_machine("benchmarks/checkpoint.py", load_before, WORLD))
     print(text)
     if args.write:
         args.write.mkdir(parents=True, exist_ok=True)
         (args.write / "checkpoint-cpu.md").write_text(text)
         plot(sizes, results, args.write / "checkpoint-cpu.png")
-    if problems := broken(sizes, results):
+    if problems := list_broken_promises(sizes, results):
         raise SystemExit("a promise is broken: " + "; ".join(problems))
 
 

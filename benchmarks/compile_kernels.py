@@ -1,15 +1,15 @@
 """Compile every Triton kernel ahead of time, without a GPU, and check the machine code.
 
-    python benchmarks/compile_kernels.py            compiles the launches of `cases` for three GPU
-                                                    architectures, each distinct kernel once, and
-                                                    prints one JSON line per compiled kernel
+    python benchmarks/compile_kernels.py            compiles the launches of all cases for three
+                                                    GPU architectures, each distinct kernel once,
+                                                    and prints one JSON line per compiled kernel
     python benchmarks/compile_kernels.py --check    also compiles launches with the block sizes of
-                                                    `block_candidates.py`; exits with 1 if
-                                                    `problems` finds anything
-    python benchmarks/compile_kernels.py --write    writes the figures to `results/` (see
-                                                    `ahead_of_time.py`)
-        --write --before                            stores them as figures of the kernels before a
-                                                    change, for a comparison
+                                                    `block_candidates.py`; exits with 1 if it finds
+                                                    a problem
+    python benchmarks/compile_kernels.py --write    writes the figures to `results/`
+                                                    (`ahead_of_time.py`)
+        --write --before                            stores the figures as those of the kernels
+                                                    before a change, for a comparison
         --write --new                               adds only launches without recorded figures
 
 `make gpu-rehearsal` runs the check (about seven minutes on two cores). The check finds kernels that
@@ -78,7 +78,7 @@ class Launch:
     options: dict[str, int]
 
     def role(self) -> str:
-        """Return the purpose of this launch if its kernel has several purposes, else ""."""
+        """Return the purpose of this launch if its kernel has several purposes, or ""."""
         if self.kernel.__name__ == "grouped_mm_kernel":
             gathers = "" if self.arguments["row_of_position"] is None else ", gathers"
             return f"thin{gathers}" if self.arguments["SCALED"] else "wide"
@@ -91,10 +91,10 @@ class Launch:
 
 @dataclass
 class Case:
-    """One call of the expert MLP, whose forward and backward launch the kernels to compile.
+    """One call of the expert MLP. Its forward and backward launch the kernels to compile.
 
-    `chunks` also launches the kernels that add weight gradients to the gradients of earlier chunks.
-    `quantised` is the format of quantised matrices, which are frozen; "" for other matrices.
+    With `chunks`, it also launches the kernels that add to the weight gradients of earlier chunks.
+    `quantised` is the format of quantised (frozen) matrices, or "".
     """
 
     name: str
@@ -139,7 +139,7 @@ class Case:
         return recorder.launches
 
     def matrix(self, name: str, rows: int, columns: int) -> dict[str, Tensor]:
-        """Return the stacked matrices `name`; if they are quantised, their bytes and scales."""
+        """Return the stacked matrices `name`, or their bytes and scales if they are quantised."""
         shape = (self.experts, rows, columns)
         if self.quantised:
             return empty_stack(shape, Quantisation(self.quantised), "meta").by_name(name)
@@ -148,7 +148,7 @@ class Case:
         return {name: self.meta(*shape)}
 
     def adapters(self, pre_size: int) -> dict[str, Tensor]:
-        """Return the LoRA factors a and b of up and down, whose own matrices are then frozen."""
+        """Return the LoRA factors of up and down, whose own matrices are then frozen."""
         if not self.rank:
             return {}
         return {
@@ -200,11 +200,11 @@ class _RecordedKernel:
 
 
 def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
-    """Compile one launch and return its registers, spilled bytes, shared memory and loops."""
+    """Compile one launch. Returns its registers, spilled bytes, shared memory and loops."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         name, value = parameter.name, launch.arguments[parameter.name]
-        kind, aligned = _triton_type(value)
+        kind, aligned = _find_triton_type(value)
         if _is_fixed(parameter, value):
             signature[name], constants[(index,)] = "constexpr", value
             continue
@@ -227,7 +227,7 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
         "shared": built.metadata.shared,
         "block": describe_block(launch),
         "stages": stages,
-        "programs": programs_per_sm(numbers["REG"], built.metadata.shared, warps, arch),
+        "programs": count_programs_per_sm(numbers["REG"], built.metadata.shared, warps, arch),
         "dots": built.asm["ttir"].count("tt.dot "),
         "wgmma": len(re.findall(r"wgmma\.mma_async", built.asm["ptx"])),
         "mma": len(re.findall(r"\bmma\.sync", built.asm["ptx"])),
@@ -236,9 +236,9 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
 
 
 def describe_block(launch: Launch) -> str:
-    """Return "128 x 256 x 64, 8w 3s": rows x columns x step along the sum, warps, stages.
+    """Describe the block of a launch as rows x columns x step along the sum, warps and stages.
 
-    Return "" for a kernel that computes no matrix product.
+    The result looks like "128 x 256 x 64, 8w 3s". It is "" for a kernel without matrix products.
     """
     if not {"BLOCK_M", "BLOCK_N", "BLOCK_K"} <= launch.arguments.keys():
         return ""
@@ -246,11 +246,11 @@ def describe_block(launch: Launch) -> str:
     return f"{sizes}, {launch.options['num_warps']}w {launch.options['num_stages']}s"
 
 
-def programs_per_sm(registers: int, shared: int, warps: int, arch: int) -> int:
+def count_programs_per_sm(registers: int, shared: int, warps: int, arch: int) -> int:
     """Return how many programs fit on a multiprocessor.
 
-    Registers, shared memory and threads limit their number. Registers are allocated in multiples of
-    eight per thread, and each program needs 1 KiB of additional shared memory.
+    The number is limited by registers, shared memory and threads. Registers are allocated in
+    multiples of eight per thread, and each program needs 1 KiB of additional shared memory.
     """
     by_registers = 65536 // (-(-registers // 8) * 8 * 32 * warps)
     by_shared = SHARED_PER_SM[arch] // (shared + 1024)
@@ -271,8 +271,8 @@ def _is_fixed(parameter: Any, value: Any) -> bool:
     return is_one and not parameter.do_not_specialize
 
 
-def _triton_type(value: Any) -> tuple[str, bool]:
-    """Return an argument's Triton type, and True if Triton would specialise it as 16-divisible."""
+def _find_triton_type(value: Any) -> tuple[str, bool]:
+    """Return the Triton type of an argument, and True if Triton would treat it as 16-divisible."""
     if isinstance(value, Tensor):
         return POINTERS[value.dtype], True
     if isinstance(value, TensorDescriptor):
@@ -285,7 +285,7 @@ def _triton_type(value: Any) -> tuple[str, bool]:
     return ("i32" if abs(value) < 2**31 else "i64"), value % 16 == 0
 
 
-def cases() -> list[Case]:
+def list_cases() -> list[Case]:
     gpt_oss = ExpertFormula(interleaved=True, alpha=1.702, limit=7.0, up_offset=1.0)
     in_halves = ExpertFormula(alpha=1.702, limit=7.0, up_offset=1.0)
     ungated = ExpertFormula(gated=False, activation="relu2")
@@ -307,12 +307,12 @@ def cases() -> list[Case]:
         Case("gpt-oss-20b r=16", gpt_oss, 2880, 2880, 32, 4, bias=True, transposed=True, rank=16),
         Case("ungated r=128", ungated, rank=128),
         Case("odd sizes r=4 few rows", hidden=2064, ffn=784, tokens=512, rank=4),
-        # The cases below differ from those above only in the formula between up and down.
+        # The next cases differ from earlier cases only in the formula between up and down.
         Case("clamped", ExpertFormula(limit=10.0)),
         Case("gelu_tanh", ExpertFormula(activation="gelu_tanh")),
         Case("gpt-oss in halves", in_halves),
         Case("privacy filter", in_halves, bias=True, transposed=True),
-        # Quantised matrices. The 2880 columns of gpt-oss are no multiple of a block of 128 columns.
+        # Quantised matrices. The 2880 columns of gpt-oss are not a multiple of a block of 128.
         Case("qwen3-30b nf4", quantised="nf4"),
         Case("qwen3-30b nf4 r=16", quantised="nf4", rank=16),
         Case("qwen3-30b nf4 few rows", quantised="nf4", tokens=512),
@@ -333,7 +333,7 @@ ROWS_OF = {80: "sm_80", 90: "sm_90", 120: "sm_80"}
 class Job:
     """One compilation: launch number `launch` of case number `case`.
 
-    `names` lists all launches that compile to the same code; the first name is that of this launch.
+    `names` lists all launches that compile to the same code, beginning with this launch.
     """
 
     names: list[str]
@@ -343,10 +343,10 @@ class Job:
     candidate: int | None = None
 
 
-def jobs() -> list[Job]:
-    """Return a job for each launch and architecture; launches with the same code share a job."""
+def list_jobs() -> list[Job]:
+    """List a job for each launch and architecture. Launches with the same code share a job."""
     found: dict[str, Job] = {}
-    for arch, (index, case) in itertools.product(ROWS_OF, enumerate(cases())):
+    for arch, (index, case) in itertools.product(ROWS_OF, enumerate(list_cases())):
         if arch == 120 and case.name not in IN_TABLE:
             continue
         _use_rows_of(arch)
@@ -356,31 +356,31 @@ def jobs() -> list[Job]:
             purpose = " ".join(part for part in (kernel, launch.role()) if part)
             occurrences[purpose] += 1
             name = f"{case.name} | {purpose} | {occurrences[purpose]}"
-            key = [kernel, arch, launch.options, _compile_key(launch)]
+            key = [kernel, arch, launch.options, _make_compile_key(launch)]
             found.setdefault(repr(key), Job([], arch, index, number)).names.append(name)
     return list(found.values())
 
 
-def candidate_jobs() -> list[Job]:
-    """For each candidate, return a job for every launch of Qwen3-30B that the candidate changes."""
+def list_candidate_jobs() -> list[Job]:
+    """List a job for every launch of Qwen3-30B that a candidate changes, for each candidate."""
     found = []
     for number, candidate in enumerate(CANDIDATES):
         generation, _, bucket = candidate.row
         arch = 90 if generation == "sm_90" else 80
         _use_rows_of(arch)
         name = "qwen3-30b" if bucket == "many" else "qwen3-30b few rows"
-        (index,) = (i for i, case in enumerate(cases()) if case.name == name)
-        before = [(x.options, _compile_key(x)) for x in cases()[index].launches()]
+        (index,) = (i for i, case in enumerate(list_cases()) if case.name == name)
+        before = [(x.options, _make_compile_key(x)) for x in list_cases()[index].launches()]
         _use_candidate(number)
-        for launch, x in enumerate(cases()[index].launches()):
-            if (x.options, _compile_key(x)) != before[launch]:
+        for launch, x in enumerate(list_cases()[index].launches()):
+            if (x.options, _make_compile_key(x)) != before[launch]:
                 found.append(Job([f"{candidate.field} {x.role()}"], arch, index, launch, number))
         _use_candidate(None)
     return found
 
 
 def _use_candidate(number: int | None) -> None:
-    """Use the block of a candidate in the block table; None restores the table."""
+    """Write the block of a candidate to the block table. None restores the table."""
     blocks.TABLE.update(_OWN_ROWS)
     if number is not None:
         candidate = CANDIDATES[number]
@@ -394,12 +394,12 @@ def _use_rows_of(arch: int) -> None:
     blocks.generation = lambda device: ROWS_OF[arch]
 
 
-def _compile_key(launch: Launch) -> list[Any]:
-    """Return what the compiled code depends on: types, alignments and fixed values of arguments."""
+def _make_compile_key(launch: Launch) -> list[Any]:
+    """Return the types, alignments and fixed values of arguments, which determine the code."""
     found = []
     for parameter in launch.kernel.params:
         value = launch.arguments[parameter.name]
-        kind, aligned = _triton_type(value)
+        kind, aligned = _find_triton_type(value)
         specialised = kind, aligned and not parameter.do_not_specialize
         found.append(value if _is_fixed(parameter, value) else specialised)
     return found
@@ -408,37 +408,37 @@ def _compile_key(launch: Launch) -> list[Any]:
 def run_job(job: Job) -> dict[str, Any]:
     _use_rows_of(job.arch)
     _use_candidate(job.candidate)
-    case = cases()[job.case]
+    case = list_cases()[job.case]
     launch = case.launches()[job.launch]
     named = {"names": job.names, "arch": job.arch, "case": case.name, "candidate": job.candidate}
     return named | {"kernel": launch.kernel.__name__, **compile_launch(launch, job.arch)}
 
 
-# `check` fails if one of these kernels was not compiled.
+# `check` fails if it has not compiled all of these kernels.
 KERNELS = {
     *("up_kernel", "grouped_mm_kernel", "dgated_kernel", "outer_kernel"),
     *("bias_dots_kernel", "combine_kernel", "weight_grads_kernel", "segment_sum_kernel"),
     *("_count_kernel", "_scan_kernel", "_place_kernel", "_tiles_kernel"),
 }
-# Bytes of shared memory that a program may use. The rows of sm_80 also serve sm_86, sm_89 and
-# sm_120, which have less than an A100.
+# Bytes of shared memory that a program may use. sm_86, sm_89 and sm_120 also use the rows of sm_80,
+# and have less shared memory than an A100.
 SHARED_LIMIT = {80: 101376, 90: 232448, 120: 101376}
 # Bytes that a thread of a kernel may spill. All other kernels may spill 8 bytes (one address).
-# After its loop, `dgated_kernel` needs a gate value, an up value, the gradients of both and a
-# routing weight at once.
+# After its loop, `dgated_kernel` needs a gate value, an up value, their gradients and a routing
+# weight at the same time.
 SPILL_LIMIT = {"dgated_kernel": 64}
-# The only launch that may wait for its loads: rows of an adapter of rank 4 are 8 bytes long, and
-# sm_80 cannot prefetch loads of that size.
+# The only launch that may wait for its loads: rows of an adapter of rank 4 have 8 bytes, and sm_80
+# cannot prefetch loads of this size.
 NOT_PREFETCHED = ("odd sizes r=4 few rows", 80, "outer_kernel")
 # The largest allowed ratio of instructions per loop step to the recorded number.
 MOST_GROWTH = 1.1
 
 
-def problems(report: dict[str, Any]) -> list[str]:
-    """Return a text for each rule that a compiled kernel breaks.
+def list_problems(report: dict[str, Any]) -> list[str]:
+    """List the rules that a compiled kernel breaks, as texts.
 
-    The limit of spilled bytes is not checked for candidates. A candidate with wide tiles may spill
-    once per tile, after its loop, and still be faster.
+    Candidates may spill more bytes. A candidate with wide tiles may spill once per tile, after its
+    loop, and still be faster.
     """
     found = []
     loops, arch, is_candidate = report["loops"], report["arch"], report["candidate"] is not None
@@ -460,11 +460,11 @@ def problems(report: dict[str, Any]) -> list[str]:
     instructions = report["wgmma" if arch == 90 else "mma"]
     if report["dots"] and "fp32" not in report["case"] and not instructions:
         found.append("does not use the tensor cores")
-    return found if is_candidate else found + growth(report)
+    return found if is_candidate else found + list_growth(report)
 
 
-def growth(report: dict[str, Any]) -> list[str]:
-    """Return texts about figures that are worse than those recorded for this version of Triton."""
+def list_growth(report: dict[str, Any]) -> list[str]:
+    """List the figures that are worse than the recorded figures of this version of Triton."""
     lines = recorded()
     if not any(triton_version == version() for triton_version, _, _ in lines):
         return []
@@ -496,7 +496,7 @@ def check(reports: Iterable[dict[str, Any]]) -> int:
     for report in reports:
         num_kernels += 1
         kernels.add(report["kernel"])
-        for problem in problems(report):
+        for problem in list_problems(report):
             num_problems += 1
             print(f"{report['names'][0]} on sm_{report['arch']} {problem}", flush=True)
     missing = sorted(KERNELS - kernels)
@@ -511,13 +511,13 @@ def main() -> int:
     parser.add_argument(
         "--before",
         action="store_true",
-        help="with --write: store the figures as those before a change",
+        help="with --write: store the figures as the figures before a change",
     )
     parser.add_argument(
         "--new", action="store_true", help="compile only launches that are not recorded yet"
     )
     args = parser.parse_args()
-    chosen = jobs() + (candidate_jobs() if args.check else [])
+    chosen = list_jobs() + (list_candidate_jobs() if args.check else [])
     if args.new:
         chosen = [job for job in chosen if not recorded_figures(job.names, job.arch)]
     with multiprocessing.Pool(os.cpu_count()) as pool:
@@ -530,7 +530,7 @@ def main() -> int:
             return 0
         written = list(reports)
     if args.new:
-        written += [asdict(job) for job in jobs() if recorded_figures(job.names, job.arch)]
+        written += [asdict(job) for job in list_jobs() if recorded_figures(job.names, job.arch)]
     record(written, "before" if args.before else "now")
     return 0
 

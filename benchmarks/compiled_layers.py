@@ -1,17 +1,18 @@
-"""Measure compiled layers: bytes that a layer moves, the time of a step, and compile time.
+"""Measure the bytes that compiled layers move, the time of a step, and the compile time.
 
     python benchmarks/compiled_layers.py                              prints the tables
     python benchmarks/compiled_layers.py --write benchmarks/results   also writes them as Markdown
 
-    bytes      what one decoder layer of Qwen3-30B-A3B reads and writes outside of its MoE block in
-               forward and backward, per token, in bf16. Eager: the inputs and outputs of every
-               operator. Compiled: the same for every kernel of inductor, by inductor's own count.
-               Planned: what `hf-moe-ep plan` expects of compiled layers (`planner/fused.py`).
-               The MoE block returns its input. Attention and products count everywhere
-    step       forward and backward of a small Qwen3-MoE on gloo ranks of one thread each; both
+    bytes      the bytes per token that one decoder layer of Qwen3-30B-A3B reads and writes outside
+               its MoE block, in forward and backward, in bf16. Eager counts the inputs and outputs
+               of every operator. Compiled counts the inputs and outputs of every kernel, as
+               inductor counts them. Planned is the number that `hf-moe-ep plan` expects of compiled
+               layers (`planner/fused.py`). The MoE block returns its input. All three numbers
+               include attention and products
+    step       forward and backward of a small Qwen3-MoE on gloo ranks of one thread each. Both
                models have the same weights and take turns
-    compiling  the first step minus the second step, of a deep model and of a model with one layer
-               of each kind, both in one process
+    compiling  the seconds of the first step minus those of the second step, for a deep model and
+               for a model with one layer of each kind, both in one process
 
 Inductor needs a C++ compiler on CPUs (`apt-get install g++`). No GPU is measured.
 """
@@ -31,7 +32,7 @@ from unittest.mock import patch as mock_patch
 
 import torch
 import torch.distributed as dist
-from figures import row, setting
+from benchmark_text import describe_machine, format_row
 from models import qwen3_moe
 from ranks import KEEP_FREED_MEMORY, spawn
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ PARTS = ("bytes", "compiling", "step")
 class Sizes:
     """The sizes of the small model, and the tokens of a rank, in sequences of `seq`.
 
-    `layer_tokens` is for the bytes, `depth` for the compile time.
+    The bytes use `layer_tokens` and `layer_seq`. The compile time uses `depth`.
     """
 
     layer_tokens: int = 4096
@@ -79,8 +80,8 @@ def _return_input(self: nn.Module, hidden_states: Tensor) -> Tensor:
 _return_input.__module__ = modeling_qwen3_moe.__name__
 
 
-def one_layer(use_reentrant: bool | None, compile_layers: bool) -> nn.Module:
-    """Build a layer of MODEL whose MoE block returns its input, and which is patched."""
+def build_one_layer(use_reentrant: bool | None, compile_layers: bool) -> nn.Module:
+    """Build and patch a model with one layer of MODEL, whose experts are tiny."""
     shape = planner_config.find_config(MODEL).to_dict()
     small = {
         "num_hidden_layers": 1,
@@ -97,7 +98,7 @@ def one_layer(use_reentrant: bool | None, compile_layers: bool) -> nn.Module:
 
 
 def run_layer(model: nn.Module, sizes: Sizes) -> None:
-    """Run forward and backward of the layer alone."""
+    """Run forward and backward of only the layer."""
     config: Any = model.config
     rows, length = sizes.layer_tokens // sizes.layer_seq, sizes.layer_seq
     x = torch.randn(rows, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
@@ -107,8 +108,8 @@ def run_layer(model: nn.Module, sizes: Sizes) -> None:
     out.backward(torch.randn_like(out))
 
 
-def counted_bytes(use_reentrant: bool | None, sizes: Sizes, *, fused: bool) -> float:
-    """Count the bytes per token of the uncompiled layer, or those that a plan expects compiled.
+def count_bytes(use_reentrant: bool | None, sizes: Sizes, *, fused: bool) -> float:
+    """Count the bytes per token of the uncompiled layer, or with `fused` as a plan counts them.
 
     The layer runs on fake tensors, which have no memory.
     """
@@ -119,7 +120,7 @@ def counted_bytes(use_reentrant: bool | None, sizes: Sizes, *, fused: bool) -> f
         mark_compiled_regions(fusion),
     ):
         with torch.device("meta"):
-            model = one_layer(use_reentrant, fused)
+            model = build_one_layer(use_reentrant, fused)
         work.begin("layer")
         with fake_tensors():
             model.to_empty(device="cpu")
@@ -129,8 +130,8 @@ def counted_bytes(use_reentrant: bool | None, sizes: Sizes, *, fused: bool) -> f
 
 
 @contextmanager
-def counted_graphs(found: Counter[str]) -> Iterator[None]:
-    """Add up inductor's bytes by the kind of graph: inference, forward or backward."""
+def count_graph_bytes(found: Counter[str]) -> Iterator[None]:
+    """Inside the block, sum inductor's bytes by the kind of graph: inference, forward, backward."""
     stock = GraphLowering.count_bytes
 
     def count(self: GraphLowering) -> Any:
@@ -146,16 +147,16 @@ def counted_graphs(found: Counter[str]) -> Iterator[None]:
     torch._logging.set_logs()
 
 
-def compiled_bytes(use_reentrant: bool | None, sizes: Sizes) -> float:
-    """Return inductor's bytes per token of all graphs, each times the number of its runs."""
+def count_compiled_bytes(use_reentrant: bool | None, sizes: Sizes) -> float:
+    """Sum inductor's bytes per token over all graphs, times the number of runs of each graph."""
     found: Counter[str] = Counter()
     with (
         mock_patch.object(modeling_qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", _return_input),
         # Inductor skips its counts if a graph comes from its cache on disk.
         torch._inductor.config.patch(force_disable_caches=True),
-        counted_graphs(found),
+        count_graph_bytes(found),
     ):
-        run_layer(one_layer(use_reentrant, True), sizes)
+        run_layer(build_one_layer(use_reentrant, True), sizes)
     # The recompute of a checkpoint runs the forward graph a second time. A reentrant checkpoint
     # first runs a graph without gradients.
     runs = 2 if use_reentrant is False else 1
@@ -170,7 +171,7 @@ def build(sizes: Sizes, compile_layers: bool) -> nn.Module:
 
 
 def measure_rank(rank: int, sizes: Sizes) -> dict[str, list[float]]:
-    """Time steps of the eager and of the compiled model in turn; the first turn compiles."""
+    """Time steps of the eager and the compiled model in turn. The first turn compiles."""
     torch.set_num_threads(1)
     models = {"eager": build(sizes, False), "compiled": build(sizes, True)}
     generator = torch.Generator().manual_seed(rank)
@@ -188,8 +189,8 @@ def measure_rank(rank: int, sizes: Sizes) -> dict[str, list[float]]:
     return seconds
 
 
-def compile_seconds(sizes: Sizes, layers: int, dense: list[int]) -> float:
-    """Return the first step minus the second step of a model in this process."""
+def measure_compile_seconds(sizes: Sizes, layers: int, dense: list[int]) -> float:
+    """Return the seconds of a model's first step minus the seconds of its second step."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
@@ -216,12 +217,12 @@ def compile_seconds(sizes: Sizes, layers: int, dense: list[int]) -> float:
 
 
 def measure_bytes(sizes: Sizes) -> dict[str, tuple[float, float, float]]:
-    """Return the bytes per token by the kind of checkpoints: eager, compiled, planned."""
+    """Measure the bytes per token, by the kind of checkpoints: eager, compiled, planned."""
     return {
         name: (
-            counted_bytes(use_reentrant, sizes, fused=False),
-            compiled_bytes(use_reentrant, sizes),
-            counted_bytes(use_reentrant, sizes, fused=True),
+            count_bytes(use_reentrant, sizes, fused=False),
+            count_compiled_bytes(use_reentrant, sizes),
+            count_bytes(use_reentrant, sizes, fused=True),
         )
         for name, use_reentrant in CHECKPOINTS.items()
     }
@@ -245,7 +246,7 @@ def report_step(sizes: Sizes, seconds: dict[str, list[float]]) -> list[str]:
     return [
         "| | compiled | eager | ratio |",
         "|---|---|---|---|",
-        f"| {row('seconds', seconds['compiled'], seconds['eager'])} |",
+        f"| {format_row('seconds', seconds['compiled'], seconds['eager'])} |",
         f"\nQwen3-MoE, {sizes.layers} layers, hidden {sizes.hidden}, top-{sizes.top_k} of "
         f"{sizes.experts} experts of {sizes.intermediate}, fp32, ep {sizes.ranks}, {sizes.tokens} "
         f"tokens a rank, {sizes.steps} steps; median (min .. max), ratios turn by turn.",
@@ -267,8 +268,11 @@ def report(sections: dict[str, list[str]], about: list[str]) -> str:
 
 def measure_compiling(sizes: Sizes) -> dict[str, float]:
     two, deep = "2 layers, dense and MoE", f"{sizes.depth} layers, one dense"
-    compile_seconds(sizes, 2, [0])  # imports of the compiler
-    return {two: compile_seconds(sizes, 2, [0]), deep: compile_seconds(sizes, sizes.depth, [0])}
+    measure_compile_seconds(sizes, 2, [0])  # imports of the compiler
+    return {
+        two: measure_compile_seconds(sizes, 2, [0]),
+        deep: measure_compile_seconds(sizes, sizes.depth, [0]),
+    }
 
 
 def main() -> None:
@@ -293,7 +297,9 @@ def main() -> None:
             measure_rank, sizes.ranks, sizes, timeout=900.0, environment=KEEP_FREED_MEMORY
         )
         sections["A step"] = report_step(sizes, by_rank[0])
-    text = report(sections, setting("benchmarks/compiled_layers.py", load_before, sizes.ranks))
+    text = report(
+        sections, describe_machine("benchmarks/compiled_layers.py", load_before, sizes.ranks)
+    )
     print(text)
     if args.write:
         args.write.mkdir(parents=True, exist_ok=True)

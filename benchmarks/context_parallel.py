@@ -3,30 +3,31 @@
     python benchmarks/context_parallel.py                              prints the table
     python benchmarks/context_parallel.py --write benchmarks/results   also writes Markdown, a plot
 
-A Qwen3-MoE with one decoder layer is measured in these ways:
+A Qwen3-MoE with one decoder layer is measured with four methods:
 
-    stock         the unpatched model computes the whole sequence, by SDPA
-    sp            sp_size 4: each rank computes a quarter of the heads of the whole sequence
+    stock         the unpatched model computes the whole sequence with SDPA
+    sp            sp_size 4: each rank computes a quarter of the heads for the whole sequence
     cp, gather    cp_size 4: each rank keeps its queries, and all-gathers keys and values
                   (sequence/context.py)
-    cp, ring      the same, but keys and values travel from rank to rank (sequence/ring.py)
+    cp, ring      cp_size 4: each rank keeps its queries, and the ranks send keys and values around
+                  a ring (sequence/ring.py)
 
 The figures of a rank:
 
     activations    bytes of the storages that autograd saves in the forward of the attention module,
                    without parameters
-    peak           the largest number of bytes of tensors that the forward of this module has
-                   created and that are alive at one time
+    peak           the largest number of bytes that are alive at one time among the tensors created
+                   in the forward of this module
     sent           bytes that the rank sends in the forward of this module, counted when torch
                    dispatches the collectives
     seconds        forward and backward of the whole model, on four real ranks, until the slowest
-                   rank is done; with --steps 0 they are not measured
+                   rank is done. With --steps 0 they are not measured
 
-Bytes are those of rank 1 of a group whose other ranks do not exist: its collectives return tensors
-of the right sizes without meaningful values. The table over cp has the same bytes for other numbers
-of ranks. The script stops if keys and values need other bytes than (cp - 1) / cp * 2 * T * kv * d
-per layer, for T tokens, kv heads and heads of width d. On a CPU the ring computes all scores of two
-pieces at a time in plain PyTorch, so its peak and its seconds say nothing about a GPU.
+Bytes are counted on rank 1 of a simulated group: the other ranks do not exist, and collectives
+return tensors of the right size with arbitrary values. A second table has these counts for other cp
+sizes. The script stops if the bytes of keys and values differ from (cp - 1) / cp * 2 * T * kv * d
+per layer, for T tokens, kv heads and heads of width d. On a CPU, the ring computes all scores of
+two pieces at a time in plain PyTorch, so its peak and its seconds say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from mixers import Measured, PeakBytes, SentInForward
 from ranks import KEEP_FREED_MEMORY, spawn
 from sequence import saved_storages
@@ -55,8 +56,8 @@ from hf_moe_ep.sequence import context, split
 from hf_moe_ep.upstream.process_groups import fake_group
 
 WORLD = 4
-WAYS = ("stock", "sp", "cp, gather", "cp, ring")
-OVER_CP = (2, 4, 8)
+METHODS = ("stock", "sp", "cp, gather", "cp, ring")
+CP_SIZES = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Sizes:
     steps: int = 1
 
 
-def build(sizes: Sizes, way: str) -> nn.Module:
+def build(sizes: Sizes, method: str) -> nn.Module:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=512,
@@ -84,13 +85,13 @@ def build(sizes: Sizes, way: str) -> nn.Module:
         num_experts=4,
         num_experts_per_tok=2,
         max_position_embeddings=sizes.seq,
-        attn_implementation="flex_attention" if way == "cp, ring" else "sdpa",
+        attn_implementation="flex_attention" if method == "cp, ring" else "sdpa",
     )
     return Qwen3MoeForCausalLM(config).train()
 
 
 class SentWithRing(SentInForward):
-    """Also counts the bytes that a rank sends to the next one."""
+    """Also counts the bytes that a rank sends to the next rank."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if str(func) == "c10d.send.default":
@@ -98,12 +99,12 @@ class SentWithRing(SentInForward):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def prepare_step(sizes: Sizes, way: str) -> tuple[nn.Module, nn.Module, Callable[[], None]]:
-    """Build a model; return it, its attention module, and a function that runs a step."""
-    model = build(sizes, way)
+def prepare_step(sizes: Sizes, method: str) -> tuple[nn.Module, nn.Module, Callable[[], None]]:
+    """Build a model. Returns the model, its attention module, and a function that runs a step."""
+    model = build(sizes, method)
     attention = model.get_submodule("model.layers.0.self_attn")
-    if way != "stock":
-        size = {"sp_size" if way == "sp" else "cp_size": dist.get_world_size()}
+    if method != "stock":
+        size = {"sp_size" if method == "sp" else "cp_size": dist.get_world_size()}
         model = apply_ep_fsdp2(model, **size)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 512, (1, sizes.seq), generator=generator)
@@ -116,19 +117,19 @@ def prepare_step(sizes: Sizes, way: str) -> tuple[nn.Module, nn.Module, Callable
     return model, attention, step
 
 
-def measure_bytes(sizes: Sizes, way: str, world: int = WORLD) -> Measured:
-    """Count the bytes of rank 1 (rank 0, if it is alone), in this process alone."""
+def measure_bytes(sizes: Sizes, method: str, world: int = WORLD) -> Measured:
+    """Count the bytes of rank 1 in one process (of rank 0 if `world` is 1)."""
     with ExitStack() as stack:
-        if way != "stock":
+        if method != "stock":
             stack.enter_context(fake_group(min(1, world - 1), world))
-        # There are no other ranks whose batches could be compared.
+        # Other ranks do not exist, so their batches cannot be compared.
         stack.enter_context(mock.patch.object(split, "check_same_batch", lambda *args: None))
         # Transformers compiles the functions that build a BlockMask.
         stack.enter_context(mock.patch.object(torch._dynamo.config, "disable", True))
-        # The hooks that count the saved tensors are those of no checkpoint.
+        # The hooks that count saved tensors must not be mistaken for activation checkpointing.
         first_run = mock.patch.object(context, "saved_tensors_are_hooked", lambda: False)
         stack.enter_context(first_run)
-        model, attention, step = prepare_step(sizes, way)
+        model, attention, step = prepare_step(sizes, method)
         found: list[Measured] = []
         watch = ExitStack()
         watches: list[Any] = []
@@ -148,15 +149,15 @@ def measure_bytes(sizes: Sizes, way: str, world: int = WORLD) -> Measured:
     return found[0]
 
 
-def key_value_bytes(sizes: Sizes, cp: int) -> int:
-    """Return the bytes of keys and values that a rank sends in a forward."""
+def count_key_value_bytes(sizes: Sizes, cp: int) -> int:
+    """Return the bytes of keys and values that a rank must send in a forward."""
     return (cp - 1) * 2 * (sizes.seq // cp) * sizes.kv_heads * sizes.head_dim * 4
 
 
-def measure_seconds(rank: int, sizes: Sizes, way: str) -> list[float]:
+def measure_seconds(rank: int, sizes: Sizes, method: str) -> list[float]:
     """Time the steps of four ranks, after one step to warm up."""
     with mock.patch.object(torch._dynamo.config, "disable", True):
-        _, _, step = prepare_step(sizes, way)
+        _, _, step = prepare_step(sizes, method)
         step()
         return [seconds_of_step(step) for _ in range(sizes.steps)]
 
@@ -166,37 +167,38 @@ def report(
     found: dict[str, Measured],
     over_cp: dict[int, dict[str, Measured]],
     seconds: dict[str, list[float]],
-    about: list[str],
+    machine: list[str],
 ) -> str:
     mib, stock = 2**20, found["stock"]
     lines = [
         "# One attention layer with context parallelism, on 4 ranks that share a sequence\n",
-        *about,
+        *machine,
         f"- one decoder layer, hidden {sizes.hidden}, {sizes.heads} heads of {sizes.head_dim}, "
         f"{sizes.kv_heads} key-value heads, a sequence of {sizes.seq} tokens, fp32\n",
-        "| way | activations, MiB | of stock's | peak, MiB | of stock's | sent, MiB | s |",
+        "| way | activations, MiB | activations / stock | peak, MiB | peak / stock | sent, MiB "
+        "| s |",
         "|---|---|---|---|---|---|---|",
     ]
-    for way, figures in found.items():
+    for method, figures in found.items():
         cells = [
             f"{figures.activations / mib:.1f}",
             f"{figures.activations / stock.activations:.3f}",
             f"{figures.peak / mib:.1f}",
             f"{figures.peak / stock.peak:.2f}",
             f"{figures.sent / mib:.1f}",
-            spread(seconds[way]) if way in seconds else "-",
+            spread(seconds[method]) if method in seconds else "-",
         ]
-        lines.append(f"| {way} | {' | '.join(cells)} |")
+        lines.append(f"| {method} | {' | '.join(cells)} |")
     lines += [
         "\nOver the number of cp ranks, activations and peak as shares of stock's, and MiB sent:\n",
         "| cp | gather, activations | ring, activations | gather, peak | ring, peak | gather, sent "
         "| ring, sent |",
         "|---|---|---|---|---|---|---|",
     ]
-    for cp, ways in over_cp.items():
-        shares = [f"{x.activations / stock.activations:.3f}" for x in ways.values()]
-        peaks = [f"{x.peak / stock.peak:.2f}" for x in ways.values()]
-        sent = [f"{x.sent / mib:.1f}" for x in ways.values()]
+    for cp, measured in over_cp.items():
+        shares = [f"{x.activations / stock.activations:.3f}" for x in measured.values()]
+        peaks = [f"{x.peak / stock.peak:.2f}" for x in measured.values()]
+        sent = [f"{x.sent / mib:.1f}" for x in measured.values()]
         lines.append(f"| {cp} | {' | '.join(shares + peaks + sent)} |")
     lines.append("\nEvery figure is explained at the top of `benchmarks/context_parallel.py`.")
     return "\n".join(lines) + "\n"
@@ -216,9 +218,9 @@ def plot(over_cp: dict[int, dict[str, Measured]], file: Path) -> None:
         "sent": "keys and values sent, MiB",
     }
     for axes, (name, label) in zip(all_axes, labels.items(), strict=True):
-        for way in WAYS[2:]:
-            values = [getattr(over_cp[cp][way], name) / 2**20 for cp in sizes]
-            axes.plot(sizes, values, "o-", label=way)
+        for method in METHODS[2:]:
+            values = [getattr(over_cp[cp][method], name) / 2**20 for cp in sizes]
+            axes.plot(sizes, values, "o-", label=method)
         axes.set_ylabel(label)
         axes.set_xlabel("cp_size")
         axes.set_xticks(sizes)
@@ -237,21 +239,21 @@ def main() -> None:
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     load_before = os.getloadavg()[0]
     torch.set_num_threads(1)
-    found = {way: measure_bytes(sizes, way) for way in WAYS}
-    over_cp = {1: dict.fromkeys(WAYS[2:], found["stock"])}
-    over_cp |= {cp: {w: measure_bytes(sizes, w, cp) for w in WAYS[2:]} for cp in OVER_CP}
-    for cp, ways in over_cp.items():
-        for way, figures in ways.items():
-            want = key_value_bytes(sizes, cp)
-            assert figures.sent == want, f"{way}, cp {cp}: {figures.sent} bytes, want {want}"
+    found = {method: measure_bytes(sizes, method) for method in METHODS}
+    over_cp = {1: dict.fromkeys(METHODS[2:], found["stock"])}
+    over_cp |= {cp: {w: measure_bytes(sizes, w, cp) for w in METHODS[2:]} for cp in CP_SIZES}
+    for cp, measured in over_cp.items():
+        for method, figures in measured.items():
+            want = count_key_value_bytes(sizes, cp)
+            assert figures.sent == want, f"{method}, cp {cp}: {figures.sent} bytes, want {want}"
     seconds: dict[str, list[float]] = {}
     if sizes.steps:
         options: dict[str, Any] = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
-        for way in WAYS:
-            world = 1 if way == "stock" else WORLD
-            seconds[way] = spawn(measure_seconds, world, sizes, way, **options)[0]
-    about = setting("benchmarks/context_parallel.py", load_before, WORLD)
-    text = report(sizes, found, over_cp, seconds, about)
+        for method in METHODS:
+            world = 1 if method == "stock" else WORLD
+            seconds[method] = spawn(measure_seconds, world, sizes, method, **options)[0]
+    machine = describe_machine("benchmarks/context_parallel.py", load_before, WORLD)
+    text = report(sizes, found, over_cp, seconds, machine)
     print(text)
     if args.write:
         args.write.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Measure the bytes that one MoE layer sends, and its time: hf_moe_ep and transformers' own.
+"""Measure the bytes and the time of one MoE layer's dispatch: hf_moe_ep against transformers.
 
     python benchmarks/dispatch.py                             prints the tables
     python benchmarks/dispatch.py --write benchmarks/results  also writes dispatch-cpu.md and a plot
@@ -7,35 +7,35 @@ Four gloo ranks run dispatch and combine, forward and backward, without a model 
 products:
 
     ours      AllToAll.start_plan, start, finish, start_combine, finish
-              (hf_moe_ep/moe/dispatch/all_to_all.py): sends one row per token and rank; the rank
-              of the experts applies the routing weights
-    theirs    AllToAllEP (transformers/distributed/expert_parallel.py), called directly, as models
-              do that are trained with DistributedConfig(ep_size=...): sends one row per token and
-              expert; the rank of the token applies the routing weights
+              (hf_moe_ep/moe/dispatch/all_to_all.py). It sends one row per token and rank, and the
+              rank of the experts applies the routing weights
+    theirs    AllToAllEP (transformers/distributed/expert_parallel.py), which is called directly, as
+              by models that are trained with DistributedConfig(ep_size=...). It sends one row per
+              token and expert, and the rank of the token applies the routing weights
 
-Each case first runs with experts that each multiply by a number: output and gradients (x, weights)
-of both sides must be within 1e-5 of a formula that needs no communication. Bytes and seconds are
-measured with identity experts; the sides take turns (A B A B ...). The figures:
+Each case first runs with experts that each multiply by a number. The output and the gradients (of x
+and of the weights) of both sides must be within 1e-5 of a formula that needs no communication.
+Bytes and seconds are measured with identity experts, and the sides take turns (A B A B ...). The
+figures:
 
     rows           hidden states sent to other ranks; rows that stay on their rank do not count
-    lower bound    one row for each distinct pair of token and other rank, out and back, forward and
-                   backward: the minimum if whole rows go directly to the ranks that need them. Our
-                   bytes must equal this bound exactly, or the benchmark raises
-    routing        bytes of the rows' expert ids, their routing weights and the weights' gradients,
-                   including the columns that fill up a message
+    lower bound    one row for each distinct pair of a token and another rank, out and back, forward
+                   and backward. This is the minimum if whole rows go directly to the ranks that
+                   need them. Our bytes must equal this bound, or the benchmark raises an error
+    routing        bytes of the rows' expert ids, their routing weights and the gradients of these
+                   weights, including the columns that pad a message
     counts         the small exchange of the numbers of rows to receive
     ms             time until the slowest rank is done, including the final barrier
-    skewed         experts are drawn by a Zipf law; the busy experts are spread over the ranks
+    skewed         experts are drawn by a Zipf law, and the busy experts are spread over the ranks
 
 The last table is computed, not measured. A token with k distinct experts of E, drawn uniformly,
-needs ep * (1 - C(E - E/ep, k) / C(E, k)) ranks on average; (ep - 1) / ep of these ranks are not the
-token's own rank. The time is bytes / bandwidth on the slower of NVLink (8 GPUs per node) and RDMA,
-without latency and imbalance. The bandwidths are those that DeepEP V1 publishes for H800
-(docs/legacy.md, the lower of dispatch and combine): EP8 153 GB/s NVLink, EP64 50 GB/s RDMA.
-DeepEP's tests also count rows that stay on their GPU or node (DeepEP issues 51, 285), so the links
-carry 7/8 of these rates: 134 and 44 GB/s. The rates on the link are lower for EP32 (57 published,
-43 on the link) and for EP16 (43 published, 22 on the link), where forwarding within nodes is the
-limit.
+needs ep * (1 - C(E - E/ep, k) / C(E, k)) ranks on average. Of these ranks, (ep - 1) / ep are not
+the token's own rank. The time is bytes / bandwidth on the slower of NVLink (8 GPUs per node) and
+RDMA, without latency and imbalance. DeepEP V1 publishes these bandwidths for H800 (docs/legacy.md,
+the lower of dispatch and combine): 153 GB/s NVLink for EP8, 50 GB/s RDMA for EP64. DeepEP's tests
+also count rows that stay on their GPU or node (DeepEP issues 51, 285), so the links carry 7/8 of
+these rates: 134 and 44 GB/s. The rates on the link are lower for EP32 (57 published, 43 on the
+link) and for EP16 (43 published, 22 on the link), where forwarding within nodes is the limit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from ranks import KEEP_FREED_MEMORY, spawn
 from step_vs_native import TOLERANCE, WARMUP_STEPS, WORLD, SentBytes
 from torch import Tensor
@@ -86,7 +86,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a measurement; `tokens` are those of each rank."""
+    """The sizes of a measurement. `tokens` is the number of tokens of each rank."""
 
     tokens: int = 512
     hidden: int = 512
@@ -118,9 +118,9 @@ def draw(case: Case, sizes: Sizes, rank: int) -> Tensor:
 
 
 class Problem:
-    """One rank's tokens, and the computations of both sides and of the truth.
+    """The tokens of one rank, with functions that compute the result of both sides and the truth.
 
-    Each expert only multiplies by a number, so `truth` needs no communication.
+    Each expert only multiplies by a number, so the truth needs no communication.
     """
 
     def __init__(self, ids_TK: Tensor, num_experts: int, hidden: int, mesh: DeviceMesh) -> None:
@@ -157,7 +157,7 @@ class Problem:
         arrived = exchange.start(tokens)
         rows_RH, weights_RK, ids_RK = arrived.finish()
         scale_L = torch.ones(self.local) if identity else self.scale_L
-        # Id L stands for experts of other ranks.
+        # Id L marks experts of other ranks.
         weights_RK = weights_RK * torch.cat([scale_L, torch.zeros(1)])[ids_RK]
         return arrived.start_combine(rows_RH * weights_RK.sum(1, keepdim=True)).finish()
 
@@ -171,7 +171,7 @@ class Problem:
 
 
 def check_equal(problem: Problem) -> float:
-    """Return the largest relative difference of a side from the truth; raise above TOLERANCE."""
+    """Return the largest relative difference from the truth. Raise if it is above TOLERANCE."""
     names, worst = ("output", "gradient of x", "gradient of the weights"), 0.0
     for side in SIDES:
         tensors = zip(names, problem.run(side, identity=False), problem.truth(), strict=True)
@@ -183,8 +183,8 @@ def check_equal(problem: Problem) -> float:
     return worst
 
 
-def lower_bound(ids: list[list[list[int]]], rank: int, local: int, row_bytes: int) -> int:
-    """Count the bytes of rows that `rank` has to send, out and back; ids are [rank][token][k]."""
+def count_lower_bound(ids: list[list[list[int]]], rank: int, local: int, row_bytes: int) -> int:
+    """Count the bytes of rows that `rank` must send, out and back. `ids` are [rank][token][k]."""
     needed = [[{expert // local for expert in token} for token in tokens] for tokens in ids]
     out = sum(len(ranks - {rank}) for ranks in needed[rank])
     back = sum(rank in ranks for ranks in itertools.chain(*needed[:rank], *needed[rank + 1 :]))
@@ -196,7 +196,7 @@ def lower_bound(ids: list[list[list[int]]], rank: int, local: int, row_bytes: in
 def measure_case(
     ids_TK: Tensor, num_experts: int, hidden: int, mesh: DeviceMesh, repeats: int
 ) -> Measured:
-    """Check both sides, count bytes, then time; the axis tp of `mesh` has size 1."""
+    """Check both sides, count their bytes, then time them. The tp axis of `mesh` has size 1."""
     problem = Problem(ids_TK, num_experts, hidden, mesh)
     error = check_equal(problem)
     sent = {}
@@ -206,7 +206,7 @@ def measure_case(
         sent[side] = dict(counter.sent)
     all_ids: list[list[list[int]]] = [[]] * mesh["ep"].size()
     dist.all_gather_object(all_ids, ids_TK.tolist(), group=mesh["ep"].get_group())
-    bound = lower_bound(all_ids, mesh["ep"].get_local_rank(), problem.local, hidden * FP32)
+    bound = count_lower_bound(all_ids, mesh["ep"].get_local_rank(), problem.local, hidden * FP32)
     if sent["ours"]["rows"] != bound:
         raise RuntimeError(f"ours sent {sent['ours']['rows']} bytes of rows, the bound is {bound}")
     return Measured(len(ids_TK), sent, bound, error, _time_in_turns(problem, repeats))
@@ -238,14 +238,14 @@ def measure_rank(rank: int, cases: list[Case], sizes: Sizes) -> list[Measured]:
 
 
 def measure(cases: list[Case], sizes: Sizes, timeout: float = 900.0) -> dict[Case, list[Measured]]:
-    """Measure all cases; returns the figures of all ranks by case."""
+    """Measure all cases. Returns the figures of all ranks by case."""
     options = {"timeout": timeout, "environment": KEEP_FREED_MEMORY}
     by_rank = spawn(measure_rank, WORLD, cases, sizes, **options)
     return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
-def per_token(ranks: list[Measured]) -> dict[str, dict[str, float]]:
-    """Return the bytes per token over all ranks, by side and kind, and those of the lower bound."""
+def compute_bytes_per_token(ranks: list[Measured]) -> dict[str, dict[str, float]]:
+    """Compute the bytes per token over all ranks, by side and kind, with the lower bound."""
     tokens = sum(rank.tokens for rank in ranks)
     sent = {
         side: {kind: sum(rank.sent[side][kind] for rank in ranks) / tokens for kind in KINDS}
@@ -254,18 +254,18 @@ def per_token(ranks: list[Measured]) -> dict[str, dict[str, float]]:
     return sent | {"lower bound": {"rows": sum(rank.bound for rank in ranks) / tokens}}
 
 
-def ranks_met(ep: int, experts: int, top_k: int) -> float:
-    """Return the expected number of ranks (with its own) that a token needs; routing is uniform."""
+def expect_num_ranks(ep: int, experts: int, top_k: int) -> float:
+    """Return how many ranks (with its own) a token is expected to need under uniform routing."""
     return ep * (1 - comb(experts - experts // ep, top_k) / comb(experts, top_k))
 
 
-def expected(
+def expect_bytes(
     ep: int, experts: int, top_k: int, *, hidden: int, itemsize: int, tokens: int
 ) -> dict[str, dict[str, float]]:
     """Compute the expected result of `per_token` under uniform routing."""
-    others, row = ranks_met(ep, experts, top_k) * (ep - 1) / ep, 4 * hidden * itemsize
+    others, row = expect_num_ranks(ep, experts, top_k) * (ep - 1) / ep, 4 * hidden * itemsize
     num_counts = len(fields(Header)) + 1 + experts // ep
-    # Forward sends the weights and the ids behind a row, backward sends the weights' gradient.
+    # Forward sends weights and ids behind each row. Backward sends the gradients of the weights.
     routing_columns = sum(
         -(-(hidden + numbers * FP32 // itemsize) // ALIGNMENT) * ALIGNMENT - hidden
         for numbers in (2 * top_k, top_k)
@@ -285,8 +285,8 @@ def expected(
     }
 
 
-def milliseconds(bytes_per_token: float, ep: int, tokens: int) -> float:
-    """Compute the time of one layer on the slower link; up to ep 8 all ranks are in one node."""
+def compute_milliseconds(bytes_per_token: float, ep: int, tokens: int) -> float:
+    """Compute the time of one layer on the slower link. Up to ep 8, all ranks are in one node."""
     in_node = (min(ep, GPUS_PER_NODE) - 1) / (ep - 1)
     return 1e3 * max(in_node / NVLINK, (1 - in_node) / RDMA) * bytes_per_token * tokens
 
@@ -302,8 +302,8 @@ MODEL_HEADER = (
 )
 
 
-def measured_row(case: Case, ranks: list[Measured]) -> str:
-    sent, seconds = per_token(ranks), ranks[0].seconds
+def format_measured_row(case: Case, ranks: list[Measured]) -> str:
+    sent, seconds = compute_bytes_per_token(ranks), ranks[0].seconds
     ours, theirs = sent["ours"], sent["theirs"]
     ratios = [a / b for a, b in zip(*(seconds[side] for side in SIDES), strict=True)]
     cells = [
@@ -317,13 +317,13 @@ def measured_row(case: Case, ranks: list[Measured]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def model_rows() -> Iterable[str]:
+def format_model_rows() -> Iterable[str]:
     for (name, experts, top_k, hidden), gpus in itertools.product(MODELS, GPUS):
         ep = min(gpus, experts)
-        sent = expected(ep, experts, top_k, hidden=hidden, itemsize=2, tokens=GPU_TOKENS)
+        sent = expect_bytes(ep, experts, top_k, hidden=hidden, itemsize=2, tokens=GPU_TOKENS)
         ours, theirs = (sum(sent[side].values()) for side in SIDES)
         rows = [sent[side]["rows"] / (8 * hidden) for side in SIDES]
-        times = [milliseconds(total, ep, GPU_TOKENS) for total in (ours, theirs)]
+        times = [compute_milliseconds(total, ep, GPU_TOKENS) for total in (ours, theirs)]
         yield (
             f"| {name} | {gpus} | {ep} | {rows[0]:.2f} | {rows[1]:.2f} | {ours / 1024:.1f} "
             f"| {theirs / 1024:.1f} | {ours / theirs:.3f} | {times[0]:.2f} | {times[1]:.2f} |"
@@ -340,13 +340,13 @@ def report(results: dict[Case, list[Measured]], sizes: Sizes, about: list[str]) 
         f"thread each, {sizes.repeats} turns; forward + backward, experts that only multiply\n",
         "## Measured\n",
         MEASURED_HEADER,
-        *(measured_row(case, ranks) for case, ranks in results.items()),
+        *(format_measured_row(case, ranks) for case, ranks in results.items()),
         "\nKiB and B per token of the batch, all ranks together. ms: median (min .. max); the last "
         "column is taken turn by turn, below 1 is better. Output and gradients of both sides are "
         f"within {worst:.1e} of the truth (fp32).",
         "\n## Computed: a model, not a measurement\n",
         MODEL_HEADER,
-        *model_rows(),
+        *format_model_rows(),
         f"\nbf16, {GPU_TOKENS} tokens per GPU, forward + backward of one layer, uniform routing (a "
         "router that favours few nodes, as DeepSeek's does, gains more). Models: " + models,
         "\n`copies`: a row per token and expert. Rows out: per token to other ranks, one way. KiB: "
@@ -370,13 +370,13 @@ def plot(results: dict[Case, list[Measured]], sizes: Sizes, path: Path) -> None:
     options = {"hidden": sizes.hidden, "itemsize": FP32, "tokens": sizes.tokens}
     styles = {"theirs": ("C1", "-"), "ours": ("C0", "-"), "lower bound": ("black", "--")}
     for top_k, axis in zip(panels, axes[0], strict=True):
-        lines = [expected(ep, experts, top_k, **options) for ep in ep_sizes]
+        lines = [expect_bytes(ep, experts, top_k, **options) for ep in ep_sizes]
         for side, (color, style) in styles.items():
             totals = [sum(line[side].values()) / 1024 for line in lines]
             axis.plot(ep_sizes, totals, style, color=color, label=f"{side}, by the formula")
         for routing, marker, size in (("uniform", "o", 5), ("skewed", "x", 10)):
             points = {
-                case.ep: per_token(ranks)
+                case.ep: compute_bytes_per_token(ranks)
                 for case, ranks in results.items()
                 if (case.top_k, case.experts, case.routing) == (top_k, experts, routing)
             }
@@ -408,7 +408,7 @@ def main() -> None:
     grid = itertools.product(args.top_k, args.experts, args.ep, ("uniform", "skewed"))
     load = os.getloadavg()[0]
     results = measure(list(itertools.starmap(Case, grid)), sizes)
-    text = report(results, sizes, setting("benchmarks/dispatch.py", load, WORLD))
+    text = report(results, sizes, describe_machine("benchmarks/dispatch.py", load, WORLD))
     print(text)
     if args.write:
         args.write.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Measure how much time a vision tower, sharded over all ranks, costs in steps without pictures.
+"""Measure the time that a sharded vision tower costs in steps without pictures.
 
     python benchmarks/dummy_pass.py                            prints the table
     python benchmarks/dummy_pass.py --write benchmarks/results
@@ -6,13 +6,13 @@
 Every rank trains the model of `make demo-vision` on text without pictures. The benchmark runs three
 kinds of steps in turn:
 
-    bare      no rank checks if a batch has pictures: the cost of only the language model
-    rests     the default: the ranks compare their batches, no rank has pictures, and the tower
+    bare      no rank checks whether a batch has pictures. This is the time of the language model
+    rests     the default. The ranks compare their batches, no rank has pictures, and the tower
               does not run
-    dummy     as if another rank had a picture: every rank runs the tower once, on one patch of
-              zeros. The step includes the tower's collectives and, unless the tower is frozen, its
-              update by AdamW. In training other ranks would run the tower on their pictures at
-              that time. Pictures take longer than one patch
+    dummy     the ranks behave as if another rank had a picture: each rank runs the tower once, on
+              one patch of zeros. The step includes the tower's collectives and, unless the tower is
+              frozen, its update by AdamW. In training, other ranks would run the tower on their
+              pictures at the same time, which takes longer than one patch
 
 The steps are measured with a tower that is trained, and again with a frozen tower. The ranks are
 four processes on one machine, so no GPU and no network is measured.
@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from figures import row, setting
+from benchmark_text import describe_machine, format_row
 from ranks import KEEP_FREED_MEMORY, spawn
 from torch import nn
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
@@ -76,8 +76,8 @@ def build(frozen: bool) -> nn.Module:
     return apply_ep_fsdp2(model, ep_size=2).train()
 
 
-def timed_rank(rank: int, steps: int, frozen: bool) -> dict[str, list[float]]:
-    """Return the seconds of each step, by kind of step."""
+def time_rank(rank: int, steps: int, frozen: bool) -> dict[str, list[float]]:
+    """Time each step. Returns the seconds by kind of step."""
     model = build(frozen)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     generator = torch.Generator().manual_seed(rank)
@@ -85,10 +85,10 @@ def timed_rank(rank: int, steps: int, frozen: bool) -> dict[str, list[float]]:
     ask_ranks = TowerOnce._seen_anywhere
 
     def pretend_pictures(*args: Any) -> list[bool]:
-        """Ask all ranks as in `rests`, but answer that another rank has an image and a video."""
+        """Ask all ranks as in `rests`, but return that another rank has an image and a video."""
         return [True for _ in ask_ranks(*args)]
 
-    # For "bare" the list of kinds of pictures is empty, so the tower does not run.
+    # For "bare", the list of kinds of pictures is empty, so the tower does not run.
     kinds = {"bare": lambda *args: [], "rests": ask_ranks, "dummy": pretend_pictures}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for step in range(WARMUP_STEPS + steps):
@@ -115,13 +115,13 @@ def main() -> None:
     options = {"timeout": 600.0, "environment": KEEP_FREED_MEMORY}
     cells = []
     for tower in ("trained", "frozen"):
-        seconds = spawn(timed_rank, WORLD, args.steps, tower == "frozen", **options)[0]
+        seconds = spawn(time_rank, WORLD, args.steps, tower == "frozen", **options)[0]
         for kind in ("rests", "dummy"):
-            cells.append(row(f"{tower} | {kind}", seconds[kind], seconds["bare"]))
+            cells.append(format_row(f"{tower} | {kind}", seconds[kind], seconds["bare"]))
     text = "\n".join(
         [
             "# A vision tower, and steps of text alone\n",
-            *setting("benchmarks/dummy_pass.py", load_before, WORLD),
+            *describe_machine("benchmarks/dummy_pass.py", load_before, WORLD),
             f"- the model of `make demo-vision`, ep 2; {ROWS} x {LENGTH} tokens per rank\n",
             "| tower | kind | seconds per step | bare | ratio |\n|---|---|---|---|---|",
             *(f"| {cell} |" for cell in cells),

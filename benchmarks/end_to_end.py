@@ -1,4 +1,4 @@
-"""Time whole training steps of Qwen3-MoE, full and LoRA: hf_moe_ep and stock Transformers (PEFT).
+"""Time training steps of Qwen3-MoE, full and LoRA, with hf_moe_ep and with stock Transformers.
 
     python benchmarks/end_to_end.py                            tiny on a CPU; six layers on a GPU
     python benchmarks/end_to_end.py --mode lora --layers 48 --vocab 151936 --rows 1 --checkpointing
@@ -7,19 +7,19 @@
 The model has the shape of Qwen3-30B-A3B and random weights, in bf16 on a GPU. By default it has six
 of the 48 layers and an eighth of the vocabulary, so that head and layers keep their proportion.
 
-    ours             `patch(model)`; `ours_recompute` with `recompute_activations=True`
+    ours             `patch(model)`; `ours_recompute` uses `recompute_activations=True`
     grouped_mm       stock with torch's grouped matrix product, which is its default
     eager            stock with its loop over experts
 
-Each side runs in its own process. If the process dies, hangs or runs out of memory, the side's line
-of JSON says so, and the next side runs. All sides have the same seed and data, so their first
-losses must agree with those of stock; further lines of JSON compare them.
+LoRA needs PEFT. Each side runs in a separate process. If the process dies, hangs or runs out of
+memory, the side's line of JSON says so, and the next side runs. All sides have the same seed and
+data, so their first losses must agree with stock's losses. Further lines of JSON compare them.
 
     step_s           forward, backward and AdamW, until the device is done; median and spread
     mfu              FLOP/s of the model / FLOP/s in the GPU's data sheet. A token has 6 FLOPs per
                      trained weight, 4 FLOPs per frozen weight, and the FLOPs of causal attention.
                      Recomputation does not count
-    peak_gib         peak of allocated memory in these steps; on a CPU, of resident memory
+    peak_gib         peak of allocated memory in these steps; on a CPU, peak of resident memory
     kept             bytes per token that autograd keeps between forward and backward, without the
                      parameters
 """
@@ -49,7 +49,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from hf_moe_ep import apply_ep_fsdp2, compile_layers, patch
 
 SIDES = ("ours", "grouped_mm", "eager", "ours_recompute")
-# The stock sides. The losses of all other sides are compared with the first stock side that ran.
+# The stock sides. The first stock side that ran provides the losses for all comparisons.
 STOCK = ("grouped_mm", "eager")
 MODES = ("full", "lora")
 WARMUP_STEPS = 3
@@ -102,7 +102,7 @@ class Cell:
     compiled: bool = False
 
     def line(self) -> dict[str, Any]:
-        """Return the first entries of the measurement's line of JSON."""
+        """Return the settings, with which the JSON line of a measurement begins."""
         names = ("mode", "checkpointing", "compiled", "ranks", "steps")
         settings = {name: getattr(self, name) for name in names}
         return {"end_to_end": self.side, **settings, "sizes": asdict(self.sizes)}
@@ -129,10 +129,10 @@ def build(cell: Cell, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype_on(device), attn_implementation="sdpa"
+            config, dtype=choose_dtype(device), attn_implementation="sdpa"
         )
     if cell.mode == "lora":
-        model = with_adapters(model, sizes.adapter_rank)
+        model = attach_adapters(model, sizes.adapter_rank)
     if cell.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
@@ -140,23 +140,23 @@ def build(cell: Cell, device: torch.device) -> nn.Module:
     if cell.compiled and cell.side.startswith("ours"):
         compile_layers(model)
     elif cell.compiled:
-        for layer in decoder(model, cell).layers:
+        for layer in find_decoder(model, cell).layers:
             layer.compile()
     return model
 
 
-def decoder(model: nn.Module, cell: Cell) -> Any:
+def find_decoder(model: nn.Module, cell: Cell) -> Any:
     """Return the module that has the decoder layers."""
     base: Any = model.get_base_model() if cell.mode == "lora" else model
     return base.model
 
 
-def dtype_on(device: torch.device) -> torch.dtype:
+def choose_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """Attach LoRA to attention and experts, on both sides in the model's dtype."""
+def attach_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Attach LoRA to attention and experts, in the dtype of the model."""
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(
@@ -169,20 +169,20 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
 
 
 def distribute(model: nn.Module, cell: Cell) -> nn.Module:
-    """Patch the model of our sides. On several ranks, shard the models of all sides."""
+    """Patch the model if the side is ours. On several ranks, shard the model of every side."""
     recompute = cell.side == "ours_recompute"
     if cell.side.startswith("ours"):
         if cell.ranks == 1:
             return patch(model, recompute_activations=recompute)
         return apply_ep_fsdp2(model, ep_size=cell.ranks, recompute_activations=recompute)
     if cell.ranks > 1:
-        for layer in decoder(model, cell).layers:
+        for layer in find_decoder(model, cell).layers:
             fully_shard(layer)
         fully_shard(model)
     return model
 
 
-def model_flops(cell: Cell, model: nn.Module) -> float:
+def count_model_flops(cell: Cell, model: nn.Module) -> float:
     """Return the FLOPs of one token, forward and backward."""
     sizes = cell.sizes
     active_share = sizes.top_k / sizes.experts
@@ -192,13 +192,13 @@ def model_flops(cell: Cell, model: nn.Module) -> float:
             continue
         num_active = parameter.numel() * (active_share if ".experts." in name else 1)
         flops += num_active * (6 if parameter.requires_grad else 4)
-    # Forward has two products of length x heads x head_dim, backward four; half is masked.
+    # Forward has two products of length x heads x head_dim, backward four. Half is masked.
     attention = 6 * sizes.length * sizes.heads * sizes.head_dim
     return flops + sizes.layers * attention
 
 
-def data_sheet_flops() -> float | None:
-    """Return the FLOP/s in this GPU's data sheet; None if the GPU is not in DATA_SHEET."""
+def find_data_sheet_flops() -> float | None:
+    """Return the FLOP/s in the data sheet of this GPU, or None if DATA_SHEET lacks the GPU."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
         for name, tflops in DATA_SHEET.items():
@@ -208,12 +208,13 @@ def data_sheet_flops() -> float | None:
 
 
 def measure(cell: Cell, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measure one process; `note` is called with all figures as soon as they are known."""
+    """Measure one process. `note` is called with each figure as soon as it is known."""
     cuda = torch.cuda.is_available() and cell.ranks == 1
     device = torch.device("cuda" if cuda else "cpu")
     start = time.perf_counter()
     model = build(cell, device)
-    # Each rank has its own data. With equal data, a sum of gradients could not be told from a mean.
+    # Each rank has its own data, because with equal data a missing reduction of gradients would not
+    # change the losses.
     generator = torch.Generator().manual_seed(dist.get_rank() if cell.ranks > 1 else 0)
     shape = (cell.sizes.rows, cell.sizes.length)
     input_ids = torch.randint(cell.sizes.vocab, shape, generator=generator).to(device)
@@ -224,9 +225,9 @@ def measure(cell: Cell, note: Callable[[dict[str, Any]], None]) -> dict[str, Any
     wait()
     note({"build_s": round(time.perf_counter() - start, 2)})
     line = time_steps(cell, model, optimizer, batch, wait, note)
-    flops = data_sheet_flops()
+    flops = find_data_sheet_flops()
     if flops and cuda:
-        line["mfu"] = round(model_flops(cell, model) * line["tok_per_s"] / flops, 4)
+        line["mfu"] = round(count_model_flops(cell, model) * line["tok_per_s"] / flops, 4)
     if cuda:
         line["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
         line["reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 3)
@@ -287,8 +288,8 @@ def time_steps(
 
 
 def profile(model: nn.Module, batch: Batch, cuda: bool, most: int = 25) -> dict[str, Any]:
-    """Return the longest kernels of one forward and backward: name, ms, calls."""
-    # On a GPU only kernels are recorded: recording the host's operators would slow down the host.
+    """List the longest kernels of one forward and backward: name, ms, calls."""
+    # On a GPU only kernels are recorded, because recording operators would slow down the host.
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CUDA if cuda else kinds.CPU]) as profiler:
         start = time.perf_counter()
@@ -307,16 +308,16 @@ def profile(model: nn.Module, batch: Batch, cuda: bool, most: int = 25) -> dict[
     return {"wall_ms": round(ms, 2), "busy_ms": round(sum(map(self_ms, events)), 2), "top": top}
 
 
-def on_rank(rank: int, cell: Cell) -> dict[str, Any]:
+def measure_rank(rank: int, cell: Cell) -> dict[str, Any]:
     line: dict[str, Any] = {}
     measure(cell, line.update)
     return line
 
 
-def of_ranks(cell: Cell, seconds: float) -> dict[str, Any]:
-    """Measure on several ranks: the figures of rank 0, mean losses, and the largest peaks."""
+def measure_on_ranks(cell: Cell, seconds: float) -> dict[str, Any]:
+    """Measure on several ranks. Returns rank 0's results, mean losses, and the largest peaks."""
     try:
-        lines = spawn(on_rank, cell.ranks, cell, timeout=seconds)
+        lines = spawn(measure_rank, cell.ranks, cell, timeout=seconds)
     except Exception as error:  # noqa: BLE001  the next side runs in other processes
         return {"error": f"{type(error).__name__}: {str(error)[-600:]}"}
     means = [statistics.fmean(losses) for losses in zip(*(line["losses"] for line in lines))]
@@ -325,10 +326,10 @@ def of_ranks(cell: Cell, seconds: float) -> dict[str, Any]:
     return {**lines[0], "losses": means, **largest}
 
 
-def in_own_process(
+def measure_in_process(
     cell: Cell, seconds: float, measure: Callable[..., Any] = measure
 ) -> dict[str, Any]:
-    """Measure in a new process; return its figures, and "error" if it fails or takes too long."""
+    """Measure in a new process. Returns its figures, with "error" if it fails or takes too long."""
     context = multiprocessing.get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_measure_and_send, args=(sender, cell, measure))
@@ -361,7 +362,7 @@ def _measure_and_send(sender: Connection, cell: Cell, measure: Callable[..., Any
 
 
 def compare(lines: list[dict[str, Any]], dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Compare the first losses of each side with those of stock; returns a line for each side."""
+    """Compare the first losses of each side with stock's losses. Returns a line for each side."""
     with_losses = {line["end_to_end"]: line for line in lines if line.get("losses")}
     truth = next((name for name in STOCK if name in with_losses), None)
     comparisons = []
@@ -380,14 +381,16 @@ def compare(lines: list[dict[str, Any]], dtype: torch.dtype) -> list[dict[str, A
 
 
 def run(cells: list[Cell], seconds: float) -> int:
-    """Measure and print all sides; return 1 if a side fails or has other losses than stock."""
+    """Measure and print all sides. Returns 1 if a side fails or its losses differ from stock's."""
     cuda = torch.cuda.is_available() and cells[0].ranks == 1
     lines = []
     for cell in cells:
-        figures = of_ranks(cell, seconds) if cell.ranks > 1 else in_own_process(cell, seconds)
+        figures = (
+            measure_on_ranks(cell, seconds) if cell.ranks > 1 else measure_in_process(cell, seconds)
+        )
         lines.append({**cell.line(), **figures})
         print(json.dumps(lines[-1]), flush=True)
-    comparisons = compare(lines, dtype_on(torch.device("cuda" if cuda else "cpu")))
+    comparisons = compare(lines, choose_dtype(torch.device("cuda" if cuda else "cpu")))
     for line in comparisons:
         print(json.dumps(line), flush=True)
     failed = any(line.get("error", "out of memory") != "out of memory" for line in lines)
@@ -395,7 +398,7 @@ def run(cells: list[Cell], seconds: float) -> int:
 
 
 def parse(arguments: list[str] | None = None) -> tuple[list[Cell], float]:
-    """Return the cells to measure, and the time limit of each in seconds."""
+    """Parse the options. Returns the cells to measure, and the limit of each cell in seconds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=["ours", "grouped_mm"])
     parser.add_argument("--mode", choices=MODES, default="full")
@@ -425,7 +428,7 @@ def parse(arguments: list[str] | None = None) -> tuple[list[Cell], float]:
 
 
 def main() -> int:
-    """Run the benchmark; return 1 if a side fails or has other losses than stock."""
+    """Run the benchmark. Returns 1 if a side fails or its losses differ from stock's."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     return run(*parse())
 

@@ -1,18 +1,18 @@
-"""Record whether vLLM's own model classes take every tensor of `hub_tensors`, one at a time.
+"""Record which tensors of `hub_tensors` vLLM's own model classes load, one tensor at a time.
 
     PYTHONPATH=VLLM_SOURCE python benchmarks/engine_names.py tests/checkpoints/engine_names.json
 
-For each type, vLLM builds its own class from the config of a tiny model, in one process on the
-CPU, and its `load_weights` gets the tensors of `hub_tensors` one by one, as TRL sends them.
-The keys that it skips without a message are recorded, and its parameters that no key has filled. If
-it refuses a key, the traceback is printed and nothing is recorded. No forward runs, so no compiled
-kernels of vLLM are needed: its choice of kernels for experts is replaced. The rows "head of .." are
-its classes for drafts, which get the tensors of a head for multi-token prediction that
-`patch(model, mtp_layers=1)` trains. vLLM takes embedding and output head of these classes from the
-main model.
+For each model type, vLLM builds its own class from the config of a tiny model, in one process on
+the CPU. The class's `load_weights` gets the tensors of `hub_tensors` one by one, as TRL sends them.
+The script records the keys that vLLM skips without a message, and the parameters that no key has
+filled. If vLLM refuses a key, the script prints the traceback and records nothing. No forward runs,
+so vLLM's compiled kernels are not needed, and the script replaces vLLM's choice of kernels for
+experts. The rows "head of .." are vLLM's classes for draft models. They get the tensors of a head
+for multi-token prediction that `patch(model, mtp_layers=1)` trains. vLLM takes the embedding and
+the output head of these classes from the main model.
 
-The test `tests/checkpoints/test_engine_names.py` compares the keys of today's stream with the
-recorded ones, without vLLM.
+The test `tests/checkpoints/test_engine_names.py` compares the keys of the current stream with the
+recorded keys. It does not need vLLM.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM
 from hf_moe_ep import hub_tensors, patch, save_pretrained
 from hf_moe_ep.mtp_head import find_head
 
-# The types of ARCHITECTURES.md that are downloaded most often and that vLLM has a class for.
+# The types of ARCHITECTURES.md that are downloaded most often, and for which vLLM has a class.
 TYPES = (
     "qwen3_moe",
     "qwen3_next",
@@ -53,36 +53,36 @@ TYPES = (
     "granitemoe",
     "qwen3_5_moe_text",
 )
-# Types whose heads for multi-token prediction can be trained, and that engines have classes for.
+# Types whose heads for multi-token prediction can be trained, and for which engines have classes.
 HEADS = ("qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe")
 HEAD = "head of "
-# Fields of published configs that vLLM reads and the config classes of transformers lack.
+# Fields of published configs that vLLM reads, but that transformers' config classes lack.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "glm4_moe": {"head_dim": lambda model: model.model.layers[0].self_attn.head_dim},
 }
 # The layer of a head has the number 0 in vLLM, and layer 0 of the tiny model is dense.
 FIELDS_OF_HEADS: dict[str, dict[str, Any]] = {"qwen3_next": {"mlp_only_layers": []}}
-# What vLLM raises for a type that it cannot build or load.
+# The errors that vLLM raises for a type that it cannot build or load.
 FAILURES = (
     AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 
 
 def digest(keys: list[str]) -> str:
-    """Return a hash that stands for a set of keys."""
+    """Return a hash that identifies a set of keys."""
     return hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()
 
 
 def prepare_vllm() -> None:
-    """Let vLLM run in this process, on a CPU and without its kernels."""
+    """Let vLLM run in this process on a CPU, without its kernels."""
     import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as unquantized
     import vllm.model_executor.models.registry as registry
     import vllm.platforms
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.platforms.cpu import CpuPlatform
 
-    # vLLM would start a process for each class, to keep CUDA out of this one.
+    # vLLM would start a process for each class, to keep CUDA out of this process.
     registry._run_in_subprocess = lambda inspect: inspect()
     vllm.platforms._current_platform = CpuPlatform()
     backend = (UnquantizedMoeBackend.TRITON, None)
@@ -113,7 +113,7 @@ def make_model(
 
 
 def record(name: str, folder: Path) -> dict[str, Any]:
-    """Send the tensors of a tiny model to vLLM's class, and return what became of them."""
+    """Send the tensors of a tiny model to vLLM's class. Returns which keys it has loaded."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
@@ -132,7 +132,7 @@ def record(name: str, folder: Path) -> dict[str, Any]:
     ).create_engine_config()
     # DeepSeek's head checks after each call that it has a tensor of its layer.
     with set_current_vllm_config(config), disable_mtp_completeness_check():
-        # All types share the process group, whose file must stay.
+        # All types share one process group, so its file must not be deleted.
         init_distributed_environment(1, 0, f"file://{folder.parent}/rendezvous", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
         torch.set_default_dtype(torch.bfloat16)
@@ -161,7 +161,7 @@ def record(name: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Record the given types, and add them to the file."""
+    """Record the given types in the file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
     parser.add_argument("types", nargs="*", default=[*TYPES, *(HEAD + kind for kind in HEADS)])

@@ -1,4 +1,4 @@
-"""Time the experts of one layer: hf_moe_ep and transformers' own implementations, in one run.
+"""Time the experts of one layer with hf_moe_ep and with transformers' own implementations.
 
     python benchmarks/experts.py                             CPU: one small fp32 shape
     python benchmarks/experts.py --write benchmarks/results  also writes a table and a plot
@@ -13,13 +13,14 @@ implementations are timed.
     ms          forward, and forward + backward with gradients of rows, router and weights; median
                 (min .. max). Implementations take turns, so a busy machine slows down all of them.
                 On a GPU only the time of the device counts (`timing.py`)
-    TFLOP/s     6 T K H F FLOPs forward (2 each for gate, up and down), 18 T K H F with backward
+    TFLOP/s     computed with 6 T K H F FLOPs for forward (2 T K H F each for gate, up and down) and
+                18 T K H F with backward
     saved       bytes per token that are kept for backward, without parameters
     peak        GPU memory above the inputs and weights; not measured on a CPU
-    ceiling     one large matrix product of torch in the same dtype, drawn into the plot
+    ceiling     one large matrix product of torch in the same dtype, which the plot shows
 
 `skewed` routing draws experts by a Zipf law (the busiest of 128 experts gets about a tenth of the
-tokens). `ep8` is the work of one of 8 ranks: E / 8 experts and the rows of 8 ranks.
+tokens). `ep8` is the work of one of 8 ranks: E / 8 experts and the rows from 8 ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from timing import milliseconds
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -50,7 +51,7 @@ from hf_moe_ep.state import Compute
 IMPLEMENTATIONS = ("ours", "eager", "grouped_mm", "liger")
 # The first of these implementations that runs is the truth for all other implementations.
 TRUTHS = ("eager", "grouped_mm")
-# Largest allowed difference, relative to the largest element; it covers roundings of the dtype.
+# Largest allowed difference, relative to the largest element. It covers the rounding of the dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
@@ -76,7 +77,7 @@ _QWEN3_30B = Shape("qwen3-30b", 128, 8, 2048, 768)
 GPU_SHAPES = [
     _QWEN3_30B,
     replace(_QWEN3_30B, name="qwen3-30b-skewed", routing="skewed"),
-    # The part of one of 8 ranks: 16 experts, and all (token, expert) pairs that choose them.
+    # One of 8 ranks has 16 experts, and computes all (token, expert) pairs that choose them.
     replace(_QWEN3_30B, name="qwen3-30b-ep8", experts=16),
     Shape("qwen3-235b", 128, 8, 4096, 1536),
     Shape("mixtral", 8, 2, 4096, 14336),
@@ -86,7 +87,7 @@ GPU_SHAPES = [
 
 @dataclass
 class Problem:
-    """The tensors of one shape and number of tokens; `compute` is our way to run the experts."""
+    """The tensors of one shape and number of tokens. `compute` runs the experts on our side."""
 
     shape: Shape
     experts: Any
@@ -151,7 +152,7 @@ def build(shape: Shape, tokens: int, device: torch.device, dtype: torch.dtype) -
         noise = -torch.empty(tokens, shape.experts).exponential_().log()
         ids = (likelihood.log() + noise).topk(shape.top_k, dim=1).indices
         weights = (weights / weights.sum(1, keepdim=True)).to(dtype)
-    # `patch` chooses once, too. The formula of the experts is detected on the CPU.
+    # `patch` also chooses only once. It detects the formula of the experts on the CPU.
     compute = choose_compute(experts, "auto", recompute=False)
     leaves = rows.requires_grad_(), ids, weights.requires_grad_()
     return Problem(shape, experts, compute, *leaves, upstream)
@@ -159,9 +160,9 @@ def build(shape: Shape, tokens: int, device: torch.device, dtype: torch.dtype) -
 
 @dataclass
 class Row:
-    """The figures of one implementation at one shape. If it failed, `error` gives the reason.
+    """The figures of one implementation at one shape. If it failed, `error` has the reason.
 
-    `checked` means that its results were compared with the truth, or that it is the truth.
+    `checked` is True if its results were compared with the truth, or if it is the truth.
     """
 
     shape: Shape
@@ -200,14 +201,14 @@ NOT_COVERED = "does not cover this shape"
 
 
 def why_not(error: Exception) -> str:
-    """Return the error of a row, in one line."""
+    """Format an error as one line."""
     if isinstance(error, torch.OutOfMemoryError):
         return OUT_OF_MEMORY
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def difference(problem: Problem, name: str, truth: list[Tensor]) -> str:
-    """Name the first tensor that differs from the truth and its error; empty if all agree."""
+def find_difference(problem: Problem, name: str, truth: list[Tensor]) -> str:
+    """Describe the first tensor that differs from the truth. Returns "" if all tensors agree."""
     limit = TOLERANCE[problem.rows.dtype]
     for index, (actual, true) in enumerate(zip(problem.both(name), truth, strict=True)):
         error = ((actual - true).abs().max() / true.abs().max()).item()
@@ -219,8 +220,8 @@ def difference(problem: Problem, name: str, truth: list[Tensor]) -> str:
 def check(problem: Problem, rows: dict[str, Row]) -> None:
     """Run the implementation of each row, and compare it with the first of TRUTHS that runs.
 
-    The results are set as `checked` and `error` of the rows. If none of TRUTHS can run, because the
-    shape is too large, the other implementations stay unchecked.
+    The function sets `checked` and `error` of the rows. If none of TRUTHS can run, because the
+    shape is too large, the other implementations are not checked.
     """
     truth: list[Tensor] = []
     truths_first = [name for name in TRUTHS if name in rows]
@@ -231,7 +232,7 @@ def check(problem: Problem, rows: dict[str, Row]) -> None:
             continue
         try:
             if truth:
-                row.error = difference(problem, name, truth)
+                row.error = find_difference(problem, name, truth)
                 row.checked = True
             elif name in TRUTHS:
                 truth = [x.detach().clone() for x in problem.both(name)]
@@ -243,7 +244,7 @@ def check(problem: Problem, rows: dict[str, Row]) -> None:
 
 
 def time_rows(problem: Problem, rows: dict[str, Row], backward: bool, repeats: int) -> None:
-    """Add the milliseconds of every repeat to the rows, whose implementations take turns."""
+    """Add the milliseconds of every repeat to the rows. Their implementations take turns."""
     run: Callable[[str], Any] = problem.both if backward else problem.forward
     for turn in range(-2, repeats):  # two to warm up
         for name, row in rows.items():
@@ -259,10 +260,10 @@ def time_rows(problem: Problem, rows: dict[str, Row], backward: bool, repeats: i
                 (row.both if backward else row.forward).append(ms)
 
 
-def saved_per_token(problem: Problem, name: str) -> float:
-    """Return the bytes per token that are kept for backward, without the parameters.
+def count_saved_per_token(problem: Problem, name: str) -> float:
+    """Count the bytes per token that are kept for backward, without the parameters.
 
-    Tensors that share a storage are counted once.
+    Tensors that share a storage count once.
     """
     saved: dict[int, int] = {}
 
@@ -277,7 +278,7 @@ def saved_per_token(problem: Problem, name: str) -> float:
     return num_bytes / problem.rows.shape[0]
 
 
-def peak_mib(problem: Problem, name: str) -> float | None:
+def measure_peak_mib(problem: Problem, name: str) -> float | None:
     if not problem.rows.is_cuda:
         return None
     before = torch.cuda.memory_allocated()
@@ -286,8 +287,8 @@ def peak_mib(problem: Problem, name: str) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the TFLOP/s of one large square product, an upper limit for this machine."""
+def measure_ceiling(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the TFLOP/s of one large square product, an upper limit for this machine."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     times = [milliseconds(lambda: a @ b, device.type == "cuda") for _ in range(20)]
@@ -302,7 +303,7 @@ def measure(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[Row]:
-    """Measure one shape and number of tokens; returns a row for every implementation."""
+    """Measure one shape and number of tokens. Returns a row for every implementation."""
     rows = {name: Row(shape, tokens, name) for name in names}
     try:
         problem = build(shape, tokens, device, dtype)
@@ -316,14 +317,14 @@ def measure(
     for name, row in rows.items():
         if not row.error:
             try:
-                row.saved = saved_per_token(problem, name)
-                row.peak = peak_mib(problem, name)
+                row.saved = count_saved_per_token(problem, name)
+                row.peak = measure_peak_mib(problem, name)
             except Exception as error:  # noqa: BLE001  the error ends only this row
                 row.error = why_not(error)
     return list(rows.values())
 
 
-def table_row(row: Row, ours: Row | None) -> str:
+def format_table_row(row: Row, ours: Row | None) -> str:
     name = row.name if row.checked or row.error else f"{row.name} (unchecked)"
     cells = [row.shape.name, str(row.tokens), name]
     for kind in ("forward", "both"):
@@ -345,8 +346,8 @@ HEADER = (
 )
 
 
-def installed() -> list[str]:
-    """Return the implementations that can run on this machine."""
+def list_installed() -> list[str]:
+    """List the implementations that can run on this machine."""
     has_liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
     return [name for name in IMPLEMENTATIONS if name != "liger" or has_liger]
 
@@ -377,7 +378,7 @@ def plot(rows: list[Row], top: float, path: Path) -> None:
 
 
 def write(folder: Path, machine: str, about: list[str], lines: list[str]) -> None:
-    """Write the table so far; the file is replaced only when the new one is complete."""
+    """Write the rows so far. The old file is replaced when the new file is complete."""
     text = [
         "# One layer's experts: hf_moe_ep against transformers",
         "",
@@ -397,7 +398,7 @@ def write(folder: Path, machine: str, about: list[str], lines: list[str]) -> Non
     partial.replace(path)
 
 
-def all_rows(args: argparse.Namespace) -> Iterator[list[Row]]:
+def measure_all(args: argparse.Namespace) -> Iterator[list[Row]]:
     """Yield the rows of each shape and number of tokens."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
@@ -419,7 +420,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=names, default=default)
     tokens = [1024, 4096, 8192, 32768] if cuda else [2048]
     parser.add_argument("--tokens", nargs="+", type=int, default=tokens)
-    parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=installed())
+    parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=list_installed())
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", action="store_true", help="print lines of JSON as well")
     parser.add_argument("--write", type=Path, help="folder for the table and the plot")
@@ -427,34 +428,34 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the benchmark; return 1 if an implementation was wrong or failed."""
+    """Run the benchmark. Returns 1 if an implementation was wrong or failed."""
     args = parse()
     cuda = torch.cuda.is_available()
     load = os.getloadavg()[0]
     dtype = torch.bfloat16 if cuda else torch.float32
-    top = ceiling(torch.device("cuda" if cuda else "cpu"), dtype)
+    top = measure_ceiling(torch.device("cuda" if cuda else "cpu"), dtype)
     machine = torch.cuda.get_device_name() if cuda else "cpu"
     product = f"{machine}, {dtype}, one large product: {top:.3g} TFLOP/s"
     print(f"{product}\n{HEADER}", flush=True)
     lines: list[str] = []
     measured: list[Row] = []
-    for rows in all_rows(args):
+    for rows in measure_all(args):
         ours = next((row for row in rows if row.name == "ours"), None)
         for row in rows:
-            lines.append(table_row(row, ours))
+            lines.append(format_table_row(row, ours))
             print(lines[-1], flush=True)
             if args.json:
                 print(json.dumps(row.line()), flush=True)
         measured += rows
         if args.write:
-            about = [*setting("benchmarks/experts.py", load, 1), f"- device: {product}"]
-            write(args.write, _slug(machine), about, lines)
+            about = [*describe_machine("benchmarks/experts.py", load, 1), f"- device: {product}"]
+            write(args.write, _make_slug(machine), about, lines)
     if args.write:
-        plot(measured, top, args.write / f"experts-{_slug(machine)}.png")
+        plot(measured, top, args.write / f"experts-{_make_slug(machine)}.png")
     return int(any(row.failed for row in measured))
 
 
-def _slug(machine: str) -> str:
+def _make_slug(machine: str) -> str:
     return machine.lower().replace(" ", "-")
 
 

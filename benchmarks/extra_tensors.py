@@ -4,15 +4,15 @@
     python benchmarks/extra_tensors.py --mib 4096       size of the extra tensors
 
 Extra tensors are tensors of a checkpoint that the model's class ignores (layers for multi-token
-prediction). The benchmark writes a file of them, then copies it in turn
+prediction). The benchmark writes a file of extra tensors, and then copies it in turn
 
-    cp      with `cp`, then `sync` of the new file
+    cp      with `cp`, and `sync` of the new file
     first   with the code of `save_pretrained`, which also hashes each tensor for the index, and
             syncs the file to disk
-    next    the same for the second and every later save of a run, which knows the hashes
+    next    like the second and every later save of a run, which knows the hashes already
 
-The source is in the page cache for all. hf_moe_ep promises a save of at least 0.8 times the speed
-of `cp`.
+The source is in the page cache in all three cases. hf_moe_ep promises that a save has at least 0.8
+times the speed of `cp`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 import torch
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from safetensors.torch import save_file
 
 from hf_moe_ep.checkpoints.hub.extra import copy_groups
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(folder: Path, mib: int, repeats: int) -> None:
-    """Copy the tensors in turn, and print seconds and their ratio."""
+    """Copy the tensors in turn, and print the seconds and their ratios."""
     load_before = os.getloadavg()[0]
     rows = 4 * MIB // 2 // 4096
     tensors = {
@@ -81,7 +81,7 @@ def measure(folder: Path, mib: int, repeats: int) -> None:
             assert {k: t.shape for k, t in read_index(target).items()} == shapes
             for path in target.iterdir():
                 path.unlink()
-    print("\n".join(setting("benchmarks/extra_tensors.py", load_before, 1)))
+    print("\n".join(describe_machine("benchmarks/extra_tensors.py", load_before, 1)))
     for name, values in seconds.items():
         rate = mib / sorted(values)[len(values) // 2]
         print(f"{name:5} {spread(values)} s, {rate:,.0f} MiB/s")

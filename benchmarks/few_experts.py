@@ -1,26 +1,26 @@
-"""Count bytes and seconds of layouts for few, large experts: etp_size against FSDP2 shards.
+"""Measure bytes and seconds of layouts for few large experts: etp_size against FSDP2 shards.
 
     python benchmarks/few_experts.py
 
-A model with 8 experts (the shape of Mixtral 8x7B, sizes divided by 8) and one with 2 experts train
-on 4 CPU ranks. The layouts differ in how a layer's experts are held:
+A model with 8 experts (the shape of Mixtral 8x7B, with its sizes divided by 8) and a model with 2
+experts train on 4 CPU ranks. The layouts differ in how ranks hold a layer's experts:
 
-    ep N               a rank has whole experts; with N < 4, FSDP2 shards them over the other ranks,
-                       gathers them in forward and in backward and reduces their gradients
-    ep N x etp M       N * M = 4: a rank has a part of its experts, and nothing is gathered
+    ep N               a rank computes whole experts. With N < 4, FSDP2 shards them over the other
+                       ranks, gathers them in forward and backward, and reduces their gradients
+    ep N x etp M       with N * M = 4, a rank has a part of its experts, and nothing is gathered
 
-The figures are means over the ranks, of one step:
+The figures are means over the ranks for one step:
 
     rows       bytes of hidden states, results and their gradients that a rank sends
-    weights    bytes of experts and other parameters that a rank sends to gather them, and to reduce
-               their gradients
+    weights    bytes that a rank sends to gather experts and other parameters, and to reduce their
+               gradients
     held       bytes of the experts' weights on a rank
     gathered   bytes of the experts' weights of a layer on a rank while the layer runs
     seconds    forward, backward and SGD until the slowest rank is done; layouts take turns
-    CPU        seconds of the processor, summed over ranks
+    CPU        CPU seconds, summed over ranks
 
-Each layout computes the same losses in the first two steps, or the benchmark raises and prints no
-table.
+All layouts must compute the same losses in the first two steps. Otherwise the benchmark raises an
+error and prints no table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from models import qwen3_moe
 from ranks import KEEP_FREED_MEMORY, spawn
 from torch.distributed.tensor import DTensor
@@ -60,7 +60,7 @@ class Sizes:
 
 
 class SentBytes(TorchDispatchMode):
-    """Count the bytes of floating point values that this rank sends to other ranks."""
+    """Counts the bytes of floating-point values that this rank sends to other ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class SentBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one layout on one rank; `losses` are those of the first two steps."""
+    """The figures of one layout on one rank. `losses` has the losses of the first two steps."""
 
     losses: list[float]
     rows: int
@@ -117,13 +117,13 @@ class _Run:
         self.losses.append(loss.item())
 
 
-def on_ranks(rank: int, sizes: Sizes) -> list[Measured]:
-    """Train all layouts in turns on this rank."""
+def train_on_rank(rank: int, sizes: Sizes) -> list[Measured]:
+    """Train all layouts on this rank, step by step in turn."""
     runs = []
     for layout in LAYOUTS[sizes.experts]:
         torch.manual_seed(0)
         model = apply_ep_fsdp2(qwen3_moe(sizes, VOCAB), **layout)
-        # The first step of AdamW is the sign of a gradient, which rounding flips near zero.
+        # Not AdamW: its first update has the sign of the gradient, which rounding flips near zero.
         runs.append(_Run(model, torch.optim.SGD(model.parameters(), lr=0.1), [], [], []))
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(VOCAB, (1, sizes.tokens), generator=generator)
@@ -157,7 +157,7 @@ def report(sizes: list[Sizes], machine: list[str] | None = None) -> str:
     """
     lines: list[str] = []
     for each in sizes:
-        ranks = spawn(on_ranks, WORLD, each, timeout=900.0, environment=KEEP_FREED_MEMORY)
+        ranks = spawn(train_on_rank, WORLD, each, timeout=900.0, environment=KEEP_FREED_MEMORY)
         lines += ["", f"- {each}", ""]
         lines += [
             "| layout | MB of rows | MB of weights | MB held | MB gathered | seconds "
@@ -165,17 +165,17 @@ def report(sizes: list[Sizes], machine: list[str] | None = None) -> str:
             "|---|---|---|---|---|---|---|",
         ]
         for number, layout in enumerate(LAYOUTS[each.experts]):
-            of_ranks = [results[number] for results in ranks]
+            results_of_layout = [results[number] for results in ranks]
             for results in ranks:
                 for loss, first in zip(results[number].losses, results[0].losses, strict=True):
                     assert abs(loss - first) < 1e-5 * abs(first), (layout, loss, first)
             name = " x ".join(f"{key.removesuffix('_size')} {n}" for key, n in layout.items())
             cells = [
-                f"{sum(r.__dict__[field] for r in of_ranks) / len(of_ranks) / 1e6:.2f}"
+                f"{sum(getattr(r, field) for r in results_of_layout) / WORLD / 1e6:.2f}"
                 for field in ("rows", "weights", "held", "gathered")
             ]
-            cpu = [sum(step) for step in zip(*(r.cpu for r in of_ranks), strict=True)]
-            cells += [spread(of_ranks[0].seconds), spread(cpu)]
+            cpu = [sum(step) for step in zip(*(r.cpu for r in results_of_layout), strict=True)]
+            cells += [spread(results_of_layout[0].seconds), spread(cpu)]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*(machine or []), *lines])
 
@@ -184,7 +184,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     tables = report([Sizes(), Sizes(experts=2, top_k=1)])
     print("# Few, large experts: etp_size against FSDP2 shards\n")
-    print("\n".join(setting("benchmarks/few_experts.py", load, WORLD)))
+    print("\n".join(describe_machine("benchmarks/few_experts.py", load, WORLD)))
     print(tables)
 
 

@@ -3,9 +3,9 @@
     python benchmarks/gloo_workers.py
 
 `upstream/gloo.py` explains why this package creates its groups with one worker. Both sides train
-the same model on the same batch. Each side has its own processes, and the sides take turns. Two
-all-to-alls of rows overlap (`dispatch_chunks=2`), because one worker can only be slower if
-collectives of one group overlap.
+the same model on the same batch, in separate processes, and take turns. With `dispatch_chunks=2`,
+two all-to-alls of rows overlap, because one worker can be slower only if collectives of one group
+overlap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from statistics import median
 from unittest.mock import patch
 
 import torch
-from figures import row, setting
+from benchmark_text import describe_machine, format_row
 from models import qwen3_moe
 from ranks import spawn
 
@@ -41,8 +41,8 @@ class Sizes:
     turns: int = 5
 
 
-def seconds_per_step(rank: int, workers: int, sizes: Sizes) -> tuple[float, float, int]:
-    """Return (median seconds of a step, last loss, workers of the ep group) of this rank."""
+def train_and_time(rank: int, workers: int, sizes: Sizes) -> tuple[float, float, int]:
+    """Train on this rank. Returns (median seconds of a step, last loss, workers of the group)."""
     stock = patch.object(mesh, "one_worker_thread", contextlib.nullcontext)
     with stock if workers == 2 else contextlib.nullcontext():
         torch.manual_seed(0)
@@ -65,12 +65,12 @@ def seconds_per_step(rank: int, workers: int, sizes: Sizes) -> tuple[float, floa
 
 
 def measure(sizes: Sizes) -> dict[int, list[float]]:
-    """Return the seconds of a step by number of workers, one value per turn."""
+    """Measure the seconds of a step by the number of workers, one value per turn."""
     seconds: dict[int, list[float]] = {1: [], 2: []}
     losses = set()
     for _ in range(sizes.turns):
         for workers in seconds:
-            ranks = spawn(seconds_per_step, WORLD, workers, sizes, timeout=300.0)
+            ranks = spawn(train_and_time, WORLD, workers, sizes, timeout=300.0)
             assert {num_workers for _, _, num_workers in ranks} == {workers}
             losses.add(tuple(loss for _, loss, _ in ranks))
             seconds[workers].append(max(rank_seconds for rank_seconds, _, _ in ranks))
@@ -85,7 +85,7 @@ def report(sizes: Sizes, seconds: dict[int, list[float]], machine: list[str]) ->
         "",
         "| | one worker | two workers | one / two |",
         "|---|---|---|---|",
-        f"| {row('seconds of a step', seconds[1], seconds[2])} |",
+        f"| {format_row('seconds of a step', seconds[1], seconds[2])} |",
     ]
     return "\n".join(lines)
 
@@ -93,7 +93,7 @@ def report(sizes: Sizes, seconds: dict[int, list[float]], machine: list[str]) ->
 def main() -> None:
     sizes, load = Sizes(), os.getloadavg()[0]
     seconds = measure(sizes)
-    print(report(sizes, seconds, setting("benchmarks/gloo_workers.py", load, WORLD)))
+    print(report(sizes, seconds, describe_machine("benchmarks/gloo_workers.py", load, WORLD)))
 
 
 if __name__ == "__main__":

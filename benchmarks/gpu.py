@@ -1,24 +1,24 @@
 """Run all measurements and tests that need a GPU, in parts of at most ten minutes.
 
-    make gpu PART=1          what decides: tests of one device, one layer and training against stock
+    make gpu PART=1          main results: tests of one device, one layer and training against stock
     make gpu PART=2          compiled layers, ranks that share the GPU, more tests of kernels, LoRA
     make gpu PART=3          all tests of the kernels, the memory sanitizer
     make gpu PART=4          other blocks for the kernels, longer batches, adapters, counters
-    make gpu PART=5          frozen nf4 and fp8 experts: their tests, and their speed beside bf16
+    make gpu PART=5          frozen nf4 and fp8 experts: their tests, and their speed next to bf16
     make gpu PART=6          kernels compiled ahead of time: registers, shared memory, loops
     make gpu PART=7          a smaller model with LoRA, and Liger's experts
     make gpu-rehearsal       all parts on the CPU with tiny sizes (part 6 in full), in 20 minutes
-    python benchmarks/gpu.py 2 --seconds 300     ends after 300 s, if the machine goes back then
+    python benchmarks/gpu.py 2 --seconds 300     ends part 2 after 300 s
     python benchmarks/gpu.py report benchmarks/results/GPU      writes tables and a plot
 
-A part is a list of jobs, the most valuable first. Each job runs in its own process group. If a job
-crashes, hangs, runs out of memory, or is skipped because its part has no time left, the part
-records this in a line of JSON and goes on with the next job. All output is written to `partN.log`
-at once, and each line of JSON in the output also to `partN.jsonl`, with the name of the job. So all
-measurements are on disk, however the run ends. The folder is $OUT, or benchmarks/results/GPU/raw if
-$OUT is not set.
+A part is a list of jobs, the most valuable job first. Each job runs in its own process group. If a
+job crashes, hangs, runs out of memory, or is skipped because its part has no time left, the part
+records this in a line of JSON and continues with the next job. All output is written to `partN.log`
+immediately, and each line of JSON in the output also to `partN.jsonl`, with the name of the job. So
+all measurements are on disk, even if the run is killed. The folder is $OUT, or
+benchmarks/results/GPU/raw if $OUT is not set.
 
-This module does not import torch, so that even a broken installation is recorded.
+This module does not import torch, so that it can record even a broken installation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# A part may take ten minutes. The other 30 s are for its start, and for copying the results.
+# A part may take ten minutes. 30 s of them are for its start and for copying the results.
 PART_SECONDS = 570.0
 # A job is skipped if less than this time is left, or less than a third of its time limit.
 LEAST_SECONDS = 15.0
@@ -61,13 +61,13 @@ class Job:
     """One job of a part.
 
     Attributes:
-        seconds: time limit of the job.
-        prints: regular expression that must match in the output.
-        tiny: command of the rehearsal.
-        tool: profiler or checker that runs `command`.
+        seconds: the time limit of the job.
+        prints: a regular expression that must match the output.
+        tiny: the command of the rehearsal.
+        tool: a profiler or checker that runs `command`.
         variables: further environment variables, as "NAME=value NAME=value".
-        beside: command that runs at the same time and prepares later jobs. It is killed when the
-            job ends, and its output is in a log of its own. A job that measures has none.
+        beside: a command that runs at the same time and prepares later jobs. It is killed when the
+            job ends, and its output is in a separate log. A job that measures has no such command.
     """
 
     name: str
@@ -104,8 +104,8 @@ _LORA_48 = "--mode lora --layers 48 --vocab 151936 --rows 1 --checkpointing"
 _LORA_24 = "--mode lora --layers 24 --vocab 75968 --rows 2 --checkpointing"
 # Adapters of rank 16 on a frozen base, in bf16 or quantised.
 _FROZEN = f"{_LAYER} --adapter-rank 16 --repeats 5"
-# The rehearsal has no adapters on a quantised base: its blocks of scales are so large that the
-# interpreter would be slow. The tests cover this case.
+# The rehearsal has no adapters on a quantised base, because its blocks of scales are so large that
+# the interpreter would be slow. The tests cover this case.
 _TINY_FROZEN = f"{_LAYER} --tokens 4 --experts 2 --top-k 1 --repeats 1"
 _TINY_NF4 = f"{_TINY_FROZEN} --hidden 64 --ffn 64 --quantised nf4"
 _TINY_FP8 = f"{_TINY_FROZEN} --hidden 128 --ffn 128 --quantised fp8"
@@ -118,11 +118,11 @@ _SECTIONS = " --section ".join(
     ("", "SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "Occupancy", "LaunchStats")
 )
 _SANITIZER = "compute-sanitizer --tool memcheck --error-exitcode 9"
-# Each tensor gets its own allocation: within one block of the caching allocator, the sanitizer sees
-# no out-of-bounds access.
+# Each tensor gets its own allocation, because the sanitizer sees no out-of-bounds access within one
+# block of the caching allocator.
 _OWN_ALLOCATIONS = "PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTORCH_ALLOC_CONF=backend:native"
 PARTS: dict[int, list[Job]] = {
-    # The job that decides most is the first one. On an H100 the part took about half its limits.
+    # The most important job is the first one. On an H100, the part took about half its time limits.
     1: [
         Job(
             "machine",
@@ -189,7 +189,7 @@ PARTS: dict[int, list[Job]] = {
         ),
         Job(
             "ranks that share a GPU",
-            # 16 cases in 4 processes, each with 2 or 4 ranks: 4 rounds, and 20 s of imports.
+            # 16 cases with 2 or 4 ranks run in 4 processes, in 4 rounds. Imports take 20 s.
             150,
             f"{_TESTS} -vv -n 4 tests/claims/test_shared_device.py",
             r"\d+ passed",
@@ -198,10 +198,11 @@ PARTS: dict[int, list[Job]] = {
         ),
         Job(
             "chosen tests of the kernels",
-            # On an H100 14 of these tests took 53 s in 6 processes.
+            # On an H100, 14 of these tests took 53 s in 6 processes.
             100,
             f"{_TESTS} -n 15 tests/ops/test_permute.py tests/ops/test_expert_mlp.py"
-            " tests/ops/test_adapters.py -k 'edge_cases or repeats or strided or frozen or silu-triton'",
+            " tests/ops/test_adapters.py"
+            " -k 'edge_cases or repeats or strided or frozen or silu-triton'",
             r"\d+ passed",
             f"{_TESTS} tests/ops/test_permute.py",
         ),
@@ -216,8 +217,8 @@ PARTS: dict[int, list[Job]] = {
     3: [
         Job(
             "all tests of the kernels",
-            # About 150 of 250 tests compile. One took 22 to 74 s of a process on an H100 (with 6
-            # and with 12 processes), so 15 processes need 220 to 740 s.
+            # About 150 of 250 tests compile kernels. On an H100, such a test took 22 s (with 6
+            # processes) to 74 s (with 12 processes), so 15 processes need 220 to 740 s.
             490,
             f"{_TESTS} -n 15 tests/ops",
             r"\d+ passed",
@@ -241,7 +242,7 @@ PARTS: dict[int, list[Job]] = {
             r'"best"',
             f"{_TINY_LAYER} --sweep --seconds 30 --workers 0 --most 3",
         ),
-        # 256 and 64 rows per expert: the rows "some" and "few" of the table of blocks.
+        # 256 and 64 rows per expert use the rows "some" and "few" of the table of blocks.
         *(
             Job(
                 f"other blocks, {tokens // 1024}k tokens",
@@ -318,7 +319,8 @@ PARTS: dict[int, list[Job]] = {
         ),
         Job(
             "all tests of bytes",
-            # 36 tests compile two kinds of kernels each: 60 to 180 s at the rates of part 3.
+            # 36 tests compile two kinds of kernels each. At the rates of part 3, they need 60 to
+            # 180 s.
             140,
             f"{_TESTS} -n 15 tests/ops/test_byte_kernels.py",
             r"\d+ passed",
@@ -346,7 +348,7 @@ PARTS: dict[int, list[Job]] = {
         ),
         Job(
             "layer against Liger",
-            # Its first call tries many blocks.
+            # Liger's first call tries many blocks.
             120,
             f"{_EXPERTS} --shapes qwen3-30b --tokens 32768 --repeats 5"
             " --only ours grouped_mm liger",
@@ -359,7 +361,7 @@ PARTS: dict[int, list[Job]] = {
 
 @dataclass
 class Ended:
-    """How a job ended; `status` is "ok" or the reason why it failed."""
+    """The end of a job. `status` is "ok" or the reason why the job failed."""
 
     status: str
     seconds: float
@@ -375,17 +377,17 @@ def run_part(
     rehearsal: bool = False,
     seconds: float = PART_SECONDS,
 ) -> list[str]:
-    """Run the jobs in order, and return the names of the jobs that failed or were skipped."""
+    """Run the jobs in order. Returns the names of the jobs that failed or were skipped."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + seconds
     if not rehearsal:
-        has_expandable_segments()  # The first call takes up to a minute of the part.
+        has_expandable_segments()  # The first call takes up to a minute.
     bad = []
     with (
         (out / f"part{number}.log").open("ab") as log,
         (out / f"part{number}.jsonl").open("a") as lines,
     ):
-        _write_line(lines, {"part": number, "rehearsal": rehearsal, **setting()})
+        _write_line(lines, {"part": number, "rehearsal": rehearsal, **describe_run()})
         for job in jobs:
             about = {"part": number, "job": job.name}
             ended = _run_job(job, log, lines, about, deadline, rehearsal)
@@ -411,19 +413,19 @@ def _run_job(
     log.flush()
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu_job_") as folder:
-        env = environment(os.environ, rehearsal, folder)
+        env = make_environment(os.environ, rehearsal, folder)
         env |= dict(pair.split("=", 1) for pair in job.variables.split())
         # Other programs may run on the machine of a rehearsal, so a job gets more time there.
         seconds = min(2 * job.seconds if rehearsal else job.seconds, left)
-        with _beside(job, env, Path(log.name).with_suffix(".beside.log"), rehearsal):
+        with _run_beside(job, env, Path(log.name).with_suffix(".beside.log"), rehearsal):
             status, output, gpu = run(words, env, seconds, log, lines, about)
     if status == "ok" and not rehearsal and not re.search(job.prints, output):
         status = f"did not print {job.prints}"
     return Ended(status, time.monotonic() - start, output, gpu)
 
 
-def environment(base: Mapping[str, str], rehearsal: bool, folder: str) -> dict[str, str]:
-    """Return the environment of a job; `folder` is an empty folder for its temporary files."""
+def make_environment(base: Mapping[str, str], rehearsal: bool, folder: str) -> dict[str, str]:
+    """Return the environment of a job. `folder` is an empty folder for its temporary files."""
     env = {**base, "PYTHONUNBUFFERED": "1", "TMPDIR": folder, "HF_HUB_OFFLINE": "1"}
     env["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT), str(ROOT / "tests"), base.get("PYTHONPATH", "")]
@@ -431,8 +433,8 @@ def environment(base: Mapping[str, str], rehearsal: bool, folder: str) -> dict[s
     env["PYTHONHASHSEED"] = "0"
     if not rehearsal and has_expandable_segments():
         env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    # With this variable torch.cuda.is_available() asks NVML, so that processes which are forked
-    # afterwards can still use the GPU.
+    # With this variable, torch.cuda.is_available() asks NVML, so that processes which are forked
+    # later can still use the GPU.
     env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # All jobs of all parts share compiled kernels.
     env.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir(), "hf_moe_ep_triton_cache")))
@@ -443,7 +445,7 @@ def environment(base: Mapping[str, str], rehearsal: bool, folder: str) -> dict[s
 
 @functools.cache
 def has_expandable_segments() -> bool:
-    """Return True if the driver allows expandable segments; without the check every job may die."""
+    """Return True if the driver allows expandable segments. If it does not, they kill every job."""
     code = "import torch; torch.ones(2**24, device='cuda').sum().item()"
     env = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     try:
@@ -462,11 +464,11 @@ def run(
     lines: IO[str],
     about: dict[str, Any],
 ) -> tuple[str, str, dict[str, Any]]:
-    """Run a command, kill its process group, and return (status, output, state of the GPU).
+    """Run a command, then kill its process group. Returns (status, output, state of the GPU).
 
     The command writes directly to the log, so its output is on disk even if this process is killed.
     """
-    with open(log.name, "rb") as reader, _process(words, env, log) as process:
+    with open(log.name, "rb") as reader, _start_process(words, env, log) as process:
         reader.seek(0, os.SEEK_END)
         output, rest = [], b""
         samples: list[dict[str, float]] = []
@@ -489,12 +491,12 @@ def run(
                 _copy_json(output[-1], lines, about)
         output.append(rest.decode(errors="replace"))
     if status.startswith("stopped") and "pytest" in words:
-        status += f", {_passed_tests(output)} tests passed"
-    return status, "\n".join(output), _summary(samples)
+        status += f", {_count_passed_tests(output)} tests passed"
+    return status, "\n".join(output), _summarise_samples(samples)
 
 
-def _passed_tests(lines: list[str]) -> int:
-    """Count the tests that have passed in the output of pytest, also of a run that was stopped."""
+def _count_passed_tests(lines: list[str]) -> int:
+    """Count the passed tests in the output of pytest, which may have been stopped."""
     results = (re.fullmatch(r"([.FEsxX]+)(\s+\[\s*\d+%\])?", line.strip()) for line in lines)
     return sum(result[1].count(".") for result in results if result) + sum(
         bool(re.search(r"\bPASSED\b", line)) for line in lines
@@ -502,17 +504,17 @@ def _passed_tests(lines: list[str]) -> int:
 
 
 @contextmanager
-def _beside(job: Job, env: dict[str, str], path: Path, rehearsal: bool) -> Iterator[None]:
+def _run_beside(job: Job, env: dict[str, str], path: Path, rehearsal: bool) -> Iterator[None]:
     """Run the command `job.beside` at the same time, except in a rehearsal."""
     if rehearsal or not job.beside:
         yield
         return
-    with path.open("ab") as log, _process(_words(job.beside), env, log):
+    with path.open("ab") as log, _start_process(_words(job.beside), env, log):
         yield
 
 
 @contextmanager
-def _process(
+def _start_process(
     words: list[str], env: dict[str, str], log: IO[bytes]
 ) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
@@ -525,7 +527,7 @@ def _process(
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and all that it has started, because they would keep the GPU's memory."""
+    """Kill a process and all processes that it has started, which would keep GPU memory."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     # A process that waits in the driver cannot be killed, and must not delay the next job.
@@ -546,7 +548,7 @@ def _write_line(lines: IO[str], line: dict[str, Any]) -> None:
 
 
 def _print_result(job: Job, ended: Ended) -> None:
-    """Print the status of a job, and its last lines of JSON or, after a failure, of output."""
+    """Print the status of a job, and its last lines of JSON (after a failure, of output)."""
     print(f"==== {job.name}: {ended.status}, {ended.seconds:.0f} s", flush=True)
     text_lines = [line for line in ended.output.splitlines() if line.strip()]
     json_lines = [line for line in text_lines if line.startswith("{")]
@@ -555,7 +557,7 @@ def _print_result(job: Job, ended: Ended) -> None:
 
 
 def ask_gpu() -> dict[str, Any]:
-    """Query the first GPU with nvidia-smi; empty without a GPU."""
+    """Query the first GPU with nvidia-smi. Returns an empty dict without a GPU."""
     query = [
         "nvidia-smi",
         f"--query-gpu={','.join(GPU_FIELDS.split())}",
@@ -573,8 +575,8 @@ def ask_gpu() -> dict[str, Any]:
     }
 
 
-def _summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return minimum, median and maximum of the values that change while a job runs."""
+def _summarise_samples(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the minimum, median and maximum of the values that change while a job runs."""
     names = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "memory.used")
     series = {name: [s[name] for s in samples if isinstance(s.get(name), float)] for name in names}
     return {
@@ -584,23 +586,23 @@ def _summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def setting() -> dict[str, Any]:
-    """Return all that is needed to repeat a measurement, such as commit, versions and GPU."""
+def describe_run() -> dict[str, Any]:
+    """Return what is needed to repeat a measurement, such as the commit, versions and the GPU."""
     versions = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return {
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
-        "commit": commit(),
-        "sources": sources(),
+        "commit": find_commit(),
+        "sources": hash_sources(),
         "versions": versions,
         "gpu": ask_gpu(),
         "command": shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
     }
 
 
-def commit() -> str:
+def find_commit() -> str:
     """Return $COMMIT, or git's description of the commit. A copied folder may have no history."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     with suppress(OSError):
@@ -609,7 +611,7 @@ def commit() -> str:
     return os.environ.get("COMMIT", "unknown")
 
 
-def sources() -> str:
+def hash_sources() -> str:
     """Return a hash of the package and the benchmarks, which identifies the measured sources."""
     digest = hashlib.sha256()
     for folder in ("hf_moe_ep", "benchmarks"):
@@ -618,13 +620,13 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def machine() -> int:
-    """Print the versions of the software, and the GPU as torch reports it."""
+def print_machine() -> int:
+    """Print the versions of the software, and the properties of the GPU that torch reports."""
     if shutil.which("nvidia-smi"):
         print(subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout)
     import torch
 
-    line: dict[str, Any] = {"device": "cpu", **setting(), "torch_cuda": torch.version.cuda}
+    line: dict[str, Any] = {"device": "cpu", **describe_run(), "torch_cuda": torch.version.cuda}
     if torch.cuda.is_available():
         properties: Any = torch.cuda.get_device_properties(0)
         line |= {
@@ -641,7 +643,7 @@ def machine() -> int:
     return 0
 
 
-def results_folder() -> Path:
+def find_results_folder() -> Path:
     """Return $OUT, or the folder of this GPU under benchmarks/results."""
     if os.environ.get("OUT"):
         return Path(os.environ["OUT"])
@@ -651,7 +653,7 @@ def results_folder() -> Path:
 
 
 def rehearse(out: Path, only: list[int]) -> int:
-    """Run every job with tiny sizes on the CPU; return 1 if a job failed."""
+    """Run every job with tiny sizes on the CPU. Returns 1 if a job failed."""
     start = time.monotonic()
     bad = []
     for number in only:
@@ -661,7 +663,7 @@ def rehearse(out: Path, only: list[int]) -> int:
 
 
 def main() -> int:
-    """Run the chosen command; return 1 if a job failed or was skipped."""
+    """Run the chosen command. Returns 1 if a job failed or was skipped."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for number, jobs in PARTS.items():
@@ -670,7 +672,7 @@ def main() -> int:
         part.add_argument(
             "--seconds", type=float, default=PART_SECONDS, help="time limit of the part"
         )
-    rehearsal = commands.add_parser("rehearsal", help="every job with tiny sizes on the CPU")
+    rehearsal = commands.add_parser("rehearsal", help="run every job with tiny sizes on the CPU")
     rehearsal.add_argument("parts", type=int, nargs="*", default=list(PARTS))
     rehearsal.add_argument("--out", type=Path, default=ROOT / "out" / "gpu-rehearsal")
     commands.add_parser("machine", help="print the machine as torch sees it")
@@ -678,7 +680,7 @@ def main() -> int:
     report.add_argument("folder", type=Path, help="folder that contains raw/*.jsonl")
     args = parser.parse_args()
     if args.command == "machine":
-        return machine()
+        return print_machine()
     if args.command == "rehearsal":
         return rehearse(args.out, args.parts)
     if args.command == "report":
@@ -687,7 +689,7 @@ def main() -> int:
         return gpu_report.write(args.folder)
     number = int(args.command)
     jobs = [job for job in PARTS[number] if not args.only or args.only in job.name]
-    bad = run_part(number, jobs, results_folder(), seconds=args.seconds)
+    bad = run_part(number, jobs, find_results_folder(), seconds=args.seconds)
     print(f"part {number}: failed or skipped: {', '.join(bad) or 'none'}")
     return int(bool(bad))
 

@@ -1,9 +1,9 @@
-"""Make tables and a plot of the lines that `gpu.py` writes (benchmarks/results/GPU/raw/*.jsonl).
+"""Make tables and a plot from the lines that `gpu.py` writes (benchmarks/results/GPU/raw/*.jsonl).
 
     python benchmarks/gpu.py report benchmarks/results/GPU        writes figures.md and figures.png
 
-This module measures nothing. For each set of sizes, a table shows the last line, even if this line
-holds an error or a failed job.
+This module measures nothing. For each set of sizes, a table shows only the last line, even if this
+line has an error or a failed job.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ JOB_COLUMNS: list[Column] = [
 
 
 def read(folder: Path) -> list[Line]:
-    """Read all lines, part by part, except for the unfinished last line of a killed run."""
+    """Read all lines, part by part. The unfinished last line of a killed run is skipped."""
     lines = []
     for path in sorted(folder.glob("*.jsonl")):
         for text in path.read_text().splitlines():
@@ -119,7 +119,7 @@ def read(folder: Path) -> list[Line]:
 
 
 def last(lines: Iterable[Line], *keys: str) -> list[Line]:
-    """Return the last line of each combination of values of `keys`, in order of the first lines."""
+    """Return the last line of each combination of values of `keys`, ordered by the first lines."""
     last_lines: dict[tuple[str, ...], Line] = {}
     for line in lines:
         last_lines[tuple(str(line.get(key)) for key in keys)] = line
@@ -139,7 +139,7 @@ def cell(value: Any) -> str:
 
 
 def table(title: str, lines: list[Line], columns: list[Column]) -> list[str]:
-    """Format lines as a Markdown table without empty columns; empty if there are no lines."""
+    """Format lines as a Markdown table without empty columns. Without lines, return no table."""
     if not lines:
         return []
     shown = [(key, head) for key, head in columns if any(cell(x.get(key)) != "-" for x in lines)]
@@ -157,7 +157,7 @@ def flat(line: Line) -> Line:
 
 
 def text(lines: list[Line]) -> str:
-    """Return the whole page as Markdown."""
+    """Format the whole page as Markdown."""
 
     def select(key: str, where: Callable[[Line], bool] = lambda line: True) -> list[Line]:
         return [flat(line) for line in lines if key in line and where(line)]
@@ -165,7 +165,7 @@ def text(lines: list[Line]) -> str:
     kernels = select("kernel", lambda line: not line.get("sweep"))
     sums = [line for line in kernels if line["kernel"] in ("sum", "whole")]
     single = [line for line in kernels if line["kernel"] not in ("sum", "whole")]
-    # With "part" among the keys, each part has its own rows.
+    # "part" is among the keys, so each part has its own rows.
     sizes = ("part", "tokens", "adapter_rank", "quantised", "kernel")
     same = ("part", "tokens", "quantised", "same")
     cells = ("part", "end_to_end", "mode", "layers", "tokens", "rows", "length", "checkpointing")
@@ -237,7 +237,7 @@ def _profiles(lines: list[Line]) -> list[str]:
 
 
 def plot(lines: list[Line], path: Path) -> bool:
-    """Plot the TFLOP/s of a layer and the tokens/s of training; return False without any line."""
+    """Plot the TFLOP/s of a layer and the tokens/s of training. Without lines, return False."""
     layer = last((x for x in lines if "both_tflops" in x and "implementation" in x), *_LAYER_KEYS)
     cells = ("end_to_end", "mode", "tokens", "checkpointing", "job")
     train = last((x for x in lines if "tok_per_s" in x), *cells)
@@ -267,7 +267,7 @@ def plot(lines: list[Line], path: Path) -> bool:
 
 
 def write(folder: Path) -> int:
-    """Write figures.md and figures.png beside `raw`; return 1 if there are no lines."""
+    """Write figures.md and figures.png to the folder of `raw`. Returns 1 if there are no lines."""
     lines = read(folder / "raw" if (folder / "raw").is_dir() else folder)
     if not lines:
         print(f"{folder} has no lines: run `make gpu PART=1` first, or unpack its results there")

@@ -8,20 +8,21 @@
 The layer runs forward and backward once, and every call that launches a kernel is recorded. Each
 call is then repeated separately and timed, with the same arguments as in the layer.
 
-A sweep times the blocks of `block_candidates.py` and a few others. Worker processes compile them
-first, into Triton's cache on disk. A candidate is valid if its result differs from that of the
-table's block by two roundings at most. If a candidate fails, its line gives the reason. Each
-measurement is printed at once as one line of JSON. The keys of a line, and values of "kernel":
+A sweep times the blocks of `block_candidates.py` and a few other blocks. First, worker processes
+compile them into Triton's cache on disk. A candidate is valid if its result differs from the result
+of the table's block by at most two roundings. If a candidate fails, its line has the reason. Each
+measurement is printed immediately as one line of JSON. These are the keys of a line, and values of
+"kernel":
 
     ms           time on the device, the median of several measurements of three calls each
     tflops       FLOPs of the product / time
     gb_per_s     minimum bytes to move / time
-    off          largest difference from the result with the table's block, relative to the largest
+    off          largest difference from the result of the table's block, relative to the largest
                  element
     sum          the sum over all kernels of a direction, with the FLOPs of the whole layer
-    whole        the layer itself; it exceeds the sum by the time between the kernels
-    same         for quantised experts: each tensor is compared with the result of the same kernels
-                 on the dequantised values
+    whole        the time of the layer itself, which also includes the time between the kernels
+    same         for quantised experts: the name of a tensor that is compared with the result of the
+                 same kernels on the dequantised values
 
 Without a GPU the benchmark needs TRITON_INTERPRET=1, and its times mean nothing.
 """
@@ -64,7 +65,7 @@ KERNEL_FOLDER = "hf_moe_ep.ops.kernels"
 ALLOWED = {torch.bfloat16: 2 * 2.0**-8, torch.float32: 1e-5}
 # A block replaces the table's block only if it needs less than this fraction of the table's time.
 TIE = 0.985
-# Labels of the n-th call of each launching function. With adapters `outer` has other products.
+# Labels of the n-th call of each launching function. With adapters, `outer` has other products.
 LABELS = {
     ("sort_pairs", 0): "sort",
     ("up", 0): "up",
@@ -90,7 +91,7 @@ FIELDS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one layer, by default those of Qwen3-30B-A3B."""
+    """The sizes of one layer. The default is a layer of Qwen3-30B-A3B."""
 
     tokens: int = 32768
     experts: int = 128
@@ -106,11 +107,11 @@ class Sizes:
         return bool(self.adapter_rank or self.quantised)
 
     def flops(self) -> float:
-        """Return the FLOPs of one product of all pairs with one matrix of hidden x ffn."""
+        """Return the FLOPs of multiplying the rows of all pairs by a matrix of hidden x ffn."""
         return 2.0 * self.tokens * self.top_k * self.hidden * self.ffn
 
     def work(self, label: str, width: int) -> tuple[float, float]:
-        """Return the FLOPs of a kernel and the minimum bytes that it moves; zeros if unknown."""
+        """Return the FLOPs of a kernel and the minimum bytes that it moves, or zeros if unknown."""
         # Bytes per value of a weight, including its share of the scales.
         weight_bytes = {"": float(width), "nf4": 0.5625, "fp8": 1 + 4 / 128**2}[self.quantised]
         pairs, values = self.tokens * self.top_k, self.experts * self.hidden * self.ffn
@@ -135,9 +136,8 @@ class Sizes:
 class Call:
     """One call of a function that launches kernels.
 
-    `run(blocks)` repeats the call with the blocks of another row of TABLE. None stands for the
-    blocks of the recorded call. `fills` is the output tensor that was passed to the call, if there
-    is one.
+    `run(blocks)` repeats the call with the blocks of another row of TABLE; `run(None)` uses the
+    blocks of the recorded call. `fills` is the output tensor that was passed to the call, if any.
     """
 
     label: str
@@ -146,7 +146,7 @@ class Call:
     fills: Tensor | None = None
 
     def result(self, blocks: Blocks | None = None) -> Tensor:
-        """Run the call, and return the tensor that it fills or the first tensor that it returns."""
+        """Run the call. Returns the tensor that it fills, or the first tensor that it returns."""
         if self.fills is not None:
             self.fills.fill_(float("nan"))  # so that results of an earlier call are not compared
             self.run(blocks)
@@ -159,7 +159,7 @@ class Call:
 
 
 class Layer:
-    """The experts, rows and routing of one layer, with the same random numbers every time."""
+    """The experts, rows and routing of one layer. The random numbers are always the same."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -204,7 +204,7 @@ class Layer:
         return torch.autograd.grad(self.forward(), self.leaves, self.grad)
 
     def with_values(self) -> ExpertWeights:
-        """Return the same experts with dequantised matrices."""
+        """Return a copy of the experts with dequantised matrices."""
         kind, no_scales = self.experts.quantised, {"up_block_scale": None, "down_block_scale": None}
         up, down = (matrices(self.experts.stack(name), kind, self.dtype) for name in ("up", "down"))
         return replace(self.experts, up=up, down=down, quantised="", **no_scales)
@@ -215,7 +215,7 @@ class Layer:
         return table.choose_blocks(self.rows, sizes.experts, num_pairs, sizes.quantised)
 
     def calls(self, row: Blocks) -> list[Call]:
-        """Return the calls of one forward and backward under a row of TABLE, in order."""
+        """Record the calls of one forward and backward with a row of TABLE, in order."""
         calls: list[Call] = []
         with _recording_calls(calls, row, outer_is_known=not self.sizes.frozen):
             out = self.forward()
@@ -228,7 +228,7 @@ class Layer:
 
 @contextmanager
 def _recording_calls(calls: list[Call], row: Blocks, *, outer_is_known: bool) -> Iterator[None]:
-    """Record the calls by which `triton_mlp` launches kernels, with the blocks of `row`."""
+    """Record the calls with which `triton_mlp` launches kernels, with the blocks of `row`."""
     num_calls: Counter[str] = Counter()
     originals = dict(vars(triton_mlp))
 
@@ -266,13 +266,13 @@ def _recording_calls(calls: list[Call], row: Blocks, *, outer_is_known: bool) ->
         vars(triton_mlp).update(originals)
 
 
-def candidates(row: Blocks) -> list[tuple[str, Blocks]]:
-    """Return (field, row with another block in this field) for all blocks that a sweep times.
+def list_candidates(row: Blocks) -> list[tuple[str, Blocks]]:
+    """List (field, row with another block in this field) for all blocks that a sweep times.
 
-    The blocks are those of `block_candidates.py`, those of TABLE's other row for this GPU and
-    dtype, and the blocks of `row` with one more stage. A candidate belongs to a row of TABLE, and
-    so to all rows for this GPU and dtype that have the same block in the candidate's field: the row
-    for "some" has all blocks but `outer` from the row for "many".
+    A sweep times the blocks of `block_candidates.py`, the blocks of TABLE's other row for this GPU
+    and dtype, and the blocks of `row` with one more stage. A candidate for one row of TABLE is also
+    used for other rows of the same GPU and dtype that have the same block in the candidate's field:
+    the row for "some" has all blocks except `outer` from the row for "many".
     """
     kinds_of_row = {key[:2] for key, blocks in table.TABLE.items() if blocks is row}
     changed_rows = [
@@ -299,7 +299,7 @@ def note(**line: Any) -> None:
 
 
 def measure(call: Call, blocks: Blocks | None, repeats: int) -> list[float]:
-    """Return `repeats` measurements in milliseconds, each the mean of three calls."""
+    """Measure a call `repeats` times. Returns milliseconds, each the mean of three calls."""
     cuda = torch.cuda.is_available()
     call.run(blocks)
     # ncu profiles only the kernels in this range.
@@ -313,13 +313,13 @@ def figures(sizes: Sizes, label: str, times: list[float], width: int) -> dict[st
     flops, size = sizes.work(label, width)
     line = {"ms": round(ms, 5), "spread_ms": [round(min(times), 5), round(max(times), 5)]}
     if flops:
-        line["tflops"] = short(flops / ms / 1e9)
+        line["tflops"] = round_figure(flops / ms / 1e9)
     if size:
-        line["gb_per_s"] = short(size / ms / 1e6)
+        line["gb_per_s"] = round_figure(size / ms / 1e6)
     return line
 
 
-def short(value: float) -> float:
+def round_figure(value: float) -> float:
     """Round to five significant digits."""
     return float(f"{value:.5g}")
 
@@ -328,7 +328,7 @@ def why_not(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def as_text(row: Blocks, field: str) -> str:
+def format_block(row: Blocks, field: str) -> str:
     """Format one block of a row of TABLE."""
     if not field:
         return ""
@@ -339,9 +339,9 @@ def as_text(row: Blocks, field: str) -> str:
 
 
 def compare_values(layer: Layer) -> int:
-    """Compare results with quantised and dequantised experts, and return the number of errors.
+    """Compare the results of quantised and dequantised experts, and print a line for each tensor.
 
-    A line is printed for each tensor.
+    Returns the number of errors.
     """
     results = []
     for experts in (layer.experts, layer.with_values()):
@@ -353,13 +353,13 @@ def compare_values(layer: Layer) -> int:
         bad = not off <= ALLOWED[layer.dtype]
         error = {"error": f"off by {off:.1e} > {ALLOWED[layer.dtype]:.0e}"} if bad else {}
         equal = bool(torch.equal(tensor, expected))
-        note(same=name, equal=equal, off=off, **about(layer), **error)
+        note(same=name, equal=equal, off=off, **identify_layer(layer), **error)
         num_errors += bad
     return num_errors
 
 
-def about(layer: Layer) -> dict[str, Any]:
-    """Return the entries that identify the layer in a line."""
+def identify_layer(layer: Layer) -> dict[str, Any]:
+    """Return the entries of a line that identify the layer."""
     sizes = layer.sizes
     return {
         "tokens": sizes.tokens,
@@ -369,13 +369,13 @@ def about(layer: Layer) -> dict[str, Any]:
 
 
 def time_table(layer: Layer, row: Blocks, repeats: int) -> int:
-    """Time every kernel with the blocks of `row`, then the layer; return the number of errors."""
-    layer_entries = about(layer)
+    """Time every kernel with the blocks of `row`, then the layer. Returns the number of errors."""
+    layer_entries = identify_layer(layer)
     total = {False: 0.0, True: 0.0}
     num_errors = 0
     for call in layer.calls(row):
         line = {"kernel": call.label, "backward": call.backward}
-        line["block"] = as_text(row, FIELDS.get(call.label, ""))
+        line["block"] = format_block(row, FIELDS.get(call.label, ""))
         try:
             times = measure(call, None, repeats)
             line |= figures(layer.sizes, call.label, times, layer.rows.element_size())
@@ -403,7 +403,7 @@ def time_table(layer: Layer, row: Blocks, repeats: int) -> int:
         for kind, ms in times.items():
             if ms == ms:  # NaN if one of the kernels failed
                 tflops = products[kind] * layer.sizes.flops() / ms / 1e9
-                line |= {f"{kind}_ms": round(ms, 5), f"{kind}_tflops": short(tflops)}
+                line |= {f"{kind}_ms": round(ms, 5), f"{kind}_tflops": round_figure(tflops)}
         note(kernel=name, **line, **layer_entries)
     return num_errors
 
@@ -430,9 +430,9 @@ def _compile(candidate: tuple[str, Blocks]) -> None:
 
 
 def compile_all(layer: Layer, row: Blocks, changed_rows: list, workers: int, until: float) -> None:
-    """Compile candidates into Triton's cache until the time `until`, in worker processes.
+    """Compile candidates into Triton's cache in worker processes, until the time `until`.
 
-    All other candidates are compiled when they are timed.
+    The remaining candidates are compiled when they are timed.
     """
     small = replace(layer.sizes, tokens=256, experts=min(16, layer.sizes.experts))
     context = multiprocessing.get_context("spawn")
@@ -442,8 +442,8 @@ def compile_all(layer: Layer, row: Blocks, changed_rows: list, workers: int, unt
 
 
 def sweep(layer: Layer, row: Blocks, args: argparse.Namespace, until: float) -> None:
-    """Time all candidates; print a line for each, and a line for the best block of each kernel."""
-    changed_rows = candidates(row)[: args.most]
+    """Time all candidates. Print a line for each of them, and for the best block of each kernel."""
+    changed_rows = list_candidates(row)[: args.most]
     if args.workers:
         compile_all(layer, row, changed_rows, args.workers, until - 0.4 * args.seconds)
     sweep_entries = {"tokens": layer.sizes.tokens, "sweep": True}
@@ -456,7 +456,7 @@ def sweep(layer: Layer, row: Blocks, args: argparse.Namespace, until: float) -> 
             best[call.label] = (statistics.median(measure(call, None, args.repeats)), "")
     table_ms = {label: ms for label, (ms, _) in best.items()}
     for field, blocks in changed_rows:
-        block = as_text(blocks, field)
+        block = format_block(blocks, field)
         if time.monotonic() > until:
             note(field=field, block=block, skipped="no time left", **sweep_entries)
             continue
@@ -489,7 +489,7 @@ def sweep(layer: Layer, row: Blocks, args: argparse.Namespace, until: float) -> 
 def try_block(
     layer: Layer, call: Call, blocks: Blocks, expected: Tensor, repeats: int
 ) -> dict[str, Any]:
-    """Time one candidate, if its result is right."""
+    """Time one candidate if its result is right."""
     line: dict[str, Any] = {"kernel": call.label}
     try:
         result = call.result(blocks)
@@ -517,13 +517,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=12, help="processes that compile candidates")
     parser.add_argument("--most", type=int, help="maximum number of candidates")
     parser.add_argument(
-        "--compile-only", action="store_true", help="compile what a sweep would time, then end"
+        "--compile-only", action="store_true", help="only compile the kernels of a sweep"
     )
     return parser.parse_args(arguments)
 
 
 def main() -> int:
-    """Run the benchmark; return 1 if a kernel failed or a result was wrong."""
+    """Run the benchmark. Returns 1 if a kernel failed or a result was wrong."""
     args = parse()
     if not torch.cuda.is_available() and not triton_mlp.interpreted():
         print("there is no CUDA GPU; set TRITON_INTERPRET=1 and small sizes to test this script")
@@ -535,7 +535,7 @@ def main() -> int:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
     note(layer=str(layer.sizes), device=name, triton=triton.__version__, row=str(row))
     if args.compile_only:
-        compile_all(layer, row, candidates(row), args.workers, until)
+        compile_all(layer, row, list_candidates(row), args.workers, until)
         return 0
     if args.sweep:
         sweep(layer, row, args, until)

@@ -4,11 +4,12 @@
     python benchmarks/long_sequences.py --write benchmarks/results   also writes them and a plot
 
 The planned model has the sizes of transformers' default `Qwen3_5MoeTextConfig`, but only one period
-of its layers (three delta nets and one attention) and a small vocabulary, so that the figures are
-those of the layers. Eight ranks share one sequence or train on several. The figure is the peak of
-activations and temporaries of a rank in a training step in bf16, as `hf-moe-ep plan` counts it on
-fake tensors, in forward and backward, without parameters and gradients. The recurrence is
-transformers' plain PyTorch; the kernel of flash-linear-attention needs less memory.
+of its layers (three delta nets and one attention layer) and a small vocabulary, so that the figures
+show only the layers. Eight ranks share one sequence or train on several sequences. The figure is
+the peak of activations and temporary tensors of a rank in the forward and backward of a training
+step in bf16, without parameters and gradients, as `hf-moe-ep plan` counts it on fake tensors. The
+recurrence is transformers' plain PyTorch code. The kernel of flash-linear-attention needs less
+memory.
 
 As a check, a small model with the same kinds of layers is planned, and measured on four CPU ranks.
 """
@@ -24,7 +25,7 @@ from typing import Any
 
 import plan
 import torch
-from figures import setting
+from benchmark_text import describe_machine
 from ranks import spawn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -38,8 +39,8 @@ SP_SIZES = (1, 2, 4, 8)
 WORLD = 4
 
 
-def qwen3_5(**fields: Any) -> PreTrainedConfig:
-    """Return the config of one period of layers of a Qwen3.5-MoE with a small vocabulary."""
+def make_qwen3_5_config(**fields: Any) -> PreTrainedConfig:
+    """Build the config of one period of layers of a Qwen3.5-MoE with a small vocabulary."""
     config: PreTrainedConfig = CONFIG_MAPPING["qwen3_5_moe_text"](
         vocab_size=512, num_hidden_layers=len(PERIOD), layer_types=PERIOD, **fields
     )
@@ -53,7 +54,7 @@ class Small(plan.Sizes):
     seq: int = 512
 
     def config(self) -> PreTrainedConfig:
-        return qwen3_5(
+        return make_qwen3_5_config(
             hidden_size=128,
             num_attention_heads=8,
             num_key_value_heads=2,
@@ -76,7 +77,7 @@ SMALL_LAYOUTS = tuple(
 
 def plan_lengths(lengths: Sequence[int]) -> dict[int, list[StepPlan]]:
     """Plan a step for each sp_size and length."""
-    config = qwen3_5()
+    config = make_qwen3_5_config()
     return {
         sp: [
             plan_step(
@@ -92,13 +93,13 @@ def plan_lengths(lengths: Sequence[int]) -> dict[int, list[StepPlan]]:
     }
 
 
-def activations(step: StepPlan) -> int:
-    """Return the most bytes of activations and temporaries in forward and backward."""
+def find_peak_activations(step: StepPlan) -> int:
+    """Return the peak of activations and temporary tensors in forward and backward, in bytes."""
     return max(parts.get(KIND, 0) for name, parts in step.made_of.items() if name != OPTIMIZER)
 
 
 def compare() -> list[tuple[str, int, int]]:
-    """Return (layout, planned peak, largest measured peak of a rank) of the small model, in bytes.
+    """Plan and measure the small model. Returns (layout, planned peak, largest measured peak).
 
     The plan gets the load of the experts in the measured step.
     """
@@ -128,7 +129,7 @@ def report(
         f"|---|{'---|' * (len(planned) + 1)}",
     ]
     for index, seq in enumerate(lengths):
-        sizes = [activations(plans[index]) for plans in planned.values()]
+        sizes = [find_peak_activations(plans[index]) for plans in planned.values()]
         cells = [f"{size / 2**30:.2f}" for size in sizes]
         lines.append(f"| {seq} | {' | '.join(cells)} | {sizes[-1] / sizes[0]:.2f} |")
     if not compared:
@@ -152,7 +153,7 @@ def draw(lengths: Sequence[int], planned: dict[int, list[StepPlan]], path: Path)
 
     figure, axes = pyplot.subplots(figsize=(6, 4))
     for sp, plans in planned.items():
-        sizes = [activations(step) / 2**30 for step in plans]
+        sizes = [find_peak_activations(step) / 2**30 for step in plans]
         axes.plot(lengths, sizes, "o-", label=f"sp_size {sp}")
     axes.set(xscale="log", yscale="log", xlabel="tokens of a sequence", ylabel="GiB per rank")
     axes.set_xticks(lengths, [f"{seq // 1024}k" for seq in lengths])
@@ -172,7 +173,7 @@ def main() -> None:
     torch.set_num_threads(1)
     compared = [] if args.planned_only else compare()
     planned = plan_lengths(args.lengths)
-    about = setting("benchmarks/long_sequences.py", load_before, WORLD)
+    about = describe_machine("benchmarks/long_sequences.py", load_before, WORLD)
     text = report(args.lengths, planned, compared, about)
     print(text)
     if args.write:

@@ -1,27 +1,27 @@
-"""Measure LoRA on experts and attention: hf_moe_ep and stock PEFT, in one process and on 4 ranks.
+"""Measure LoRA on experts and attention with hf_moe_ep and stock PEFT, on 1 and on 4 ranks.
 
     python benchmarks/lora.py                              prints the table
     python benchmarks/lora.py --write benchmarks/results   also writes it as Markdown
     python benchmarks/lora.py --experts-dtype nf4 fp8 --layers 2 --steps 3      quantised experts
 
-Both sides have the same model, frozen base, adapters and batches. In one process stock PEFT is
-compared with `patch(model)`. On four gloo ranks a stock model, whose layers are sharded by FSDP2
-without expert parallelism, is compared with `apply_ep_fsdp2(model, ep_size=4)`.
+Both sides have the same model, frozen base, adapters and batches. In one process, stock PEFT is
+compared with `patch(model)`. On four gloo ranks, a stock model whose layers are sharded by FSDP2
+without expert parallelism is compared with `apply_ep_fsdp2(model, ep_size=4)`.
 
     saved          bytes of the storages that autograd saves in a forward, without parameters
-    peak           peak of resident memory over three training steps, minus the memory of the
-                   process before the model was built. Each side runs in its own process
-    training       the same peak minus the memory of the process before the first step, when the
-                   model already exists (on 4 ranks, sharded)
+    peak           peak of resident memory over three training steps, minus the memory that the
+                   process had before the model was built. Each side runs in its own process
+    training       the same peak minus the memory that the process had before the first step, when
+                   the model exists already (sharded on 4 ranks)
     step           forward, backward and AdamW, until the slowest rank is done. This is measured
-                   apart from memory: both sides take turns in one process, so a busy machine slows
-                   down both
+                   separately from memory: both sides take turns in one process, so a busy machine
+                   slows down both of them
 
-With `--experts-dtype` two ranks (ep_fsdp 2) hold the base in bf16, and its experts in each format:
+With `--experts-dtype`, two ranks (ep_fsdp 2) hold the base in bf16, and its experts in each format:
 
     held           bytes of the expert matrices and their scales on both ranks, per parameter
     gathered       bytes of the units of experts that FSDP2 gathers on a rank in one step
-    live peak      maximum over the operators of a step of the bytes of all live tensors
+    live peak      the largest number of bytes of live tensors after any operator of a step
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from peft import LoraConfig, get_peft_model
 from ranks import KEEP_FREED_MEMORY, peak_mib, reset_peak, spawn
 from sequence import saved_storages
@@ -151,10 +151,10 @@ def measure_rank(rank: int, sizes: Sizes) -> dict[str, Measured]:
 
 
 def measure_memory(rank: int, sizes: Sizes, kind: str) -> tuple[float, float]:
-    """Return by how many MiB three steps raise the peak of resident memory.
+    """Measure by how many MiB three steps raise the peak of resident memory.
 
-    The first value counts from the process before the model is built, the second from the process
-    with the model.
+    The first result is relative to the process before the model is built, the second result to the
+    process with the model.
     """
     reset_peak()
     empty = peak_mib()
@@ -179,36 +179,36 @@ class Held:
     seconds: list[float]
 
 
-def held_rank(rank: int, sizes: Sizes, kinds: list[str]) -> dict[str, Held]:
-    """Measure all formats, one after another; "bf16" stands for unquantised experts."""
+def measure_held_on_rank(rank: int, sizes: Sizes, kinds: list[str]) -> dict[str, Held]:
+    """Measure all formats, one after another. "bf16" means unquantised experts."""
     return {kind: measure_held(sizes, kind) for kind in kinds}
 
 
 def measure_held(sizes: Sizes, kind: str) -> Held:
     model = build(sizes, torch.bfloat16)
-    parameters = sum(p.numel() for p in experts_of(model))
+    parameters = sum(p.numel() for p in list_expert_tensors(model))
     layers = find_parts(model).layers
     apply_ep_fsdp2(model, experts_dtype=None if kind == "bf16" else kind)
-    experts = sum(p.to_local().untyped_storage().nbytes() for p in experts_of(model))
+    experts = sum(p.to_local().untyped_storage().nbytes() for p in list_expert_tensors(model))
     batch, optimizer = make_batch(sizes), make_optimizer(model)
     train_step(model, optimizer, batch)
-    with gathered_of_experts() as gathered:
+    with record_gathered_bytes() as gathered:
         counted = count_step(model, layers, optimizer, batch)
     step = partial(train_step, model, optimizer, batch)
     seconds = [seconds_of_step(step) for _ in range(sizes.steps)]
     return Held(experts, parameters, sum(gathered), max(counted.peaks().values()), seconds)
 
 
-def experts_of(model: nn.Module) -> list:
-    """Return the stacked matrices of experts and their scales, without adapters."""
+def list_expert_tensors(model: nn.Module) -> list:
+    """List the stacked matrices of experts and their scales, without adapters."""
     names = ("gate_up_proj", "down_proj")
     named = ((name.rpartition(".")[2], p) for name, p in model.named_parameters())
     return [p for name, p in named if name.startswith(names)]
 
 
 @contextmanager
-def gathered_of_experts() -> Iterator[list[int]]:
-    """Record the bytes of each all-gather of a unit of experts."""
+def record_gathered_bytes() -> Iterator[list[int]]:
+    """Inside the block, record the bytes of each all-gather of a unit of experts."""
     sizes: list[int] = []
     stock = FSDPParamGroup.unshard
 
@@ -302,8 +302,8 @@ def main() -> None:
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     load_before = os.getloadavg()[0]
     if args.experts_dtype:
-        ranks = spawn(held_rank, 2, sizes, ["bf16", *args.experts_dtype], timeout=900.0)
-        text = report_held(sizes, ranks, setting("benchmarks/lora.py", load_before, 2))
+        ranks = spawn(measure_held_on_rank, 2, sizes, ["bf16", *args.experts_dtype], timeout=900.0)
+        text = report_held(sizes, ranks, describe_machine("benchmarks/lora.py", load_before, 2))
         show(text, args.write, "lora-experts-dtype-cpu.md")
         return
     options = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
@@ -313,7 +313,7 @@ def main() -> None:
         for world in WORLDS
         for kind in KINDS
     }
-    about = setting("benchmarks/lora.py", load_before, max(WORLDS))
+    about = describe_machine("benchmarks/lora.py", load_before, max(WORLDS))
     show(report(sizes, measured, memory, about), args.write, "lora-cpu.md")
 
 

@@ -10,8 +10,8 @@ number of registers does not show. One step of such a loop on sm_90, shortened:
     BRA                                jumps back to the first line
 
 If a step closes two groups, "at most two" means that the loads of one whole step run while another
-step computes. "At most zero" waits for every load that was started: a loop without prefetch,
-whatever its number of stages is.
+step computes. "At most zero" waits for every load that was started. Such a loop does not prefetch,
+even if it has several stages.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MIN_FFMA = 64
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop of matrix products; all numbers are per step.
+    """One loop of matrix products. All numbers are per step.
 
     `steps_ahead` is the number of whole steps whose loads may run while one step computes. It is
-    None if TMA copies blocks (UTMALDG), because barriers wait for such copies and the code of a
-    barrier holds no number of steps. `serial` means that each product waits for the previous
-    product. `spills` counts accesses to registers that were spilled to memory.
+    None if TMA copies blocks (UTMALDG), because barriers wait for such copies, and the code of a
+    barrier does not contain a number of steps. `serial` is True if each product waits for the
+    previous product. `spills` counts accesses to registers that were spilled to memory.
     """
 
     instructions: int
@@ -47,7 +47,7 @@ class Loop:
 
 
 def product_loops(listing: str) -> list[Loop]:
-    """Return the innermost loops of matrix products, in the order of the listing."""
+    """Find the innermost loops of matrix products, in the order of the listing."""
     instructions = [(int(address, 16), text) for address, text in _INSTRUCTION.findall(listing)]
     index_of = {address: index for index, (address, _) in enumerate(instructions)}
     code = [text for _, text in instructions]
@@ -59,8 +59,8 @@ def product_loops(listing: str) -> list[Loop]:
         products = sum(text.startswith(kinds) for text in code[first:last])
         if products >= (1 if kinds == _TENSOR_CORES else _MIN_FFMA):
             spans.append((first, last))
-    # Code that waits again for a block of TMA stands behind the kernel's end and jumps into a loop,
-    # so its span overlaps this loop. Of spans that overlap, the shortest is the loop.
+    # Code that waits again for a block of TMA comes after the kernel's end and jumps into a loop,
+    # so its span overlaps this loop. The shortest of overlapping spans is the loop.
     innermost: list[tuple[int, int]] = []
     for first, last in sorted(spans, key=lambda span: span[1] - span[0]):
         if all(last < start or end < first for start, end in innermost):

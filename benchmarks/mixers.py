@@ -4,28 +4,28 @@
     python benchmarks/mixers.py --write benchmarks/results   also writes it as Markdown
 
 A mixer is a module that mixes the tokens of a sequence without transformers' attention interface.
-Every model has one decoder layer, whose mixer is measured in three ways:
+Every model has one decoder layer, whose mixer is measured with three methods:
 
     stock      the unpatched model computes the whole sequence
     gathered   sp_size 4, and the mixer gets whole sequences (sequence/mixers.py)
     divided    sp_size 4, and the mixer is divided as in training: its keys are gathered
-               (gathering_cache.py), or its heads are split and its halo is sent (recurrences.py);
-               lightning attention is not divided
+               (gathering_cache.py), or its heads are split and its halo is sent (recurrences.py).
+               Lightning attention is not divided
 
 The figures of a rank:
 
     activations    bytes of the storages that autograd saves in the forward of the mixer, without
                    parameters
-    peak           the largest number of bytes of tensors that the forward of the mixer has created
-                   and that are alive at one time
+    peak           the largest number of bytes that are alive at one time among the tensors created
+                   in the forward of the mixer
     sent           bytes that the rank sends in the forward of the mixer, counted when torch
                    dispatches the collectives
     seconds        forward and backward of the whole model, on four real ranks, until the slowest
-                   rank is done; with --steps 0 they are not measured
+                   rank is done. With --steps 0 they are not measured
 
-Bytes are those of rank 1 of a group of 4 whose other ranks do not exist: its collectives return
-tensors of the right sizes without meaningful values. Recurrences and convolutions run in plain
-PyTorch here, because their kernels need a GPU.
+Bytes are counted on rank 1 of a simulated group of 4: the other ranks do not exist, and collectives
+return tensors of the right size with arbitrary values. Recurrences and convolutions run in plain
+PyTorch, because their kernels need a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from ranks import KEEP_FREED_MEMORY, spawn
 from sequence import saved_storages
 from timing import seconds_of_step
@@ -57,16 +57,16 @@ from hf_moe_ep.sequence import recurrences, split
 from hf_moe_ep.upstream.process_groups import fake_group
 
 WORLD = 4
-WAYS = ("stock", "gathered", "divided")
-WAYS_OF_RECURRENCES = ("all heads", "states")
+METHODS = ("stock", "gathered", "divided")
+RECURRENCE_METHODS = ("all heads", "states")
 
 
 @dataclass(frozen=True)
 class Kind:
     """A kind of mixer: the model type that has it, and the fields of its config.
 
-    `states` is True for a recurrence whose states can be passed on. `is_divided` is False for a
-    mixer that always gets whole sequences.
+    `states` is True for a recurrence whose states can be passed to the next rank. `is_divided` is
+    False for a mixer that always gets whole sequences.
     """
 
     model_type: str
@@ -75,10 +75,10 @@ class Kind:
     is_divided: bool = True
 
     @property
-    def ways(self) -> tuple[str, ...]:
+    def methods(self) -> tuple[str, ...]:
         if not self.is_divided:
-            return WAYS[:2]
-        return WAYS + WAYS_OF_RECURRENCES if self.states else WAYS
+            return METHODS[:2]
+        return METHODS + RECURRENCE_METHODS if self.states else METHODS
 
 
 _LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32}
@@ -108,7 +108,7 @@ KINDS = {
     ),
     "lightning attention": Kind("minimax", {"layer_types": ["linear_attention"]}, is_divided=False),
 }
-# The fields that several of these configs have.
+# Fields that several of these configs share.
 _COMMON: dict[str, Any] = {
     "intermediate_size": 256,
     "moe_intermediate_size": 64,
@@ -156,7 +156,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one rank; sizes are in bytes."""
+    """The figures of one rank, in bytes."""
 
     activations: int
     peak: int
@@ -174,11 +174,11 @@ def build(kind: Kind, sizes: Sizes) -> nn.Module:
     return model
 
 
-def prepare(model: nn.Module, way: str, world: int) -> nn.Module:
-    if way == "stock":
+def prepare(model: nn.Module, method: str, world: int) -> nn.Module:
+    if method == "stock":
         return model
     plan = find_plan(model)
-    if way == "gathered":
+    if method == "gathered":
         plan = replace(plan, splits_mixers=False, gathers_keys=False)
     return apply_ep_fsdp2(patch(model, plan=plan, sp_size=world))
 
@@ -186,7 +186,7 @@ def prepare(model: nn.Module, way: str, world: int) -> nn.Module:
 class SentInForward(TorchDispatchMode):
     """Counts the bytes that all-to-alls and all-gathers send to other ranks.
 
-    FSDP2 gathers the parameters of a layer before the layer's mixer runs, so none is counted.
+    FSDP2 gathers the parameters of a layer before the layer's mixer runs, so they are not counted.
     """
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 class MixerWatch:
-    """Measures the forward of a mixer, by hooks around it."""
+    """Measures the forward of a mixer with hooks."""
 
     def __init__(self, model: nn.Module, mixer: nn.Module) -> None:
         self._model = model
@@ -259,19 +259,19 @@ class MixerWatch:
             self.peak, self.sent = self._peak.peak, self._sent.sent
 
 
-def prepare_step(kind: Kind, way: str, sizes: Sizes) -> tuple[MixerWatch, Callable[[], None]]:
-    """Build a model; return what watches its mixer, and a function that runs a step."""
+def prepare_step(kind: Kind, method: str, sizes: Sizes) -> tuple[MixerWatch, Callable[[], None]]:
+    """Build a model. Returns the watch of its mixer, and a function that runs a step."""
     model = build(kind, sizes)
     (mixers,) = find_parts(model).mixers
     ((_, mixer),) = mixers.items()
-    model = prepare(model, way, dist.get_world_size())
+    model = prepare(model, method, dist.get_world_size())
     watch = MixerWatch(model, mixer)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, sizes.vocab, (1, sizes.seq), generator=generator)
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
 
     def step() -> None:
-        with choose(way):
+        with choose(method):
             model(**batch).loss.backward()
         model.zero_grad()
 
@@ -279,31 +279,31 @@ def prepare_step(kind: Kind, way: str, sizes: Sizes) -> tuple[MixerWatch, Callab
 
 
 @contextmanager
-def choose(way: str) -> Iterator[None]:
-    """Run recurrences as if the ranks did not divide their heads, in the ways that need it."""
+def choose(method: str) -> Iterator[None]:
+    """For RECURRENCE_METHODS, keep recurrences from dividing their heads over the ranks."""
     with ExitStack() as stack:
-        if way in WAYS_OF_RECURRENCES:
+        if method in RECURRENCE_METHODS:
             stack.enter_context(mock.patch.object(recurrences, "_can_split", lambda *args: False))
-        if way == "all heads":
+        if method == "all heads":
             no = mock.patch.object(recurrences, "passes_states", lambda *args: False)
             stack.enter_context(no)
         yield
 
 
-def measure_bytes(kind: Kind, way: str, sizes: Sizes) -> Measured:
-    """Count the bytes of rank 1 of 4, in this process alone."""
-    # There are no other ranks whose batches could be compared.
+def measure_bytes(kind: Kind, method: str, sizes: Sizes) -> Measured:
+    """Count the bytes of rank 1 of 4 in one process."""
+    # Other ranks do not exist, so their batches cannot be compared.
     alone = mock.patch.object(split, "check_same_batch", lambda *args: None)
     with fake_group(1, WORLD), alone:
-        watch, step = prepare_step(kind, way, sizes)
+        watch, step = prepare_step(kind, method, sizes)
         watch.measures = True
         step()
     return Measured(watch.activations, watch.peak, watch.sent)
 
 
-def measure_seconds(rank: int, kind: Kind, way: str, sizes: Sizes) -> list[float]:
+def measure_seconds(rank: int, kind: Kind, method: str, sizes: Sizes) -> list[float]:
     """Time the steps of four ranks, after one step to warm up."""
-    _, step = prepare_step(kind, way, sizes)
+    _, step = prepare_step(kind, method, sizes)
     step()
     return [seconds_of_step(step) for _ in range(sizes.steps)]
 
@@ -323,10 +323,10 @@ def report(
         "| sent, KiB | s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, ways in found.items():
-        stock = ways["stock"]
-        for way, figures in ways.items():
-            timed = seconds.get(name, {}).get(way)
+    for name, methods in found.items():
+        stock = methods["stock"]
+        for method, figures in methods.items():
+            timed = seconds.get(name, {}).get(method)
             cells = [
                 f"{figures.activations / mib:.1f}",
                 f"{figures.activations / stock.activations:.2f}",
@@ -335,7 +335,9 @@ def report(
                 f"{figures.sent / 1024:.0f}",
                 spread(timed) if timed else "-",
             ]
-            lines.append(f"| {name} | `{KINDS[name].model_type}` | {way} | {' | '.join(cells)} |")
+            lines.append(
+                f"| {name} | `{KINDS[name].model_type}` | {method} | {' | '.join(cells)} |"
+            )
     lines.append("\nEvery figure is explained at the top of `benchmarks/mixers.py`.")
     return "\n".join(lines) + "\n"
 
@@ -352,16 +354,20 @@ def main() -> None:
     torch.set_num_threads(1)
     kinds = {name: KINDS[name] for name in args.kinds}
     found = {
-        name: {way: measure_bytes(kind, way, sizes) for way in kind.ways}
+        name: {method: measure_bytes(kind, method, sizes) for method in kind.methods}
         for name, kind in kinds.items()
     }
     seconds: dict[str, dict[str, list[float]]] = {}
     if sizes.steps:
         options = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
         for name, kind in kinds.items():
-            ways = {w: spawn(measure_seconds, WORLD, kind, w, sizes, **options) for w in kind.ways}
-            seconds[name] = {way: by_rank[0] for way, by_rank in ways.items()}
-    text = report(sizes, found, seconds, setting("benchmarks/mixers.py", load_before, WORLD))
+            methods = {
+                w: spawn(measure_seconds, WORLD, kind, w, sizes, **options) for w in kind.methods
+            }
+            seconds[name] = {method: by_rank[0] for method, by_rank in methods.items()}
+    text = report(
+        sizes, found, seconds, describe_machine("benchmarks/mixers.py", load_before, WORLD)
+    )
     print(text)
     if args.write:
         args.write.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`qwen3_moe` builds the model of several benchmarks, a Qwen3-MoE with random weights."""
+"""Build the model of several benchmarks: a Qwen3-MoE with random weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 def qwen3_moe(sizes: Any, vocab: int, **config_options: Any) -> Qwen3MoeForCausalLM:
     """Build a model with the `hidden`, `intermediate`, `layers`, `experts` and `top_k` of `sizes`.
 
-    The weights depend on torch's seed. `config_options` are passed to the config.
+    The weights depend on torch's seed. `config_options` are further fields of the config.
     """
     config = Qwen3MoeConfig(
         vocab_size=vocab,

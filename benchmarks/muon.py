@@ -3,17 +3,21 @@
     python benchmarks/muon.py
     python benchmarks/muon.py --plan    # Muon's share of a planned step of Qwen3-30B on 8 H100
 
-The one process holds the whole model. torch.optim.Muon takes matrices, so each matrix of an expert
-is a parameter of its own there. Both sides time the optimizer's step alone. With fewer cores than
-ranks the seconds of a clock say little, so the CPU seconds of the busiest rank are printed as well.
-The table also has the bytes that all ranks send in a step, counted by hand and at the collective,
-the operations of the busiest rank, the matrices that a rank owns in its largest bucket, and the
-peak of all tensors that a step creates. While a bucket is orthogonalised, the next one is sent to
-its owners and the results of the one before are sent back, and each of these two needs a tensor to
-send from and one to receive in. So the peak is several times the largest bucket.
+The single process holds the whole model. torch.optim.Muon accepts only matrices, so each matrix of
+an expert is a separate parameter there. On both sides, only the optimizer's step is timed. If the
+machine has fewer cores than ranks, wall-clock seconds say little, so the table also has the CPU
+seconds of the busiest rank. Its other columns are
 
-With `--plan` nothing is timed: the matrices of the whole model are assigned to 8 ranks, and their
-operations and bytes become seconds at the rates of `hf-moe-ep plan`.
+    sent          bytes that all ranks send in a step, counted at the collective and by hand
+    operations    operations of the busiest rank / mean
+    bucket        bytes of the matrices that a rank owns in its largest bucket
+    peak          peak of all tensors that a step creates. While a bucket is orthogonalised, the
+                  next bucket is sent to its owners, and the results of the previous bucket are sent
+                  back. Both transfers need a tensor to send and a tensor to receive, so the peak is
+                  several times the largest bucket
+
+With `--plan` nothing is timed. The matrices of the whole model are assigned to 8 ranks, and the
+rates of `hf-moe-ep plan` give the seconds of their operations and bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from figures import setting
+from benchmark_text import describe_machine
 from mixers import PeakBytes
 from models import qwen3_moe
 from ranks import spawn
@@ -40,7 +44,7 @@ from hf_moe_ep.optim.matrices import find_matrix_layouts
 from hf_moe_ep.planner.config import find_config
 from hf_moe_ep.planner.hardware import find_hardware
 from hf_moe_ep.planner.held import PlanRequest, Unsharded
-from hf_moe_ep.planner.seconds import step_time
+from hf_moe_ep.planner.seconds import plan_step_time
 from hf_moe_ep.planner.step import Batch, plan_step
 from hf_moe_ep.upstream.process_groups import fake_group
 
@@ -60,7 +64,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank: seconds of a step, bytes sent, bytes by hand, operations, buckets, peak bytes."""
+    """The figures of one rank: seconds of a step, bytes, operations, and numbers of buckets."""
 
     clock: float
     cpu: float
@@ -84,7 +88,7 @@ def _fill_gradients(model: nn.Module) -> None:
             parameter.grad = shard
 
 
-def _time(optimizer: Any, steps: int) -> tuple[float, float]:
+def _time_steps(optimizer: Any, steps: int) -> tuple[float, float]:
     clock, cpu = [], []
     for _ in range(steps + 1):
         if dist.is_initialized():
@@ -96,15 +100,15 @@ def _time(optimizer: Any, steps: int) -> tuple[float, float]:
     return median(clock[1:]), median(cpu[1:])
 
 
-def on_ranks(rank: int, layout: dict[str, Any], sizes: Sizes) -> Measured:
-    """Time Muon on this rank of a sharded model."""
+def measure_rank(rank: int, layout: dict[str, Any], sizes: Sizes) -> Measured:
+    """Time Muon's steps on this rank of a sharded model, and count its work."""
     torch.manual_seed(0)
     model = qwen3_moe(sizes, VOCAB)
     apply_ep_fsdp2(model, **layout)
     optimizer = Muon(model, 1e-3)
     optimizer._bucket_bytes = sizes.bucket_bytes
     _fill_gradients(model)
-    clock, cpu = _time(optimizer, sizes.steps)
+    clock, cpu = _time_steps(optimizer, sizes.steps)
     sent = 0
 
     def count(received: Any, values: Any, **kwargs: Any) -> Any:
@@ -134,19 +138,19 @@ def on_ranks(rank: int, layout: dict[str, Any], sizes: Sizes) -> Measured:
         clock,
         cpu,
         sent,
-        _bytes_by_hand(assignment),
-        _operations(assignment, None),
+        _count_bytes_by_hand(assignment),
+        _count_operations(assignment, None),
         len(assignment.buckets),
         max(sizes_of_buckets, default=0),
         tensors.peak,
     )
 
 
-def _bytes_by_hand(assignment: Any) -> int:
-    """Return the bytes that a rank sends in a step, as an average over the ranks.
+def _count_bytes_by_hand(assignment: Any) -> int:
+    """Compute the bytes that a rank sends in a step, as an average over the ranks.
 
-    The elements of a sharded matrix are sent to its owner and back, hence the factor 2. The owner
-    has 1 / ranks of them already.
+    The factor is 2, because the elements of a sharded matrix are sent to its owner and back. The
+    owner has 1 / ranks of the elements already.
     """
     nbytes = 0
     for entry in assignment.matrices:
@@ -158,8 +162,8 @@ def _bytes_by_hand(assignment: Any) -> int:
     return nbytes
 
 
-def _operations(assignment: Any, rank: int | None) -> int:
-    """Return the operations of rank `rank` of each group; None: of this rank."""
+def _count_operations(assignment: Any, rank: int | None) -> int:
+    """Count the operations of rank `rank` of each group. None means this rank."""
     owned = list(assignment.whole)
     for bucket in assignment.buckets:
         owned += bucket.ranges[dist.get_rank(bucket.group) if rank is None else rank]
@@ -169,8 +173,8 @@ def _operations(assignment: Any, rank: int | None) -> int:
     )
 
 
-def in_one_process(rank: int, sizes: Sizes) -> Measured:
-    """Time torch.optim.Muon on all matrices of the model, and torch's AdamW on the rest."""
+def measure_stock(rank: int, sizes: Sizes) -> Measured:
+    """Time torch.optim.Muon on all matrices of the model, and AdamW on its other parameters."""
     from hf_moe_ep import patch as patch_model
 
     torch.manual_seed(0)
@@ -196,12 +200,12 @@ def in_one_process(rank: int, sizes: Sizes) -> Measured:
             stock.step()
             adamw.step()
 
-    return Measured(*_time(Both(), sizes.steps))
+    return Measured(*_time_steps(Both(), sizes.steps))
 
 
 def report(sizes: Sizes, world: int, machine: list[str]) -> str:
-    """Measure all layouts and return the page."""
-    (stock,) = spawn(in_one_process, 1, sizes, timeout=600.0)
+    """Measure all layouts, and format the page."""
+    (stock,) = spawn(measure_stock, 1, sizes, timeout=600.0)
     lines = [
         *machine,
         f"- {sizes}",
@@ -218,7 +222,7 @@ def report(sizes: Sizes, world: int, machine: list[str]) -> str:
         f"ep {world // 2}, rows of experts": {"ep_size": world // 2, "expert_shard_dim": 1},
     }
     for name, layout in layouts.items():
-        ranks = spawn(on_ranks, world, layout, sizes, timeout=600.0)
+        ranks = spawn(measure_rank, world, layout, sizes, timeout=600.0)
         sent, by_hand = sum(r.sent for r in ranks), sum(r.by_hand for r in ranks)
         operations = [r.operations for r in ranks]
         level = max(operations) * world / sum(operations)
@@ -232,7 +236,7 @@ def report(sizes: Sizes, world: int, machine: list[str]) -> str:
     return "\n".join(lines)
 
 
-def work_of_a_rank(config: Any, parallel: ParallelConfig, world: int) -> tuple[int, int]:
+def count_work_of_rank(config: Any, parallel: ParallelConfig, world: int) -> tuple[int, int]:
     """Assign a model's matrices to ranks, without allocating them.
 
     Returns:
@@ -253,31 +257,31 @@ def work_of_a_rank(config: Any, parallel: ParallelConfig, world: int) -> tuple[i
         ]
         with patch.object(muon, "check_alike"), patch.object(muon, "_check_others_assign"):
             assignment = optimizer._assign(updates)
-        operations = max(_operations(assignment, rank) for rank in range(world))
-        sent = _bytes_by_hand(assignment)
+        operations = max(_count_operations(assignment, rank) for rank in range(world))
+        sent = _count_bytes_by_hand(assignment)
     return operations, sent
 
 
-def planned_share(shape: str, gpu: str, world: int, seq: int, batch: int) -> str:
+def plan_share(shape: str, gpu: str, world: int, seq: int, batch: int) -> str:
     """Plan the share of Muon in a step of `batch` sequences over `world` GPUs, with ep = world."""
     parallel = ParallelConfig(ep_size=world, compile_layers=True)
     config, hardware = find_config(shape), find_hardware(gpu)
     micro = Batch(seq, checkpointing=True)
     plan = plan_step(config, parallel, world_size=world, batch=micro, optimizer="adamw_fused")
     tokens = seq * batch // world
-    step = step_time(plan, hardware, micro_batches=batch // world, tokens=tokens)
-    operations, sent = work_of_a_rank(config, parallel, world)
-    rate = hardware.matmul_flops["bfloat16"] * hardware.reached_fraction("matmul", "bfloat16")
+    step = plan_step_time(plan, hardware, micro_batches=batch // world, tokens=tokens)
+    operations, sent = count_work_of_rank(config, parallel, world)
+    rate = hardware.matmul_flops["bfloat16"] * hardware.find_reached_fraction("matmul", "bfloat16")
     seconds = operations / rate
-    travel = sent / (hardware.in_node_bandwidth * hardware.fractions["in_node"])
-    whole = step.seconds + seconds + travel
+    transfer = sent / (hardware.in_node_bandwidth * hardware.fractions["in_node"])
+    whole = step.seconds + seconds + transfer
     return "\n".join(
         [
             f"{shape} on {world} {gpu}, ep {world}, {batch} x {seq} tokens, planned, not measured:",
             f"- matrices of the busiest rank: {operations / 1e12:.1f} TFLOP, {seconds:.3f} s",
-            f"- sent by a rank: {sent / 1e6:.0f} MB, {travel:.3f} s if nothing hides them",
+            f"- sent by a rank: {sent / 1e6:.0f} MB, {transfer:.3f} s if nothing hides them",
             f"- step with fused AdamW: {step.seconds:.2f} s; share of Muon: "
-            f"{(seconds + travel) / whole:.1%}",
+            f"{(seconds + transfer) / whole:.1%}",
         ]
     )
 
@@ -286,10 +290,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plan", action="store_true", help="plan the share on GPUs instead")
     if parser.parse_args().plan:
-        print(planned_share("Qwen/Qwen3-30B-A3B", "h100", 8, 4096, 64))
+        print(plan_share("Qwen/Qwen3-30B-A3B", "h100", 8, 4096, 64))
         return
     load = os.getloadavg()[0]
-    print(report(Sizes(), 4, setting("benchmarks/muon.py", load, 4)))
+    print(report(Sizes(), 4, describe_machine("benchmarks/muon.py", load, 4)))
 
 
 if __name__ == "__main__":

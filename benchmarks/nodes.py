@@ -1,20 +1,19 @@
-"""Time training steps over two nodes with a slow link: hierarchical dispatch and all_to_all.
+"""Compare hierarchical dispatch with all_to_all in training steps over two nodes.
 
     python benchmarks/nodes.py                              prints the table
     python benchmarks/nodes.py --write benchmarks/results   also writes it as Markdown
     python benchmarks/nodes.py --single                     runs only the case of one node
 
 The nodes are network namespaces of this machine with two ranks each
-(`tests/support/namespaces.py`), so the benchmark needs root and iproute2. The traffic between nodes
-is limited to --rate by `tc tbf`; the traffic within a node is not. Every rank holds two models with
-the same weights, one per dispatcher, whose steps take turns.
+(`tests/support/namespaces.py`), so the benchmark needs root and iproute2. `tc tbf` limits the
+traffic between the nodes to --rate, but not the traffic within a node. Every rank holds two models
+with the same weights, one for each dispatcher, whose steps take turns.
 
     step           forward, backward and AdamW, until the slowest rank is done
     ratio          hierarchical / all_to_all, turn by turn
-    sent           all bytes that a node's interface sends in a step, such as headers and FSDP2's
+    sent           all bytes that a node's interface sends in a step, with headers and FSDP2's
                    gradients
-    one node       four ranks on one node. Hierarchical dispatch is all_to_all there, so both
-                   columns run the same exchange
+    one node       four ranks on one node, where hierarchical dispatch is the same as all_to_all
 
 No GPU is measured. The ranks of both nodes share the cores of one machine, so computation takes a
 larger part of a step than it would on two machines.
@@ -30,7 +29,7 @@ from typing import Any
 import over_nodes
 import torch
 import torch.distributed as dist
-from figures import row, setting
+from benchmark_text import describe_machine, format_row
 from models import qwen3_moe
 from over_nodes import Figures, namespaces, run_in_turn
 from torch import nn
@@ -93,9 +92,9 @@ def report(sizes: Sizes, rate: str, cases: dict[str, Figures], about: list[str])
     ]
     for name, figures in cases.items():
         ours, theirs = (figures[kind] for kind in KINDS)
-        lines.append(f"| {row(f'{name}: step, s', ours['seconds'], theirs['seconds'])} |")
+        lines.append(f"| {format_row(f'{name}: step, s', ours['seconds'], theirs['seconds'])} |")
         if max(theirs["sent"]) >= 0.01:
-            lines.append(f"| {row(f'{name}: sent, MiB', ours['sent'], theirs['sent'])} |")
+            lines.append(f"| {format_row(f'{name}: sent, MiB', ours['sent'], theirs['sent'])} |")
     lines.append(
         "\nMedian (min .. max) over steps. Every figure is explained at the top of "
         "`benchmarks/nodes.py`."
@@ -121,7 +120,9 @@ def main() -> None:
     if not args.single:
         cases["two nodes"] = run(sizes, 2, args.rate)
     cases["one node"] = run(sizes, 1, None)
-    text = report(sizes, args.rate, cases, setting("benchmarks/nodes.py", load_before, RANKS))
+    text = report(
+        sizes, args.rate, cases, describe_machine("benchmarks/nodes.py", load_before, RANKS)
+    )
     over_nodes.write(args.write, PAGE, text)
 
 

@@ -1,8 +1,8 @@
-"""Run a benchmark's `measure(sizes)` on ranks that are on several network namespaces.
+"""Run a benchmark's `measure(sizes)` on ranks in several network namespaces.
 
-The namespaces stand for nodes (`tests/support/namespaces.py`, which needs root and iproute2), and
-`tc tbf` limits the link between them. The script of the benchmark is started once per rank with
-`--rank FILE`, and then calls `rank_main`.
+Each namespace acts as a node (`tests/support/namespaces.py`, which needs root and iproute2), and
+`tc tbf` limits the link between the nodes. The script of the benchmark is started once per rank
+with `--rank FILE`, and then calls `rank_main`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from figures import setting
+from benchmark_text import describe_machine
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support import namespaces
 from support.agents import run_agents, torchrun
 
-# Model -> figure -> values, one per step.
+# Values of each step, by model and by the name of the figure.
 Figures = dict[str, dict[str, list[float]]]
 
 
 def add_options(parser: argparse.ArgumentParser, sizes: Any, page: str) -> None:
-    """Add an option for each size, and those that every such benchmark has."""
+    """Add an option for each size, and the options `--write` and `--rank`."""
     for name, default in vars(sizes).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--write", type=Path, help=f"also write {page} to this folder")
@@ -45,13 +45,13 @@ def run_in_turn(
     batches: Mapping[str, Mapping[str, Any]],
     steps: int,
 ) -> Figures:
-    """Run steps of several models in turn, with the batch of each, and drop the first turn."""
+    """Run steps of several models in turn, each on its batch. The first turn is not recorded."""
     figures: Figures = {name: {"seconds": [], "sent": [], "loss": []} for name in models}
     for turn in range(1 + steps):
         # The order within a turn alternates.
         for name in list(models)[:: 1 if turn % 2 else -1]:
             dist.barrier()
-            before, began = _sent(), time.perf_counter()
+            before, began = _read_sent_bytes(), time.perf_counter()
             loss = models[name](**batches[name]).loss
             loss.backward()
             optimizers[name].step()
@@ -60,18 +60,18 @@ def run_in_turn(
             seconds = time.perf_counter() - began
             if turn:
                 figures[name]["seconds"].append(seconds)
-                figures[name]["sent"].append((_sent() - before) / 2**20)
+                figures[name]["sent"].append((_read_sent_bytes() - before) / 2**20)
                 figures[name]["loss"].append(float(loss.detach()))
     return figures
 
 
-def _sent() -> int:
+def _read_sent_bytes() -> int:
     """Return the bytes that this node's interface has sent, or 0 outside a network namespace."""
     return namespaces.sent_here() if Path("/sys/class/net", namespaces.DEVICE).exists() else 0
 
 
 def rank_main(file: Path, measure: Callable[[Any], Figures], sizes_class: type) -> None:
-    """Run one rank under a launcher; rank 0 writes its figures to `file`."""
+    """Run one rank under a launcher. Rank 0 writes its figures to `file`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     figures = measure(sizes_class(**json.loads(os.environ["SIZES"])))
@@ -89,7 +89,7 @@ def run(
     rate: str | None,
     timeout: float = 500.0,
 ) -> Figures:
-    """Measure on `num_nodes` nodes, whose link is limited to `rate`; None means no limit."""
+    """Measure on `num_nodes` nodes whose link is limited to `rate`. None means no limit."""
     with (
         tempfile.TemporaryDirectory(prefix="benchmark_nodes_") as folder,
         namespaces.Nodes(num_nodes, rate=rate) as nodes,
@@ -117,12 +117,12 @@ def main_by_rate(
     measure: Callable[[Any], Figures],
     report: Callable[[Any, dict[str, Figures], list[str]], str],
 ) -> None:
-    """Run a benchmark with one rank per node at several limits of the links; "" means no limit.
+    """Run a benchmark with one rank per node, for several limits of the links ("" is no limit).
 
     Args:
         about: the benchmark's docstring.
         sizes: the default sizes.
-        report: makes the page `page` of the sizes, the figures by rate, and the setting.
+        report: formats the page `page` from the sizes, the figures by rate, and the machine.
     """
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     add_options(parser, sizes, page)
@@ -140,7 +140,9 @@ def main_by_rate(
         rate: run(script, sizes, num_nodes=ranks, num_ranks=ranks, rate=rate or None)
         for rate in args.rates
     }
-    text = report(sizes, by_rate, setting(f"benchmarks/{Path(script).name}", load_before, ranks))
+    text = report(
+        sizes, by_rate, describe_machine(f"benchmarks/{Path(script).name}", load_before, ranks)
+    )
     write(args.write, page, text)
 
 

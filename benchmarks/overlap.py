@@ -1,4 +1,4 @@
-"""Time steps over a slow link: shared experts and chunks that are computed while rows travel.
+"""Time steps over a slow link, with shared experts and chunks computed while rows are sent.
 
     python benchmarks/overlap.py                              prints the table
     python benchmarks/overlap.py --write benchmarks/results   also writes it as Markdown
@@ -9,14 +9,15 @@ holds four models with the same weights, whose steps take turns:
 
     one after the other    shared experts run where stock code calls them, and rows are one chunk
     shared under transfer  shared experts run while results are sent back (`moe/shared_experts.py`)
-    2 chunks               the same, with dispatch_chunks=2
-    auto                   the same, with dispatch_chunks="auto", which prints its choice
+    2 chunks               like "shared under transfer", with dispatch_chunks=2
+    auto                   like "shared under transfer", with dispatch_chunks="auto". The table has
+                           the number of chunks that it chooses
 
     step     forward and backward of all layers, until the slowest rank is done
-    ratio    to the step of "one after the other" in the same turn
+    ratio    step / step of "one after the other" in the same turn
 
-No GPU is measured. A transfer over gloo takes CPU time as well, so on a fast link of two ranks that
-share the cores of one machine, little can be hidden.
+No GPU is measured. A transfer over gloo also takes CPU time. So if the link is fast, and two ranks
+share the cores of one machine, little of a transfer can be hidden.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 import over_nodes
 import torch
 import torch.distributed as dist
-from figures import spread
+from benchmark_text import spread
 from over_nodes import Figures
 from torch import nn
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
@@ -86,7 +87,7 @@ def build(sizes: Sizes, kind: str) -> nn.Module:
 
 
 def measure(sizes: Sizes) -> Figures:
-    """Run steps of all models in turn, and drop the first turn, in which "auto" measures."""
+    """Run steps of all models in turn. The first turn, in which "auto" measures, is dropped."""
     models = {kind: build(sizes, kind) for kind in OPTIONS}
     generator = torch.Generator().manual_seed(dist.get_rank())
     input_ids = torch.randint(VOCAB, (sizes.tokens // sizes.seq, sizes.seq), generator=generator)
@@ -109,7 +110,7 @@ def measure(sizes: Sizes) -> Figures:
 
 
 def run(sizes: Sizes, rate: str) -> Figures:
-    """Measure with a link that is limited to `rate`; "" means no limit."""
+    """Measure with a link that is limited to `rate`. "" means no limit."""
     return over_nodes.run(__file__, sizes, num_nodes=RANKS, num_ranks=RANKS, rate=rate or None)
 
 

@@ -3,19 +3,19 @@
     python benchmarks/placement.py                             prints the table
     python benchmarks/placement.py --write benchmarks/results  also writes placement-cpu.md
 
-Two Qwen3-MoE models with the same weights run on the same ranks: ep 4, 2 layers of 32 experts,
-top-4. The routes of all tokens are drawn once and replayed in each step: three of four choices are
-experts of the first rank. The experts of one model stay in hub order; those of the other model are
-moved by `balance_experts`. The steps of both models (forward, backward, AdamW) take turns, and each
-pair of steps gives one ratio. The losses of each pair must agree to 1e-5 in fp32, or the benchmark
-raises.
+Two Qwen3-MoE models with the same weights run on the same ranks, with ep 4, 2 layers of 32 experts
+and top-4. The routes of all tokens are drawn once and replayed in each step. Three of four chosen
+experts are on the first rank. The experts of one model stay in hub order, and `balance_experts`
+moves the experts of the other model. The steps of both models (forward, backward, AdamW) take
+turns, and each pair of steps gives one ratio. The losses of each pair must agree to 1e-5 in fp32.
+Otherwise the benchmark raises an error.
 
     busiest rank    (token, expert) pairs of the busiest rank / mean over ranks
     wall            seconds until the last rank is done
     own work        CPU seconds of the rank that computes most. A waiting rank uses no CPU time. If
-                    ranks share a core, `wall` contains the work of other ranks on this core. `wall`
-                    then differs less between the two models than on separate cores
-    moving          seconds of `balance_experts`, and the largest number of bytes that a rank sent
+                    ranks share a core, `wall` includes the work of other ranks on this core, and
+                    differs less between the two models than on separate cores
+    moving          seconds of `balance_experts`, and the largest number of bytes that a rank sends
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from figures import row, setting, spread
+from benchmark_text import describe_machine, format_row, spread
 from ranks import KEEP_FREED_MEMORY, spawn
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -44,9 +44,9 @@ from hf_moe_ep.routing.routes import Routes
 
 WORLD, EXPERTS, TOP_K, LAYERS, VOCAB = 4, 32, 4, 2, 512
 # A busy expert is 11 times as likely to be drawn as another expert. A token draws 4 different
-# experts; on average 3 of them are busy.
+# experts, of which 3 are busy on average.
 BUSY_LIKELIHOOD = 11
-# Targets of the balanced model: the load of the busiest rank over the mean, and each ratio of times
+# Targets of the balanced model: the load of the busiest rank / mean, and the ratio of times
 # balanced / hub order.
 TARGET_LOAD, TARGET_RATIO = 1.15, 0.8
 LOSS_LIMIT = 1e-5
@@ -69,8 +69,8 @@ class Measured:
     """The figures of one rank.
 
     Attributes:
-        load: the load of the busiest rank over the mean, for each of SIDES.
-        wall, own: the seconds of every timed step, for each of SIDES.
+        load: the load of the busiest rank / mean, for each of SIDES.
+        wall, own: the wall-clock and CPU seconds of every timed step, for each of SIDES.
         error: the largest relative difference between the two losses of a pair of steps.
     """
 
@@ -83,7 +83,7 @@ class Measured:
 
 
 def build(sizes: Sizes) -> nn.Module:
-    """Build a model, with the same weights on every rank."""
+    """Build a model with the same weights on every rank."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=VOCAB,
@@ -102,7 +102,7 @@ def build(sizes: Sizes) -> nn.Module:
 
 
 def draw_routes(tokens: int, rank: int) -> Routes:
-    """Draw the experts of a rank's tokens; the experts of the first rank are busy."""
+    """Draw the experts of a rank's tokens. The experts of the first rank are busy."""
     likelihood_E = torch.ones(EXPERTS)
     likelihood_E[: EXPERTS // WORLD] = BUSY_LIKELIHOOD
     generator = torch.Generator().manual_seed(rank)
@@ -111,8 +111,8 @@ def draw_routes(tokens: int, rank: int) -> Routes:
 
 
 @contextmanager
-def counting_bytes() -> Iterator[list[int]]:
-    """Count the bytes that `balance_experts` sends to other ranks."""
+def count_sent_bytes() -> Iterator[list[int]]:
+    """Inside the block, count the bytes that `balance_experts` sends to other ranks."""
     sent: list[int] = []
 
     def start(received: Tensor, rows: Tensor, **options: Any) -> Any:
@@ -139,7 +139,7 @@ def measure(rank: int, sizes: Sizes) -> Measured:
     model, load = models["balanced"], expert_load(models["balanced"])
     dist.barrier()
     began = time.perf_counter()
-    with counting_bytes() as sent:
+    with count_sent_bytes() as sent:
         load_after = balance_experts(model, optimizers["balanced"], load)
     dist.barrier()
     move_seconds = time.perf_counter() - began
@@ -172,7 +172,7 @@ def measure(rank: int, sizes: Sizes) -> Measured:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, routes: Routes) -> float:
-    """Run one training step and return its loss."""
+    """Run one training step. Returns its loss."""
     optimizer.zero_grad()
     with RoutingReplay(model).replay(routes, strict=False):
         loss = model(input_ids=ids, labels=ids).loss
@@ -181,23 +181,23 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, routes
     return float(loss.detach())
 
 
-def busiest_rank(ranks: list[Measured], side: str) -> list[float]:
-    """Return the CPU seconds of each step, on the rank that used most."""
+def find_busiest_seconds(ranks: list[Measured], side: str) -> list[float]:
+    """Return the CPU seconds of each step on the rank that used most CPU time."""
     return [max(turn) for turn in zip(*(rank.own[side] for rank in ranks), strict=True)]
 
 
-def slowest_rank(ranks: list[Measured], side: str) -> list[float]:
-    """Return the seconds of each step, until the last rank was done."""
+def find_slowest_seconds(ranks: list[Measured], side: str) -> list[float]:
+    """Return the seconds of each step until the last rank was done."""
     return [max(turn) for turn in zip(*(rank.wall[side] for rank in ranks), strict=True)]
 
 
 def report(ranks: list[Measured], sizes: Sizes) -> str:
-    """Return the table, and for each target a line that says if the run reaches the target."""
+    """Format the table, and for each target a line that says whether the run reaches it."""
     hub, balanced = SIDES
     load = ranks[0].load
     times = {
-        "wall, seconds": [slowest_rank(ranks, side) for side in SIDES],
-        "own work, CPU seconds": [busiest_rank(ranks, side) for side in SIDES],
+        "wall, seconds": [find_slowest_seconds(ranks, side) for side in SIDES],
+        "own work, CPU seconds": [find_busiest_seconds(ranks, side) for side in SIDES],
     }
     ratios = {name: [b / h for h, b in zip(*sides, strict=True)] for name, sides in times.items()}
     most_mib = max(rank.moved_bytes for rank in ranks) / 2**20
@@ -209,7 +209,7 @@ def report(ranks: list[Measured], sizes: Sizes) -> str:
         "|---|---|---|---|",
         f"| busiest rank over the mean | {load[balanced]:.3f} | {load[hub]:.2f} | "
         f"{load[balanced] / load[hub]:.2f} |",
-        *(f"| {row(name, sides[1], sides[0])} |" for name, sides in times.items()),
+        *(f"| {format_row(name, sides[1], sides[0])} |" for name, sides in times.items()),
         "",
         f"balance_experts ran once, for {max(rank.move_seconds for rank in ranks):.2f} s. A rank "
         f"sent at most {most_mib:.1f} MiB, which include AdamW's moments. Losses differ by at most "
@@ -239,7 +239,7 @@ def main() -> None:
         [
             "# A step with one busy rank, before and after balance_experts",
             "",
-            *setting("benchmarks/placement.py", load_before, WORLD),
+            *describe_machine("benchmarks/placement.py", load_before, WORLD),
             "",
             report(ranks, sizes),
         ]

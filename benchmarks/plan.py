@@ -4,21 +4,21 @@
     python benchmarks/plan.py --write benchmarks/results   also writes them as Markdown
     python benchmarks/plan.py --calibrate rates.json       also writes the measured rates
 
-Eight configurations run on four gloo ranks. In each of them, every rank builds the model, patches
-it, attaches adapters, shards, runs two warm-up steps, and counts the bytes of all live tensors in
-the next step, operator by operator (`hf_moe_ep/planner/count.py`). The plan counts the same in one
-process, on tensors without memory, as if all ranks were like the first
-(`hf_moe_ep/planner/step.py`).
+Eight configurations run on four gloo ranks. In each configuration, every rank builds the model,
+patches it, attaches adapters, shards it, runs two warm-up steps, and counts the bytes of all live
+tensors in the next step, operator by operator (`hf_moe_ep/planner/count.py`). The plan counts the
+same bytes in one process, on tensors without memory. It assumes that all ranks are like the first
+rank (`hf_moe_ep/planner/step.py`).
 
     planned, evenly    the planned peak if all experts have equal loads
     planned, load      the planned peak with the loads of experts in the measured step
     measured           the peak of each rank in its step; ratios are to the largest of these peaks
 
-Then ROUNDS rounds are timed. In each round every configuration runs one step, and the time of the
-slowest rank counts. The rates of this machine are measured in one configuration, CALIBRATED
-(`hf_moe_ep/planner/calibrate.py`), and give the predicted seconds of every plan. The result is the
-rank correlation (Spearman) of predicted and measured seconds. In this correlation, configurations
-whose measured quartiles overlap share a rank.
+Then ROUNDS rounds are timed. In each round, every configuration runs one step, and the time of the
+slowest rank counts. The rates of this machine are measured in the configuration CALIBRATED
+(`hf_moe_ep/planner/calibrate.py`), and give the predicted seconds of every plan. The result is
+Spearman's rank correlation of predicted and measured seconds. Configurations whose measured
+quartiles overlap share a rank in this correlation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from ranks import spawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -47,10 +47,10 @@ from hf_moe_ep import (
     patch,
 )
 from hf_moe_ep.architectures import find_parts
-from hf_moe_ep.planner.calibrate import hardware_of_rates, measure_rates, timed
+from hf_moe_ep.planner.calibrate import make_hardware, measure_rates, time_step
 from hf_moe_ep.planner.config import attach_lora
 from hf_moe_ep.planner.counted import count_step, make_optimizer
-from hf_moe_ep.planner.seconds import StepTime, step_time
+from hf_moe_ep.planner.seconds import StepTime, plan_step_time
 from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 from hf_moe_ep.planner.work import StepWork
 from hf_moe_ep.routing.load import ExpertLoad
@@ -94,7 +94,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A parallel layout, and how the model is trained with it."""
+    """A parallel layout, and the other options of a training step."""
 
     name: str
     parallel: dict[str, Any] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Configuration:
         *,
         like_gpu: bool = False,
     ) -> StepPlan:
-        """Plan a step of this configuration, for CPU ranks or (`like_gpu`) for GPUs."""
+        """Plan a step of this configuration for CPU ranks, or for GPUs with `like_gpu`."""
         return plan_step(
             sizes.config(),
             ParallelConfig(**self.parallel),
@@ -159,10 +159,10 @@ class Measured:
     """The figures of one rank in one configuration.
 
     Attributes:
-        peaks: peak bytes by part of the step.
-        load: load of the experts over all ranks.
-        seconds: times of further steps.
-        rates: rates of this machine, only for the configuration CALIBRATED.
+        peaks: the peak bytes of each phase of the step.
+        load: the load of the experts over all ranks.
+        seconds: the times of further steps.
+        rates: the rates of this machine, only for the configuration CALIBRATED.
     """
 
     peaks: dict[str, int]
@@ -211,7 +211,7 @@ def measure_rank(
             figures.rates.update(measure_rates(training.model, training.step, node_size=WORLD))
     for _ in range(rounds):
         for training, figures in zip(trainings, measured, strict=True):
-            figures.seconds.append(timed(training.step, torch.device("cpu")))
+            figures.seconds.append(time_step(training.step, torch.device("cpu")))
     return measured
 
 
@@ -221,9 +221,9 @@ def measure(configuration: Configuration, sizes: Sizes) -> Measured:
 
 
 def prepare(configuration: Configuration, sizes: Sizes) -> Training:
-    """Build and shard a model, and run two steps (an optimizer's first step also makes its state).
+    """Build and shard a model, and run two steps, of which the first makes the optimizer's state.
 
-    The weights have the dtype of the configuration; buffers stay in fp32, as in a loaded model.
+    The weights have the dtype of the configuration. Buffers stay in fp32, as in a loaded model.
     """
     torch.manual_seed(0)
     config, dtype = sizes.config(), configuration.dtype
@@ -252,7 +252,7 @@ def prepare(configuration: Configuration, sizes: Sizes) -> Training:
 
 
 def count(training: Training) -> Measured:
-    """Run one step, and count the bytes of its live tensors and its work."""
+    """Run one step, and count its work and the bytes of its live tensors."""
     model = training.model
     expert_load(model, reset=True)
     counted = count_step(
@@ -309,9 +309,9 @@ def predict(
     sizes: Sizes,
 ) -> list[StepTime]:
     """Predict the time of a step of each configuration on this machine."""
-    hardware = hardware_of_rates(rates)
+    hardware = make_hardware(rates)
     return [
-        step_time(
+        plan_step_time(
             plan,
             hardware,
             micro_batches=1,
@@ -321,13 +321,13 @@ def predict(
     ]
 
 
-def seconds_by_round(measured: Sequence[Sequence[Measured]], index: int) -> list[float]:
+def list_slowest_seconds(measured: Sequence[Sequence[Measured]], index: int) -> list[float]:
     """Return the seconds of the slowest rank in each round."""
     return [max(seconds) for seconds in zip(*(rank[index].seconds for rank in measured))]
 
 
-def ranks_of(values: Sequence[Sequence[float]]) -> Tensor:
-    """Return the statistical rank of each list of measurements: its position by median.
+def compute_ranks(values: Sequence[Sequence[float]]) -> Tensor:
+    """Compute the statistical rank of each list of measurements, which is its position by median.
 
     Lists whose quartiles overlap share the mean of their ranks.
     """
@@ -343,19 +343,21 @@ def ranks_of(values: Sequence[Sequence[float]]) -> Tensor:
     return ranks
 
 
-def spearman(first: Tensor, second: Tensor) -> float:
-    """Return the correlation of two lists of statistical ranks; NaN if a list is constant."""
+def compute_spearman(first: Tensor, second: Tensor) -> float:
+    """Compute the correlation of two lists of statistical ranks. It is NaN for a constant list."""
     return float(torch.corrcoef(torch.stack([first, second]))[0, 1])
 
 
 QUARTILES = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
 
 
-def agreement(times: Sequence[StepTime], seconds: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return Spearman's correlation of predicted and measured seconds: with ties, and without."""
-    predicted = ranks_of([[time.seconds] for time in times])
-    medians = ranks_of([[statistics.median(rounds)] for rounds in seconds])
-    return spearman(predicted, ranks_of(seconds)), spearman(predicted, medians)
+def compute_agreement(
+    times: Sequence[StepTime], seconds: Sequence[Sequence[float]]
+) -> tuple[float, float]:
+    """Compute Spearman's correlation of predicted and measured seconds, with and without ties."""
+    predicted = compute_ranks([[time.seconds] for time in times])
+    medians = compute_ranks([[statistics.median(rounds)] for rounds in seconds])
+    return compute_spearman(predicted, compute_ranks(seconds)), compute_spearman(predicted, medians)
 
 
 def report_seconds(
@@ -375,16 +377,18 @@ def report_seconds(
         cells.append(f"{time.seconds / statistics.median(measured):.2f}")
         cells += [f"{time.parts.get(name, 0.0):.3f}" for name in parts]
         lines.append(f"| {configuration.name} | {' | '.join(cells)} |")
-    with_ties, without = agreement(times, seconds)
+    with_ties, without = compute_agreement(times, seconds)
     rounds = [
-        spearman(ranks_of([[measured[i]] for measured in seconds]), ranks_of(seconds))
+        compute_spearman(
+            compute_ranks([[measured[i]] for measured in seconds]), compute_ranks(seconds)
+        )
         for i in range(len(seconds[0]))
     ]
     lines.append(
         f"\nSpearman's correlation of predicted and measured: {with_ties:.2f} "
         f"({without:.2f} of medians, without ties). A single round and all of them: "
         f"{spread(rounds)}. Parts are seconds of the prediction; the ranks share the cores of one "
-        f"machine, so nothing travels behind computation."
+        f"machine, so no transfer overlaps computation."
     )
     return "\n".join(lines) + "\n"
 
@@ -406,8 +410,8 @@ def main() -> None:
     ]
     rates = next(figures.rates for figures in measured[0] if figures.rates)
     times = predict(CONFIGURATIONS, [evenly for evenly, _ in plans], rates, sizes)
-    seconds = [seconds_by_round(measured, index) for index in range(len(CONFIGURATIONS))]
-    about = setting("benchmarks/plan.py", load_before, WORLD)
+    seconds = [list_slowest_seconds(measured, index) for index in range(len(CONFIGURATIONS))]
+    about = describe_machine("benchmarks/plan.py", load_before, WORLD)
     text = report(CONFIGURATIONS, plans, measured, about, sizes)
     text += report_seconds(CONFIGURATIONS, times, seconds)
     print(text)

@@ -1,22 +1,22 @@
-"""Time a DPO step with a reference model, and a supervised step over the same tokens, on 2 ranks.
+"""Time a DPO step with a reference model, and a supervised step on the same tokens, on 2 ranks.
 
     python benchmarks/preferences.py                              prints the table
     python benchmarks/preferences.py --write benchmarks/results   also writes it as Markdown
 
 TRL's DPOTrainer prepares a policy and a reference model for each of two sides:
 
-    ours           `patch(model, ep_size=2)`; the stock reference is patched and sharded alike
+    ours           `patch(model, ep_size=2)`; the stock reference is patched and sharded like it
     stock FSDP2    Accelerate shards the policy by layers, TRL shards the reference as one unit
 
 Each side runs two kinds of steps:
 
     DPO            the trainer's `compute_loss`, which runs both models, and its backward
-    SFT            the mean loss of the same policy over the same batch, and its backward
+    SFT            the mean loss of the same policy on the same batch, and its backward
 
 A forward takes about a third of the time of a forward and a backward. A reference model therefore
 adds a third to the time of a step, plus the all-gathers of its weights. All four kinds of steps
 take turns in the same processes, so a busy machine slows down all of them. The losses of both sides
-must agree to 1e-4, or the benchmark raises and prints no table.
+must agree to 1e-4. Otherwise the benchmark raises an error and prints no table.
 
 The ranks are two processes on one machine, so no GPU and no network is measured.
 """
@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from models import qwen3_moe
 from ranks import KEEP_FREED_MEMORY, spawn
 from torch import Tensor
@@ -79,7 +79,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one rank by (side, step): the seconds of each round, and the loss."""
+    """The seconds of each round and the loss of one rank, by (side, step)."""
 
     seconds: dict[tuple[str, str], list[float]]
     losses: dict[tuple[str, str], float]
@@ -112,7 +112,7 @@ def make_tokenizer(sizes: Sizes) -> Any:
 
 
 def make_pairs(sizes: Sizes) -> list[dict[str, str]]:
-    """Draw the pairs of all ranks: each has a prompt of seq / 8 tokens and two answers."""
+    """Draw the pairs of all ranks. Each pair has a prompt of seq / 8 tokens and two answers."""
     generator = torch.Generator().manual_seed(0)
     rows: list[dict[str, str]] = []
     for _ in range(WORLD * sizes.pairs):
@@ -146,7 +146,7 @@ def make_trainer(side: str, sizes: Sizes, folder: str) -> Any:
             max_length=2 * sizes.seq,
             max_steps=1,
             learning_rate=0.0,
-            # Stock computes the auxiliary loss on each rank's own batch, so its value differs.
+            # Stock computes the auxiliary loss on each rank's own batch, so losses would differ.
             router_aux_loss_coef=0.0,
             use_cpu=True,
             bf16=False,
@@ -165,12 +165,12 @@ def make_trainer(side: str, sizes: Sizes, folder: str) -> Any:
     return trainer
 
 
-def loss_of(step: str, trainer: Any, batch: dict[str, Tensor]) -> Tensor:
+def compute_loss(step: str, trainer: Any, batch: dict[str, Tensor]) -> Tensor:
     if step == "DPO":
         return trainer.compute_loss(trainer.model_wrapped, dict(batch))
     labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
-    # These are the arguments with which DPOTrainer calls its policy.
+    # DPOTrainer calls its policy with these arguments.
     model = trainer.model_wrapped
     return model(**inputs, labels=labels, use_cache=False, fused_lm_head=True).loss
 
@@ -194,7 +194,7 @@ def measure_rank(rank: int, sizes: Sizes) -> Measured:
             trainer = trainers[side]
             dist.barrier()
             start = time.perf_counter()
-            loss = loss_of(step, trainer, batches[side])
+            loss = compute_loss(step, trainer, batches[side])
             trainer.accelerator.backward(loss)
             dist.barrier()
             if number >= WARMUP_ROUNDS:
@@ -205,7 +205,7 @@ def measure_rank(rank: int, sizes: Sizes) -> Measured:
 
 
 def check_equal(ranks: list[Measured]) -> float:
-    """Return the largest relative difference of the sides' losses; raise above TOLERANCE."""
+    """Return the largest relative difference of the sides' losses. Raise if above TOLERANCE."""
     errors = [0.0]
     for step in STEPS:
         for rank, measured in enumerate(ranks):
@@ -220,7 +220,7 @@ def check_equal(ranks: list[Measured]) -> float:
 
 
 def report(sizes: Sizes, ranks: list[Measured], about: list[str]) -> str:
-    """Return the setting of the run and the table, as Markdown."""
+    """Format the machine and the table as Markdown."""
     error, seconds = check_equal(ranks), ranks[0].seconds
     lines = [
         "# A DPO step with a reference, against a supervised step over the same tokens\n",
@@ -259,7 +259,7 @@ def main() -> None:
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     load_before = os.getloadavg()[0]
     ranks = measure(sizes)
-    text = report(sizes, ranks, setting("benchmarks/preferences.py", load_before, WORLD))
+    text = report(sizes, ranks, describe_machine("benchmarks/preferences.py", load_before, WORLD))
     print(text)
     if args.write:
         args.write.mkdir(parents=True, exist_ok=True)

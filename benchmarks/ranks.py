@@ -1,8 +1,8 @@
 """Run a function of a benchmark on N gloo ranks of one thread each, and measure their peak memory.
 
-The ranks meet through a file, so no port is needed. After `timeout` seconds they are killed. With
-`environment=KEEP_FREED_MEMORY` glibc keeps freed memory, as the caching allocator of a GPU does.
-With glibc's defaults, the kernel would clear new pages for every large tensor.
+The ranks connect through a file, so no port is needed. After `timeout` seconds they are killed.
+With `environment=KEEP_FREED_MEMORY`, glibc keeps freed memory, as the caching allocator of a GPU
+does. With glibc's defaults, the Linux kernel would clear new pages for every large tensor.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def spawn(
     timeout: float,
     environment: dict[str, str] | None = None,
 ) -> list[Any]:
-    """Run `fn(rank, *args)` on each rank and return the results in the order of the ranks.
+    """Run `fn(rank, *args)` on each rank. Returns the results in the order of the ranks.
 
     Raises:
         TimeoutError: the ranks have not finished after `timeout` seconds.
-        ProcessRaisedException: a rank has failed; the message contains the traceback of that rank.
+        ProcessRaisedException: a rank has failed. The message contains the traceback of this rank.
     """
-    # Set before the ranks start: OpenMP and malloc read these variables when a process starts.
+    # The variables are set here, because OpenMP and malloc read them when a process starts.
     variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
     with tempfile.TemporaryDirectory(prefix="benchmark_ranks_") as folder:
         with patch.dict(os.environ, variables):
@@ -84,7 +84,7 @@ def _rank_main(
 def reset_peak() -> None:
     """Return freed memory to the system, and set the peak to the memory that is in use now.
 
-    Linux only: `/proc/self/clear_refs` is described in proc_pid_clear_refs(5).
+    This works only on Linux; proc_pid_clear_refs(5) describes `/proc/self/clear_refs`.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

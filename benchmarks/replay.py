@@ -1,21 +1,22 @@
-"""Measure how much of the difference between bf16 and fp32 of a model is a difference of routing.
+"""Measure how much of the difference between a model in bf16 and in fp32 comes from its routing.
 
     python benchmarks/replay.py                                prints the tables
     python benchmarks/replay.py --write benchmarks/results     also writes replay-cpu.md and a plot
 
-A Qwen3-MoE of the demo's sizes, with more layers, is trained for some steps on the demo's data, and
-its weights are rounded to bf16. These weights are run on held-out text in three ways:
+A Qwen3-MoE of the demo's sizes, but with more layers, is trained for a few steps on the demo's
+data, and its weights are rounded to bf16. A model with these weights runs on held-out text in three
+versions:
 
-    engine      in bf16, as an inference engine does; its routes are recorded
+    engine      in bf16, as in an inference engine; its routes are recorded
     live        in fp32, with the routes that the fp32 routers choose
     replayed    in fp32, with the recorded routes of the engine
 
 `live` and `replayed` are compared with `engine`:
 
-    same expert     share of the engine's (token, expert) pairs of a layer that `live` chooses too
+    same expert     share of the engine's (token, expert) pairs of a layer that `live` also chooses
     same set        share of the tokens of a layer for which `live` chooses the same set of experts
     asked           "same expert" for the choices that the routers of `replayed` would have made.
-                    The earlier layers used the engine's experts, so their choices do not matter
+                    Earlier layers used the engine's experts, so their choices have no effect
     log p           absolute difference of a token's log-probability, mean over tokens
     loss            absolute difference of the mean loss
     gradient        norm of the difference of all gradients / norm of the engine's gradients
@@ -35,7 +36,7 @@ from typing import Any
 
 import torch
 from balance import Blocks, load_data
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 
@@ -46,12 +47,12 @@ from hf_moe_ep import Routes, RoutingReplay, patch
 
 BATCH = 8
 GROUPS = ("experts", "routers", "all others", "all")
-WAYS = ("live", "replayed")
+VERSIONS = ("live", "replayed")
 
 
 @dataclass(frozen=True)
 class Computed:
-    """The results of one forward and backward: log-probabilities, loss and gradients by name."""
+    """The log-probabilities, the loss and the gradients (by name) of one forward and backward."""
 
     logps: Tensor
     loss: float
@@ -60,7 +61,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Compared:
-    """The differences between a computation and the engine's; `gradient` is by GROUPS."""
+    """The differences between a computation and the engine. `gradient` has a value per GROUPS."""
 
     logp: float
     loss: float
@@ -69,16 +70,16 @@ class Compared:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of one batch: agreement of routes by layer, and the differences by way."""
+    """The results of one batch: agreement of routes by layer, and differences by version."""
 
     same_expert: tuple[float, ...]
     same_set: tuple[float, ...]
     asked: tuple[float, ...]
-    ways: Mapping[str, Compared]
+    versions: Mapping[str, Compared]
 
 
 def compute(model: nn.Module, input_ids: Tensor) -> Computed:
-    """Run a batch forward and backward; the gradients are returned and removed from the model."""
+    """Run a batch forward and backward. The gradients are returned and removed from the model."""
     output = model(input_ids=input_ids, use_cache=False)
     logps = output.logits[:, :-1].float().log_softmax(-1)
     logps = logps.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
@@ -89,18 +90,18 @@ def compute(model: nn.Module, input_ids: Tensor) -> Computed:
     return Computed(logps.detach(), loss.item(), grads)
 
 
-def group_of(name: str) -> str:
+def find_group(name: str) -> str:
     if ".experts." in name:
         return "experts"
     return "routers" if ".gate." in name else "all others"
 
 
 def compare(computed: Computed, engine: Computed) -> Compared:
-    """Measure the differences between a computation and the engine's on the same batch."""
+    """Compute the differences between a computation and the engine on the same batch."""
     distance = dict.fromkeys(GROUPS, 0.0)
     size = dict.fromkeys(GROUPS, 0.0)
     for name, engine_grad in engine.grads.items():
-        for group in (group_of(name), "all"):
+        for group in (find_group(name), "all"):
             distance[group] += (computed.grads[name] - engine_grad).square().sum().item()
             size[group] += engine_grad.square().sum().item()
     gradient = {group: (distance[group] / size[group]) ** 0.5 for group in GROUPS}
@@ -108,10 +109,10 @@ def compare(computed: Computed, engine: Computed) -> Compared:
     return Compared(logp, abs(computed.loss - engine.loss), gradient)
 
 
-def shares(ids: Tensor, others: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return for each layer the shares of pairs and of tokens that are the same in both tensors.
+def compute_shares(ids: Tensor, others: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Compute for each layer the shares of pairs and of tokens that are equal in two tensors.
 
-    Both tensors are expert ids [B, S, L, K]; the order of a token's experts does not matter.
+    Both tensors are expert ids [B, S, L, K]. The order of a token's experts does not matter.
     """
     in_others = (ids.unsqueeze(-1) == others.unsqueeze(-2)).any(-1)
     pairs = in_others.double().mean((0, 1, 3))
@@ -119,8 +120,8 @@ def shares(ids: Tensor, others: Tensor) -> tuple[tuple[float, ...], tuple[float,
     return tuple(pairs.tolist()), tuple(tokens.tolist())
 
 
-def two_precisions(engine: nn.Module, model: nn.Module, input_ids: Tensor) -> Outcome:
-    """Run a batch in the engine, and twice in the model: live, and with the engine's routes."""
+def compare_precisions(engine: nn.Module, model: nn.Module, input_ids: Tensor) -> Outcome:
+    """Run a batch once in the engine and twice in the model: live, and with the engine's routes."""
     recorder, replay = RoutingReplay(engine), RoutingReplay(model)
     with recorder.record() as routes:
         in_engine = compute(engine, input_ids)
@@ -128,10 +129,10 @@ def two_precisions(engine: nn.Module, model: nn.Module, input_ids: Tensor) -> Ou
         live = compute(model, input_ids)
     with replay.replay(Routes(routes.ids, routes.layers)):
         replayed = compute(model, input_ids)
-    same_expert, same_set = shares(routes.ids, live_routes.ids)
+    same_expert, same_set = compute_shares(routes.ids, live_routes.ids)
     asked = tuple(replay.last.by_layer.values())
-    ways = {"live": compare(live, in_engine), "replayed": compare(replayed, in_engine)}
-    return Outcome(same_expert, same_set, asked, ways)
+    versions = {"live": compare(live, in_engine), "replayed": compare(replayed, in_engine)}
+    return Outcome(same_expert, same_set, asked, versions)
 
 
 def train(blocks: Blocks, vocab_size: int, layers: int, steps: int, seed: int) -> PreTrainedModel:
@@ -155,24 +156,24 @@ def train(blocks: Blocks, vocab_size: int, layers: int, steps: int, seed: int) -
     return model
 
 
-def in_two_precisions(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return the engine in bf16, and a model in fp32 with bitwise the same weights."""
+def copy_in_two_precisions(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return the engine in bf16, and a model in fp32 whose weights have the same values."""
     engine = copy.deepcopy(model).to(torch.bfloat16)
     return engine, copy.deepcopy(engine).float()
 
 
 def run(layers: int, steps: int, seeds: int, batches: int) -> Iterator[Outcome]:
-    """Yield the outcome of each batch of each seed."""
+    """Train a model per seed, and yield the outcome of each of its batches."""
     vocab_size, blocks, held_out = load_data()
     for seed in range(seeds):
-        engine, model = in_two_precisions(train(blocks, vocab_size, layers, steps, seed))
+        engine, model = copy_in_two_precisions(train(blocks, vocab_size, layers, steps, seed))
         for start in range(0, batches * BATCH, BATCH):
             rows = held_out[start : start + BATCH]
-            yield two_precisions(engine, model, torch.stack([row["input_ids"] for row in rows]))
+            yield compare_precisions(engine, model, torch.stack([row["input_ids"] for row in rows]))
 
 
 def report(outcomes: list[Outcome]) -> str:
-    """Return both tables as Markdown."""
+    """Format both tables as Markdown."""
     lines = [
         "| layer | same expert | same set | asked |",
         "|---|---|---|---|",
@@ -189,7 +190,9 @@ def report(outcomes: list[Outcome]) -> str:
         "|---|---|---|---|",
     ]
     for name, scale in (("log p", 1e3), ("loss", 1e3), *((group, 1e2) for group in GROUPS)):
-        live, replayed = ([scale * value_of(o.ways[way], name) for o in outcomes] for way in WAYS)
+        live, replayed = (
+            [scale * get_value(o.versions[version], name) for o in outcomes] for version in VERSIONS
+        )
         live_median = statistics.median(live)
         ratio = f"{statistics.median(replayed) / live_median:.2f}" if live_median else "-"
         what = f"gradient of {name}, %" if name in GROUPS else f"{name}, thousandths"
@@ -197,7 +200,7 @@ def report(outcomes: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def value_of(compared: Compared, name: str) -> float:
+def get_value(compared: Compared, name: str) -> float:
     if name in GROUPS:
         return compared.gradient[name]
     return compared.loss if name == "loss" else compared.logp
@@ -223,10 +226,13 @@ def plot(outcomes: list[Outcome], path: Path) -> None:
         (middle, ("log p",), "distance of log p, mean over tokens"),
         (right, GROUPS, "distance of gradients, relative"),
     ):
-        for number, way in enumerate(WAYS):
-            heights = [statistics.median(value_of(o.ways[way], n) for o in outcomes) for n in shown]
+        for number, version in enumerate(VERSIONS):
+            heights = [
+                statistics.median(get_value(o.versions[version], n) for o in outcomes)
+                for n in shown
+            ]
             x = [index + 0.4 * number for index in range(len(shown))]
-            axes.bar(x, heights, width=0.36, label=way)
+            axes.bar(x, heights, width=0.36, label=version)
         axes.set_xticks([index + 0.2 for index in range(len(shown))], shown)
         axes.set(title=title)
         axes.legend()
@@ -246,7 +252,7 @@ def main() -> None:
     outcomes: list[Outcome] = []
     for outcome in run(args.layers, args.steps, args.seeds, args.batches):
         outcomes.append(outcome)
-        live, replayed = (outcome.ways[way] for way in WAYS)
+        live, replayed = (outcome.versions[version] for version in VERSIONS)
         print(
             f"batch {len(outcomes)}: log p {live.logp:.5f} live, {replayed.logp:.5f} replayed; "
             f"gradient {live.gradient['all']:.4f}, {replayed.gradient['all']:.4f}",
@@ -259,10 +265,18 @@ def main() -> None:
         notes = (
             f"{args.seeds} models of {args.layers} layers, top-4 of 16 experts, trained for "
             f"{args.steps} steps; {args.batches} batches of {BATCH} x 128 held-out tokens for each."
-            f" Medians (smallest .. largest) over batches; what the rows say is at the top of the "
-            f"script."
+            f" Medians (smallest .. largest) over batches. The top of the script explains the rows."
         )
-        lines = [head, "", *setting("benchmarks/replay.py", before, 1), "", notes, "", text, ""]
+        lines = [
+            head,
+            "",
+            *describe_machine("benchmarks/replay.py", before, 1),
+            "",
+            notes,
+            "",
+            text,
+            "",
+        ]
         (args.write / "replay-cpu.md").write_text("\n".join(lines))
         plot(outcomes, args.write / "replay-cpu.png")
 

@@ -1,20 +1,20 @@
-"""Time ring attention over slow links: how much of the transfers is hidden under attention.
+"""Measure how much of the transfers of ring attention is hidden by attention, over slow links.
 
     python benchmarks/ring_overlap.py                              prints the table
     python benchmarks/ring_overlap.py --write benchmarks/results   also writes it as Markdown
 
-Four cp ranks are on four network namespaces of this machine (`tests/support/namespaces.py`), so the
-benchmark needs root and iproute2. `tc tbf` limits what each of them may send. Forward and backward
-of one attention layer (sequence/ring.py) run in three ways, which take turns:
+Four cp ranks are in four network namespaces of this machine (`tests/support/namespaces.py`), so the
+benchmark needs root and iproute2. `tc tbf` limits the rate at which each rank sends. Forward and
+backward of one attention layer (sequence/ring.py) run with three methods, which take turns:
 
-    overlapped    as in training: keys, values and gradients travel while attention is computed
-    afterwards    the same transfers, each of which starts when the attention of its step is done
-    no transfer   every rank uses its own keys instead, so results are wrong and times are those of
-                  the computation alone
+    overlapped    as in training: keys, values and gradients are sent while attention is computed
+    afterwards    the same transfers, but each transfer starts after the attention of its step
+    no transfer   every rank uses its own keys instead of other ranks' keys, so the results are
+                  wrong, and only the computation takes time
 
-    s         until the slowest rank is done
-    hidden    (afterwards - overlapped) / (afterwards - no transfer): 1 if overlapped steps take as
-              long as the computation alone
+    s         seconds until the slowest rank is done
+    hidden    (afterwards - overlapped) / (afterwards - no transfer). It is 1 if overlapped steps
+              take as long as only the computation
 
 No GPU is measured. Attention is computed in plain PyTorch, and all ranks share the cores of one
 machine.
@@ -32,7 +32,7 @@ from unittest import mock
 import over_nodes
 import torch
 import torch.distributed as dist
-from figures import spread
+from benchmark_text import spread
 from over_nodes import Figures, namespaces
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
@@ -43,7 +43,7 @@ from hf_moe_ep.sequence.partial_attention import Scores
 from hf_moe_ep.sequence.slices import Slice, zigzag_order
 
 PAGE = "ring-overlap-cpu.md"
-OVERLAPPED, AFTERWARDS, NOTHING = "overlapped", "afterwards", "no transfer"
+OVERLAPPED, AFTERWARDS, NO_TRANSFER = "overlapped", "afterwards", "no transfer"
 RATES = ("80mbit",)
 RANKS = 4
 
@@ -60,7 +60,7 @@ class Sizes:
 
 
 class _Afterwards:
-    """A transfer that starts when its result is needed."""
+    """A transfer that starts only when its result is needed."""
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> None:
         self._start = lambda: send_to_next(x, group, tag=tag)
@@ -69,8 +69,8 @@ class _Afterwards:
         return self._start().wait()
 
 
-class _Nothing:
-    """Returns the tensor of this rank."""
+class _NoTransfer:
+    """The replacement of a transfer that returns this rank's own tensor."""
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> None:
         self._x = x
@@ -79,10 +79,10 @@ class _Nothing:
         return self._x.clone()
 
 
-WAYS: dict[str, Callable[..., Any]] = {
+METHODS: dict[str, Callable[..., Any]] = {
     OVERLAPPED: send_to_next,
     AFTERWARDS: _Afterwards,
-    NOTHING: _Nothing,
+    NO_TRANSFER: _NoTransfer,
 }
 
 
@@ -91,7 +91,7 @@ def _causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def measure(sizes: Sizes) -> Figures:
-    """Run all ways in turn, and drop the first turn."""
+    """Run all methods in turn. The first turn is not recorded."""
     rank, world = dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD is not None
     context = Slice(dist.group.WORLD, rank, world, sizes.seq, order=zigzag_order(world))
@@ -101,11 +101,11 @@ def measure(sizes: Sizes) -> Figures:
         torch.randn(1, heads, context.local, sizes.head_dim, generator=generator).requires_grad_()
         for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)
     )
-    figures: Figures = {way: {"seconds": [], "sent": [], "sum": []} for way in WAYS}
+    figures: Figures = {method: {"seconds": [], "sent": [], "sum": []} for method in METHODS}
     for turn in range(1 + sizes.steps):
         # The order within a turn alternates.
-        for way in list(WAYS)[:: 1 if turn % 2 else -1]:
-            with mock.patch.object(ring, "send_to_next", WAYS[way]):
+        for method in list(METHODS)[:: 1 if turn % 2 else -1]:
+            with mock.patch.object(ring, "send_to_next", METHODS[method]):
                 dist.barrier()
                 before, began = namespaces.sent_here(), time.perf_counter()
                 out = ring.attend_by_ring(query, key, value, scores, None, context)
@@ -114,23 +114,24 @@ def measure(sizes: Sizes) -> Figures:
                 seconds = time.perf_counter() - began
             assert key.grad is not None
             if turn:
-                figures[way]["seconds"].append(seconds)
-                figures[way]["sent"].append((namespaces.sent_here() - before) / 2**20)
-                figures[way]["sum"].append(float(key.grad.double().abs().sum()))
+                figures[method]["seconds"].append(seconds)
+                figures[method]["sent"].append((namespaces.sent_here() - before) / 2**20)
+                figures[method]["sum"].append(float(key.grad.double().abs().sum()))
             query.grad = key.grad = value.grad = None
     return figures
 
 
-def hidden(figures: Figures) -> float:
-    """Return the hidden share of the transfers, of the medians of all turns."""
-    overlapped, afterwards, nothing = (
-        statistics.median(figures[way]["seconds"]) for way in (OVERLAPPED, AFTERWARDS, NOTHING)
+def compute_hidden_share(figures: Figures) -> float:
+    """Compute the hidden share of the transfers from the medians over all turns."""
+    overlapped, afterwards, no_transfer = (
+        statistics.median(figures[method]["seconds"])
+        for method in (OVERLAPPED, AFTERWARDS, NO_TRANSFER)
     )
-    return (afterwards - overlapped) / (afterwards - nothing)
+    return (afterwards - overlapped) / (afterwards - no_transfer)
 
 
 def run(sizes: Sizes, rate: str) -> Figures:
-    """Measure with links that are limited to `rate`; "" means no limit."""
+    """Measure with links that are limited to `rate`. "" means no limit."""
     return over_nodes.run(__file__, sizes, num_nodes=RANKS, num_ranks=RANKS, rate=rate or None)
 
 
@@ -142,12 +143,16 @@ def report(sizes: Sizes, by_rate: dict[str, Figures], about: list[str]) -> str:
         f"{sizes.head_dim}, {sizes.kv_heads} key-value heads, fp32; {RANKS} gloo ranks of one "
         f"thread each, {sizes.steps} turns",
         "- links: limited by `tc tbf`, each way; all on one machine\n",
-        f"| link | {' | '.join(f'{way}, s' for way in WAYS)} | hidden | sent by rank 0, MiB |",
-        "|---" * (len(WAYS) + 3) + "|",
+        f"| link | {' | '.join(f'{method}, s' for method in METHODS)} | hidden "
+        "| sent by rank 0, MiB |",
+        "|---" * (len(METHODS) + 3) + "|",
     ]
     for rate, figures in by_rate.items():
-        cells = [rate or "no limit", *(spread(figures[way]["seconds"]) for way in WAYS)]
-        cells += [f"{hidden(figures):.2f}", f"{statistics.median(figures[OVERLAPPED]['sent']):.2f}"]
+        cells = [rate or "no limit", *(spread(figures[method]["seconds"]) for method in METHODS)]
+        cells += [
+            f"{compute_hidden_share(figures):.2f}",
+            f"{statistics.median(figures[OVERLAPPED]['sent']):.2f}",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     lines.append(
         "\nMedian (min .. max) over turns. Every figure is explained at the top of "

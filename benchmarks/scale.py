@@ -5,22 +5,23 @@
 
 The model has as many tensors as Qwen3-235B-A22B (94 layers, AdamW), but all of them are small, so
 that the costs depend only on the numbers of tensors and ranks. One rank is simulated at a time, in
-its own process: its process group is torch's fake group, whose collectives return at once. The
-network is not measured; instead, the bytes that a rank would receive are counted. Rows with the
-word "before" show how torch, or an earlier version of this package, does the same work.
+a separate process. Its process group is torch's fake group, whose collectives return immediately.
+The network is not measured; instead, the benchmark counts the bytes that a rank would receive. Rows
+with the word "before" show how torch, or an earlier version of this package, does the same work.
 
-    sharding    patch and shard a model, and count the calls of torch's `new_group`. Before: if an
-                axis of the mesh has one rank, torch lets every rank create a group for each rank
+    sharding    the rank patches and shards a model, and calls of torch's `new_group` are counted.
+                Before: if a mesh axis has one rank, torch makes every rank create a group for each
+                rank
     agreeing    bytes that a rank receives when ranks compare model, config and state. Before:
                 every rank gathered every value
-    planning    decide which rank writes which tensors. Before: rank 0 gathers the plans of all
-                ranks, merges them and sends them back (torch.distributed.checkpoint); the table
-                shows the cost on rank 0. `by Accelerate`: the work of rank 0 when Accelerate or
-                the Trainer saves by torch.distributed.checkpoint, and the bytes that rank 0
-                receives for it
-    finding     find the tensors in the files of a checkpoint, and read them. Before: every rank
-                reads all headers first, as DCP does. `as saved`: as many ranks as saved it;
-                `half`: the last of half as many ranks
+    planning    the ranks decide which rank writes which tensors. Before: rank 0 gathers the plans
+                of all ranks, merges them and sends them back (torch.distributed.checkpoint, DCP),
+                and the table shows the cost on rank 0. "by Accelerate" is the work of rank 0 when
+                Accelerate or the Trainer saves with DCP. "told for it" has the bytes that rank 0
+                receives for this
+    finding     a rank finds its tensors in the files of a checkpoint, and reads them. Before: every
+                rank reads all headers first, as DCP does. "as saved": as many ranks load as have
+                saved. "half": half as many ranks load, and the last of them is measured
     manifest    bytes that rank 0 and another rank receive when a checkpoint is committed. Before:
                 all ranks gathered all lists of files
     hub         `from_pretrained` finds 36,000 tensors in files in hub layout, with any number of
@@ -44,7 +45,7 @@ from unittest.mock import patch as swapped
 
 import torch
 import torch.distributed as dist
-from figures import setting
+from benchmark_text import describe_machine
 from ranks import peak_mib, reset_peak
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import (
@@ -82,7 +83,7 @@ COLUMNS = 2
 
 
 def run_in_new_process(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in a new process and return its result."""
+    """Call a function in a new process. Returns its result."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe()
     process = context.Process(target=_child, args=(sender, function, args))
@@ -106,7 +107,7 @@ def _child(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> No
 
 
 class Watch:
-    """Measure a block: its `seconds`, and `mib`, the growth of peak memory."""
+    """Measure the `seconds` of a block, and the growth of peak memory in it (`mib`)."""
 
     def __enter__(self) -> Watch:
         gc.collect()
@@ -119,7 +120,7 @@ class Watch:
         self.mib = peak_mib() - self._before
 
 
-def _model(layers: int, num_experts: int = 8) -> Qwen3MoeForCausalLM:
+def _build_model(layers: int, num_experts: int = 8) -> Qwen3MoeForCausalLM:
     config = Qwen3MoeConfig(
         vocab_size=64,
         hidden_size=16,
@@ -149,7 +150,7 @@ def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
         return differing(value, group)
 
     with fake_group(world // 2, world):
-        model = _model(layers)
+        model = _build_model(layers)
         with (
             Watch() as sharding,
             swapped.object(dist.device_mesh, "new_group", counting_new_group),
@@ -169,7 +170,7 @@ def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
             layout = {"world_size": world}
             content = StateFile(layout, {}, None, forms, named.scalars, named.optimizer).to_json()
             state_digest = digest(content)
-        state = {"model": dict(model.named_parameters()), "optimizer": named_moments(optimizer)}
+        state = {"model": dict(model.named_parameters()), "optimizer": name_moments(optimizer)}
         planner = SpreadPlanner()
         with Watch() as by_accelerate:
             planner.set_up_planner(state, None, True)
@@ -187,14 +188,14 @@ def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
     }
 
 
-def named_moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def name_moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the state of an optimizer as a flat dict: "7.exp_avg" belongs to parameter 7."""
     states = enumerate(optimizer.state.values())
     return {f"{index}.{key}": value for index, state in states for key, value in state.items()}
 
 
-def groups_of_torch(world: int) -> int:
-    """Count the calls of `new_group` if torch makes the same meshes; they have axes of one rank."""
+def count_groups_of_torch(world: int) -> int:
+    """Count torch's calls of `new_group` for the same meshes, which have axes of one rank."""
     with fake_group(world // 2, world):
         stock = dist.device_mesh.new_group
         with swapped.object(dist.device_mesh, "new_group", wraps=stock) as new_group:
@@ -203,7 +204,7 @@ def groups_of_torch(world: int) -> int:
     return int(new_group.call_count)
 
 
-def _names(layers: int) -> list[str]:
+def _list_names(layers: int) -> list[str]:
     kinds = [
         f"layers.{layer}.kind_{kind}.weight" for layer in range(layers) for kind in range(KINDS)
     ]
@@ -212,7 +213,7 @@ def _names(layers: int) -> list[str]:
     ]
 
 
-def _dtensors(layers: int, rows: int, world: int, rank: int) -> dict[str, Tensor]:
+def _make_dtensors(layers: int, rows: int, world: int, rank: int) -> dict[str, Tensor]:
     """Return DTensors of `rows` rows, split evenly over the ranks of the current process group."""
     mesh, shape = init_device_mesh("cpu", (world,)), torch.Size((rows, COLUMNS))
     return {
@@ -224,17 +225,17 @@ def _dtensors(layers: int, rows: int, world: int, rank: int) -> dict[str, Tensor
             shape=shape,
             stride=(COLUMNS, 1),
         )
-        for name in _names(layers)
+        for name in _list_names(layers)
     }
 
 
 def plan_by_dcp(world: int, layers: int) -> dict[str, Any]:
-    """Measure how rank 0 merges the plans of all ranks, and count the bytes that it gathers."""
+    """Measure how rank 0 merges the plans of all ranks, and count the bytes that rank 0 gathers."""
     plans, size = [], 0
     for rank in range(world):
         with fake_group(rank, world):
             planner = DefaultSavePlanner()
-            planner.set_up_planner(_dtensors(layers, world, world, rank), None, rank == 0)
+            planner.set_up_planner(_make_dtensors(layers, world, world, rank), None, rank == 0)
             text = pickle.dumps(planner.create_local_plan())
         size += len(text)
         plans.append(text)
@@ -246,16 +247,16 @@ def plan_by_dcp(world: int, layers: int) -> dict[str, Any]:
 
 
 def write_files(folder: Path, world: int, layers: int) -> None:
-    """Write a checkpoint as `world` ranks do: rank r writes row r of each tensor."""
+    """Write a checkpoint as `world` ranks do. Rank r writes row r of each tensor."""
     values = torch.zeros(1, COLUMNS)
     for rank in range(world):
         index_ranges = ((rank, rank + 1), (0, COLUMNS))
-        write_parts(folder, rank, [dict.fromkeys(_names(layers), (index_ranges, values))])
+        write_parts(folder, rank, [dict.fromkeys(_list_names(layers), (index_ranges, values))])
 
 
 def read_by_dcp(folder: Path, world: int, layers: int) -> tuple[float, float]:
     with fake_group(world // 2, world):
-        targets = _dtensors(layers, world, world, world // 2)
+        targets = _make_dtensors(layers, world, world, world // 2)
         with Watch() as watch:
             metadata = HuggingFaceStorageReader(os.fspath(folder)).read_metadata()
             create_default_local_load_plan(targets, metadata)
@@ -263,13 +264,13 @@ def read_by_dcp(folder: Path, world: int, layers: int) -> tuple[float, float]:
 
 
 def read_ours(folder: Path, saved_by: int, world: int, layers: int) -> tuple[float, float, int]:
-    """Read the part of the last rank (of `world` ranks) from files that `saved_by` ranks wrote.
+    """Read the part of the last of `world` ranks from files that `saved_by` ranks have written.
 
     Returns (seconds, MiB, number of headers that were read).
     """
     rank = world - 1
     with fake_group(rank, world):
-        targets = _dtensors(layers, saved_by, world, rank)
+        targets = _make_dtensors(layers, saved_by, world, rank)
         spread = Spread((saved_by,), tuple(range(saved_by)), (0,))
         form = SavedTensor([saved_by, COLUMNS], torch.float32, spread)
         saved = StateFile({}, tensors=dict.fromkeys(targets, form))
@@ -282,7 +283,7 @@ def read_ours(folder: Path, saved_by: int, world: int, layers: int) -> tuple[flo
     return watch.seconds, watch.mib, number
 
 
-def manifest_bytes(world: int) -> dict[str, int]:
+def count_manifest_bytes(world: int) -> dict[str, int]:
     """Count the pickled bytes that ranks receive when a checkpoint is committed."""
     tensors = {f"tensors/{file_name(rank, 1, 1)}": 10**9 for rank in range(world)}
     others = {f"random-{rank:05d}.json": 10**4 for rank in range(world)}
@@ -297,9 +298,9 @@ def manifest_bytes(world: int) -> dict[str, int]:
 
 
 def find_on_hub(layers: int, num_experts: int) -> tuple[float, float, int]:
-    """Match the keys of a checkpoint, one per expert, with a model on the meta device."""
+    """Match the keys of a checkpoint, which has one key per expert, with a model on meta."""
     with torch.device("meta"):
-        model = _model(layers, num_experts)
+        model = _build_model(layers, num_experts)
     state = patched_state(patch(model, ParallelConfig(ep_size=8)))
     names = [name for name, _ in model.named_parameters()]
     shapes = {}
@@ -329,8 +330,8 @@ def run_all(worlds: tuple[int, ...], layers: int) -> dict[int, dict[str, Any]]:
     rows: dict[int, dict[str, Any]] = {}
     for world in worlds:
         row = rows[world] = run_in_new_process(shard_and_plan, world, layers)
-        row["manifest"] = manifest_bytes(world)
-        row["groups of torch"] = run_in_new_process(groups_of_torch, world)
+        row["manifest"] = count_manifest_bytes(world)
+        row["groups of torch"] = run_in_new_process(count_groups_of_torch, world)
         row["dcp plan"] = (
             run_in_new_process(plan_by_dcp, world, layers) if world <= DCP_PLANS else None
         )
@@ -345,7 +346,7 @@ def run_all(worlds: tuple[int, ...], layers: int) -> dict[int, dict[str, Any]]:
     return rows
 
 
-def _cost(cost: tuple[float, ...] | None) -> str:
+def _format_cost(cost: tuple[float, ...] | None) -> str:
     """Format seconds, MiB and, if it is known, the number of headers."""
     if cost is None:
         return "not run"
@@ -353,12 +354,12 @@ def _cost(cost: tuple[float, ...] | None) -> str:
     return f"{cost[0]:.2f} s, {cost[1]:.0f} MiB{headers}"
 
 
-def _size(number: int) -> str:
+def _format_size(number: int) -> str:
     return f"{number:,} B" if number < 10_000 else f"{number / 2**20:.2f} MiB"
 
 
 def report(figures: dict[int, dict[str, Any]], hub: tuple[float, float, int]) -> str:
-    """Return the table as Markdown."""
+    """Format the table as Markdown."""
     worlds = list(figures)
 
     def line(name: str, cells: list[str]) -> str:
@@ -368,29 +369,35 @@ def report(figures: dict[int, dict[str, Any]], hub: tuple[float, float, int]) ->
     text = [
         line("of one rank", [f"{world} ranks" for world in worlds]),
         "|---|" + "---|" * len(worlds),
-        line("sharding", [_cost(row["sharding"]) for row in rows]),
+        line("sharding", [_format_cost(row["sharding"]) for row in rows]),
         line("calls of `new_group`, before", [f"{row['groups of torch']:,}" for row in rows]),
         line("calls of `new_group`", [f"{row['groups']:,}" for row in rows]),
-        line("agreeing, before", [_size(row["gathered"]) for row in rows]),
-        line("agreeing", [_size(row["agreed"]) for row in rows]),
+        line("agreeing, before", [_format_size(row["gathered"]) for row in rows]),
+        line("agreeing", [_format_size(row["agreed"]) for row in rows]),
         line(
             "planning a save, before (rank 0)",
-            [_cost(row["dcp plan"] and row["dcp plan"]["planning"]) for row in rows],
+            [_format_cost(row["dcp plan"] and row["dcp plan"]["planning"]) for row in rows],
         ),
         line(
             "gathered for it, before (rank 0)",
-            [_size(row["dcp plan"]["gathered"]) if row["dcp plan"] else "not run" for row in rows],
+            [
+                _format_size(row["dcp plan"]["gathered"]) if row["dcp plan"] else "not run"
+                for row in rows
+            ],
         ),
-        line("planning a save, nothing gathered", [_cost(row["planning"]) for row in rows]),
-        line("planning by Accelerate (rank 0)", [_cost(row["by Accelerate"]) for row in rows]),
-        line("told for it (rank 0)", [_size(row["told for it"]) for row in rows]),
-        line("finding, before (headers alone)", [_cost(row.get("dcp")) for row in rows]),
-        line("finding and reading, as saved", [_cost(row["as saved"]) for row in rows]),
-        line("finding and reading, half", [_cost(row["half"]) for row in rows]),
-        line("manifest, before", [_size(row["manifest"]["before"]) for row in rows]),
-        line("manifest, rank 0", [_size(row["manifest"]["first"]) for row in rows]),
-        line("manifest, another rank", [_size(row["manifest"]["another"]) for row in rows]),
-        f"\nhub: {hub[2]:,} tensors are found in {_cost(hub[:2])}, whatever the number of ranks.\n",
+        line("planning a save, nothing gathered", [_format_cost(row["planning"]) for row in rows]),
+        line(
+            "planning by Accelerate (rank 0)", [_format_cost(row["by Accelerate"]) for row in rows]
+        ),
+        line("told for it (rank 0)", [_format_size(row["told for it"]) for row in rows]),
+        line("finding, before (headers alone)", [_format_cost(row.get("dcp")) for row in rows]),
+        line("finding and reading, as saved", [_format_cost(row["as saved"]) for row in rows]),
+        line("finding and reading, half", [_format_cost(row["half"]) for row in rows]),
+        line("manifest, before", [_format_size(row["manifest"]["before"]) for row in rows]),
+        line("manifest, rank 0", [_format_size(row["manifest"]["first"]) for row in rows]),
+        line("manifest, another rank", [_format_size(row["manifest"]["another"]) for row in rows]),
+        f"\nhub: {hub[2]:,} tensors are found in {_format_cost(hub[:2])}, with any number of "
+        f"ranks.\n",
     ]
     return "\n".join(text)
 
@@ -406,14 +413,14 @@ def main() -> None:
     text = "\n".join(
         [
             "# Start-up and checkpoints on 8 to 1,024 ranks\n",
-            *setting("benchmarks/scale.py", load_before, 1),
+            *describe_machine("benchmarks/scale.py", load_before, 1),
             f"- {figures[args.worlds[0]]['tensors']:,} tensors of a model of {LAYERS} layers with "
             f"AdamW where it is sharded and planned, {LAYERS * KINDS * COPIES:,} where files are "
-            f"read; ep 8; one run of each; `before` is torch's own way, run beside it (DCP's up to "
-            f"{DCP_PLANS} and {DCP_FILES} ranks), and counted from pickled sizes in bytes\n",
+            f"read; ep 8; one run of each; `before` is torch's own code, measured in the same run "
+            f"(DCP up to {DCP_PLANS} and {DCP_FILES} ranks); bytes are pickled sizes\n",
             report(figures, hub),
-            "What the rows are is told at the top of `benchmarks/scale.py`. MiB: peak of resident "
-            "memory above what the process held before.\n",
+            "The top of `benchmarks/scale.py` explains the rows. MiB: peak of resident memory "
+            "above the memory that the process had before.\n",
         ]
     )
     print(text)

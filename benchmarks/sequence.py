@@ -3,16 +3,16 @@
     python benchmarks/sequence.py                              prints the table
     python benchmarks/sequence.py --write benchmarks/results   also writes Markdown and a plot
 
-All sequences have the same length. With sp_size 1 each of the 4 ranks trains on its own sequence,
-with sp_size 4 all ranks share one sequence. The figures of a rank:
+All sequences have the same length. With sp_size 1, each of the 4 ranks trains on its own sequence.
+With sp_size 4, all ranks share one sequence. The figures of a rank:
 
     activations    bytes of the storages that autograd saves in a forward, without parameters
     peak memory    growth of the peak resident memory over three training steps, in separate
                    processes. It includes gradients and AdamW's state, which do not depend on sp
     sent           bytes that the rank sends to other ranks of its sp group in one step, counted
                    when torch dispatches the collectives
-    step           forward, backward, clip and AdamW, until the slowest rank is done. The sizes of
-                   sp take turns in one process, so a busy machine slows down all of them
+    step           forward, backward, clipping and AdamW, until the slowest rank is done. All
+                   sp_sizes take turns in one process, so a busy machine slows down all of them
 
 The ranks are four processes on one machine, so no GPU and no network is measured.
 """
@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from ranks import KEEP_FREED_MEMORY, peak_mib, reset_peak, spawn
 from step_vs_native import SentBytes
 from timing import seconds_of_step
@@ -64,7 +64,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one rank with one sp_size; sizes are in bytes."""
+    """The bytes of one rank with one sp_size, and the seconds of its steps."""
 
     activations: int
     sent: int
@@ -97,9 +97,9 @@ def make_batch(sizes: Sizes, sp: int) -> dict[str, Tensor]:
 
 @contextmanager
 def saved_storages(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Record the bytes of each storage that autograd saves, except for those of parameters.
+    """Inside the block, record the bytes of each storage that autograd saves.
 
-    Parameters are recognised whether they are sharded or gathered.
+    Storages of parameters, sharded or gathered, are left out.
     """
     saved: dict[int, int] = {}
 
@@ -145,7 +145,7 @@ def measure_rank(rank: int, sizes: Sizes) -> dict[int, Measured]:
 
 
 def measure_memory(rank: int, sizes: Sizes, sp: int) -> float:
-    """Return the growth of the peak resident memory over three steps, in MiB."""
+    """Measure the growth of the peak resident memory over three steps, in MiB."""
     model, batch = build(sizes, sp), make_batch(sizes, sp)
     optimizer = torch.optim.AdamW(model.parameters())
     gc.collect()
@@ -220,7 +220,7 @@ def main() -> None:
     options = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
     ranks = spawn(measure_rank, WORLD, sizes, **options)
     peaks = {sp: spawn(measure_memory, WORLD, sizes, sp, timeout=600.0) for sp in sizes.sp}
-    about = setting("benchmarks/sequence.py", load_before, WORLD)
+    about = describe_machine("benchmarks/sequence.py", load_before, WORLD)
     text = report(sizes, ranks, peaks, about)
     print(text)
     if args.write:

@@ -1,17 +1,19 @@
-"""Record whether SGLang's own model classes take every tensor of `hub_tensors`, one at a time.
+"""Record which tensors of `hub_tensors` SGLang's own model classes load, one tensor at a time.
 
     PYTHONPATH=SGLANG_SOURCE python benchmarks/sglang_names.py tests/checkpoints/engine_names.json
 
-The same as `engine_names.py` for SGLang: its class is built from the config of a tiny model, in one
-process per type on the CPU, and its `load_weights` gets the tensors of `hub_tensors` one by one.
-SGLang does not return what it has loaded, so all its parameters are NaN at first: a key is skipped
-if it changes none of them, and a parameter is unfilled if it has NaN at the end. Keys that it takes
-only in one call with another key of their module are listed as "together".
+This script does for SGLang what `engine_names.py` does for vLLM. SGLang builds its own class from
+the config of a tiny model, in one process per type on the CPU. The class's `load_weights` gets the
+tensors of `hub_tensors` one by one. SGLang does not return which tensors it has loaded, so all its
+parameters are NaN at first. A key is skipped if it changes no parameter. A parameter is unfilled if
+it has NaN at the end. Keys that SGLang loads only in one call with another key of their module are
+listed as "together".
 
-Packages that SGLang imports and that are not installed have stand-ins (`absent_packages.py`): its
-loaders need neither kernels nor servers. The rows "head" are its classes for drafts, which get the
-tensors of a head for multi-token prediction that `patch(model, mtp_layers=1)` trains. SGLang takes
-embedding and output head of these classes from the main model, so it leaves their copies out.
+Packages that SGLang imports, but that are not installed, are replaced (`absent_packages.py`). This
+works because SGLang's loaders need neither kernels nor servers. The rows "head of .." are SGLang's
+classes for draft models. They get the tensors of a head for multi-token prediction that
+`patch(model, mtp_layers=1)` trains. SGLang takes the embedding and the output head of these classes
+from the main model, so it skips their copies.
 """
 
 from __future__ import annotations
@@ -43,15 +45,15 @@ _DELTA_NETS: dict[str, Any] = {
     "linear_num_key_heads_cpu": lambda model: model.config.linear_num_key_heads,
     "linear_num_value_heads_cpu": lambda model: model.config.linear_num_value_heads,
 }
-# More fields that published configs have and the config classes of transformers lack.
+# Further fields of published configs that transformers' config classes lack.
 FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"moe_layer_freq": 1, "scoring_func": "softmax"},
     "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid"},
     "qwen3_next": _DELTA_NETS,
     "qwen3_5_moe_text": _DELTA_NETS,
 }
-# SGLang builds every layer of these types as a MoE layer, as in all published models. It builds the
-# norm of OLMoE's keys with the width of the queries.
+# SGLang builds every layer of the first three types as a MoE layer, as in all published models. It
+# builds the norm of OLMoE's keys with the width of the queries.
 SIZES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"mlp_only_layers": []},
     "qwen3_moe": {"mlp_only_layers": []},
@@ -85,7 +87,7 @@ def build_engine(model_type: str, folder: Path, head: bool) -> Any:
     from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.layers.rotary_embedding import factory
 
-    # Checks and kernels of a forward, which never runs.
+    # These checks and kernels belong to a forward, which never runs.
     mamba_hook.validate_mamba_extra_buffer = lambda *args, **kwargs: None
     factory.get_rope_cpu = lambda *args, **kwargs: torch.nn.Identity()
     from sglang.srt.configs.model_config import ModelConfig
@@ -153,9 +155,9 @@ def record(model_type: str, head: bool) -> dict[str, Any]:
 def _load_together(
     engine: Any, parameters: dict[str, torch.nn.Parameter], skipped: dict[str, torch.Tensor]
 ) -> list[str]:
-    """Send the skipped tensors of each module in one call; return the keys that are loaded then.
+    """Send the skipped tensors of each module in one call. Returns the keys that are then loaded.
 
-    SGLang joins some tensors in one parameter, and only if one call has all of them.
+    SGLang joins some tensors in one parameter, but only if one call has all of them.
     """
     modules: dict[str, list[str]] = {}
     for key in skipped:
@@ -173,7 +175,7 @@ def _count_missing(parameters: dict[str, torch.nn.Parameter]) -> int:
 
 
 def main() -> None:
-    """Record the given types, each in a process of its own, and add them to the file."""
+    """Record each given type in a separate process, and add the types to the file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
     parser.add_argument("types", nargs="*", default=[*TYPES, *(HEAD + kind for kind in HEADS)])
@@ -183,7 +185,7 @@ def main() -> None:
         (name,) = options.types
         row = record(name.removeprefix(HEAD), name.startswith(HEAD))
         print(f"ROW {json.dumps(row)}", flush=True)
-        os._exit(0)  # threads of stand-ins must not keep the process
+        os._exit(0)  # threads of fake modules must not keep the process alive
     engine = f"sglang {version('sglang')}"
     table = json.loads(options.file.read_text()) if options.file.is_file() else {}
     for name in options.types:

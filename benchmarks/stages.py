@@ -1,23 +1,25 @@
-"""Time pipeline stages: their bubble, their bytes, and a step over two nodes with a slow link.
+"""Measure the bubble and the bytes of pipeline stages, and time a step over two nodes.
 
     python benchmarks/stages.py                              prints the tables
     python benchmarks/stages.py --write benchmarks/results   also writes them as Markdown
 
-1. The bubble. Each stage waits --wait milliseconds in each forward of a micro-batch and twice as
-   long in each backward, and computes a tiny model besides. So all stages take equally long,
-   however many cores the ranks share. "waits" is the part of a step in which a stage waits for
-   hidden states, gradients or the loss of other stages, averaged over stages. The formula is
+1. The bubble. Each stage sleeps --wait milliseconds in each forward of a micro-batch and twice as
+   long in each backward, and also computes a tiny model. So all stages take equally long, even if
+   the ranks share a few cores. "waits" is the fraction of a step in which a stage waits for hidden
+   states, gradients or the loss of other stages, as a mean over stages. The formula is
    (p - 1) / (m + p - 1) for p stages and m micro-batches.
 
 2. A step over two nodes. The nodes are network namespaces of this machine with two ranks each
-   (`tests/support/namespaces.py`, which needs root and iproute2). The traffic between nodes is
-   limited to --rate by `tc tbf`. Each rank holds two models with the same weights, whose steps take
-   turns: two stages with ep 2, one stage per node, and ep 4 over both nodes.
+   (`tests/support/namespaces.py`, which needs root and iproute2). `tc tbf` limits the traffic
+   between nodes to --rate. Each rank holds two models with the same weights, whose steps take
+   turns. One model has two stages with ep 2, one stage per node. The other model has ep 4 over both
+   nodes.
 
     step     forward, backward and AdamW, until the slowest rank is done
-    ratio    with stages / without, turn by turn
+    ratio    with stages / without stages, turn by turn
     sent     all bytes that a node's interface sends in a step
-    by hand  the hidden states, or the gradients, of all tokens of a node: a stage sends these
+    by hand  the bytes of the hidden states, or of the gradients, of all tokens of a node, which a
+             stage sends
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from unittest.mock import patch
 import over_nodes
 import torch
 import torch.distributed as dist
-from figures import row, setting
+from benchmark_text import describe_machine, format_row
 from models import qwen3_moe
 from over_nodes import Figures, namespaces, run_in_turn
 from ranks import spawn
@@ -70,14 +72,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Waited:
-    """One rank: the part of a step that it waits, and the bytes that it sends in a step."""
+    """The fraction of a step that one rank waits, and the bytes that it sends in a step."""
 
     part: float
     sent: int
     by_hand: int
 
 
-def _wait_in(layer: nn.Module, seconds: float) -> None:
+def _make_layer_sleep(layer: nn.Module, seconds: float) -> None:
     def wait(module: nn.Module, args: Any, output: Tensor) -> None:
         time.sleep(seconds)
         output.register_hook(lambda grad: time.sleep(2 * seconds))
@@ -85,13 +87,13 @@ def _wait_in(layer: nn.Module, seconds: float) -> None:
     layer.register_forward_hook(wait)
 
 
-def waits_of_rank(rank: int, stages: int, count: int, seconds: float) -> Waited:
-    """Time the waits of one stage, whose forwards take `seconds`, and backwards twice as long."""
+def measure_waits(rank: int, stages: int, count: int, seconds: float) -> Waited:
+    """Time the waits of one stage. A forward takes `seconds`, a backward twice as long."""
     sizes = Sizes(hidden=32, intermediate=8, experts=4, top_k=2, layers=stages)
     torch.manual_seed(0)
     model = qwen3_moe(sizes, VOCAB)
     apply_ep_fsdp2(model, pp_size=stages, pp_microbatches=count)
-    _wait_in(model.model.layers[rank], seconds)
+    _make_layer_sleep(model.model.layers[rank], seconds)
     pipeline: Pipeline = vars(model)["_call_impl"].func
     input_ids = torch.randint(VOCAB, (count, 16), generator=torch.Generator().manual_seed(0))
     waited, parts, sent = 0.0, [], 0
@@ -104,7 +106,7 @@ def waits_of_rank(rank: int, stages: int, count: int, seconds: float) -> Waited:
         return tensors
 
     def wait_for_loss(*args: Any) -> Tensor:
-        # Stages that are done early wait here for the others.
+        # Stages that are done early wait here for the other stages.
         nonlocal waited
         began = time.perf_counter()
         numbers = stock_gather(*args)
@@ -121,7 +123,7 @@ def waits_of_rank(rank: int, stages: int, count: int, seconds: float) -> Waited:
             seconds_of_step, sent = time.perf_counter() - began, pipeline.num_bytes - before
             longest = torch.tensor(seconds_of_step)
             dist.all_reduce(longest, dist.ReduceOp.MAX)
-            # A stage that is done early waits until the last one is done.
+            # A stage that is done early waits until the last stage is done.
             if turn:
                 parts.append((waited + float(longest) - seconds_of_step) / float(longest))
     neighbours = (rank > 0) + (rank < stages - 1)
@@ -129,7 +131,7 @@ def waits_of_rank(rank: int, stages: int, count: int, seconds: float) -> Waited:
 
 
 def measure(sizes: Sizes) -> Figures:
-    """Run steps of both models in turn; the first turn is a warm-up."""
+    """Run steps of both models in turn. The first turn is a warm-up."""
     models, optimizers = {}, {}
     for name, layout in LAYOUTS.items():
         torch.manual_seed(0)
@@ -137,7 +139,7 @@ def measure(sizes: Sizes) -> Figures:
         optimizers[name] = torch.optim.AdamW(models[name].parameters(), lr=1e-5)
     num_rows = sizes.tokens // sizes.seq
     generator = torch.Generator().manual_seed(0)
-    # With stages there are two data ranks, without them four: both train the same rows.
+    # There are two data ranks with stages, and four without. Both models train the same rows.
     everything = torch.randint(VOCAB, (4 * num_rows, sizes.seq), generator=generator)
     rank = dist.get_rank()
     rows_of = {"stages": everything.chunk(2)[rank % 2], "ep 4": everything.chunk(4)[rank]}
@@ -152,7 +154,7 @@ def report_bubbles(milliseconds: int) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for stages, count in BUBBLES:
-        ranks = spawn(waits_of_rank, stages, stages, count, milliseconds / 1000, timeout=300)
+        ranks = spawn(measure_waits, stages, stages, count, milliseconds / 1000, timeout=300)
         measured = sum(rank.part for rank in ranks) / stages
         formula = bubble(stages, count)
         sent, by_hand = (sum(getattr(r, name) for r in ranks) for name in ("sent", "by_hand"))
@@ -176,8 +178,8 @@ def report_nodes(sizes: Sizes, rate: str, figures: Figures) -> list[str]:
         "- stages: pp 2 x ep 2, 8 micro-batches, a stage per node; without: ep 4 over both nodes\n",
         "| | 2 stages x ep 2 | ep 4 | ratio |",
         "|---|---|---|---|",
-        f"| {row('step, s', staged['seconds'], ep_only['seconds'])} |",
-        f"| {row('sent by a node, MiB', staged['sent'], ep_only['sent'])} |",
+        f"| {format_row('step, s', staged['seconds'], ep_only['seconds'])} |",
+        f"| {format_row('sent by a node, MiB', staged['sent'], ep_only['sent'])} |",
         f"\nA stage sends {by_hand:.1f} MiB of hidden states or gradients in a step, by hand.",
     ]
 
@@ -200,7 +202,7 @@ def main() -> None:
     else:
         figures = over_nodes.run(__file__, sizes, num_nodes=2, num_ranks=RANKS, rate=args.rate)
         nodes = report_nodes(sizes, args.rate, figures)
-    about = setting("benchmarks/stages.py", load_before, RANKS)
+    about = describe_machine("benchmarks/stages.py", load_before, RANKS)
     text = "\n".join(
         [
             "# Pipeline stages: bubble, bytes, and a step over two nodes\n",

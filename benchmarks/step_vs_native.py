@@ -4,25 +4,26 @@
     python benchmarks/step_vs_native.py --ep 2 --profile       also prints the time of each op
 
 Both sides load the same checkpoint and train on the same batch. Loss and gradients must agree to
-1e-5, or the benchmark raises and prints no table:
+1e-5. Otherwise the benchmark raises an error and prints no table:
 
     ours      `hf_moe_ep.from_pretrained(..., ep_size=...)`
     native    `from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=4, ep_size=...))`
 
 The figures:
 
-    step           forward + backward + clip + AdamW, until the slowest rank is done. Both sides
-                   run in the same processes and take turns (A B A B ...), so a busy machine slows
-                   down both. The processes keep freed memory, as a GPU's caching allocator does:
-                   with malloc's defaults, clearing pages takes up to a quarter of a step
-    CPU seconds    CPU time of the same steps, summed over ranks; a busy machine changes CPU time
+    step           forward, backward, clipping and AdamW, until the slowest rank is done. Both
+                   sides run in the same processes and take turns (A B A B ...), so a busy machine
+                   slows down both. The processes keep freed memory, as a GPU's caching allocator
+                   does, because with malloc's defaults, clearing pages takes up to a quarter of a
+                   step
+    CPU seconds    CPU time of the same steps, summed over ranks. A busy machine changes CPU time
                    less than wall-clock time
     sent           bytes that a rank sends to other ranks in the collectives of the MoE layers in
                    one step, counted when torch dispatches them. FSDP2's collectives and rows that
                    stay on their rank do not count
     saved          bytes that the MoE layers keep for backward, without parameters
-    peak memory    resident memory of a rank while loading, and from the first step on. Each side
-                   runs in separate processes with malloc's defaults
+    peak memory    peak of the resident memory of a rank while it loads the model, and from the
+                   first step on. Each side runs in separate processes with malloc's defaults
 
 The ranks are four processes on one machine, so no GPU and no network is measured.
 """
@@ -44,7 +45,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from figures import row, setting
+from benchmark_text import describe_machine, format_row
 from models import qwen3_moe
 from ranks import KEEP_FREED_MEMORY, peak_mib, reset_peak, spawn
 from torch import Tensor, nn
@@ -84,7 +85,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Paired:
-    """The figures of one rank, with both sides in its process; the keys of dicts are sides."""
+    """The figures of one rank whose process runs both sides. The keys of dicts are sides."""
 
     seconds: dict[str, list[float]]
     cpu_seconds: dict[str, list[float]]
@@ -96,7 +97,7 @@ class Paired:
 
 @dataclass(frozen=True)
 class Result:
-    """The results for one ep size: `ranks` by rank; `peaks` (`measure_memory`) by side and rank."""
+    """The results for one ep size, by rank, and the peaks of `measure_memory`, by side and rank."""
 
     ep: int
     ranks: list[Paired]
@@ -123,7 +124,7 @@ def load(side: str, directory: str, ep: int) -> nn.Module:
 
 
 def clip(side: str, model: nn.Module) -> Tensor:
-    """Clip the gradients of a side; torch's function raises if parameters are on two meshes."""
+    """Clip the gradients of a side. torch's function raises if parameters are on two meshes."""
     if side == "ours":
         return clip_grad_norm_(model, MAX_NORM)
     # transformers' Trainer._mixed_mesh_grad_norm does the same.
@@ -148,10 +149,10 @@ def train_step(side: str, model: nn.Module, optimizer: torch.optim.Optimizer, ba
 
 
 class SentBytes(TorchDispatchMode):
-    """Count the bytes that this rank sends to others: rows (of hidden states), routing, counts.
+    """Counts the bytes that this rank sends to other ranks: rows of hidden states, routing, counts.
 
-    All all-to-alls are counted, and those all-gathers that gather integers. FSDP2 uses neither. The
-    columns that a message has behind those of a row are routing; integers are counts.
+    It counts all all-to-alls, and all-gathers of integers. FSDP2 uses neither of them. The columns
+    of a message behind the columns of a row are routing. Integers are counts.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -189,8 +190,8 @@ class SentBytes(TorchDispatchMode):
 
 
 @contextmanager
-def saved_bytes(model: nn.Module) -> Iterator[Counter[str]]:
-    """Count the bytes that autograd saves in the forward of every experts module.
+def count_saved_bytes(model: nn.Module) -> Iterator[Counter[str]]:
+    """Inside the block, count the bytes that autograd saves in the forward of each experts module.
 
     Our side also keeps the tensors of its exchanges. Autograd does not save these tensors, so their
     bytes are added.
@@ -201,7 +202,7 @@ def saved_bytes(model: nn.Module) -> Iterator[Counter[str]]:
     def counting_finish(planning: AllToAllPlanning) -> Any:
         exchanges = finish(planning)
         values = [value for exchange in exchanges for value in vars(exchange).values()]
-        storages = [_storage(value) for value in values if isinstance(value, Tensor)]
+        storages = [_get_storage(value) for value in values if isinstance(value, Tensor)]
         total["bytes"] += sum({s.data_ptr(): s.nbytes() for s in storages}.values())
         return exchanges
 
@@ -217,11 +218,11 @@ def saved_bytes(model: nn.Module) -> Iterator[Counter[str]]:
 def _count_saved(module: nn.Module, forward: Callable[..., Any], total: Counter[str]) -> Any:
     def counting_forward(*args: Any, **kwargs: Any) -> Any:
         saved: dict[int, int] = {}  # bytes by storage, so that views of a storage count once
-        parameters = {_storage(p).data_ptr() for p in module.parameters()}
+        parameters = {_get_storage(p).data_ptr() for p in module.parameters()}
 
         def pack(tensor: Tensor) -> Tensor:
-            if _storage(tensor).data_ptr() not in parameters:
-                saved[_storage(tensor).data_ptr()] = _storage(tensor).nbytes()
+            if _get_storage(tensor).data_ptr() not in parameters:
+                saved[_get_storage(tensor).data_ptr()] = _get_storage(tensor).nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -232,12 +233,12 @@ def _count_saved(module: nn.Module, forward: Callable[..., Any], total: Counter[
     return counting_forward
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
+def _get_storage(tensor: Tensor) -> torch.UntypedStorage:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
 def check_equal(models: dict[str, nn.Module], losses: dict[str, Tensor]) -> float:
-    """Return the largest relative difference of loss and gradients; raise above TOLERANCE."""
+    """Return the largest relative difference of loss and gradients. Raise if above TOLERANCE."""
     pairs = {"loss": (losses["ours"], losses["native"])}
     ours, native = (dict(models[side].named_parameters()) for side in SIDES)
     if ours.keys() != native.keys():
@@ -259,7 +260,7 @@ def measure_rank(rank: int, sizes: Sizes, directory: str) -> dict[int, Paired]:
     measured = {}
     for ep in sizes.ep:
         measured[ep] = _measure_sides(rank, sizes, directory, ep)
-        gc.collect()  # frees the sharded model, which has reference cycles, before the next one
+        gc.collect()  # frees the sharded model, which has reference cycles
     return measured
 
 
@@ -270,7 +271,7 @@ def _measure_sides(rank: int, sizes: Sizes, directory: str, ep: int) -> Paired:
     optimizers: dict[str, torch.optim.Optimizer] = {}
     sent, saved = {}, {}
     for side, model in models.items():
-        with saved_bytes(model) as total, SentBytes(sizes.hidden) as counter:
+        with count_saved_bytes(model) as total, SentBytes(sizes.hidden) as counter:
             loss = model(**batch).loss
             loss.backward()
         losses[side], sent[side], saved[side] = loss.detach(), dict(counter.sent), total["bytes"]
@@ -291,7 +292,7 @@ def _time_in_turns(
     batch: Batch,
     steps: int,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the seconds of each step and this rank's CPU seconds, by side."""
+    """Time the steps of both sides in turn. Returns seconds and CPU seconds of steps by side."""
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     cpu: dict[str, list[float]] = {side: [] for side in SIDES}
     for optimizer in optimizers.values():
@@ -319,7 +320,7 @@ def _profile(side: str, model: nn.Module, optimizer: torch.optim.Optimizer, batc
 def measure_memory(
     rank: int, sizes: Sizes, directory: str, ep: int, side: str
 ) -> tuple[float, float]:
-    """Return the peak resident MiB of loading and sharding, and of three training steps."""
+    """Measure the peak resident MiB of loading and sharding, and of three training steps."""
     batch = make_batch(sizes, rank)
     reset_peak()
     model = load(side, directory, ep)
@@ -332,7 +333,7 @@ def measure_memory(
 
 
 def measure(sizes: Sizes, memory: bool = True, timeout: float = 900.0) -> list[Result]:
-    """Measure every ep size; raises RuntimeError if the sides do not compute the same."""
+    """Measure every ep size. Raises RuntimeError if the sides compute different results."""
     results = []
     with tempfile.TemporaryDirectory(prefix="step_vs_native_model_") as directory:
         write_model(sizes, directory)
@@ -349,7 +350,7 @@ def measure(sizes: Sizes, memory: bool = True, timeout: float = 900.0) -> list[R
 
 
 def report(sizes: Sizes, results: list[Result], about: list[str]) -> str:
-    """Return the setting of the run, the table, and all profiles, as Markdown."""
+    """Format the machine, the table and all profiles as Markdown."""
     worst = max(rank.error for result in results for rank in result.ranks)
     lines = [
         "# One training step: hf_moe_ep against transformers' own expert parallelism\n",
@@ -358,7 +359,7 @@ def report(sizes: Sizes, results: list[Result], about: list[str]) -> str:
         f"{sizes.experts} experts of {sizes.intermediate}, fp32; {sizes.batch} x {sizes.seq} "
         f"tokens per rank, {WORLD} gloo ranks of one thread each, {sizes.steps} steps\n",
         "| ep | figure | ours | native | ours / native |\n|---|---|---|---|---|",
-        *(f"| {result.ep} | {cells} |" for result in results for cells in _rows(result)),
+        *(f"| {result.ep} | {cells} |" for result in results for cells in _format_rows(result)),
         "\nMedian (min .. max), over steps for seconds and over ranks for the rest; ratios are "
         "taken step by step and rank by rank, below 1 is better. Loss and gradients of both sides "
         f"are equal to {worst:.1e} relative (fp32). Every figure is explained at the top of "
@@ -370,23 +371,25 @@ def report(sizes: Sizes, results: list[Result], about: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rows(result: Result) -> Iterator[str]:
+def _format_rows(result: Result) -> Iterator[str]:
     ranks, mib = result.ranks, 2**20
-    yield row("step, s", *(ranks[0].seconds[side] for side in SIDES))
+    yield format_row("step, s", *(ranks[0].seconds[side] for side in SIDES))
     by_step = (zip(*(r.cpu_seconds[side] for r in ranks)) for side in SIDES)
     cpu = ([sum(step) for step in steps] for steps in by_step)
-    yield row("CPU seconds per step, 4 ranks", *cpu)
+    yield format_row("CPU seconds per step, 4 ranks", *cpu)
     for kind in ("rows", "routing", "counts"):
         unit, divisor = ("KiB", 1024) if kind == "counts" else ("MiB", mib)
         ours, native = ([r.sent[side][kind] / divisor for r in ranks] for side in SIDES)
-        yield row(f"sent per rank: {kind}, {unit}", ours, native)
+        yield format_row(f"sent per rank: {kind}, {unit}", ours, native)
     totals = ([sum(r.sent[side].values()) / mib for r in ranks] for side in SIDES)
-    yield row("sent per rank: all, MiB", *totals)
-    yield row("saved for backward, MiB", *([r.saved[side] / mib for r in ranks] for side in SIDES))
+    yield format_row("sent per rank: all, MiB", *totals)
+    yield format_row(
+        "saved for backward, MiB", *([r.saved[side] / mib for r in ranks] for side in SIDES)
+    )
     if result.peaks:
         for index, phase in enumerate(("loading", "training")):
             peaks = ([peak[index] for peak in result.peaks[side]] for side in SIDES)
-            yield row(f"peak memory per rank, {phase}, MiB", *peaks)
+            yield format_row(f"peak memory per rank, {phase}, MiB", *peaks)
 
 
 def main() -> None:
@@ -403,7 +406,9 @@ def main() -> None:
     sizes = Sizes(**chosen | {"ep": tuple(args.ep)})
     load_before = os.getloadavg()[0]
     results = measure(sizes)
-    text = report(sizes, results, setting("benchmarks/step_vs_native.py", load_before, WORLD))
+    text = report(
+        sizes, results, describe_machine("benchmarks/step_vs_native.py", load_before, WORLD)
+    )
     print(text)
     if args.write:
         args.write.parent.mkdir(parents=True, exist_ok=True)

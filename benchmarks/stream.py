@@ -1,20 +1,20 @@
-"""Measure the stream of a model's weights for an engine (`hub_tensors`) on eight CPU ranks.
+"""Measure `hub_tensors`, which streams a model's weights to an engine, on eight CPU ranks.
 
     python benchmarks/stream.py
 
 The model has the shape of Qwen3-30B-A3B with an eighth of each width: 48 layers of 128 experts,
 hidden size 256, 96 per expert, in bf16, with ep_size 8. The sides take turns:
 
-    ours    `hub_tensors(model, max_bytes=..)`: one tensor per expert, under its hub key
-    stock   `full_tensor()` of one parameter after the other, under its transformers name, as TRL's
-            own loop for FSDP2 does; the experts of a layer are one tensor
+    ours    `hub_tensors(model, max_bytes=..)` yields one tensor per expert, with its hub key
+    stock   `full_tensor()` of one parameter after the other, as in TRL's own loop for FSDP2. The
+            experts of a layer are one tensor
 
-    above shards     the peak of the resident memory of the worst rank, minus the memory of the
-                     process before
+    above shards     the peak of the resident memory of the worst rank, minus the memory that the
+                     process had before
     largest          the largest tensor that is yielded
 
-hf_moe_ep promises a peak of at most `max_bytes` if no tensor is larger. Before the first turn every
-side runs once.
+hf_moe_ep promises a peak of at most `max_bytes` if no tensor is larger. Every side runs once before
+the first turn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from figures import setting, spread
+from benchmark_text import describe_machine, spread
 from ranks import peak_mib, reset_peak, spawn
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -51,7 +51,7 @@ class Sizes:
 
 
 def build(sizes: Sizes, rank: int) -> torch.nn.Module:
-    """Build the model with values on rank 0 only, and shard it."""
+    """Build the model with values only on rank 0, and shard it."""
     config = Qwen3MoeConfig(
         vocab_size=sizes.vocab, hidden_size=sizes.hidden, num_hidden_layers=sizes.layers,
         moe_intermediate_size=sizes.intermediate, num_experts=sizes.experts,
@@ -65,7 +65,7 @@ def build(sizes: Sizes, rank: int) -> torch.nn.Module:
 
 
 def stream(side: str, model: torch.nn.Module, sizes: Sizes) -> tuple[int, int, int]:
-    """Run one stream; return its bytes, the number of tensors, and the bytes of the largest."""
+    """Run one stream. Returns its bytes, the number of tensors, and the bytes of the largest."""
     total = count = largest = 0
     if side == "ours":
         tensors = (tensor for _, tensor in hub_tensors(model, max_bytes=sizes.max_mib * MIB))
@@ -73,14 +73,14 @@ def stream(side: str, model: torch.nn.Module, sizes: Sizes) -> tuple[int, int, i
         states = model.state_dict().values()
         tensors = (x.full_tensor() if isinstance(x, DTensor) else x for x in states)
     for tensor in tensors:
-        size = tensor.numel() * 2  # in bf16, whatever the dtype of the masters
+        size = tensor.numel() * 2  # bytes in bf16; masters may have another dtype
         total, count, largest = total + size, count + 1, max(largest, size)
         del tensor
     return total, count, largest
 
 
 def measure(rank: int, sizes: Sizes) -> dict[str, list[tuple[float, float, int, int, int]]]:
-    """Return (seconds, MiB above the memory before, bytes, tensors, largest) of each turn."""
+    """Measure all turns. Returns (seconds, MiB above before, bytes, tensors, largest) of each."""
     model = build(sizes, rank)
     for side in SIDES:
         stream(side, model, sizes)
@@ -106,7 +106,7 @@ def main() -> None:
     sizes = Sizes(max_mib=options.max_mib, turns=options.turns)
     load_before = os.getloadavg()[0]
     ranks = spawn(measure, sizes.world, sizes, timeout=1200.0)
-    print("\n".join(setting("benchmarks/stream.py", load_before, sizes.world)))
+    print("\n".join(describe_machine("benchmarks/stream.py", load_before, sizes.world)))
     print("| side | seconds | above shards, MiB | tensors | MiB | largest, MiB |")
     print("|---|---|---|---|---|---|")
     for side in SIDES:

@@ -4,9 +4,9 @@
     seconds_of_step      times a step of all ranks, between two barriers
 
 A GPU executes kernels after the host has launched them. `spin` keeps the GPU busy while the host
-launches the timed kernels, so that the GPU never waits for Python while its time is measured. A
-function that synchronises with the host, as stock's eager loop over experts does, is still timed
-with its waits.
+launches the timed kernels, so that the GPU never waits for Python while its time is measured. If a
+function synchronises with the host, as stock's eager loop over experts does, its waits are timed as
+well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SPIN_CYCLES = 20_000_000
 
 
 def milliseconds(run: Callable[[], Any], cuda: bool, times: int = 1) -> float:
-    """Return one measurement: the mean of `times` consecutive runs, in milliseconds."""
+    """Measure the mean of `times` consecutive runs once, in milliseconds."""
     if not cuda:
         start = time.perf_counter()
         for _ in range(times):
@@ -41,7 +41,7 @@ def milliseconds(run: Callable[[], Any], cuda: bool, times: int = 1) -> float:
 
 
 def seconds_of_step(step: Callable[[], Any]) -> float:
-    """Return the seconds of a step that all ranks begin together, until the last one has ended."""
+    """Run a step that all ranks begin together. Returns the seconds until the last rank is done."""
     dist.barrier()
     start = time.perf_counter()
     step()

@@ -3,11 +3,11 @@
     python benchmarks/trainer_one_process.py                             prints the table
     python benchmarks/trainer_one_process.py --write benchmarks/results  also writes it
 
-Both scripts train the same Qwen3-MoE from the same seed on the same batches. Each runs in new
-processes, in turn (stock, patched, patched, stock, ...). The logged losses and gradient norms of
-all steps must agree to 1e-5, or the benchmark raises and prints no table.
+Both scripts train the same Qwen3-MoE from the same seed on the same batches. They run in new
+processes in turn (stock, patched, patched, stock, ...). The logged losses and gradient norms of all
+steps must agree to 1e-5. Otherwise the benchmark raises an error and prints no table.
 
-    step           time from the end of one optimizer step to the end of the next; median of a
+    step           time from the end of one optimizer step to the end of the next step; median of a
                    process, without the first two steps
     CPU seconds    CPU time of the same steps, which a busy machine disturbs least
     peak           peak of the resident memory of the process
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import row, setting
+from benchmark_text import describe_machine, format_row
 from models import qwen3_moe
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
@@ -52,7 +52,7 @@ SIZES = {
 
 
 class StepTimes(TrainerCallback):
-    """Record the wall-clock time and the CPU time of the process at the end of every step."""
+    """Records the wall-clock time and the CPU time of the process at the end of every step."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[float, float]] = []
@@ -62,7 +62,7 @@ class StepTimes(TrainerCallback):
 
 
 def train(side: str, sizes: argparse.Namespace) -> dict[str, Any]:
-    """Run the user's script; only the line with `patch` is not stock."""
+    """Run the user's script, in which only the line with `patch` is not stock."""
     set_seed(0)
     model = qwen3_moe(sizes, VOCAB)
     if side == "patched":
@@ -99,7 +99,7 @@ def train(side: str, sizes: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_equal(results: dict[str, dict[str, Any]]) -> float:
-    """Return the largest relative difference of the logged values; raise above TOLERANCE."""
+    """Return the largest relative difference of the logged values. Raise if above TOLERANCE."""
     worst = 0.0
     for key in ("loss", "grad_norm"):
         pairs = zip(*(results[side][key] for side in SIDES), strict=True)
@@ -115,7 +115,7 @@ def check_equal(results: dict[str, dict[str, Any]]) -> float:
 
 
 def measure(options: list[str], pairs: int, timeout: float) -> list[dict[str, dict[str, Any]]]:
-    """Run `pairs` pairs of processes, and return the results of each pair by side."""
+    """Run `pairs` pairs of processes. Returns the results of each pair by side."""
     results = []
     for index in range(pairs):
         pair = {}
@@ -133,7 +133,7 @@ def report(results: list[dict[str, dict[str, Any]]], sizes: argparse.Namespace) 
 
     def cells(name: str, key: str) -> str:
         columns = ([pair[side][key] for pair in results] for side in reversed(SIDES))
-        return f"| {row(name, *columns)} |"
+        return f"| {format_row(name, *columns)} |"
 
     return "\n".join(
         [
@@ -167,7 +167,14 @@ def main() -> None:
     print(text)
     if args.write:
         head = "# A stock Trainer script in one process, with and without `patch(model)`"
-        lines = [head, "", *setting("benchmarks/trainer_one_process.py", load, 1), "", text, ""]
+        lines = [
+            head,
+            "",
+            *describe_machine("benchmarks/trainer_one_process.py", load, 1),
+            "",
+            text,
+            "",
+        ]
         (args.write / "trainer-cpu.md").write_text("\n".join(lines))
 
 

@@ -1,16 +1,17 @@
-"""`examine`: check whether training can run here. The checks are in four sections:
+"""Check whether training can run on this machine. `examine` runs four groups of checks:
 
-    packages   the installed versions, and the ranges that this package allows
-    wraps      whether the functions of Accelerate, transformers and PEFT that patch() wraps exist;
-               if one is missing, the feature that wraps it does not work; which functions are
-               replaced in this process now
-    machine    GPUs, Triton, NCCL, DeepEP, flash-attn: which code each part of a step runs
-    launch     how this process was started, or how the next `accelerate launch` starts processes
+    packages   compare the installed versions with the ranges that this package allows
+    wraps      look for the functions of Accelerate, transformers and PEFT that patch() wraps; if a
+               function is missing, the feature that wraps it does not work. Also list the functions
+               that are replaced in this process now
+    machine    look for GPUs, Triton, NCCL, DeepEP and flash-attn, which decide what code runs
+    launch     report how this process was started, or how the next `accelerate launch` would start
+               processes
 
 Each finding is one line with a mark: "ok"; "--" if something optional is missing; "FAIL" for a
-problem that would stop training, with its fix. A broken package must not stop the report, so
-packages are imported inside functions, and a section whose check fails becomes one finding. Models
-and the network between machines are not checked.
+problem that would stop training, with its fix. A broken package must not stop the report.
+Therefore packages are imported inside functions, and a group whose check raises an error becomes
+one finding. Models and the network between machines are not checked.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from hf_moe_ep.upstream.requirements import (
 
 OK, NOTE, FAIL = "ok", "--", "FAIL"
 
-# The report's text about each optional package that is missing. A package that is installed, but
-# unsuitable or broken, has the mark FAIL if transformers or torch import it (_IMPORTED_BY_OTHERS),
-# otherwise "--".
+# The text about each missing optional package. A package that is installed, but broken or in a
+# version that is not allowed, gets the mark FAIL if transformers or torch import it
+# (_IMPORTED_BY_OTHERS), and "--" if not.
 _WITHOUT = {
     "peft": "LoRA: not available, pip install 'hf_moe_ep[peft]'",
     "bitsandbytes": "experts_dtype='nf4': not available, pip install 'hf_moe_ep[quant]'",
@@ -62,10 +63,10 @@ class Finding:
 def examine() -> dict[str, list[Finding]]:
     """Run all checks, and return the findings of each section by its title."""
     checks: dict[str, Callable[[], list[Finding]]] = {
-        "packages": _packages,
-        "wraps": _wrapped_functions,
-        "machine": _machine,
-        "launch": _launch,
+        "packages": _check_packages,
+        "wraps": _check_wraps,
+        "machine": _check_machine,
+        "launch": _check_launch,
     }
     sections = {}
     for title, check in checks.items():
@@ -83,7 +84,7 @@ def list_failures(sections: Mapping[str, list[Finding]]) -> list[Finding]:
 
 
 def _attempt(function: Callable[[], _Result]) -> tuple[_Result | None, str]:
-    """Call `function`; return (its result, ""), or (None, the first line of its error)."""
+    """Call a function. Return (its result, ""), or (None, the first line of its error)."""
     try:
         return function(), ""
     except Exception as error:  # noqa: BLE001  a broken package may raise anything at import
@@ -91,25 +92,25 @@ def _attempt(function: Callable[[], _Result]) -> tuple[_Result | None, str]:
         return None, f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
 
 
-def _packages() -> list[Finding]:
+def _check_packages() -> list[Finding]:
     allowed = allowed_packages()
     here = Path(__file__).resolve().parent
     if allowed is None:
         text = f"at {here}: not installed, so the allowed versions are unknown; pip install ."
-        return [Finding(NOTE, DISTRIBUTION, text), _python()]
+        return [Finding(NOTE, DISTRIBUTION, text), _report_python()]
     this_package = Finding(OK, DISTRIBUTION, f"{installed_version(DISTRIBUTION):<16} at {here}")
     _, error = _attempt(lambda: importlib.import_module("hf_moe_ep.apply"))
     if error:
         this_package = Finding(FAIL, DISTRIBUTION, f"at {here} cannot be imported: {error}")
     shown = [package for package in allowed if not package.extra or package.name in _WITHOUT]
-    return [this_package, _python(), *map(_package, shown)]
+    return [this_package, _report_python(), *map(_check_package, shown)]
 
 
-def _python() -> Finding:
+def _report_python() -> Finding:
     return Finding(OK, "python", f"{platform.python_version():<16} {platform.platform()}")
 
 
-def _package(package: AllowedPackage) -> Finding:
+def _check_package(package: AllowedPackage) -> Finding:
     version = installed_version(package.name)
     problem = package.sentence(version)
     if version is None and package.name in _WITHOUT:
@@ -125,10 +126,11 @@ def _package(package: AllowedPackage) -> Finding:
     return Finding(OK, package.name, f"{version:<16} allowed {package.range or 'any'}")
 
 
-def _wrapped_functions() -> list[Finding]:
-    """Report missing functions, and those that wrappers replace in this process now.
+def _check_wraps() -> list[Finding]:
+    """Report missing functions, and the functions that wrappers replace in this process now.
 
-    A process that runs the command has patched no model. In another process, call `examine`.
+    The process of `hf-moe-ep doctor` has patched no model. To see the functions that a training
+    process replaces, call `examine` in that process.
     """
     from hf_moe_ep.integrations.install import report_wraps
     from hf_moe_ep.upstream.wrap import in_force
@@ -152,14 +154,20 @@ def _wrapped_functions() -> list[Finding]:
     return [*findings, Finding(OK, "in force", replaced_now)]
 
 
-def _machine() -> list[Finding]:
-    kernels, error = _attempt(_kernels)
+def _check_machine() -> list[Finding]:
+    kernels, error = _attempt(_report_kernels)
     if kernels is None:
         kernels = Finding(FAIL, "Triton kernels", f"could not be checked: {error}")
-    return [*_gpus(), kernels, *_backends(), _deep_ep(), _flash_attention()]
+    return [
+        *_report_gpus(),
+        kernels,
+        *_check_backends(),
+        _check_deep_ep(),
+        _check_flash_attention(),
+    ]
 
 
-def _gpus() -> list[Finding]:
+def _report_gpus() -> list[Finding]:
     import torch
 
     if not torch.cuda.is_available():
@@ -174,8 +182,8 @@ def _gpus() -> list[Finding]:
     return [Finding(OK, "GPU", f"{count} x {kind}") for kind, count in kinds.items()]
 
 
-def _kernels() -> Finding:
-    """Report which code experts_backend="auto" runs: the Triton kernels or the torch path."""
+def _report_kernels() -> Finding:
+    """Report whether experts_backend="auto" runs the Triton kernels or the torch path."""
     from hf_moe_ep.moe.experts import why_no_kernels
 
     name = "Triton kernels"
@@ -185,7 +193,7 @@ def _kernels() -> Finding:
     return Finding(OK, name, "the experts use them (experts_backend='auto')")
 
 
-def _backends() -> list[Finding]:
+def _check_backends() -> list[Finding]:
     import torch
     from torch import distributed as dist
 
@@ -214,7 +222,7 @@ def _backends() -> list[Finding]:
     return findings
 
 
-def _deep_ep() -> Finding:
+def _check_deep_ep() -> Finding:
     name, effect = "DeepEP", "dispatcher='deepep' is refused, 'all_to_all' (the default) runs"
     if importlib.util.find_spec("deep_ep") is None:
         return Finding(NOTE, name, f"not installed: {effect}")
@@ -224,7 +232,7 @@ def _deep_ep() -> Finding:
     return Finding(OK, name, f"{installed_version('deep_ep') or ''} dispatcher='deepep' may run")
 
 
-def _flash_attention() -> Finding:
+def _check_flash_attention() -> Finding:
     name = "flash-attn"
     if importlib.util.find_spec("flash_attn") is None:
         text = "not installed: models are loaded with attn_implementation='sdpa' (the default)"
@@ -236,7 +244,7 @@ def _flash_attention() -> Finding:
     return Finding(OK, name, f"{version} attn_implementation='flash_attention_2' may run")
 
 
-def _launch() -> list[Finding]:
+def _check_launch() -> list[Finding]:
     variables = launch_environment()
     findings = [Finding(OK, name, value) for name, value in variables.items()]
     _, error = _attempt(check_environment)
@@ -245,13 +253,13 @@ def _launch() -> list[Finding]:
     world = int(variables.get("WORLD_SIZE", "1"))
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in variables
     if world > 1 or by_accelerate:
-        return [*findings, _this_launch(variables, world, by_accelerate)]
+        return [*findings, _check_this_launch(variables, world, by_accelerate)]
     text = "one process: nothing is sharded"
-    return [*findings, Finding(NOTE, "this process", text), _next_launch()]
+    return [*findings, Finding(NOTE, "this process", text), _check_next_launch()]
 
 
-def _this_launch(variables: Mapping[str, str], world: int, by_accelerate: bool) -> Finding:
-    """Report how a patched model runs in this process, which a launcher has started."""
+def _check_this_launch(variables: Mapping[str, str], world: int, by_accelerate: bool) -> Finding:
+    """Report how a patched model runs in this process, if a launcher has started it."""
     name = "this launch"
     with_fsdp = variables.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if not by_accelerate:
@@ -268,7 +276,7 @@ def _this_launch(variables: Mapping[str, str], world: int, by_accelerate: bool) 
     return Finding(NOTE, name, "one process: nothing is sharded")
 
 
-def _next_launch() -> Finding:
+def _check_next_launch() -> Finding:
     """Report how a patched model would run with the default config of `accelerate launch`."""
     name = "next launch"
     default_config, error = _attempt(default_launch_config)
@@ -279,7 +287,7 @@ def _next_launch() -> Finding:
         text = "no default accelerate config; name a file: accelerate launch --config_file FILE"
         return Finding(NOTE, name, text)
     path, config = default_config
-    problem = _launch_problem(config)
+    problem = _find_launch_problem(config)
     if problem:
         return Finding(FAIL, name, f"{path}: {problem}")
     if config.get("distributed_type") == "FSDP":
@@ -288,8 +296,8 @@ def _next_launch() -> Finding:
     return Finding(NOTE, name, f"{path}: one process, nothing is sharded")
 
 
-def _launch_problem(config: Mapping[str, Any]) -> str:
-    """Return why a patched model would refuse this launch config, or "" if it would run."""
+def _find_launch_problem(config: Mapping[str, Any]) -> str:
+    """Return why a patched model would refuse a launch config, or "" if it would run."""
     kind = str(config.get("distributed_type"))
     version = (config.get("fsdp_config") or {}).get("fsdp_version") or 1
     if kind == "FSDP" and int(version) != 2:

@@ -1,10 +1,10 @@
-"""`python -m hf_moe_ep.run`: `hf-moe-ep run` for a script or a module, inside a launcher.
+"""Run a script or a module with expert parallelism inside a launcher, as `hf-moe-ep run` does.
 
     torchrun --nproc_per_node 8 -m hf_moe_ep.run --ep-size 8 train.py --lr 1e-5
     accelerate launch --config_file fsdp2.yaml -m hf_moe_ep.run --ep-size 8 -m trl.scripts.sft ...
 
-The launcher starts this module in each rank. The module replaces its process by Python, with the
-same options of the interpreter, and with the script or module and its arguments.
+The launcher starts this module in each rank. The module replaces its process by a new Python
+process, which gets the same interpreter options and runs the script or module with its arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if bool(options.module) == bool(script):
         parser.error("name a script, or a module: -m MODULE")
     target = script or ["-m", *options.module]
-    command = [sys.executable, *interpreter_options(sys.orig_argv), *target]
+    command = [sys.executable, *find_interpreter_options(sys.orig_argv), *target]
     try:
         return run_command(command, *variables(options), dry_run=options.dry_run)
     except ValueError as error:
@@ -55,8 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def interpreter_options(words: Sequence[str]) -> list[str]:
-    """Return the options of the interpreter among the words with which Python was started.
+def find_interpreter_options(words: Sequence[str]) -> list[str]:
+    """Find the interpreter options among the words with which Python was started.
 
     ["python", "-u", "-m", "hf_moe_ep.run", "--ep-size", "8", "train.py"] -> ["-u"]
     """

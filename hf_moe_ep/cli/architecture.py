@@ -10,21 +10,21 @@ import argparse
 import json
 from typing import Any
 
-from hf_moe_ep.planner.options import published_configs
+from hf_moe_ep.planner.options import read_published_configs
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "architecture",
-        description="Show where the layers, experts and router of a model are, as derived from its "
-        "config, and which features are supported for it: expert parallelism and its sizes, LoRA "
-        "on experts, sequence parallelism, pictures.",
+        description="Derive from a model's config where its layers, experts and router are, and "
+        "which features are supported for it: expert parallelism and its sizes, LoRA on experts, "
+        "sequence parallelism, pictures.",
     )
-    models = ", ".join(published_configs())
+    models = ", ".join(read_published_configs())
     parser.add_argument(
         "model",
         help="a model type of transformers, a folder, a config.json or a name on the hub; these "
-        f"need no download: {models}",
+        f"names need no download: {models}",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 

@@ -18,7 +18,8 @@ def add_parser(subparsers: Any) -> None:
         "convert",
         description="Convert a training checkpoint (of the Trainer, accelerator.save_state or "
         "save_checkpoint, written by any number of ranks) into a model folder for from_pretrained "
-        "and inference servers. Runs in one process with one tensor in memory at a time.",
+        "and inference servers. The command runs in one process, with one tensor in memory at a "
+        "time.",
     )
     parser.add_argument("source", help="folder of the training checkpoint")
     parser.add_argument("target", help="folder to write; it must be missing or empty")
@@ -32,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
         "--dtype",
         choices=_DTYPES,
         help="dtype of the written weights; default: the dtype in which from_pretrained loads "
-        "each of them",
+        "each weight",
     )
     parser.add_argument(
         "--max-shard-size",
@@ -43,12 +44,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--no-check-hashes",
         action="store_true",
-        help="skip the comparison of the checkpoint's files with the hashes in its manifest",
+        help="do not compare the checkpoint's files with the hashes in its manifest",
     )
     parser.add_argument(
         "--no-extra-tensors",
         action="store_true",
-        help="do not copy tensors that the model's class ignores (layers for multi-token "
+        help="do not copy tensors that the model's class ignores (such as layers for multi-token "
         "prediction) from the checkpoint that the run had loaded",
     )
     add_trust_remote_code(parser)

@@ -20,8 +20,8 @@ _INDENT = 26
 def add_parser(subparsers: Any) -> None:
     subparsers.add_parser(
         "doctor",
-        description="Check the installed versions, the GPUs and libraries of this machine and the "
-        "launch configuration, and show which code paths they lead to. The exit code is 1 if "
+        description="Check the installed versions, the GPUs and libraries of this machine, and the "
+        "launch configuration, and show which code they make training use. The exit code is 1 if "
         "training would fail.",
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "export-adapter",
-        description="Convert a PEFT adapter folder without loss: LoRA on stacked experts "
+        description="Convert a PEFT adapter folder without loss from LoRA on stacked experts "
         "(target_parameters) to LoRA on single experts (target_modules), or back.",
     )
     parser.add_argument(

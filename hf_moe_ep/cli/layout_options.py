@@ -1,21 +1,29 @@
-"""Options that `hf-moe-ep memory` and `hf-moe-ep plan` share."""
+"""Add and check the options that `hf-moe-ep memory` and `hf-moe-ep plan` share."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from typing import Any
 
 from hf_moe_ep.config import EXPERTS_DTYPES
-from hf_moe_ep.planner.options import LORA_TARGETS, MASTERS, OPTIMIZERS, published_configs
+from hf_moe_ep.planner.options import LORA_TARGETS, MASTERS, OPTIMIZERS, read_published_configs
 
 DEFAULT = "default: %(default)s"
+# The options of `add_training` that are fields of ParallelConfig.
+_PARALLEL_FIELDS = (
+    "experts_dtype",
+    "mtp_layers",
+    "fsdp_double_buffer",
+    "experts_double_quant",
+)
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def add_model_and_gpus(parser: argparse.ArgumentParser) -> None:
-    models = ", ".join(published_configs())
+    models = ", ".join(read_published_configs())
     parser.add_argument(
-        "model", help=f"folder, config.json or hub name; these need no download: {models}"
+        "model", help=f"folder, config.json or hub name; these names need no download: {models}"
     )
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="number of GPUs; one process runs on each"
@@ -25,7 +33,7 @@ def add_model_and_gpus(parser: argparse.ArgumentParser) -> None:
 def add_sizes(
     parser: argparse.ArgumentParser, helps: Mapping[str, str], default: int | None
 ) -> None:
-    """Add `--ep-size`, with the short spelling `--ep`, for the key "ep" of `helps`, and so on."""
+    """Add an option for each key of `helps`: for "ep", `--ep-size` and its short form `--ep`."""
     for name, text in helps.items():
         short = f"--{name.replace('_', '-')}"
         parser.add_argument(
@@ -40,7 +48,7 @@ def add_sizes(
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what is trained, and `--json`."""
+    """Add the options that determine what is trained, and `--json`."""
     add = parser.add_argument
     add("--dtype", choices=_DTYPES, default="bfloat16", help=f"dtype of the model; {DEFAULT}")
     add("--masters", choices=MASTERS, default="fp32", help=f"dtype of trained weights; {DEFAULT}")
@@ -68,6 +76,11 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         help="gather and reduce in fixed buffers (patch(model, fsdp_double_buffer=True))",
     )
     add("--json", action="store_true", help="print JSON, with sizes in bytes")
+
+
+def parallel_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given options of `add_training` that are fields of ParallelConfig."""
+    return {name: options[name] for name in _PARALLEL_FIELDS if options[name]}
 
 
 def check_adapters(options: argparse.Namespace) -> None:

@@ -1,10 +1,10 @@
 """The command `hf-moe-ep`, also `python -m hf_moe_ep`.
 
 Each command is a module with `add_parser(subparsers)` and `run(options)`, which returns the exit
-code. A module is imported only when its command is used, and modules that need torch are imported
-in `run`. So help and mistyped commands do not wait for torch, and `doctor` starts even if the rest
-of the package cannot be imported. A wrong argument or folder gives one line on stderr (after the
-usage if argparse refuses it) and exit code 2; Ctrl-C gives exit code 130.
+code. A module is imported only when its command is used, and `run` imports the modules that need
+torch. So help and mistyped commands do not wait for torch, and `doctor` starts even if the rest of
+the package cannot be imported. A wrong argument or folder gives one line on stderr (after the usage
+if argparse refuses it) and exit code 2. Ctrl-C gives exit code 130.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         if unknown:
-            raise ValueError(_unknown_argument_error(arguments[0], unknown, usage))
+            raise ValueError(_explain_unknown_argument(arguments[0], unknown, usage))
         code: int = options.run(options)
     except (ValueError, ImportError, OSError) as error:
         print(f"hf-moe-ep: error: {error}", file=sys.stderr)
@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _unknown_argument_error(command: str, unknown: Sequence[str], usage: str) -> str:
-    """Return the error about arguments that a command does not have, from the command's usage."""
+def _explain_unknown_argument(command: str, unknown: Sequence[str], usage: str) -> str:
+    """Return the text of the error for arguments that are not in the command's usage."""
     name = unknown[0].partition("=")[0]
     meant = suggestion(name, re.findall(r"--[a-z][\w-]*", usage), "--")
     return f'unknown argument {name}{meant}; "hf-moe-ep {command} --help" lists the arguments'
@@ -69,8 +69,8 @@ def _unknown_argument_error(command: str, unknown: Sequence[str], usage: str) ->
 def _parser(used_command: str) -> tuple[argparse.ArgumentParser, str]:
     """Build the parser of all commands, and return it with the usage of `used_command`.
 
-    Only the module of `used_command` is imported, so only that command gets its options. The others
-    have their line in the help.
+    Only the module of `used_command` is imported, so only this command gets its options. Every
+    other command gets a line in the help.
     """
     parser = argparse.ArgumentParser(
         prog="hf-moe-ep",

@@ -5,8 +5,8 @@
 
 Without `--seq` the command plans the memory that a rank holds between steps (`planner/held.py`).
 With `--seq` it plans the peak of a whole step (`planner/step.py`). If the peak is larger than
-`--gpu-memory`, it lists options that would make the step fit (`planner/shrink.py`). To search for a
-layout, use `hf-moe-ep plan`.
+`--gpu-memory`, the command lists options that would make the step fit (`planner/shrink.py`). To
+search for a layout, use `hf-moe-ep plan`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from hf_moe_ep.cli.layout_options import (
     add_sizes,
     add_training,
     check_adapters,
+    parallel_fields,
 )
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.planner.options import (
+    GIB,
     NO_WHOLE_LOGITS,
     NOT_COUNTED,
     STEP_NOT_COUNTED,
@@ -38,16 +40,15 @@ if TYPE_CHECKING:
     from hf_moe_ep.planner.held import MemoryPlan
     from hf_moe_ep.planner.step import StepPlan
 
-_GIB = 2**30
-
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "memory",
         description="Plan the memory per GPU that training a model needs at one parallel layout. "
-        "Only the model's config is needed, and only the config is downloaded. Without --seq: "
-        "parameters, gradients and optimizer state. With --seq: the peak of a whole training step, "
-        "which runs on tensors without memory. All sizes are in GiB (2^30 bytes).",
+        "Only the model's config is needed, and only the config is downloaded. Without --seq, the "
+        "plan contains parameters, gradients and optimizer state. With --seq, it contains the peak "
+        "of a whole training step, which runs on tensors without memory. All sizes are in GiB "
+        "(2^30 bytes).",
     )
     add_model_and_gpus(parser)
     add = parser.add_argument
@@ -55,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
         "--gpu-memory",
         type=float,
         metavar="GIB",
-        help="memory of one GPU; the output then says if the plan fits",
+        help="memory of one GPU, to print whether the plan fits",
     )
     helps = {
         "ep": f"expert parallel size; {DEFAULT}",
@@ -84,19 +85,19 @@ def run(options: argparse.Namespace) -> int:
     from hf_moe_ep.planner.held import plan_memory
 
     _check_options(options)
-    batch = _batch_per_rank(options)
-    # `shrink` lowers "batch", and not "rows".
+    batch = _compute_batch_per_rank(options)
+    # `shrink` changes "batch". "rows" remains the number of sequences per data rank.
     settings = vars(options) | {"batch": batch, "rows": batch}
     plan = plan_memory(options.model, **_layout_arguments(settings))
     step = None if options.seq is None else _plan_one_step(settings)
     if options.json:
         print(json.dumps(as_json(plan, options.gpu_memory, step), indent=2))
         return 0
-    table = _header(plan, options) + _table(plan)
+    table = _format_header(plan, options) + _format_table(plan)
     if step is None:
-        print("\n".join(table + _footer(plan, options.gpu_memory)))
+        print("\n".join(table + _format_footer(plan, options.gpu_memory)))
         return 0
-    print("\n".join(table + _step_table(step, settings)))
+    print("\n".join(table + _format_step(step, settings)))
     if options.gpu_memory is not None:
         _print_fit(step, settings)
     return 0
@@ -132,8 +133,8 @@ def _check_options(options: argparse.Namespace) -> None:
         )
 
 
-def _batch_per_rank(options: argparse.Namespace) -> int:
-    """Return the number of sequences per data rank (sp x cp ranks share a batch)."""
+def _compute_batch_per_rank(options: argparse.Namespace) -> int:
+    """Return the number of sequences per data rank: the sp x cp ranks that share a batch."""
     data_ranks = max(options.gpus // max(options.sp * options.cp, 1), 1)
     if options.batch is None:
         return 1
@@ -157,10 +158,7 @@ def _layout_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
         sp_size=settings["sp"],
         cp_size=settings["cp"],
         dp_replicate_size=settings["dp_replicate"],
-        experts_dtype=settings["experts_dtype"],
-        experts_double_quant=settings["experts_double_quant"],
-        fsdp_double_buffer=settings["fsdp_double_buffer"],
-        mtp_layers=settings["mtp_layers"],
+        **parallel_fields(settings),
     )
     return {
         "parallel": parallel,
@@ -184,23 +182,23 @@ def _plan_one_step(settings: Mapping[str, Any]) -> StepPlan:
     return plan_step(settings["model"], batch=batch, **_layout_arguments(settings))
 
 
-def _step_table(step: StepPlan, settings: Mapping[str, Any]) -> list[str]:
+def _format_step(step: StepPlan, settings: Mapping[str, Any]) -> list[str]:
     numbers = " and ".join(map(str, step.layers_run))
     checkpointing = ", checkpointing" if settings["checkpointing"] else ""
     checkpointing += ", TRL's fused head" if settings["fused_head"] else ""
     checkpointing += ", whole logits" if settings["whole_logits"] else ""
-    about_loss = [] if settings["fused_head"] or settings["whole_logits"] else [NO_WHOLE_LOGITS]
+    loss_note = [] if settings["fused_head"] or settings["whole_logits"] else [NO_WHOLE_LOGITS]
     return [
         "",
         f"One training step; micro-batch per data rank: {settings['batch']} x {settings['seq']} "
         f"tokens{checkpointing}",
         "",
-        _line("GiB at the peak of the step", "rank 0", width=32),
-        *(_line(name, _gib(size), width=32) for name, size in step.parts.items()),
-        _line("sum", _gib(step.peak), width=32),
+        _format_line("GiB at the peak of the step", "rank 0", width=32),
+        *(_format_line(name, _gib(size), width=32) for name, size in step.parts.items()),
+        _format_line("sum", _gib(step.peak), width=32),
         "",
         f"The peak is in: {step.where}.",
-        *about_loss,
+        *loss_note,
         f"{numbers} of {step.layers} layers ran on tensors without memory, with equally loaded "
         f"experts.",
         f"Not counted: {', '.join(STEP_NOT_COUNTED)}",
@@ -212,7 +210,7 @@ def _print_fit(step: StepPlan, settings: Mapping[str, Any]) -> None:
     from hf_moe_ep.upstream.models import has_fused_head, is_causal_lm
 
     memory = settings["gpu_memory"]
-    limit = int(memory * _GIB)
+    limit = int(memory * GIB)
     left = limit - step.peak
     if left >= 0:
         print(f"\nfits in {memory:g} GiB: {_gib(left)} GiB are left for what is not counted")
@@ -222,8 +220,8 @@ def _print_fit(step: StepPlan, settings: Mapping[str, Any]) -> None:
     def peak_of(changed: Mapping[str, Any]) -> int:
         return step.peak if dict(changed) == dict(settings) else _plan_one_step(changed).peak
 
-    # TRL's chunked loss needs a causal language model of transformers, and no head for multi-token
-    # prediction, which needs the labels.
+    # TRL's chunked loss needs a causal language model of transformers. It does not work with a head
+    # for multi-token prediction, which needs the labels.
     has_head = has_fused_head() and is_causal_lm(find_config(settings["model"]))
     has_head &= not settings["mtp_layers"]
     without = () if has_head else ("fused_head",)
@@ -239,7 +237,7 @@ def as_json(
 ) -> dict[str, Any]:
     """Return a plan as plain data, with sizes in bytes.
 
-    If `memory` (GiB of a GPU) is given, `left` is the memory that remains.
+    If `memory` (GiB of a GPU) is given, the entry `left` has the memory that remains.
     """
     data = asdict(plan)
     for kind, entry in zip(plan.kinds, data["kinds"], strict=True):
@@ -250,12 +248,12 @@ def as_json(
         data["step"] = step.as_json() | {"peak": step.peak, "where": step.where}
         data["step"]["not_counted"] = list(STEP_NOT_COUNTED)
     if memory is not None:
-        left = _bytes_left(plan, memory)
-        data["left"] = left if step is None else int(memory * _GIB) - step.peak
+        left = _count_bytes_left(plan, memory)
+        data["left"] = left if step is None else int(memory * GIB) - step.peak
     return data
 
 
-# Title of each row of the table, by the name of its attribute in the plan.
+# The title of each row of the table, by the name of the row's attribute in the plan.
 _ROWS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -264,7 +262,7 @@ _ROWS = {
 }
 
 
-def _header(plan: MemoryPlan, options: argparse.Namespace) -> list[str]:
+def _format_header(plan: MemoryPlan, options: argparse.Namespace) -> list[str]:
     config = plan.parallel
     adapters = ""
     if options.lora_rank is not None:
@@ -289,29 +287,29 @@ def _header(plan: MemoryPlan, options: argparse.Namespace) -> list[str]:
     ]
 
 
-def _table(plan: MemoryPlan) -> list[str]:
+def _format_table(plan: MemoryPlan) -> list[str]:
     most, least = plan.largest, plan.smallest
-    lines = [_line("GiB", f"rank {most.ranks[0]}", f"rank {least.ranks[0]}", "all ranks")]
+    lines = [_format_line("GiB", f"rank {most.ranks[0]}", f"rank {least.ranks[0]}", "all ranks")]
     lines[0] += "     (largest, smallest, sum)"
     for name, title in _ROWS.items():
         sizes = (getattr(most, name), getattr(least, name), plan.all_ranks(name))
-        lines.append(_line(title, *map(_gib, sizes)))
-    lines.append(_line("gathered at a time", *[_gib(plan.gathered)] * 2, ""))
+        lines.append(_format_line(title, *map(_gib, sizes)))
+    lines.append(_format_line("gathered at a time", *[_gib(plan.gathered)] * 2, ""))
     if plan.buffers:
-        lines.append(_line("fixed buffers", *[_gib(plan.buffers)] * 2, ""))
+        lines.append(_format_line("fixed buffers", *[_gib(plan.buffers)] * 2, ""))
     sums = (_gib(kind.held + plan.gathered + plan.buffers) for kind in (most, least))
-    return [line.rstrip() for line in [*lines, _line("sum", *sums, "")]]
+    return [line.rstrip() for line in [*lines, _format_line("sum", *sums, "")]]
 
 
-def _line(title: str, *cells: str, width: int = 20) -> str:
+def _format_line(title: str, *cells: str, width: int = 20) -> str:
     return f"{title:<{width}}" + "".join(f"{cell:>13}" for cell in cells)
 
 
 def _gib(size: int) -> str:
-    return f"{size / _GIB:,.3f}"
+    return f"{size / GIB:,.3f}"
 
 
-def _footer(plan: MemoryPlan, memory: float | None) -> list[str]:
+def _format_footer(plan: MemoryPlan, memory: float | None) -> list[str]:
     lines = [
         "",
         "gathered at a time: the root unit and two neighbouring layers with their experts, in the",
@@ -322,7 +320,7 @@ def _footer(plan: MemoryPlan, memory: float | None) -> list[str]:
         f"{_gib(plan.unit_reduction)} GiB while they are reduced",
     ]
     if memory is not None:
-        left = _bytes_left(plan, memory) / _GIB
+        left = _count_bytes_left(plan, memory) / GIB
         lines += [
             "",
             f"fits in {memory:g} GiB: {left:,.3f} GiB are left for what is not counted"
@@ -332,5 +330,5 @@ def _footer(plan: MemoryPlan, memory: float | None) -> list[str]:
     return lines
 
 
-def _bytes_left(plan: MemoryPlan, memory: float) -> int:
-    return int(memory * _GIB) - plan.largest.held - plan.gathered - plan.buffers
+def _count_bytes_left(plan: MemoryPlan, memory: float) -> int:
+    return int(memory * GIB) - plan.largest.held - plan.gathered - plan.buffers

@@ -16,9 +16,9 @@ def add_parser(subparsers: Any) -> None:
         "merge-adapter",
         description="Merge a LoRA adapter (of hf_moe_ep, PEFT or transformers) into its base "
         "model and write the result, as PEFT's merge_and_unload and save_pretrained would, but "
-        "without loading the model. rsLoRA, modules_to_save and biases are merged too. DoRA and "
-        "similar adapters, and quantised base models, are refused. The target folder appears only "
-        "when it is complete.",
+        "without loading the model. rsLoRA, modules_to_save and biases are merged as well. DoRA "
+        "and similar adapters, and quantised base models, are refused. The target folder appears "
+        "only when it is complete.",
     )
     parser.add_argument(
         "base", help="folder of the base model, which must not be quantised, or its name on the hub"
@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Merge the adapter, and print the size of the model and notes for its user."""
+    """Merge the adapter, and print the size of the model and notes for the user."""
     from hf_moe_ep.checkpoints.merge import merge_adapter
 
     result = merge_adapter(

@@ -21,16 +21,18 @@ from hf_moe_ep.cli.layout_options import (
     add_sizes,
     add_training,
     check_adapters,
+    parallel_fields,
 )
 from hf_moe_ep.cli.progress import Progress
 from hf_moe_ep.planner.hardware import (
     ASSUMED,
     Hardware,
-    calibrated,
+    apply_measured_rates,
     find_hardware,
-    known_hardware,
+    read_known_hardware,
 )
 from hf_moe_ep.planner.options import (
+    GIB,
     NO_WHOLE_LOGITS,
     NODE,
     STEP_NOT_COUNTED,
@@ -45,8 +47,8 @@ _BEST = 5
 _OPTIONS = ("masters", "optimizer", "lora_rank", "lora_targets", "offload")
 _SIZES = ("ep", "etp", "sp", "cp", "dp_replicate")
 _POSITIVE = ("gpus", "gpu_memory", "seq", "batch", *_SIZES, "train_tokens")
-_GIB = 2**30
-# Accelerate checkpoints the layers while it shards them, and refuses a model that is sharded.
+# Accelerate sets up activation checkpointing while it shards a model, and refuses to do so for a
+# model that is sharded already.
 _FOR_SHARDED = (
     "  # For a model of hf_moe_ep.from_pretrained, which is sharded already, write false here and\n"
     "  # call model.gradient_checkpointing_enable() in the script."
@@ -56,7 +58,7 @@ _SYNC_EACH_BATCH = (
     "# With the Trainer, the plan needs accelerator_config=\n"
     "#   {'gradient_accumulation_kwargs': {'sync_each_batch': True}}"
 )
-# Names of the parts of `StepTime` in the output.
+# The names of the parts of `StepTime` in the output.
 _PART_NAMES = {
     "matmul": "matrix products",
     "grouped": "experts",
@@ -81,24 +83,29 @@ def add_parser(subparsers: Any) -> None:
         description="List parallel layouts of a model that training accepts on N GPUs, with the "
         "peak memory of a whole step in each. Sizes that are not given are searched; an ep_size "
         "larger than a node must be given. Only the config is downloaded, and the step runs "
-        "on tensors without memory, which takes minutes for a large model. With --gpu the layouts "
+        "on tensors without memory, which takes minutes for a large model. With --gpu, the layouts "
         "are sorted by planned seconds per step. The seconds are computed from the speed of the "
-        "GPU and not measured; trust their order more than their values.",
+        "GPU, not measured; trust their order more than their values.",
     )
     add_model_and_gpus(parser)
     add = parser.add_argument
     add(
         "--gpu",
         metavar="NAME",
-        help=f"kind of GPU, to plan seconds as well; one of {', '.join(known_hardware())}",
+        help=f"kind of GPU, to plan seconds as well: {', '.join(read_known_hardware())}",
     )
     add(
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="JSON file of measured speeds, which replace those of --gpu",
+        help="JSON file of measured speeds, which replace the speeds of --gpu",
     )
-    add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU; default: that of --gpu")
+    add(
+        "--gpu-memory",
+        type=float,
+        metavar="GIB",
+        help="memory of one GPU; default: the memory of --gpu",
+    )
     add("--seq", type=int, metavar="S", help="tokens per sequence")
     add("--batch", type=int, metavar="B", help="sequences per optimizer step, summed over all GPUs")
     helps = {
@@ -134,7 +141,7 @@ def add_parser(subparsers: Any) -> None:
         "--train-tokens",
         type=float,
         metavar="N",
-        help="tokens of the whole training, to print its hours (needs --gpu)",
+        help="tokens of the whole training, to print how many hours it takes (needs --gpu)",
     )
     add("--plot", type=Path, metavar="PNG", help="draw the memory of the best layout over a step")
     add(
@@ -153,13 +160,10 @@ def run(options: argparse.Namespace) -> int:
     hardware = _read_hardware(options)
     if options.gpu_memory is None:
         assert hardware is not None
-        memory = {"gpu_memory": hardware.memory_bytes / _GIB}
+        memory = {"gpu_memory": hardware.memory_bytes / GIB}
         options = argparse.Namespace(**(vars(options) | memory))
-    extra = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
+    extra = parallel_fields(vars(options))
     extra |= {"compile_layers": True} if options.compile_layers else {}
-    extra |= {"mtp_layers": options.mtp_layers} if options.mtp_layers else {}
-    extra |= {"fsdp_double_buffer": True} if options.fsdp_double_buffer else {}
-    extra |= {"experts_double_quant": True} if options.experts_double_quant else {}
     import torch
 
     from hf_moe_ep.planner.search import LayoutRequest, find_layouts
@@ -169,7 +173,7 @@ def run(options: argparse.Namespace) -> int:
     request = LayoutRequest(
         model=options.model,
         gpus=options.gpus,
-        limit=int(options.gpu_memory * _GIB),
+        limit=int(options.gpu_memory * GIB),
         seq=options.seq,
         batch=options.batch,
         **{name: getattr(options, name) for name in _SIZES},
@@ -194,11 +198,11 @@ def run(options: argparse.Namespace) -> int:
         return 1
     if options.write is not None:
         best = result.fit[0].layout
-        text = launch_config(
+        text = format_launch_config(
             best,
             options.gpus,
             request.node,
-            mixed_precision=_mixed_precision(options),
+            mixed_precision=_choose_mixed_precision(options),
             offload=options.offload,
             **extra,
         )
@@ -211,13 +215,15 @@ def _check_nothing_is_missing(options: argparse.Namespace) -> None:
     needed = {"gpus": "--gpus N", "seq": "--seq S", "batch": "--batch B"}
     missing = [flag for name, flag in needed.items() if getattr(options, name) is None]
     if options.gpu is None and options.gpu_memory is None:
-        missing.append(f"--gpu-memory GIB (or --gpu NAME, one of {', '.join(known_hardware())})")
+        missing.append(
+            f"--gpu-memory GIB (or --gpu NAME, one of {', '.join(read_known_hardware())})"
+        )
     if missing:
         raise ValueError(f"plan needs more arguments; add {', '.join(missing)}")
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise an error if an option is wrong by itself or contradicts another one."""
+    """Raise an error if an option is wrong by itself or contradicts another option."""
     for name in _POSITIVE:
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
@@ -234,7 +240,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _import_draw_memory() -> Callable[..., None]:
-    """Import the function that plots, so that a missing matplotlib is an error before planning."""
+    """Import the function that draws a plan. Without matplotlib, raise an error before planning."""
     try:
         from hf_moe_ep.planner.plot import draw_memory
     except ImportError as error:
@@ -245,8 +251,8 @@ def _import_draw_memory() -> Callable[..., None]:
 def _describe(layout: Layout, extra: dict[str, Any]) -> str:
     layers = "twice" if layout.checkpointing else "once"
     return (
-        f"{layout.patch_line(**extra)}, {layout.per_forward} x {layout.accumulated} sequences, "
-        f"layers run {layers}"
+        f"{layout.format_patch_line(**extra)}, {layout.per_forward} x {layout.accumulated} "
+        f"sequences, layers run {layers}"
     )
 
 
@@ -256,7 +262,7 @@ def _read_hardware(options: argparse.Namespace) -> Hardware | None:
             if getattr(options, flag) is not None:
                 raise ValueError(
                     f"--{flag.replace('_', '-')} has no effect without --gpu; add --gpu NAME, "
-                    f"one of {', '.join(known_hardware())}"
+                    f"one of {', '.join(read_known_hardware())}"
                 )
         return None
     hardware = find_hardware(options.gpu)
@@ -264,7 +270,7 @@ def _read_hardware(options: argparse.Namespace) -> Hardware | None:
         return hardware
     if not options.calibrate.is_file():
         raise ValueError(f"--calibrate {options.calibrate} is not a file")
-    return calibrated(hardware, options.calibrate)
+    return apply_measured_rates(hardware, options.calibrate)
 
 
 def as_json(result: SearchResult, request: LayoutRequest) -> dict[str, Any]:
@@ -273,7 +279,7 @@ def as_json(result: SearchResult, request: LayoutRequest) -> dict[str, Any]:
     def to_plain(planned: PlannedLayout) -> dict[str, Any]:
         step = planned.step
         plain = {"layout": asdict(planned.layout), "step": step.as_json(), "left": planned.left}
-        plain |= {"peak": step.peak, "why": _why_not_best(planned, result, request)}
+        plain |= {"peak": step.peak, "why": _explain_rank(planned, result, request)}
         if planned.layout.pp > 1:
             plain |= {"bubble": planned.bubble, "sent_between_stages": planned.sent}
         return plain if planned.time is None else plain | {"time": asdict(planned.time)}
@@ -286,14 +292,14 @@ def as_json(result: SearchResult, request: LayoutRequest) -> dict[str, Any]:
     }
 
 
-def _mixed_precision(options: argparse.Namespace) -> str:
+def _choose_mixed_precision(options: argparse.Namespace) -> str:
     """Return Accelerate's mixed_precision for the planned dtypes."""
     if options.masters != "fp32":
         return "no"
     return {"bfloat16": "bf16", "float16": "fp16"}.get(options.dtype, "no")
 
 
-def launch_config(
+def format_launch_config(
     layout: Layout,
     gpus: int,
     node: int = NODE,
@@ -306,7 +312,7 @@ def launch_config(
 
     Args:
         node: GPUs per node.
-        mixed_precision: as in the file; "no" trains the weights in the dtype of the model.
+        mixed_precision: the value in the file; "no" trains the weights in the dtype of the model.
         offload: keep parameters on the host.
         extra: further arguments of `patch`.
     """
@@ -319,7 +325,7 @@ def launch_config(
     ]
     return "\n".join(
         [
-            f"# {layout.patch_line(**extra)}",
+            f"# {layout.format_patch_line(**extra)}",
             f"# sequences per forward of a data rank: {layout.per_forward}, "
             f"gradient_accumulation_steps: {layout.accumulated}",
             *[_SYNC_EACH_BATCH] * (layout.accumulated > 1),
@@ -351,10 +357,10 @@ def _format_result(
         f"{options.model} on {options.gpus} GPUs of {options.gpu_memory:.4g} GiB, {options.batch} "
         f"sequences of {options.seq} tokens per step",
         "",
-        *_table(shown, result, request),
+        *_format_table(shown, result, request),
         "",
     ]
-    lines += _about_search(shown, result, request, with_host=options.offload)
+    lines += _format_search_notes(shown, result, request, with_host=options.offload)
     if not result.fit:
         offload = "" if options.offload else ", or add --offload"
         return [
@@ -362,20 +368,20 @@ def _format_result(
             "",
             f"No layout fits. Let `hf-moe-ep memory ... --gpu-memory GIB` list options that "
             f"help{offload}.",
-            *_about_gpus(result, options.gpus, request.limit),
+            *_format_needed_gpus(result, options.gpus, request.limit),
         ]
     best = result.fit[0]
-    lines += ["", f"Best layout: {best.layout.patch_line(**request.parallel)}"]
+    lines += ["", f"Best layout: {best.layout.format_patch_line(**request.parallel)}"]
     if request.only_loss_is_read:
         lines.append(NO_WHOLE_LOGITS)
     if best.layout.pp > 1 and request.hardware is not None:
-        lines.append(_about_layers(best, request.model, request.hardware))
+        lines.append(_format_stage_note(best, request.model, request.hardware))
     if best.layout.cp > 1:
-        lines += _about_context(best.layout, request)
+        lines += _format_context_note(best.layout, request)
     if options.fsdp_double_buffer:
-        lines.append(_about_buffers(best.layout, request))
+        lines.append(_format_buffer_note(best.layout, request))
     if best.time is not None:
-        lines.append(f"Parts of its step: {_shares(best.time)}")
+        lines.append(f"Parts of its step: {_format_shares(best.time)}")
     if best.time is not None and options.train_tokens is not None:
         rate = best.time.tokens_per_second_per_gpu * options.gpus
         hours = options.train_tokens / rate / 3600
@@ -383,22 +389,24 @@ def _format_result(
     return lines
 
 
-def _table(shown: list[PlannedLayout], result: SearchResult, request: LayoutRequest) -> list[str]:
+def _format_table(
+    shown: list[PlannedLayout], result: SearchResult, request: LayoutRequest
+) -> list[str]:
     """Return the table of the layouts in `shown`, and the legend of its columns."""
     with_cp = any(planned.layout.cp > 1 for planned in shown)
     with_stages = max(request.pp) > 1
-    cells = [_cells(planned, with_cp=with_cp, with_stages=with_stages) for planned in shown]
+    cells = [_make_cells(planned, with_cp=with_cp, with_stages=with_stages) for planned in shown]
     rows = [list(cells[0]), *(list(by_name.values()) for by_name in cells)]
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     lines = []
-    reasons = ["", *(_why_not_best(planned, result, request) for planned in shown)]
+    reasons = ["", *(_explain_rank(planned, result, request) for planned in shown)]
     for row, why in zip(rows, reasons, strict=True):
         line = "".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(f"{line}   {why}".rstrip())
-    return [*lines, "", *_legend(rows[0])]
+    return [*lines, "", *_format_legend(rows[0])]
 
 
-def _about_search(
+def _format_search_notes(
     shown: list[PlannedLayout], result: SearchResult, request: LayoutRequest, *, with_host: bool
 ) -> list[str]:
     """Return notes: which layouts are not in the table, and how the numbers were computed."""
@@ -419,9 +427,9 @@ def _about_search(
             "per forward, then those with more GiB left.",
         ]
     else:
-        lines += _about_seconds(request.hardware)
+        lines += _format_rate_notes(request.hardware)
     if with_host:
-        node_peak = max(planned.step.host_peak for planned in shown) * request.node / _GIB
+        node_peak = max(planned.step.host_peak for planned in shown) * request.node / GIB
         lines.append(
             f"on the host of each GPU: parameters, gradients, optimizer state; up to "
             f"{node_peak:,.1f} GiB per node"
@@ -429,8 +437,11 @@ def _about_search(
     return lines
 
 
-def _about_gpus(result: SearchResult, gpus: int, limit: int) -> list[str]:
-    """Return the line about how many GPUs hold the sharded state, if these GPUs do not hold it."""
+def _format_needed_gpus(result: SearchResult, gpus: int, limit: int) -> list[str]:
+    """Format a line about the number of GPUs that can hold the sharded state.
+
+    Return no line if the given GPUs can hold it.
+    """
     sharded = [planned for planned in result.too_large if planned.layout.dp_replicate == 1]
     held = sharded[0].step.held if sharded else 0
     enough = gpus
@@ -439,16 +450,16 @@ def _about_gpus(result: SearchResult, gpus: int, limit: int) -> list[str]:
     if enough == gpus:
         return []
     return [
-        f"Parameters, gradients and optimizer state take {held / _GIB:,.1f} GiB on each of {gpus} "
-        f"GPUs; on {enough} GPUs they would take {held * gpus / enough / _GIB:,.1f} GiB."
+        f"Parameters, gradients and optimizer state take {held / GIB:,.1f} GiB on each of {gpus} "
+        f"GPUs; on {enough} GPUs they would take {held * gpus / enough / GIB:,.1f} GiB."
     ]
 
 
-def _about_context(layout: Layout, request: LayoutRequest) -> list[str]:
-    """Return a line about the keys and values that cp ranks exchange; none if unknown."""
-    from hf_moe_ep.planner.search import received_per_layer
+def _format_context_note(layout: Layout, request: LayoutRequest) -> list[str]:
+    """Format a line about the keys and values that cp ranks exchange. Return no line if unknown."""
+    from hf_moe_ep.planner.search import count_received_bytes
 
-    received = received_per_layer(layout, request)
+    received = count_received_bytes(layout, request)
     if received is None:
         return []
     return [
@@ -458,33 +469,33 @@ def _about_context(layout: Layout, request: LayoutRequest) -> list[str]:
     ]
 
 
-def _about_buffers(layout: Layout, request: LayoutRequest) -> str:
-    """Return a line about the fixed buffers of FSDP2 units."""
-    from hf_moe_ep.planner.search import fixed_buffers
+def _format_buffer_note(layout: Layout, request: LayoutRequest) -> str:
+    """Format a line about the fixed buffers of FSDP2 units."""
+    from hf_moe_ep.planner.search import count_fixed_buffer_bytes
 
-    held = fixed_buffers(layout, request)
+    held = count_fixed_buffer_bytes(layout, request)
     return (
         f"Fixed buffers (fsdp_double_buffer): a GPU holds {held / 2**20:,.1f} MiB of them between "
         f"steps, as a part of its peak; with nccl_ub=True they are memory of NCCL's allocator"
     )
 
 
-def _about_layers(planned: PlannedLayout, model: Any, hardware: Hardware) -> str:
-    """Return the layers per stage with which all stages take equally long."""
+def _format_stage_note(planned: PlannedLayout, model: Any, hardware: Hardware) -> str:
+    """Format a line about the layers per stage with which all stages take equally long."""
     from hf_moe_ep.planner.config import find_config
-    from hf_moe_ep.planner.stages import layers_of_equal_time
+    from hf_moe_ep.planner.stages import balance_stage_layers
     from hf_moe_ep.upstream.models import text_config
 
     num_layers = text_config(find_config(model)).num_hidden_layers
-    layers = layers_of_equal_time(planned.step, hardware, num_layers, planned.layout.pp)
+    layers = balance_stage_layers(planned.step, hardware, num_layers, planned.layout.pp)
     return (
         f"The last stage also computes the head. With pp_layers={layers} all stages take about "
         f"equally long; the seconds above are for stages with equal numbers of layers."
     )
 
 
-def _shares(time: StepTime) -> str:
-    """Return the share of each part in the time of a step, the largest first."""
+def _format_shares(time: StepTime) -> str:
+    """Format the share of each part in the time of a step, the largest first."""
     parts = sorted(time.parts.items(), key=lambda item: -item[1])
     shares = [(part, f"{seconds / time.seconds:.0%}") for part, seconds in parts]
     return ", ".join(f"{_PART_NAMES.get(part, part)} {share}" for part, share in shares)
@@ -510,12 +521,12 @@ _LEGEND = {
 }
 
 
-def _legend(names: list[str]) -> list[str]:
+def _format_legend(names: list[str]) -> list[str]:
     width = max(map(len, _LEGEND)) + 2
     return [f"  {name:<{width}}{_LEGEND[name]}" for name in names if name in _LEGEND]
 
 
-def _about_seconds(hardware: Hardware) -> list[str]:
+def _format_rate_notes(hardware: Hardware) -> list[str]:
     assumed = [name for name, source in hardware.sources.items() if source.startswith(ASSUMED)]
     measured = [name for name, source in hardware.sources.items() if source.startswith("measured")]
     return [
@@ -526,8 +537,8 @@ def _about_seconds(hardware: Hardware) -> list[str]:
     ]
 
 
-def _cells(planned: PlannedLayout, *, with_cp: bool, with_stages: bool) -> dict[str, str]:
-    """Return the cells of a layout by the names of their columns."""
+def _make_cells(planned: PlannedLayout, *, with_cp: bool, with_stages: bool) -> dict[str, str]:
+    """Return the table cells of a layout by the names of their columns."""
     from hf_moe_ep.planner.work import PURPOSES
 
     layout, time = planned.layout, planned.time
@@ -543,10 +554,10 @@ def _cells(planned: PlannedLayout, *, with_cp: bool, with_stages: bool) -> dict[
     cells |= {"replicas": str(layout.dp_replicate), "chunks": str(layout.chunks)}
     cells["sequences"] = f"{layout.per_forward} x {layout.accumulated}"
     cells["layers run"] = "twice" if layout.checkpointing else "once"
-    cells["peak, GiB"] = f"{planned.step.peak / _GIB:.3f}"
-    cells["left, GiB"] = f"{planned.left / _GIB:.3f}"
+    cells["peak, GiB"] = f"{planned.step.peak / GIB:.3f}"
+    cells["left, GiB"] = f"{planned.left / GIB:.3f}"
     if planned.step.host_peak:
-        cells["host, GiB"] = f"{planned.step.host_peak / _GIB:.3f}"
+        cells["host, GiB"] = f"{planned.step.host_peak / GIB:.3f}"
     if time is not None:
         exposed = sum(time.parts.get(purpose, 0.0) for purpose in PURPOSES) / time.seconds
         cells["s/step"] = f"{time.seconds:.4g}"
@@ -555,12 +566,12 @@ def _cells(planned: PlannedLayout, *, with_cp: bool, with_stages: bool) -> dict[
     return cells
 
 
-def _why_not_best(planned: PlannedLayout, result: SearchResult, request: LayoutRequest) -> str:
-    """Return why a layout is not the best: the missing memory, or the part that slows it most."""
+def _explain_rank(planned: PlannedLayout, result: SearchResult, request: LayoutRequest) -> str:
+    """Explain why a layout is not the best: memory is missing, or a part of the step is slower."""
     from hf_moe_ep.planner.work import PURPOSES
 
     if planned.left < 0:
-        return f"does not fit by {-planned.left / _GIB:.1f} GiB"
+        return f"does not fit by {-planned.left / GIB:.1f} GiB"
     best, time = result.fit[0], planned.time
     if planned is best or time is None or best.time is None:
         return ""

@@ -1,4 +1,4 @@
-"""Functions that several commands use: an option, and the description of a checkpoint."""
+"""Add options, and print descriptions of checkpoints, for several commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def add_trust_remote_code(parser: argparse.ArgumentParser) -> None:
-    """Add `--trust-remote-code` to a command that builds the model of a folder."""
+    """Add `--trust-remote-code` to a command that builds a model from a folder."""
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",
@@ -20,7 +20,7 @@ def add_trust_remote_code(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ignore_unexpected(parser: argparse.ArgumentParser) -> None:
-    """Add the option that accepts tensors which the model's class neither has nor ignores."""
+    """Add `--ignore-unexpected`, for tensors that the model's class neither has nor ignores."""
     parser.add_argument(
         "--ignore-unexpected",
         action="append",

@@ -20,13 +20,13 @@ class Progress:
         self.unit = unit
         self.count = 0
         self.started_at = time.monotonic()
-        # tqdm's variable. tqdm's current version takes "0" for true; here it is false.
+        # The variable belongs to tqdm. tqdm's current version reads "0" as true; here "0" is false.
         self.shown = os.environ.get("TQDM_DISABLE", "") in ("", "0")
 
-    def finished(self, what: object) -> None:
-        """Count one more finished item and print `what`, its description."""
+    def finished(self, item: object) -> None:
+        """Count one more finished item, and print its description."""
         self.count += 1
         seconds = time.monotonic() - self.started_at
         if self.shown and seconds >= _SILENT_SECONDS:
-            line = f"{self.unit} {self.count}, {seconds:.0f} s: {what}"
+            line = f"{self.unit} {self.count}, {seconds:.0f} s: {item}"
             print(line, file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ from hf_moe_ep.sequence.attach import mixers_by_split
 from hf_moe_ep.sequence.mixers import MixerSplit
 
 YES = "yes"
-# The sizes, besides ep_size, that a model may refuse.
+# The sizes that a model may refuse. ep_size is tried first, and separately.
 SIZES = ("sp_size", "cp_size", "etp_size", "pp_size")
 
 
@@ -80,12 +80,15 @@ def inspect_architecture(name: str) -> Architecture:
     parts = find_parts(model)
     mixers = mixers_by_split(parts)
     kinds = {"sequences": MixerSplit.WHOLE, "keys": MixerSplit.QUERIES}
-    twos: dict[str, dict[str, Any]] = {size: {size: 2} for size in SIZES}
+    sizes_of_two: dict[str, dict[str, Any]] = {size: {size: 2} for size in SIZES}
     granted = {
         "ep": _try_feature(partial(patch, model)),
         "lora": "",
-        **{size: _try_feature(partial(patch, model, **two)) for size, two in twos.items()},
-        "vision": _vision_support(config, parts),
+        **{
+            size: _try_feature(partial(patch, model, **arguments))
+            for size, arguments in sizes_of_two.items()
+        },
+        "vision": _explain_vision_support(config, parts),
     }
     if granted["ep"] == YES:  # LoRA is tried last, because PEFT wraps the model.
         patch(model)
@@ -93,7 +96,7 @@ def inspect_architecture(name: str) -> Architecture:
         granted["lora"] = _try_feature(lora)
     else:
         granted |= dict.fromkeys(("lora", *SIZES), granted["ep"])
-    sizes = (n for n in range(1, parts.num_experts + 1) if parts.num_experts % n == 0)
+    divisors = (n for n in range(1, parts.num_experts + 1) if parts.num_experts % n == 0)
     return Architecture(
         kind=type(model).__name__,
         plan=parts.plan,
@@ -102,7 +105,7 @@ def inspect_architecture(name: str) -> Architecture:
         num_experts=parts.num_experts,
         experts_per_token=experts_per_token(model, parts.plan, parts.config),
         tied=parts.tied,
-        ep_sizes=tuple(sizes) if granted["ep"] == YES else (),
+        ep_sizes=tuple(divisors) if granted["ep"] == YES else (),
         gathered={
             kind: tuple(name for name, _ in mixers[split])
             for kind, split in kinds.items()
@@ -121,7 +124,8 @@ def _try_feature(attempt: Callable[[], Any]) -> str:
     return YES
 
 
-def _vision_support(config: Any, parts: Parts) -> str:
+def _explain_vision_support(config: Any, parts: Parts) -> str:
+    """Return "yes" if pictures are supported, else the reason why not."""
     if parts.tower is not None:
         return YES
     if "vision_config" in config.sub_configs:
@@ -130,7 +134,7 @@ def _vision_support(config: Any, parts: Parts) -> str:
 
 
 def format_architecture(result: Architecture, name: str) -> list[str]:
-    """Return the lines to print."""
+    """Return the lines that the command prints."""
     plan = result.plan
     tower = plan.vision.tower if plan.vision is not None else ""
     facts = {

@@ -9,23 +9,23 @@
     if torch.distributed.get_rank() == 0:
         Path("rates.json").write_text(json.dumps(rates, indent=2))
 
-`measure_rates` first times whole steps. Then it runs STEPS more steps in which `OperatorTimer`
-times every operator and collective separately. The device is synchronised before and after each
-operator. The ranks meet in a barrier before each collective, so the time of a collective does not
-include waiting for other ranks. `fit` divides work by time:
+`measure_rates` first times whole steps. It then runs TIMED_STEPS more steps, in which
+`OperatorTimer` times every operator and collective separately. The device is synchronised before
+and after each operator. All ranks enter a barrier before each collective, so the time of a
+collective does not include waiting for other ranks. `fit_rates` divides work by time:
 
     rate                how it is computed
     matmul_flops        one rate per dtype; experts and attention reach a fraction of this rate
-    memory_bandwidth    from operators that read and write LARGE bytes or more
-    links               latency and bandwidth: a straight line is fitted to (bytes, seconds)
-    host_seconds        on a GPU: the median time of a launch; on a CPU, where the host cannot
-                        launch ahead: the seconds of a step that the other rates do not explain
+    memory_bandwidth    computed from operators that read and write LARGE_BYTES or more
+    links               a straight line through (bytes, seconds) gives latency and bandwidth
+    host_seconds        GPU: the median time of a launch. CPU: the seconds of a step that the other
+                        rates do not explain, because a CPU cannot launch operators ahead
     overlap             the share of the overlappable communication that a whole step hides
 
-A step uses few dtypes. The first of the STEPS steps therefore also runs every product again in each
-of DTYPES, and likewise every operator that moves LARGE bytes or more. The ratios of the repeated
-rates give the rates of dtypes that the step does not use. On a single node, the links between nodes
-are not measured; `hardware.calibrated` then keeps their published numbers.
+A step uses few dtypes. The first of the TIMED_STEPS therefore repeats every product in each of
+DTYPES, and also every operator that moves LARGE_BYTES or more. The ratios of the repeated rates
+give the rates of dtypes that the step does not use. On a single node, the links between nodes are
+not measured; `hardware.apply_measured_rates` then keeps their published numbers.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ from torch import Tensor, nn
 
 from hf_moe_ep.planner.counted import make_counter
 from hf_moe_ep.planner.hardware import KINDS, PRODUCTS, Hardware
-from hf_moe_ep.planner.seconds import time_of_work
+from hf_moe_ep.planner.seconds import plan_work_time
 from hf_moe_ep.planner.work import Collective, Operator, StepWork, WorkCounter
 from hf_moe_ep.ranks.all_ranks import gather_from_all
 from hf_moe_ep.upstream.graph import tensors_in
 from hf_moe_ep.upstream.operators import group_of, operator_name, work_of
 
-LARGE = 2**16
+LARGE_BYTES = 2**16
 DTYPES = ("float32", "bfloat16")
-STEPS = 3
+TIMED_STEPS = 3
 _WARM_UP = 2
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An operator or collective that was timed, and the seconds that it took."""
+    """A timed operator or collective, and the seconds that it took."""
 
     item: Operator | Collective
     seconds: float
 
 
 class OperatorTimer(WorkCounter):
-    """Counts the work of a step, and times every operator and collective separately.
+    """A `WorkCounter` that also times every operator and collective separately.
 
-    With `repeats`, operators are also repeated in each of DTYPES.
+    With `repeats`, operators also run again in each of DTYPES.
 
     Attributes:
         samples: the operators and collectives, in the order in which they ran.
-        repeated: for each kind and dtype of repeated operators, [FLOPs or bytes, seconds].
+        repeated: for each kind and dtype of repeated operators, the list [FLOPs or bytes, seconds].
     """
 
     def __init__(self, settings: WorkCounter, device: torch.device, *, repeats: bool) -> None:
@@ -129,8 +129,8 @@ def _can_repeat(
 ) -> bool:
     """Return True if an operator can be repeated with its inputs in another dtype.
 
-    These operators cannot be repeated: the backward of attention, which reads fp32 sums besides its
-    factors; operators with a dtype argument or a list of tensors; FSDP2's own operators.
+    Three kinds of operators cannot be repeated: the backward of attention, which also reads fp32
+    sums; operators with a dtype argument or a list of tensors; FSDP2's own operators.
     """
     floats = {x.dtype for x in tensors_in(args) if x.is_floating_point()}
     return (
@@ -140,7 +140,7 @@ def _can_repeat(
         and not any(isinstance(x, list | tuple) and tensors_in(x) for x in args)
         and "dtype" not in kwargs
         and not ("attention" in operator_name(func) and "backward" in operator_name(func))
-        and (operator.kind in PRODUCTS or (operator.nbytes >= LARGE and "out" not in kwargs))
+        and (operator.kind in PRODUCTS or (operator.nbytes >= LARGE_BYTES and "out" not in kwargs))
     )
 
 
@@ -168,9 +168,9 @@ def measure_rates(
     device = next(model.parameters()).device
     for _ in range(_WARM_UP):
         step()
-    seconds = [timed(step, device) for _ in range(repeat)]
+    seconds = [time_step(step, device) for _ in range(repeat)]
     timers = []
-    for number in range(STEPS):
+    for number in range(TIMED_STEPS):
         timers.append(OperatorTimer(make_counter(model), device, repeats=number == 0))
         timers[-1].begin("all")
         with timers[-1]:
@@ -179,18 +179,18 @@ def measure_rates(
     launch_seconds = _time_launches(step) if device.type == "cuda" else 0.0
     result = samples, dict(timers[0].repeated), statistics.median(seconds), launch_seconds
     results = gather_from_all("measuring rates", lambda: result)
-    return fit(
+    return fit_rates(
         [sample for samples_of_rank, *_ in results for sample in samples_of_rank],
         timers[0].counted(),
         seconds=max(result[2] for result in results),
         node_size=node_size,
-        repeated=_rates_of_repeated([result[1] for result in results]),
+        repeated=_compute_repeated_rates([result[1] for result in results]),
         launch_seconds=statistics.mean(result[3] for result in results),
         host_ahead=device.type == "cuda",
     )
 
 
-def fit(
+def fit_rates(
     samples: Iterable[Sample],
     work: StepWork,
     *,
@@ -204,15 +204,15 @@ def fit(
 
     Args:
         samples: the timed operators and collectives of all ranks.
-        work: the work of one rank's step, in one phase (a part of a step that is counted apart).
-        seconds: the seconds of this step if operators are not timed.
+        work: the work of one rank's step, counted as a single phase.
+        seconds: the seconds that this step takes when its operators are not timed.
         repeated: for each kind and dtype, the rate of the operators that were repeated in all
             dtypes.
         launch_seconds: seconds that the host takes per launch; 0 on a CPU.
         host_ahead: True if the host launches operators while the device computes.
 
     Raises:
-        ValueError: the samples have no products, or no operators of LARGE bytes or more.
+        ValueError: the samples have no products, or no operators that move LARGE_BYTES or more.
     """
     # Totals of [FLOPs, seconds] by kind and dtype, and of [bytes, seconds] by dtype.
     flops: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -230,18 +230,18 @@ def fit(
             total = flops[item.kind, item.dtype]
             total[0] += item.flops
             total[1] += sample.seconds
-        elif item.nbytes >= LARGE:
+        elif item.nbytes >= LARGE_BYTES:
             total = moved[item.dtype]
             total[0] += item.nbytes
             total[1] += sample.seconds
     nbytes = sum(moved_bytes for moved_bytes, _ in moved.values())
     if not flops or not nbytes:
         raise ValueError(
-            f"{len(flops)} kinds of products were timed, and operators of {LARGE} bytes or more "
-            f"moved {nbytes:.0f} bytes; both numbers must be above 0: measure a larger batch"
+            f"{len(flops)} kinds of products were timed, and operators of {LARGE_BYTES} bytes or "
+            f"more moved {nbytes:.0f} bytes; both numbers must be above 0: measure a larger batch"
         )
-    rates, fractions = _product_rates(flops, repeated or {})
-    bandwidth, memory_fractions = _memory_rates(moved, (repeated or {}).get("memory", {}))
+    rates, fractions = _compute_product_rates(flops, repeated or {})
+    bandwidth, memory_fractions = _compute_memory_rates(moved, (repeated or {}).get("memory", {}))
     result: dict[str, Any] = {
         "matmul_flops": rates,
         "memory_bandwidth": bandwidth,
@@ -256,23 +256,23 @@ def fit(
             latency, bandwidth = _fit_line(points)
             result[f"{link}_latency"], result[f"{link}_bandwidth"] = latency, bandwidth
             result["fractions"][link] = 1.0
-    return result | _host_or_overlap(result, work, seconds)
+    return result | _solve_host_or_overlap(result, work, seconds)
 
 
-def timed(step: Callable[[], Any], device: torch.device) -> float:
-    """Run one step, which all ranks start together, and return its seconds."""
+def time_step(step: Callable[[], Any], device: torch.device) -> float:
+    """Run one step that all ranks start at the same time, and return its seconds."""
     if dist.is_initialized():
         dist.barrier()
     return _run_timed(device, step)[1]
 
 
-def _product_rates(
+def _compute_product_rates(
     flops: dict[tuple[str, str], list[float]], repeated: dict[str, dict[str, float]]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the rate of the fastest kind in each dtype, and the fraction that each kind reaches.
 
-    The key "grouped float32" has the fraction of one dtype. The key "grouped" has the fraction of
-    the dtype in which this kind has most FLOPs.
+    The key "grouped float32" maps to the fraction of one dtype. The key "grouped" maps to the
+    fraction of the dtype in which this kind has most FLOPs.
     """
     measured: dict[tuple[str, str], float] = {
         key: work / seconds for key, (work, seconds) in flops.items() if seconds
@@ -293,7 +293,7 @@ def _product_rates(
     }
 
 
-def _memory_rates(
+def _compute_memory_rates(
     moved: dict[str, list[float]], repeated: dict[str, float]
 ) -> tuple[float, dict[str, float]]:
     """Return the bandwidth in the fastest dtype, and the fraction that each dtype reaches.
@@ -312,7 +312,7 @@ def _memory_rates(
     return fastest, {**fractions, "memory": nbytes / seconds / fastest}
 
 
-def _rates_of_repeated(
+def _compute_repeated_rates(
     totals_of_ranks: list[dict[tuple[str, str], list[float]]],
 ) -> dict[str, dict[str, float]]:
     """Sum the repeated operators over all ranks, and return their rates by kind and dtype."""
@@ -341,7 +341,7 @@ def _fit_line(points: list[tuple[float, float]]) -> tuple[float, float]:
     return 0.0, sum(sizes) / sum(seconds)
 
 
-def hardware_of_rates(rates: dict[str, Any], name: str = "measured") -> Hardware:
+def make_hardware(rates: dict[str, Any], name: str = "measured") -> Hardware:
     """Make a `Hardware` record from measured rates.
 
     A link that was not measured gets the rates of the other link, if they were measured.
@@ -355,13 +355,15 @@ def hardware_of_rates(rates: dict[str, Any], name: str = "measured") -> Hardware
     return Hardware(name=name, memory_bytes=float(2**30), sources=sources, **values)
 
 
-def _host_or_overlap(rates: dict[str, Any], work: StepWork, seconds: float) -> dict[str, float]:
-    """Return the value of `host_seconds` or of `overlap` with which a plan takes `seconds`."""
-    record = hardware_of_rates(rates)
-    planned = time_of_work(work, record).seconds
+def _solve_host_or_overlap(
+    rates: dict[str, Any], work: StepWork, seconds: float
+) -> dict[str, float]:
+    """Find the `host_seconds` or the `overlap` with which the planned step takes `seconds`."""
+    record = make_hardware(rates)
+    planned = plan_work_time(work, record).seconds
     if seconds >= planned and not record.host_ahead:
         return {"host_seconds": (seconds - planned) / (work.launches() + work.messages())}
-    hideable = planned - time_of_work(work, replace(record, overlap=1.0)).seconds
+    hideable = planned - plan_work_time(work, replace(record, overlap=1.0)).seconds
     return {"overlap": min(max((planned - seconds) / hideable, 0.0), 1.0) if hideable > 0 else 0.0}
 
 

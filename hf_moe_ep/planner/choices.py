@@ -1,7 +1,7 @@
 """Draw the experts that the tokens of a planned step choose, evenly or as often as in a real run.
 
-`Choices` holds how often each expert is chosen. Its draws are reproducible: the seed is the number
-of tokens.
+`Choices` stores how often each expert is chosen. Its draws are reproducible, because the seed is
+the number of tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Choices:
 
     Attributes:
         top_k: experts per token.
-        share_LE: for each MoE layer (rows) the share of all tokens that choose each expert. Each
-            row sums to `top_k`. A single row is used for every layer.
-        groups: into how many groups of equal size the router divides the experts.
-        groups_per_token: the experts of a token are in so many of these groups. A token of
-            DeepSeek-V3 has its 8 experts in 4 of 8 groups, so it goes to 4 ranks at most if each
-            rank has one group.
+        share_LE: the share of all tokens that choose each expert; one row per MoE layer, or a
+            single row for all layers. Each row sums to `top_k`.
+        groups: the number of groups of equal size into which the router divides the experts.
+        groups_per_token: the number of groups from which a token may choose. A token of DeepSeek-V3
+            chooses its 8 experts from 4 of 8 groups, so it is sent to at most 4 ranks if each rank
+            has one group.
     """
 
     top_k: int
@@ -37,16 +37,16 @@ class Choices:
     def evenly(
         cls, num_experts: int, top_k: int, groups: int = 1, groups_per_token: int = 1
     ) -> Choices:
-        """Choose all experts equally often."""
+        """Return choices in which all experts are chosen equally often."""
         share_LE = torch.full((1, num_experts), top_k / num_experts, dtype=torch.float64)
         return cls(top_k, share_LE, groups, groups_per_token)
 
     @classmethod
     def of_load(cls, load: ExpertLoad, top_k: int, layers: int) -> Choices:
-        """Choose experts as often as they were chosen in a run.
+        """Return choices in which experts are chosen as often as in a recorded run.
 
         Shares above 1 are set to 1, because a token chooses an expert at most once. The load does
-        not say which experts were chosen together, so groups of experts are not drawn.
+        not record which experts a token chose together, so groups of experts are ignored.
 
         Raises:
             ValueError: the load has another number of layers, or a layer without tokens.
@@ -60,14 +60,14 @@ class Choices:
             )
         return cls(top_k, (counts_LE / counts_LE.sum(1, keepdim=True) * top_k).clamp(max=1.0))
 
-    def busiest(self, ep_size: int) -> int:
-        """Return the ep rank that has the largest load in any layer.
+    def find_busiest_rank(self, ep_size: int) -> int:
+        """Return the ep rank with the largest load among all layers.
 
-        A rank's load in a layer is the sum of the shares of its experts. If several ranks have the
-        largest load, the first rank is returned.
+        A rank's load in a layer is the sum of its experts' shares. If several ranks have the
+        largest load, the first of them is returned.
         """
-        rows_LD = self.share_LE.view(len(self.share_LE), ep_size, -1).sum(2)
-        return int((rows_LD - 1e-9 * torch.arange(ep_size)).amax(0).argmax())
+        load_LD = self.share_LE.view(len(self.share_LE), ep_size, -1).sum(2)
+        return int((load_LD - 1e-9 * torch.arange(ep_size)).amax(0).argmax())
 
     def draw(self, layer: int, tokens: int) -> Tensor:
         """Draw K = `top_k` different experts for each of T = `tokens` tokens; return ids (T, K).

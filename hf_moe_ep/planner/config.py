@@ -1,10 +1,10 @@
 """Read the config of a model, and build the model without weights, to plan its training.
 
 `find_config` accepts a hub id, a folder or a config.json. For a hub id, only the config is
-downloaded. `published_models.json` holds the configs of a few models by hub id, reduced to the
+downloaded. `published_models.json` stores the configs of a few models by hub id, reduced to the
 fields that determine sizes, so plans of these models need no network. `meta_model` builds a model
-on the meta device, where a parameter has a shape and no memory. Buffers are not on the meta device:
-they take only a few kilobytes, and sharding broadcasts their values. `attach_lora` adds adapters.
+on the meta device, where a parameter has a shape but no memory. Buffers stay on the CPU: they take
+only a few kilobytes, and sharding broadcasts their values. `attach_lora` adds adapters.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from transformers import (
 
 from hf_moe_ep.config import check_choice
 from hf_moe_ep.plan import ModelPlan, matches
-from hf_moe_ep.planner.options import LORA_TARGETS, published_configs
-from hf_moe_ep.upstream.hub import on_meta, read_object, why_unreachable
+from hf_moe_ep.planner.options import LORA_TARGETS, read_published_configs
+from hf_moe_ep.upstream.hub import on_meta, read_object
 from hf_moe_ep.upstream.models import is_causal_lm, takes_images
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -52,7 +52,7 @@ def find_config(model: str | os.PathLike[str] | Mapping[str, Any] | PreTrainedCo
     if isinstance(model, PreTrainedConfig):
         return model
     if not isinstance(model, Mapping):
-        known = published_configs()
+        known = read_published_configs()
         if str(model) not in known:
             return _read_config(Path(model), known)
         model = known[str(model)]["config"]
@@ -64,11 +64,13 @@ def find_architecture_config(name: str) -> PreTrainedConfig:
     """Return the default config of a model type such as "qwen3_moe", or the config of a model."""
     if name in CONFIG_MAPPING and not os.path.exists(name):
         return AutoConfig.for_model(name)
-    if name not in published_configs() and not (os.path.exists(name) or _HUB_ID.fullmatch(name)):
+    if name not in read_published_configs() and not (
+        os.path.exists(name) or _HUB_ID.fullmatch(name)
+    ):
         raise ValueError(
             f"{name!r} is not a model type of the installed transformers nor a folder with a "
             f"config.json; name a model of the hub as OWNER/NAME, or use one of "
-            f"{', '.join(published_configs())}"
+            f"{', '.join(read_published_configs())}"
         )
     return find_config(name)
 
@@ -94,17 +96,19 @@ def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
 
 
 def _fetch_config(name: str, known: Mapping[str, Any]) -> Any:
-    """Return the config of a hub repository, or its cached copy if the hub is out of reach."""
-    unreachable = why_unreachable(name, "config.json")
+    """Download the config of a hub repository, or read the copy in the hub's cache.
+
+    Without a network, huggingface_hub reads a cached copy after one try. Without a cached copy it
+    tries for 23 seconds, unless HF_HUB_OFFLINE=1 is set.
+    """
     try:
-        return AutoConfig.from_pretrained(
-            name, trust_remote_code=False, local_files_only=unreachable is not None
-        )
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        reason = unreachable or str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise ValueError(
             f"the config of {name!r} was not found on the hub or in its cache ({reason}); pass the "
-            f"path of a downloaded config.json, or one of {', '.join(known)}"
+            f"path of a downloaded config.json, or one of {', '.join(known)}; without a "
+            f"network, HF_HUB_OFFLINE=1 searches only the cache, at once"
         ) from error
 
 
@@ -148,7 +152,7 @@ def attach_lora(
         target_parameters=[f"{experts}.{name}" for name in plan.expert_weights]
         if targets != "attention"
         else [],
-        target_modules=_projections(model, plan) if targets != "experts" else [],
+        target_modules=_list_projections(model, plan) if targets != "experts" else [],
     )
     with torch.device(device), warnings.catch_warnings():
         # PEFT reads a model attribute that transformers has deprecated.
@@ -164,7 +168,8 @@ def attach_lora(
     return adapted
 
 
-def _projections(model: nn.Module, plan: ModelPlan) -> list[str]:
+def _list_projections(model: nn.Module, plan: ModelPlan) -> list[str]:
+    """List the names of all linear layers inside attention modules."""
     return [
         f"{name}.{part}"
         for name, attention in model.named_modules()

@@ -5,18 +5,18 @@
         loss = model(**batch).loss
         memory.begin("backward")
         loss.backward()
-    memory.peak, memory.peaks["backward"], memory.sums_at_peaks(lambda record: record.made_by)
+    memory.peak, memory.peaks["backward"], memory.sum_at_peaks(lambda record: record.made_by)
 
-Bytes are counted per storage. A storage counts once, however many tensors share it, from the
-operator that creates it until its last tensor is freed. The sum is the memory that a program
-requests from a GPU's allocator, without rounding and caching. Temporary memory inside an operator
-is not counted, except for the operators of the experts, whose steps run one by one. FSDP2 allocates
-and frees gathered units with `UntypedStorage.resize_`, which is not an operator, so `count_tensors`
-wraps this method.
+Bytes are counted per storage. A storage counts once, even if several tensors share it. It counts
+from the operator that creates it until its last tensor is freed. The sum is the memory that a
+program requests from a GPU's allocator, without rounding and caching. Temporary memory inside an
+operator is not counted, except in the operators of the experts, whose steps run one by one. FSDP2
+allocates and frees gathered units with `UntypedStorage.resize_`, which is not an operator, so
+`count_tensors` wraps this method.
 
-Host memory is counted separately. Tensors are on the host if they were passed to
-`watch(..., on_host=True)` or were computed from a host tensor. Only `copy` makes a device tensor
-from a host tensor, or the reverse.
+Host memory is counted separately. A tensor is on the host if it was passed to
+`watch(..., on_host=True)` or was computed from a host tensor. Only `copy` makes a device tensor
+from a host tensor, or a host tensor from a device tensor.
 
 Torch's own `MemTracker` (torch/distributed/_tools/mem_tracker.py) is similar, but it needs hooks on
 every module and does not see inside the operator of the experts.
@@ -40,14 +40,14 @@ from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.upstream.dispatch_modes import OperatorMode, storage_id
 from hf_moe_ep.upstream.graph import tensors_in
 
-# Values of `made_by` for a storage that no operator made. BEFORE is also the name of the phase (a
-# named part of the run) that precedes the first `begin`.
+# Values of `made_by` for storages that no operator made. BEFORE is also the name of the first phase
+# (a named part of the run), which lasts until the first `begin`.
 BEFORE, RESIZED = "before", "resize_"
 
 
 @dataclass(frozen=True, eq=False)
 class StorageRecord:
-    """The size and origin of a storage; `shape` is the shape of its first tensor.
+    """The size and origin of a storage, and the shape of its first tensor.
 
     A storage gets a new record when it is resized.
     """
@@ -59,7 +59,7 @@ class StorageRecord:
 
 
 class TensorMemory(OperatorMode):
-    """A dispatch mode that counts the bytes of storages, as the module docstring explains.
+    """A dispatch mode that counts the bytes of storages as the module docstring explains.
 
     Attributes:
         now: bytes alive on the device.
@@ -71,9 +71,9 @@ class TensorMemory(OperatorMode):
         super().__init__()
         self.now = self.on_host = self.host_peak = 0
         self.peaks: dict[str, int] = {}
-        # True: new tensors are on the host; False: on the device; None: where their inputs are.
+        # New tensors are on the host (True), on the device (False), or like their inputs (None).
         self._made_on_host: bool | None = None
-        # All allocations (True) and frees (False), and the length of this list at each peak.
+        # All allocations (True) and frees (False), and the length of the list at each phase's peak.
         self._changes: list[tuple[StorageRecord, bool]] = []
         self._peak_at: dict[str, int] = {}
         self._phase = BEFORE
@@ -120,7 +120,7 @@ class TensorMemory(OperatorMode):
         entry = self._alive.get(storage_id(local_tensor(tensor).untyped_storage()))
         return None if entry is None else entry[0]
 
-    def sums_at_peaks(self, kind_of: Callable[[StorageRecord], str]) -> dict[str, dict[str, int]]:
+    def sum_at_peaks(self, kind_of: Callable[[StorageRecord], str]) -> dict[str, dict[str, int]]:
         """Return the bytes of each kind that were alive at the peak of each phase."""
         sums: dict[str, int] = {}
         sums_after: dict[int, dict[str, int]] = {0: {}}
@@ -150,7 +150,7 @@ class TensorMemory(OperatorMode):
             self._record_tensor(tensor, str(func), on_host=on_host)
         return out
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
         """Replace the record of a storage whose size has changed."""
         key = storage_id(storage)
         if key in self._alive:
@@ -195,13 +195,13 @@ class TensorMemory(OperatorMode):
 
 @contextmanager
 def count_tensors(alive: Iterable[Tensor] = ()) -> Iterator[TensorMemory]:
-    """Count the tensors that the block makes, and those in `alive`, which exist before it."""
+    """Count the tensors that the block makes, and the tensors in `alive`, which exist before."""
     memory = TensorMemory(alive)
     resize = torch.UntypedStorage.resize_
 
     def resize_and_count(storage: torch.UntypedStorage, size: int) -> None:
         resize(storage, size)
-        memory.resized(storage)
+        memory.note_resize(storage)
 
     _replace_resize(resize_and_count)
     try:

@@ -1,4 +1,4 @@
-"""Run one training step of a sharded model, and count the memory and work of each part of it.
+"""Run one training step of a sharded model, and count the memory and work of each of its parts.
 
     counted = count_step(model, layers, optimizer, {"input_ids": ids, "labels": ids})
     counted.peaks()["backward, layer 3"], counted.work.flops()
@@ -49,7 +49,7 @@ class CountedStep:
     """The memory and the work of one step.
 
     Attributes:
-        kinds: the kind of each storage that is known: "parameters", "gradients" and so on.
+        kinds: the known kinds of storages, such as "parameters" or "gradients".
     """
 
     memory: TensorMemory
@@ -62,7 +62,7 @@ class CountedStep:
 
     def made_of(self) -> dict[str, dict[str, int]]:
         """Return the bytes of each kind at the peak of each phase."""
-        sums = self.memory.sums_at_peaks(self._kind_of)
+        sums = self.memory.sum_at_peaks(self._kind_of)
         return {name: parts for name, parts in sums.items() if name != BEFORE}
 
     def _kind_of(self, record: StorageRecord) -> str:
@@ -85,15 +85,15 @@ def count_step(
     """Run and count one step on this rank.
 
     Args:
-        model: a sharded model. Train a real model for one step before, because an optimizer
-            allocates its state in its first step.
-        work: the counter of the work; None makes a counter with `make_counter`.
+        model: a sharded model. Train a real model for one step before this call, because an
+            optimizer allocates its state in its first step.
+        work: the `WorkCounter` to use; None makes one with `make_counter`.
         offload: True if the model was sharded with a CPUOffloadPolicy.
     """
     work = work or make_counter(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     kinds: dict[StorageRecord, str] = {}
-    # DTensor finds output shapes with full-size fake tensors, which are not part of the step.
+    # DTensor computes output shapes on full-size fake tensors, which are not part of the step.
     with replaced(*dtensor_shapes()), count_tensors() as memory:
         _watch_held(memory, kinds, model, optimizer, offload=offload)
 
@@ -222,8 +222,8 @@ def make_optimizer(
 class LocalOptimizer:
     """An optimizer over the local shards of DTensor parameters, each shard a plain tensor.
 
-    It takes as much memory as an optimizer of the DTensors, and is much faster on fake tensors:
-    DTensor's dispatch of an operator on many tensors takes longer than the rest of the step.
+    It takes as much memory as an optimizer of the DTensors, and is much faster on fake tensors.
+    DTensor's dispatch of one operator on many tensors takes longer than the rest of the step.
     """
 
     def __init__(

@@ -4,21 +4,22 @@ The model is sharded over torch's fake process group, whose collectives send not
 own forward, backward and optimizer step run. Two results depend on values, which fake tensors do
 not have:
 
-    the router's choice      It is replaced by drawn expert ids (`choices.py`): the result of topk,
-                             or the ids that the experts get. If checkpointing computes a layer
-                             again, the layer gets the same ids. Integer tensors are real, so
-                             dispatch and experts work on real ids and counts.
-    counts of other ranks    All other ranks are assumed to be equal to this rank: an all-gather
-                             of integers returns copies of this rank's tensor, and an all-to-all
-                             copies of the part that this rank sends to itself.
+    the router's choice      Drawn expert ids (`choices.py`) replace the result of topk, or the ids
+                             that the experts receive. If checkpointing recomputes a layer, the
+                             layer gets the same ids again. Integer tensors are real, so dispatch
+                             and experts compute with real ids and counts.
+    counts of other ranks    All other ranks are assumed to have the same counts as this rank. An
+                             all-gather of integers returns copies of this rank's tensor. An
+                             all-to-all of integers returns copies of the part that this rank sends
+                             to itself.
 
 So this rank receives from each other rank as many rows as it sends to itself.
 
 Two shortcuts keep a plan fast. First, the torch path computes the experts in blocks. The experts of
-a block run one after the other and free their memory, so only three of these experts run: the two
+a block run one after the other and free their memory, so only three of them run: the two experts
 with the most pairs, and the expert with the fewest pairs. The work of the other experts is
-interpolated on a straight line. Second, if FSDP2 splits a tensor into MANY or more equal chunks,
-one per rank, the first chunk is used for all of them, because a thousand views would take longer
+interpolated linearly. Second, if FSDP2 splits a tensor into MIN_EQUAL_CHUNKS or more equal chunks,
+one per rank, the first chunk is used for all ranks, because a thousand views would take longer
 than the layer.
 """
 
@@ -54,20 +55,20 @@ from hf_moe_ep.upstream.graph import tensors_in
 from hf_moe_ep.upstream.operators import efficient_attention
 from hf_moe_ep.upstream.replaced import replaced
 
-MANY = 32
+MIN_EQUAL_CHUNKS = 32
 _TOPK = torch.ops.aten.topk.default
 _CAT, _CAT_OUT = torch.ops.aten.cat.default, torch.ops.aten.cat.out
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class DrawnChoicesMode(OperatorMode):
-    """Draw expert ids and keep integer tensors real; this mode runs above the fake-tensor mode."""
+    """A mode above the fake-tensor mode that draws expert ids and keeps integer tensors real."""
 
     def __init__(self, choices: Choices) -> None:
         super().__init__()
         self._choices = choices
-        # The MoE layers whose forward has run. In backward, checkpointing computes the last layer
-        # of this list again, and `_choose` removes it.
+        # The MoE layers whose forward has run. In backward, checkpointing recomputes the last layer
+        # of this list, and `_choose` removes this layer from the list.
         self._chosen: list[int] = []
         self._drawn: dict[tuple[int, int], Tensor] = {}
 
@@ -82,7 +83,7 @@ class DrawnChoicesMode(OperatorMode):
         inputs = tensors_in((args, kwargs))
         if any(is_fake(tensor) or tensor.is_meta for tensor in inputs):
             out = func(*args, **kwargs)
-            if func is _TOPK and self._is_choice(*args):
+            if func is _TOPK and self._is_router_choice(*args):
                 values, ids = out
                 return values, self._choose(ids.shape)
             return out
@@ -90,11 +91,11 @@ class DrawnChoicesMode(OperatorMode):
             return on_real_tensors(func, *args, **kwargs)
         return func(*args, **kwargs)
 
-    def _is_choice(self, scores: Tensor, k: int, *_: Any) -> bool:
+    def _is_router_choice(self, scores: Tensor, k: int, *_: Any) -> bool:
         return scores.shape[-1] == self._choices.share_LE.shape[1] and k == self._choices.top_k
 
     def _choose(self, shape: torch.Size) -> Tensor:
-        """Return drawn ids for the next layer, or in backward for the layer that runs again."""
+        """Return drawn ids for the next layer, or in backward for the recomputed layer."""
         if backward_is_running():
             number = self._chosen.pop()
         else:
@@ -110,10 +111,11 @@ class DrawnChoicesMode(OperatorMode):
 
 
 def draw_missing_ids(model: nn.Module, choices: Choices) -> None:
-    """Give all experts modules drawn ids where those of the router have no values.
+    """Pass drawn ids to each experts module if the ids of its router have no values.
 
-    Routers that choose by topk over all experts get drawn ids already. Others do not: PhiMoE and
-    ZAYA choose in another way, and LongCat-Flash has more columns than experts.
+    `DrawnChoicesMode` draws the ids of routers that call topk on the scores of all experts. It does
+    not draw them for PhiMoE and ZAYA, which choose in another way, nor for LongCat-Flash, whose
+    scores have more columns than experts.
     """
 
     def draw(index: int, experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -139,7 +141,7 @@ def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _chunk(x: Tensor, chunks: int, dim: int = 0) -> Sequence[Tensor]:
     """Replacement of torch.chunk for fake tensors; the module docstring says why it is needed."""
     length, left = divmod(x.shape[dim], chunks)
-    if chunks < MANY or left or not length or torch.is_grad_enabled() or not is_fake(x):
+    if chunks < MIN_EQUAL_CHUNKS or left or not length or torch.is_grad_enabled() or not is_fake(x):
         return _stock_chunk(x, chunks, dim)
     return [x.narrow(dim, 0, length)] * chunks
 
@@ -148,11 +150,15 @@ _stock_chunk = torch.chunk
 
 
 def _are_same_chunk(tensors: Sequence[Tensor]) -> bool:
-    return len(tensors) >= MANY and is_fake(tensors[0]) and all(x is tensors[0] for x in tensors)
+    return (
+        len(tensors) >= MIN_EQUAL_CHUNKS
+        and is_fake(tensors[0])
+        and all(x is tensors[0] for x in tensors)
+    )
 
 
 def _join_copies(parts: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) -> Tensor:
-    """Allocate the result of torch.cat for `parts`, which are all the same tensor."""
+    """Allocate the result of torch.cat for copies of one tensor."""
     if out is not None:
         return out
     shape = list(parts[0].shape)
@@ -168,7 +174,7 @@ def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool, work: WorkCounter
         choices: how often each expert is chosen.
         like_gpu: compute all pairs of a layer in one block, as the torch path does on a GPU, and
             attention without a matrix of scores.
-        work: the counter to which the work of the experts that do not run is added.
+        work: the counter that also counts the work of the experts that do not run.
     """
 
     def split(block: torch_mlp.Block, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
@@ -183,7 +189,7 @@ def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool, work: WorkCounter
         stack.enter_context(replaced(*dtensor_shapes()))
         stack.enter_context(replaced(torch, "chunk", _chunk))
         stack.enter_context(replaced(context_calls, "causal_lower_right", _NoMask))
-        checksum = partial(_checksum, vars(same_batch)["_compute_checksum"])
+        checksum = partial(_compute_checksum, vars(same_batch)["_compute_checksum"])
         stack.enter_context(replaced(same_batch, "_compute_checksum", checksum))
         if like_gpu:
             stack.enter_context(replaced(torch_mlp, "_BLOCK", sys.maxsize))
@@ -217,10 +223,10 @@ def _attend(
 ) -> Tensor:
     """Replacement of torch's `scaled_dot_product_attention`; `attend` is torch's own function.
 
-    Attention with a CausalBias needs no memory for a mask on a GPU. With `is_causal`, only the
+    On a GPU, attention with a CausalBias needs no memory for a mask. With `is_causal`, only the
     scores that a causal kernel computes are counted (`count_flops`). If values are narrower than
-    keys, as in latent attention, a CPU computes the matrix of all scores, and a GPU has an operator
-    that needs no such matrix.
+    keys, as in latent attention, a CPU computes the matrix of all scores, while a GPU has an
+    operator that needs no such matrix.
     """
     if isinstance(attn_mask, _NoMask):
         attn_mask, is_causal = None, True
@@ -251,22 +257,22 @@ def split_in_three(
     for index in largest if len(order) < 3 else (order[-1], *largest):
         start = sum(block.sizes[:index])
         rows = slice(start, start + block.sizes[index])
-        with work.taken() as taken:
+        with work.take_operators() as taken:
             yield block.experts[index], tuple(tensor[rows] for tensor in tensors)
         operators[block.sizes[index]] = taken
     if operators:
         work.add_for_sizes(operators, block.sizes)
 
 
-def _checksum(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return the checksum of a part of the batch; embeddings have no values, and get 0."""
+def _compute_checksum(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Compute the checksum of a part of the batch. Fake embeddings have no values and get 0."""
     if is_fake(x):
         return on_real_tensors(torch.zeros, (), dtype=torch.int64)
     return compute(x)
 
 
 def _gather_copies(gather: Any, out: Tensor, x: Tensor, **options: Any) -> Any:
-    """All-gather in the fake group, then fill `out` with copies of this rank's tensor."""
+    """Run the all-gather in the fake group, then fill `out` with copies of this rank's tensor."""
     handle = gather(out, x, **options)
     if x.numel():
         out.view(-1, x.numel()).copy_(x.view(1, -1))
@@ -274,7 +280,10 @@ def _gather_copies(gather: Any, out: Tensor, x: Tensor, **options: Any) -> Any:
 
 
 def _swap_copies(swap: Any, out: Tensor, x: Tensor, *splits: Any, **options: Any) -> Any:
-    """All-to-all in the fake group. If `x` has integers, fill `out` with copies of the own part."""
+    """Run the all-to-all in the fake group.
+
+    If `x` has integers, fill `out` with copies of the part that this rank sends to itself.
+    """
     handle = swap(out, x, *splits, **options)
     if x.dtype in _INTEGERS:
         out.copy_(x[dist.get_rank(options["group"])].expand_as(out))

@@ -1,9 +1,9 @@
 """Plan the kernels of compiled layers from the operators of uncompiled ones.
 
-A plan runs uncompiled layers: each operator reads its inputs from memory and writes its result to
-memory. A compiler fuses operators that only move bytes into kernels. Between two products, such a
-kernel reads each input once, and writes only results that another kernel needs. Backward recomputes
-the results that forward has not written. `Fusion` counts these kernels:
+A plan runs uncompiled layers, in which each operator reads its inputs from memory and writes its
+result to memory. A compiler fuses the operators between two matrix products, which only move bytes,
+into one kernel. The kernel reads each input once, and writes only results that another kernel
+needs. Backward recomputes results that forward has not written. `Fusion` counts these kernels:
 
     x -> to fp32 -> square -> mean -> rsqrt -> times x -> to bf16 -> times weight -> product
 
@@ -13,19 +13,20 @@ again, instead of the results that autograd has saved.
 
 A tensor is written to memory if
 
-- a product, attention, or an operator outside of the compiled code made it, or reads it;
-- it crosses the border of a graph: a graph ends where the MoE block or a layer begins or ends;
-- it has at most 1/16 of the size of its operator's largest input, such as the sum of each row: a
+- a product, attention, or an operator outside the compiled code makes or reads the tensor;
+- one graph makes it and another reads it (a graph ends where the MoE block or a layer begins or
+  ends);
+- it has at most 1/16 of the size of its operator's largest input, like the sums of rows, because a
   separate kernel may need it.
 
-Any other tensor is computed again by each kernel that needs it. Such a kernel reads the tensors
-from which the needed tensor is computed. A kernel is a series of operators without a product or
-attention in between. A sum of all rows, such as the gradient of a norm's weight, is a separate
-kernel, because other kernels compute one row at a time.
+Each kernel that needs any other tensor recomputes this tensor, and reads the tensors in memory from
+which it is computed. A kernel is a series of operators without a product or attention between them.
+A sum over all rows, such as the gradient of a norm's weight, is a separate kernel, because other
+kernels compute one row at a time.
 
-The code of training itself decides which regions are compiled: inside of `mark_compiled_regions`,
+The training code itself decides which regions are compiled: inside `mark_compiled_regions`,
 torch.compile marks a region instead of compiling it. Autograd numbers its nodes. An operator of
-backward belongs to a region if its node has one of the numbers of the nodes that the region made.
+backward belongs to the region whose forward made the node that runs the operator.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _SMALL = 1 / 16
 
 @dataclass(frozen=True)
 class _Use:
-    """A tensor that an operator reads or writes: the number of its storage, and its bytes."""
+    """A tensor that an operator reads or writes: the number of its storage and its bytes."""
 
     storage: int
     nbytes: int
@@ -62,9 +63,9 @@ class _Node:
     """An operator that ran.
 
     Attributes:
-        graph: the number of the graph that contains the operator; None outside of compiled code.
-        in_backward: True for the backward of the graph; False for its forward, even when backward
-            recomputes it.
+        graph: the number of the graph that contains the operator; None outside compiled code.
+        in_backward: True for the backward of the graph, False for its forward. A forward that
+            backward recomputes is a forward.
         fuses: True if the operator only moves bytes.
         sums_rows: True if the operator adds up all rows of its input.
     """
@@ -81,7 +82,7 @@ class _Node:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A series of fused operators: its bytes, and how many tensors it writes."""
+    """A series of fused operators: the bytes that it reads and writes, and its launches."""
 
     phase: str
     dtype: str
@@ -97,7 +98,7 @@ class Fusion:
     # Storages that are alive, each with its number.
     _numbers: dict[int, tuple[weakref.ref[Any], int]] = field(default_factory=dict)
     _next_number: int = 0
-    # For each open `region`, innermost last: its graph, or None if the region is not compiled.
+    # The graph of each open `region`, or None if the region is not compiled; innermost last.
     _running: list[int | None] = field(default_factory=list)
     _num_graphs: int = 0
     # The first sequence number of each series of autograd nodes, and the graph of the series.
@@ -107,7 +108,7 @@ class Fusion:
 
     @contextmanager
     def region(self, *, compiled: bool) -> Iterator[None]:
-        """Count the code of the block as one graph, or as code that is not compiled."""
+        """Count the code of the block as one graph, or as uncompiled code."""
         self._num_graphs += 1
         self._running.append(self._num_graphs if compiled else None)
         self._begin_series()
@@ -151,7 +152,7 @@ class Fusion:
     def kernels(self) -> list[Kernel]:
         """Return the kernels of all operators for which `add` has returned True."""
         written = self._find_written()
-        # For each tensor that is not written: the tensors in memory from which it is computed.
+        # The tensors in memory from which each unwritten tensor is computed, by its storage.
         sources: dict[int, tuple[_Use, ...]] = {}
         kernels: list[Kernel] = []
         reads: dict[int, int] = {}
@@ -196,7 +197,7 @@ class Fusion:
         return kernels
 
     def _find_written(self) -> set[int]:
-        """Return the storages that exist in memory."""
+        """Return the storages that are written to memory."""
         made_in: dict[int, int | None] = {}
         written: set[int] = set()
         for node in self._nodes:

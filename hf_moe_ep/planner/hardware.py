@@ -2,13 +2,13 @@
 
     h100 = find_hardware("h100")
     h100.memory_bandwidth, h100.sources["memory_bandwidth"]
-    calibrated(h100, Path("rates.json"))      # a copy of h100 with the measured rates of the file
+    apply_measured_rates(h100, Path("rates.json"))    # h100 with the measured rates of the file
 
-Each known GPU has a record in `rates.json` beside this file, with the source of every number. FLOP
+Each known GPU has a record in `rates.json` in this folder, with the source of every number. FLOP
 rates are peaks for dense matrices, without sparsity. A gigabyte is 10^9 bytes, as in data sheets.
-The bandwidth of a link is that of one direction; data sheets often add up both directions. Three
-things are assumptions until `calibrate.py` measures them: the fraction of a peak that a kernel
-reaches, the latency of a link, and the time of a kernel launch.
+The bandwidth of a link counts one direction; data sheets often add up both directions. Three things
+are assumptions until `calibrate.py` measures them: the fraction of a peak that a kernel reaches,
+the latency of a link, and the time of a kernel launch.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ class Hardware:
     Attributes:
         name: the name on the command line.
         matmul_flops: peak FLOPs per second of a dense product without sparsity, by dtype name
-            ("bfloat16", "float32", "float8_e4m3fn"). A dtype that is missing runs at the rate of
-            the next wider dtype.
-        memory_bandwidth: peak bytes per second of the GPU's memory, the sum of reads and writes.
+            ("bfloat16", "float32", "float8_e4m3fn"). A missing dtype runs at the rate of the next
+            wider dtype.
+        memory_bandwidth: peak bytes per second that the GPU's memory reads and writes together.
         memory_bytes: bytes of memory that the GPU has.
         node_size: GPUs per node. Ranks 0 to node_size - 1 are on the first node, and so on.
         in_node_bandwidth: peak bytes per second that a GPU can send to other GPUs of its node while
             it receives at the same rate.
-        in_node_latency: seconds that a message without content takes.
-        between_nodes_bandwidth, between_nodes_latency: the same for the links between nodes; the
+        in_node_latency: seconds that an empty message takes.
+        between_nodes_bandwidth, between_nodes_latency: the same for the links between nodes. The
             bandwidth is the share of one GPU.
         host_seconds: seconds that the host takes to launch one operator.
         host_link_bandwidth: peak bytes per second between a GPU and its host, in one direction.
         host_memory_bandwidth: peak bytes per second of the host's memory, per GPU.
-        host_ahead: True if the host launches operators while the device computes: a step takes as
-            long as the slower of host and device. False on a CPU: both times are added.
-        overlap: how much of the overlappable communication really overlaps computation, from 0
-            (nothing) to 1 (all).
-        fractions: for each of KINDS, the fraction of the peak that is reached (above 0, at most 1).
-            An entry such as "grouped float32" or "memory bfloat16" is for one dtype only.
+        host_ahead: True if the host launches operators while the device computes; a step then
+            takes as long as the slower of host and device. False on a CPU; both times are added.
+        overlap: the fraction of the overlappable communication that really overlaps computation,
+            from 0 (nothing) to 1 (all).
+        fractions: the fraction of the peak that each of KINDS reaches (above 0, at most 1). An
+            entry such as "grouped float32" or "memory bfloat16" applies to one dtype only.
         sources: by field name, the source of the number: a page, a measurement or an assumption.
     """
 
@@ -86,8 +86,8 @@ class Hardware:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, value in self._numbers():
-            is_valid, valid_range = _valid_range(name)
+        for name, value in self._list_numbers():
+            is_valid, valid_range = _find_valid_range(name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (is_number and math.isfinite(value) and is_valid(value)):
                 raise ValueError(
@@ -108,11 +108,11 @@ class Hardware:
         if not isinstance(self.host_ahead, bool):
             raise ValueError(f"host_ahead ({self.host_ahead!r}) must be true or false")
 
-    def reached_fraction(self, kind: str, dtype: str) -> float:
+    def find_reached_fraction(self, kind: str, dtype: str) -> float:
         """Return the fraction of the peak that operators of a kind reach in a dtype."""
         return self.fractions.get(f"{kind} {dtype}", self.fractions[kind])
 
-    def _numbers(self) -> list[tuple[str, Any]]:
+    def _list_numbers(self) -> list[tuple[str, Any]]:
         found: list[tuple[str, Any]] = []
         for attribute in fields(self):
             value = getattr(self, attribute.name)
@@ -123,7 +123,7 @@ class Hardware:
         return found
 
 
-def known_hardware() -> dict[str, Hardware]:
+def read_known_hardware() -> dict[str, Hardware]:
     """Read `rates.json` and return its records by name."""
     file = resources.files("hf_moe_ep.planner").joinpath("rates.json")
     table = json.loads(file.read_text(encoding="utf-8"))
@@ -147,19 +147,19 @@ def find_hardware(name: str) -> Hardware:
     Raises:
         ValueError: no record has this name; the message lists the known names.
     """
-    known = known_hardware()
+    known = read_known_hardware()
     if name.lower() not in known:
         raise ValueError(f"no rates are known for GPU {name!r}; choose one of {', '.join(known)}")
     return known[name.lower()]
 
 
-def calibrated(hardware: Hardware, file: Path) -> Hardware:
+def apply_measured_rates(hardware: Hardware, file: Path) -> Hardware:
     """Return a copy of a record with the measured numbers of a file.
 
     Args:
-        file: a JSON object with any fields of `Hardware` except `name` and `sources`. Entries that
-            `matmul_flops` or `fractions` leave out keep their values. A measured rate already
-            includes the losses, so the file should set the fraction of this kind to 1.
+        file: a JSON object with fields of `Hardware` other than `name` and `sources`. Entries that
+            `matmul_flops` or `fractions` leave out keep their values. A measured rate is the rate
+            that kernels reach, so the file should set the fraction of this kind to 1.
 
     Raises:
         ValueError: the file is not a JSON object, a field is unknown, or a number is out of range.
@@ -187,7 +187,7 @@ def calibrated(hardware: Hardware, file: Path) -> Hardware:
     return replace(hardware, **changes, sources=sources)
 
 
-def _valid_range(name: str) -> tuple[Any, str]:
+def _find_valid_range(name: str) -> tuple[Any, str]:
     """Return a function that checks the number `name`, and the valid range in words."""
     if name == "node_size":
         return (lambda value: isinstance(value, int) and value >= 1), "a whole number >= 1"

@@ -3,9 +3,9 @@
     plan = plan_memory("Qwen/Qwen3-30B-A3B", ParallelConfig(ep_size=8), world_size=64)
     plan.largest.held + plan.gathered
 
-The model is built on the meta device, patched, and sharded by the same code as in training, over
-torch's fake process group of `world_size` ranks. The sizes of the rank's shards are summed. The sum
-is exact, and includes the padding of FSDP2:
+The code of training patches the model on the meta device, and shards it over torch's fake process
+group of `world_size` ranks. The plan sums the sizes of the rank's shards. The sum is exact, and
+includes the padding of FSDP2:
 
     5 rows over 4 ranks          rank 0   rank 1   rank 2   rank 3
     rows of the parameter           2        2        1        0
@@ -13,20 +13,21 @@ is exact, and includes the padding of FSDP2:
     rows of its reduced gradient    2        2        2        2    the gradient is padded as well
     rows of each AdamW moment       2        2        1        0    moments are not padded
 
-The padding makes parameters and gradients equally large on all ranks, so ranks differ only in their
-optimizer state. Ranks whose shards have the same sizes form one kind; every replica (HSDP) has the
-same kinds. `plan_memory` shards the model for rank 0, which holds most, and computes the other
-kinds from their chunk sizes. As a check, it also shards the model for the last rank of a replica,
-which holds least.
+Because of the padding, parameters and gradients have the same size on all ranks, and ranks differ
+only in their optimizer state. Ranks whose shards have the same sizes form one kind. Every replica
+(HSDP) has the same kinds. `plan_memory` shards the model for rank 0, which holds most, and computes
+the other kinds from their chunk sizes. As a check, it also shards the model for the last rank of a
+replica, which holds least.
 
-If ep_fsdp has one rank, FSDP2 does not hold the experts' weights; a layer casts them while it runs.
+If the ep_fsdp axis has one rank, FSDP2 does not manage the experts' weights: a layer casts them
+while it runs.
 
 During a step, a rank also gathers FSDP2 units (modules whose parameters FSDP2 gathers and frees
-together) in the compute dtype: one part of the model after the other. A part is a decoder layer
+together) in the compute dtype, one part of the model after the other. A part is a decoder layer
 with its experts, the embedding, or the head. FSDP2 prefetches the next part, so two neighbouring
-parts are gathered at a time. The root unit stays gathered. If the weights of embedding and head are
-tied, their unit stays gathered as well. Quantised experts (`ParallelConfig.experts_dtype`) are
-gathered as bytes, and their adapters in the dtype of the adapters.
+parts are gathered at a time. The root unit stays gathered. If embedding and head share a weight,
+their unit stays gathered as well. Quantised experts (`ParallelConfig.experts_dtype`) are gathered
+as bytes. Their adapters are gathered in the dtype of the adapters.
 
 `options.NOT_COUNTED` lists memory that depends on the batch, the allocator or the machine.
 """
@@ -68,7 +69,7 @@ from hf_moe_ep.upstream.process_groups import fake_group
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The bytes that a rank holds between steps; the same for all ranks in `ranks`."""
+    """The bytes that each of the ranks in `ranks` holds between steps."""
 
     ranks: tuple[int, ...]
     parameters: int
@@ -82,19 +83,19 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The plan of one model at one layout. Bytes are per rank unless stated otherwise.
+    """The plan of one model at one layout. Bytes are bytes of one rank unless stated otherwise.
 
     Attributes:
         world_size, parallel, ep_fsdp_size: the layout with its resolved sizes.
         total: the number of parameters, with adapters.
         trained: the number of parameters that get gradients.
-        active: the number of parameters that one token uses: the parameters of the experts that the
-            token chooses, and all parameters outside experts.
-        expert_bytes: the bytes of the experts' matrices on all ranks of a replica, with scales and
-            padding, divided by the number of their parameters.
+        active: the number of parameters that one token uses: the experts that the token chooses,
+            and all parameters outside experts.
+        expert_bytes: the bytes per parameter of the experts' matrices: their bytes on all ranks of
+            a replica, with scales and padding, divided by the number of their parameters.
         kinds: the kinds of ranks, in the order of their first ranks.
-        gathered: the most bytes that are gathered at a time: two neighbouring parts, and the
-            units that stay gathered.
+        gathered: the largest number of bytes that are gathered at a time: two neighbouring parts
+            and the units that stay gathered.
         unit_gradients: bytes of the unsharded gradients of the largest FSDP2 unit.
         unit_reduction: bytes of these gradients in the dtype of the reduce-scatter.
         buffers: bytes of the fixed buffers of `fsdp_double_buffer`, which are held between steps.
@@ -150,10 +151,10 @@ def plan_memory(
         masters: the dtype of trained parameters, gradients and optimizer state. "fp32" is the
             default of `apply_ep_fsdp2`. "model" uses `dtype`, also for adapters, as PEFT does with
             autocast_adapter_dtype=False.
-        optimizer: "adamw", "adamw_fused" (holds as much between steps), "sgd" (with momentum), or
-            "none" for an optimizer without state.
-        lora_rank: train only adapters of this rank, on `lora_targets`: "experts", "attention" or
-            "both". If `parallel.experts_dtype` quantises the experts, a lora_rank is required.
+        optimizer: "adamw", "adamw_fused" (holds as much as "adamw" between steps), "sgd" (with
+            momentum), or "none" for an optimizer without state.
+        lora_rank: train only adapters of this rank on `lora_targets`: "experts", "attention" or
+            "both". Required if `parallel.experts_dtype` quantises the experts.
 
     Raises:
         ValueError: a choice is unknown, a process group exists already, or `patch` or sharding
@@ -164,24 +165,24 @@ def plan_memory(
     )
     with torch.random.fork_rng(devices=[]):
         first = _Sharded(request, 0)
-        kinds = [first.held(ranks) for ranks in _group_ranks_by_kind(first)]
+        kinds = [first.sum_held(ranks) for ranks in _group_ranks_by_kind(first)]
         if len(kinds) > 1:
             last = first.replica - 1
             kind = next(kind for kind in kinds if last in kind.ranks)
-            assert _Sharded(request, last).held(kind.ranks, from_shards=True) == kind
+            assert _Sharded(request, last).sum_held(kind.ranks, from_shards=True) == kind
     return MemoryPlan(
         world_size=world_size,
         parallel=first.state.config,
         ep_fsdp_size=first.ep_fsdp_size,
-        total=first.count(first.parameters),
-        trained=first.count(p for p in first.parameters if p.requires_grad),
-        active=first.active(),
-        expert_bytes=first.expert_bytes(),
+        total=first.count_parameters(first.parameters),
+        trained=first.count_parameters(p for p in first.parameters if p.requires_grad),
+        active=first.count_active_parameters(),
+        expert_bytes=first.compute_expert_bytes(),
         kinds=tuple(kinds),
-        gathered=first.gathered(),
-        unit_gradients=first.largest_unit(first.policy.param_dtype),
-        unit_reduction=first.largest_unit(first.policy.reduce_dtype),
-        buffers=first.fixed_buffers() if first.state.config.fsdp_double_buffer else 0,
+        gathered=first.find_most_gathered(),
+        unit_gradients=first.find_largest_unit(first.policy.param_dtype),
+        unit_reduction=first.find_largest_unit(first.policy.reduce_dtype),
+        buffers=first.sum_fixed_buffers() if first.state.config.fsdp_double_buffer else 0,
     )
 
 
@@ -240,7 +241,7 @@ class Unsharded:
             parts = find_parts(model)
             check_type(parts, request.mtp_layers)
             build_head(parts, request.mtp_layers)
-        patch(model, request.parallel, pp_size=1)  # not that of HF_MOE_EP_PP_SIZE
+        patch(model, request.parallel, pp_size=1)  # 1 overrides HF_MOE_EP_PP_SIZE
         state: ModelState = getattr(model, STATE)
         if request.lora_rank is not None:
             model = attach_lora(
@@ -277,10 +278,10 @@ class _Sharded:
     """The model of a request, sharded for one rank, and the sizes of its shards.
 
     Attributes:
-        axes: for each parameter's id, the mesh axis over which FSDP2 splits it.
-        num_values: for the id of each tensor of quantised experts, the number of values in it.
-        whole: the ids of expert weights that FSDP2 does not gather.
-        routers: the routers that are units of their own, which FSDP2 gathers in fp32.
+        axes: the mesh axis over which FSDP2 splits each parameter, by the parameter's id.
+        num_values: the number of values in each tensor of quantised experts, by the tensor's id.
+        ungathered: the ids of expert weights that FSDP2 does not gather.
+        routers: the routers that are separate units, which FSDP2 gathers in fp32.
     """
 
     def __init__(self, request: PlanRequest, rank: int) -> None:
@@ -292,10 +293,10 @@ class _Sharded:
         with fake_group(rank, request.world_size):
             meshes = unsharded.shard()
             self.ep_fsdp_size = meshes.ep_fsdp_size
-            self.parameters: list[DTensor] = _dtensors([model])
+            self.parameters: list[DTensor] = _list_dtensors([model])
             self.axes = {id(p): _find_axis(p, meshes.ep_size) for p in self.parameters}
             self.num_values = _count_quantised_values(model)
-            self.whole = _find_whole(model)
+            self.ungathered = _find_ungathered(model)
         others = {*self.units.layers, *self.units.all_experts}
         self.routers = [
             module
@@ -303,35 +304,35 @@ class _Sharded:
             for module in layer.modules()
             if isinstance(module, FSDPModule) and module not in others
         ]
-        self.in_routers = {id(p) for p in _dtensors(self.routers)}
+        self.in_routers = {id(p) for p in _list_dtensors(self.routers)}
 
     @property
     def replica(self) -> int:
         """The number of ranks of one replica."""
         return self.request.world_size // (self.state.config.dp_replicate_size or 1)
 
-    def held(self, ranks: tuple[int, ...], *, from_shards: bool = False) -> RankMemory:
+    def sum_held(self, ranks: tuple[int, ...], *, from_shards: bool = False) -> RankMemory:
         """Sum the bytes that each rank of one kind holds.
 
-        The optimizer's bytes are computed from chunk sizes, or with `from_shards` from the shards
-        of this rank, which must be of the same kind.
+        The bytes of the optimizer are computed from chunk sizes. With `from_shards`, they are read
+        from the shards of this rank, which must be one of `ranks`.
         """
         trained = [p for p in self.parameters if p.requires_grad]
         moments, scalars = OPTIMIZERS[self.request.optimizer]
-        coordinates = self.coordinates(ranks[0])
+        coordinates = self.find_coordinates(ranks[0])
         optimizer = 0
         for p in trained:
             axis = self.axes[id(p)]
-            nbytes = _allocated(p) // axis.share(0) * axis.share(coordinates[axis.name])
+            nbytes = _allocated_bytes(p) // axis.share(0) * axis.share(coordinates[axis.name])
             optimizer += moments * (p.to_local().nbytes if from_shards else nbytes) + 4 * scalars
         return RankMemory(
             ranks=ranks,
-            parameters=sum(_allocated(p) for p in self.parameters),
-            gradients=sum(_allocated(p) for p in trained),
+            parameters=sum(_allocated_bytes(p) for p in self.parameters),
+            gradients=sum(_allocated_bytes(p) for p in trained),
             optimizer=optimizer,
         )
 
-    def coordinates(self, rank: int) -> dict[str, int]:
+    def find_coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's coordinates on the axes over which FSDP2 shards (`ranks/mesh.py`)."""
         config = self.state.config
         in_replica = rank % self.replica
@@ -342,48 +343,48 @@ class _Sharded:
             ep_fsdp = in_replica // ((config.ep_size or 1) * etp_size)
         return {FSDP: in_replica, EP_FSDP: ep_fsdp}
 
-    def gathered_bytes(self, parameters: Iterable[DTensor], dtype: torch.dtype | None) -> int:
-        """Sum the bytes of parameters that FSDP2 gathers in `dtype`, with padding.
+    def sum_gathered_bytes(self, parameters: Iterable[DTensor], dtype: torch.dtype | None) -> int:
+        """Sum the bytes of the padded parameters that FSDP2 gathers in `dtype`.
 
-        If `dtype` is None, parameters are gathered in the dtypes that they have. Quantised experts
-        and their adapters, and `routers`, are always gathered in the dtypes that they have.
+        With `dtype` None, parameters are gathered in their own dtypes. Quantised experts, their
+        adapters and `routers` are always gathered in their own dtypes.
         """
         total = 0
         for p in parameters:
-            if id(p) in self.whole:
+            if id(p) in self.ungathered:
                 continue
             axis = self.axes[id(p)]
             keeps_dtype = dtype is None or (self.num_values and axis.name == EP_FSDP)
             keeps_dtype = keeps_dtype or id(p) in self.in_routers
             gathered_dtype = p.dtype if keeps_dtype else dtype
             assert gathered_dtype is not None
-            total += _allocated(p) // p.dtype.itemsize * axis.size * gathered_dtype.itemsize
+            total += _allocated_bytes(p) // p.dtype.itemsize * axis.size * gathered_dtype.itemsize
         return total
 
-    def largest_cast(self, dtype: torch.dtype | None) -> int:
-        """Return the bytes of the copies of one layer's weights that FSDP2 does not gather."""
+    def find_largest_cast(self, dtype: torch.dtype | None) -> int:
+        """Return the bytes of the casts of one layer's ungathered weights; the largest layer."""
         if dtype is None:
             return 0
         return max(
             sum(
                 p.to_local().numel() * dtype.itemsize
-                for p in _dtensors([layer])
-                if id(p) in self.whole and p.dtype.is_floating_point and p.dtype != dtype
+                for p in _list_dtensors([layer])
+                if id(p) in self.ungathered and p.dtype.is_floating_point and p.dtype != dtype
             )
             for layer in self.units.layers
         )
 
-    def count(self, parameters: Iterable[DTensor]) -> int:
-        """Count parameters. For a quantised matrix, the values are counted, not the bytes."""
+    def count_parameters(self, parameters: Iterable[DTensor]) -> int:
+        """Count parameters. A quantised matrix counts its values, not its bytes."""
         return sum(self.num_values.get(id(p), p.numel()) for p in parameters)
 
-    def active(self) -> int:
+    def count_active_parameters(self) -> int:
         """Count the parameters that one token uses."""
-        in_experts = self.count(_dtensors(self.units.all_experts))
+        in_experts = self.count_parameters(_list_dtensors(self.units.all_experts))
         used_in_experts = in_experts * self.top_k // self.state.num_experts
-        return self.count(self.parameters) - in_experts + used_in_experts
+        return self.count_parameters(self.parameters) - in_experts + used_in_experts
 
-    def expert_bytes(self) -> float:
+    def compute_expert_bytes(self) -> float:
         """Return the bytes per parameter of the experts' matrices, over one replica."""
         weights, suffixes = self.state.plan.expert_weights, ("", BLOCK_SCALE, NESTED_SCALE)
         own_names = {weight + suffix for weight in weights for suffix in suffixes}
@@ -393,98 +394,101 @@ class _Sharded:
             for name, p in module.named_parameters()
             if isinstance(p, DTensor) and name.rpartition(".")[2] in own_names
         }
-        held = sum(map(_allocated, matrices.values()))
-        return held * self.replica / self.count(matrices.values())
+        held = sum(map(_allocated_bytes, matrices.values()))
+        return held * self.replica / self.count_parameters(matrices.values())
 
-    def gathered(self) -> int:
-        """Return the most bytes that are gathered at a time, in the compute dtype."""
+    def find_most_gathered(self) -> int:
+        """Return the largest number of bytes that are gathered at a time in the compute dtype."""
         compute, units = self.policy.param_dtype, self.units
-        cast = self.largest_cast(compute)
+        cast = self.find_largest_cast(compute)
         if not self.state.config.reshard_after_forward:
-            return self.gathered_bytes(self.parameters, compute) + cast
+            return self.sum_gathered_bytes(self.parameters, compute) + cast
 
-        def part_bytes(modules: Iterable[nn.Module | None]) -> int:
-            return self.gathered_bytes(_dtensors(modules), compute)
+        def sum_part(modules: Iterable[nn.Module | None]) -> int:
+            return self.sum_gathered_bytes(_list_dtensors(modules), compute)
 
         parts = [[layer] for layer in units.layers[: units.num_main_layers]]
         if units.embedding is not None and not units.tied:
             parts.insert(0, [units.embedding])
         if not units.tied:
             parts.append(units.tail)
-        parts_of_model = [*units.layers, *units.vision, units.mtp, units.embedding, *units.tail]
-        always = _without(self.parameters, parts_of_model)
+        all_parts = [*units.layers, *units.vision, units.mtp, units.embedding, *units.tail]
+        always = _exclude_modules(self.parameters, all_parts)
         if units.tied:
-            always += _dtensors(units.tail)
-        largest_pair = _largest_pair([part_bytes(part) for part in parts])
+            always += _list_dtensors(units.tail)
+        largest_pair = _find_largest_pair([sum_part(part) for part in parts])
         if units.vision:
             *blocks, tower = units.vision
-            outside_blocks = self.gathered_bytes(_without(_dtensors([tower]), blocks), compute)
-            in_tower = _largest_pair([part_bytes([block]) for block in blocks]) + outside_blocks
+            outside = _exclude_modules(_list_dtensors([tower]), blocks)
+            in_tower = _find_largest_pair([sum_part([block]) for block in blocks])
+            in_tower += self.sum_gathered_bytes(outside, compute)
             largest_pair = max(largest_pair, in_tower)
         if units.mtp is not None:
             blocks = units.layers[units.num_main_layers :]
-            in_mtp = _largest_pair([part_bytes([block]) for block in blocks])
-            in_mtp += self.gathered_bytes(_without(_dtensors([units.mtp]), blocks), compute)
-            tail = 0 if units.tied else part_bytes(units.tail)  # it stays gathered
+            in_mtp = _find_largest_pair([sum_part([block]) for block in blocks])
+            in_mtp += self.sum_gathered_bytes(
+                _exclude_modules(_list_dtensors([units.mtp]), blocks), compute
+            )
+            tail = 0 if units.tied else sum_part(units.tail)  # it stays gathered
             largest_pair = max(largest_pair, in_mtp + tail)
-        return self.gathered_bytes(always, compute) + largest_pair + cast
+        return self.sum_gathered_bytes(always, compute) + largest_pair + cast
 
-    def largest_unit(self, dtype: torch.dtype | None) -> int:
-        """Return the bytes in `dtype` of the trained parameters of the largest FSDP2 unit."""
-        # Gradients of encoders are reduced together at the end.
-        together = [*self._parameters_of_units(), _dtensors(self.units.encoders)]
-        trained = [[p for p in parameters if p.requires_grad] for parameters in together]
-        return max(self.gathered_bytes(parameters, dtype) for parameters in trained)
+    def find_largest_unit(self, dtype: torch.dtype | None) -> int:
+        """Return the bytes of the largest FSDP2 unit's trained parameters in `dtype`."""
+        # The gradients of all encoders are reduced together at the end of backward.
+        units = [*self._list_unit_parameters(), _list_dtensors(self.units.encoders)]
+        trained = [[p for p in parameters if p.requires_grad] for parameters in units]
+        return max(self.sum_gathered_bytes(parameters, dtype) for parameters in trained)
 
-    def fixed_buffers(self) -> int:
-        """Return the bytes of the fixed buffers.
+    def sum_fixed_buffers(self) -> int:
+        """Return the bytes of the fixed buffers of `fsdp_double_buffer`.
 
-        Units of the same size share two buffers for all-gathers, and one buffer for
+        Units of the same size share two buffers for all-gathers. They share only one buffer for
         reduce-scatters, because FSDP2 waits for a reduce-scatter before it begins the next one. A
         single rank gathers nothing, but FSDP2 copies its gradients as if it reduced them.
         """
-        units = [*self._parameters_of_units(), *(_dtensors([e]) for e in self.units.encoders)]
+        units = [*self._list_unit_parameters(), *(_list_dtensors([e]) for e in self.units.encoders)]
         num_units: Counter[tuple[str, str, int]] = Counter()
         for parameters in units:
-            moved = [p for p in parameters if id(p) not in self.whole]
+            moved = [p for p in parameters if id(p) not in self.ungathered]
             trained = [p for p in moved if p.requires_grad]
             if moved and self.axes[id(moved[0])].size > 1:
-                num_bytes = self.gathered_bytes(moved, self.policy.param_dtype)
+                num_bytes = self.sum_gathered_bytes(moved, self.policy.param_dtype)
                 num_units["gathered", self.axes[id(moved[0])].name, num_bytes] += 1
             if trained:
-                num_bytes = self.gathered_bytes(trained, self.policy.reduce_dtype)
+                num_bytes = self.sum_gathered_bytes(trained, self.policy.reduce_dtype)
                 num_units["reduced", self.axes[id(trained[0])].name, num_bytes] += 1
         most = {"gathered": 2, "reduced": 1}
         return sum(min(most[use], n) * size for (use, _, size), n in num_units.items())
 
-    def _parameters_of_units(self) -> list[list[DTensor]]:
-        """List the parameters of each FSDP2 unit without those of the units inside it."""
+    def _list_unit_parameters(self) -> list[list[DTensor]]:
+        """List the parameters of each FSDP2 unit, without the parameters of units inside it."""
         units = self.units
         experts = [] if self.state.experts_in_layer_units else units.all_experts
         blocks, tower = units.vision[:-1], units.vision[-1:]
         embedding = [] if units.tied else [units.embedding]
         inner = [*experts, *self.routers]
         return [
-            *(_dtensors([module]) for module in inner),
-            *(_without(_dtensors([layer]), inner) for layer in units.layers),
-            _without(_dtensors([units.mtp]), units.layers),
-            *(_dtensors([block]) for block in blocks),
-            _without(_dtensors(tower), blocks),
-            _dtensors(units.tail),
-            _dtensors(embedding),
+            *(_list_dtensors([module]) for module in inner),
+            *(_exclude_modules(_list_dtensors([layer]), inner) for layer in units.layers),
+            _exclude_modules(_list_dtensors([units.mtp]), units.layers),
+            *(_list_dtensors([block]) for block in blocks),
+            _exclude_modules(_list_dtensors(tower), blocks),
+            _list_dtensors(units.tail),
+            _list_dtensors(embedding),
         ]
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """The mesh axis over which FSDP2 splits a parameter: `size` ranks share `length` rows."""
+    """A mesh axis over which FSDP2 splits a parameter: `size` ranks share `length` rows."""
 
     name: str
     size: int
     length: int
 
     def share(self, coordinate: int) -> int:
-        """Return how many rows torch.chunk gives to a rank: 2, 2, 1, 0 for 5 rows over 4 ranks."""
+        """Count the rows that torch.chunk gives to a rank: 2, 2, 1, 0 for 5 rows over 4 ranks."""
         chunk = -(-self.length // self.size)
         return max(0, min(chunk, self.length - coordinate * chunk))
 
@@ -502,35 +506,37 @@ def _find_axis(parameter: DTensor, ep_size: int) -> _Axis:
 
 
 def _group_ranks_by_kind(sharded: _Sharded) -> list[tuple[int, ...]]:
-    """Group all ranks by kind; the kind of rank 0 comes first."""
+    """Group all ranks by kind. The kind of rank 0 comes first."""
     axes = sorted(set(sharded.axes.values()), key=str)
     kinds: dict[tuple[int, ...], list[int]] = {}
     for rank in range(sharded.request.world_size):
-        coordinates = sharded.coordinates(rank)
+        coordinates = sharded.find_coordinates(rank)
         shares = tuple(axis.share(coordinates[axis.name]) for axis in axes)
         kinds.setdefault(shares, []).append(rank)
     return [tuple(ranks) for ranks in kinds.values()]
 
 
-def _dtensors(modules: Iterable[nn.Module | None]) -> list[DTensor]:
-    """Collect the sharded parameters of modules; a tied parameter is included once."""
+def _list_dtensors(modules: Iterable[nn.Module | None]) -> list[DTensor]:
+    """List the sharded parameters of modules, a tied parameter once."""
     by_id = {id(p): p for module in modules if module is not None for p in module.parameters()}
     return [p for p in by_id.values() if isinstance(p, DTensor)]
 
 
-def _without(parameters: Iterable[DTensor], modules: Iterable[nn.Module | None]) -> list[DTensor]:
-    inside = {id(p) for p in _dtensors(modules)}
+def _exclude_modules(
+    parameters: Iterable[DTensor], modules: Iterable[nn.Module | None]
+) -> list[DTensor]:
+    inside = {id(p) for p in _list_dtensors(modules)}
     return [p for p in parameters if id(p) not in inside]
 
 
-def _find_whole(model: nn.Module) -> set[int]:
-    """Return the ids of the expert weights that FSDP2 does not hold."""
+def _find_ungathered(model: nn.Module) -> set[int]:
+    """Return the ids of the expert weights that FSDP2 does not manage."""
     modules = experts_modules(model)
     return {id(getattr(module, n)) for _, module, layer in modules for n in layer.whole_weights}
 
 
 def _count_quantised_values(model: nn.Module) -> dict[int, int]:
-    """Map the id of each tensor of quantised experts to its number of values; scales count 0."""
+    """Count the values in each tensor of quantised experts, by its id. Scales count 0."""
     num_values: dict[int, int] = {}
     for name, matrix, quantisation in quantised_matrices(model):
         for tensor in matrix.by_name(name).values():
@@ -539,10 +545,10 @@ def _count_quantised_values(model: nn.Module) -> dict[int, int]:
     return num_values
 
 
-def _allocated(parameter: DTensor) -> int:
+def _allocated_bytes(parameter: DTensor) -> int:
     return parameter.to_local().untyped_storage().nbytes()
 
 
-def _largest_pair(sizes: Sequence[int]) -> int:
+def _find_largest_pair(sizes: Sequence[int]) -> int:
     """Return the largest sum of two neighbours, or the only size."""
     return max((sum(pair) for pair in pairwise(sizes)), default=sum(sizes))

@@ -1,10 +1,10 @@
 """Count the launches and the memory of the experts' Triton kernels from the shapes of a call.
 
-A plan would run the torch path of the experts, because its fake tensors are on the CPU. A GPU runs
-the kernels of `ops/triton_mlp.py`, which compute the same products with fewer launches, fewer bytes
-and less memory: they gather rows while they multiply, and fuse the activation with the product
-before it. For a GPU, `count_kernels` therefore replaces the torch path: it allocates the tensors of
-`ops/triton_mlp.py`, computes nothing, and counts these launches:
+The fake tensors of a plan are on the CPU, so a plan would run the torch path of the experts. A GPU
+runs the kernels of `ops/triton_mlp.py`. They compute the same products with fewer launches, fewer
+bytes and less memory, because they gather rows while they multiply, and fuse the activation with
+the product before it. To plan a GPU, `count_kernels` replaces the torch path. It allocates the
+tensors of `ops/triton_mlp.py`, computes nothing, and counts these launches:
 
     pass         kernel                            counted
     route        sort_pairs                        4 launches, no FLOPs
@@ -16,17 +16,17 @@ before it. For a GPU, `count_kernels` therefore replaces the torch path: it allo
                  grouped_mm, combine (rows)        1 product and 1 launch: gradients of the rows
                  outer                             1 product per trained matrix
 
-With an adapter of rank P, a thin product comes before each matrix product: it multiplies the rows
-by the adapter's first factor. The kernel of the matrix product then also adds the product with the
-second factor.
+With an adapter, a thin product comes before each matrix product. It multiplies the rows by the
+adapter's first factor. The kernel of the matrix product then also adds the product with the second
+factor.
 
-Example: 6 (token, expert) pairs, hidden size 8, 2 gated experts of 4 columns (so 8 pre-activations)
-in bf16, and pre-activations are kept for backward. The up product takes 2 * 6 * 8 * 8 = 768 FLOPs.
-It reads 6 rows of 8 numbers and 2 matrices of 8 x 8, and writes 6 x 4 activations and 6 x 8
-pre-activations. These are 248 numbers, 496 bytes.
+Example: 6 (token, expert) pairs, hidden size 8, 2 gated experts with 4 columns (so 8
+pre-activations), bf16, and pre-activations that are kept for backward. The up product takes
+2 * 6 * 8 * 8 = 768 FLOPs. It reads 6 rows of 8 numbers and 2 matrices of 8 x 8, and writes 6 x 4
+activations and 6 x 8 pre-activations. These are 248 numbers, 496 bytes.
 
-Partly filled tiles, biases, the first products of adapters and the dequantisation of nested NF4
-scales are not counted in the memory, and partly filled tiles and biases not in the work.
+The work leaves out partly filled tiles and biases. The memory also leaves out the first products of
+adapters and the dequantisation of nested NF4 scales.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ExpertCall:
         rows, top_k: the number of tokens, and the number of experts per token.
         pre: pre-activations per pair (columns of the up product); 2 * `ffn` for gated experts.
         ffn: activations per pair.
-        up_bytes, down_bytes: bytes of the matrices of all experts; with scales if quantised.
+        up_bytes, down_bytes: bytes of the matrices of all experts, with scales if quantised.
         up_rank, down_rank: ranks of the adapters; 0 without an adapter.
     """
 
@@ -103,95 +103,113 @@ class ExpertCall:
             down_rank=0 if experts.down_a is None else experts.down_a.shape[1],
         )
 
-    def route_launches(self) -> list[Operator]:
-        """List the launches that sort the pairs by expert; they read the ids twice."""
+    def list_route_launches(self) -> list[Operator]:
+        """List the launches that sort the pairs by expert. They read the ids twice."""
         ids, positions = 8 * self.rows * self.top_k, 4 * (2 * self.pairs + self.rows * self.top_k)
         return [Operator("memory", "", 0, 2 * ids + positions, launches=4)]
 
-    def forward_launches(self, *, keep_pre: bool) -> list[Operator]:
+    def list_forward_launches(self, *, keep_pre: bool) -> list[Operator]:
         """List the launches of the forward pass."""
         moved = self.ffn + self.hidden
-        down = self._product(self.ffn, self.hidden, moved, self.down_bytes, self.down_rank)
-        return [*self._up(keep_pre=keep_pre), *down, self._combine(weighted=True)]
+        down = self._list_product_launches(
+            self.ffn, self.hidden, moved, self.down_bytes, self.down_rank
+        )
+        return [
+            *self._list_up_launches(keep_pre=keep_pre),
+            *down,
+            self._make_combine(weighted=True),
+        ]
 
-    def row_launches(self, need: set[str], *, recompute: bool) -> list[Operator]:
+    def list_row_launches(self, need: set[str], *, recompute: bool) -> list[Operator]:
         """List the backward launches for the gradients of rows and routing weights.
 
         Args:
             need: names of the tensors that need a gradient, as in `torch_mlp.backward`.
-            recompute: True if backward computes the pre-activations again.
+            recompute: True if backward recomputes the pre-activations.
         """
-        launches = self._up(keep_pre=True) if recompute else []
+        launches = self._list_up_launches(keep_pre=True) if recompute else []
         has_activations = bool(need & {"down", "down_a", "down_b"})
         moved = self.hidden + 2 * self.pre + self.ffn * has_activations
-        launches += self._product(self.hidden, self.ffn, moved, self.down_bytes, self.down_rank)
+        launches += self._list_product_launches(
+            self.hidden, self.ffn, moved, self.down_bytes, self.down_rank
+        )
         if "weights" in need:
             partial = -(-self.ffn // _PARTIAL_COLUMNS) * self.pairs
             nbytes = _FP32 * (partial + 2 * self.rows * self.top_k)
             launches.append(Operator("memory", "float32", 0, nbytes))
         moved = self.pre + self.hidden
-        row_grads = self._product(self.pre, self.hidden, moved, self.up_bytes, self.up_rank)
+        row_grads = self._list_product_launches(
+            self.pre, self.hidden, moved, self.up_bytes, self.up_rank
+        )
         if "rows" in need:
-            launches += [*row_grads, self._combine(weighted=False)]
+            launches += [*row_grads, self._make_combine(weighted=False)]
         elif "up_a" in need:
             # Only the thin product with the adapter is needed.
             launches += row_grads[:1]
         return launches
 
-    def grad_launches(self, need: set[str]) -> list[Operator]:
+    def list_grad_launches(self, need: set[str]) -> list[Operator]:
         """List the backward launches for the gradients of matrices and adapters."""
         down_rank, up_rank = self.down_rank, self.up_rank
         launches_of = {
-            "down": [self._outer(self.hidden, self.ffn)],
-            "up": [self._outer(self.pre, self.hidden)],
-            "down_a": [self._outer(self.ffn, down_rank)],
-            "down_b": [self._thin(self.ffn, down_rank), self._outer(self.hidden, down_rank)],
-            "up_a": [self._outer(self.hidden, up_rank)],
-            "up_b": [self._thin(self.hidden, up_rank), self._outer(self.pre, up_rank)],
+            "down": [self._make_outer_product(self.hidden, self.ffn)],
+            "up": [self._make_outer_product(self.pre, self.hidden)],
+            "down_a": [self._make_outer_product(self.ffn, down_rank)],
+            "down_b": [
+                self._make_thin_product(self.ffn, down_rank),
+                self._make_outer_product(self.hidden, down_rank),
+            ],
+            "up_a": [self._make_outer_product(self.hidden, up_rank)],
+            "up_b": [
+                self._make_thin_product(self.hidden, up_rank),
+                self._make_outer_product(self.pre, up_rank),
+            ],
         }
         return [launch for name in launches_of if name in need for launch in launches_of[name]]
 
-    def _up(self, *, keep_pre: bool) -> list[Operator]:
+    def _list_up_launches(self, *, keep_pre: bool) -> list[Operator]:
         moved = self.hidden + self.ffn + self.pre * keep_pre
-        return self._product(self.hidden, self.pre, moved, self.up_bytes, self.up_rank)
+        return self._list_product_launches(
+            self.hidden, self.pre, moved, self.up_bytes, self.up_rank
+        )
 
-    def _product(
+    def _list_product_launches(
         self, inner: int, width: int, moved: int, matrix_bytes: int, rank: int
     ) -> list[Operator]:
-        """List the launches that multiply each pair's row with the matrix of its expert.
+        """List the launches that multiply each pair's row by the matrix of its expert.
 
         Args:
-            inner, width: numbers per row of the input and of the output.
-            moved: numbers per pair that are read and written.
-            rank: the rank of the adapter; its thin product comes first.
+            inner, width: the numbers in a row of the input and in a row of the output.
+            moved: the numbers that are read and written per pair.
+            rank: the rank of the adapter, whose thin product comes first.
         """
         moved = self.pairs * (moved + rank) + self.experts * rank * width
         flops = 2 * self.pairs * (inner + rank) * width
-        product = self._grouped(flops, moved, matrix_bytes)
-        return [self._thin(inner, rank), product] if rank else [product]
+        product = self._make_grouped(flops, moved, matrix_bytes)
+        return [self._make_thin_product(inner, rank), product] if rank else [product]
 
-    def _thin(self, inner: int, rank: int) -> Operator:
+    def _make_thin_product(self, inner: int, rank: int) -> Operator:
         moved = self.pairs * (inner + rank) + self.experts * inner * rank
-        return self._grouped(2 * self.pairs * inner * rank, moved)
+        return self._make_grouped(2 * self.pairs * inner * rank, moved)
 
-    def _outer(self, height: int, width: int) -> Operator:
+    def _make_outer_product(self, height: int, width: int) -> Operator:
         moved = self.pairs * (height + width) + self.experts * height * width
-        return self._grouped(2 * self.pairs * height * width, moved)
+        return self._make_grouped(2 * self.pairs * height * width, moved)
 
-    def _combine(self, *, weighted: bool) -> Operator:
+    def _make_combine(self, *, weighted: bool) -> Operator:
         positions_and_weights = self.rows * self.top_k * (4 + _FP32 * weighted)
         nbytes = self.dtype.itemsize * (self.pairs + self.rows) * self.hidden
         nbytes += positions_and_weights
         return Operator("memory", dtype_name(self.dtype), 0, nbytes)
 
-    def _grouped(self, flops: int, moved: int, matrix_bytes: int = 0) -> Operator:
+    def _make_grouped(self, flops: int, moved: int, matrix_bytes: int = 0) -> Operator:
         nbytes = self.dtype.itemsize * moved + matrix_bytes
         return Operator("grouped", dtype_name(self.dtype), flops, nbytes)
 
 
 @contextmanager
 def count_kernels(work: WorkCounter) -> Iterator[None]:
-    """Inside the block, plan the kernels instead of the torch path."""
+    """Inside the block, plan the Triton kernels instead of the torch path."""
     stock_route, stock_forward = torch_mlp.route, torch_mlp.forward
     stock_backward = torch_mlp.backward
 
@@ -201,7 +219,7 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         routing = work.run_uncounted(stock_route, expert_ids_RK, counts_L, experts, rows_RH)
         if routing.pair_A.numel():
             # ExpertCall.of reads only the shape of the routing weights; ids have the same shape.
-            work.add(ExpertCall.of(rows_RH, expert_ids_RK, experts, routing).route_launches())
+            work.add(ExpertCall.of(rows_RH, expert_ids_RK, experts, routing).list_route_launches())
         return routing
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -210,7 +228,7 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         if not call.pairs:
             out: tuple[Tensor, Tensor] = work.run_uncounted(stock_forward, *arguments)
             return out
-        work.add(call.forward_launches(keep_pre=keep_pre))
+        work.add(call.list_forward_launches(keep_pre=keep_pre))
         return _allocate_forward(call, rows_RH, keep_pre)
 
     def backward(
@@ -221,14 +239,14 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         if not call.pairs:
             options |= {"need": need, "postpone": postpone}
             return work.run_uncounted(stock_backward, *arguments, **options)
-        work.add(call.row_launches(need, recompute=pre_AG is None))
+        work.add(call.list_row_launches(need, recompute=pre_AG is None))
         grads, kept = _allocate_backward(call, rows_RH, weights_RK, need, recompute=pre_AG is None)
 
         def finish(into: ExpertGrads, kept: tuple[Tensor, ...] = (grad_RH, rows_RH, *kept)) -> None:
             for name, tensor in experts.named_tensors().items():
                 if name in need:
                     into.buffer(name, tensor)
-            launches = call.grad_launches(need)
+            launches = call.list_grad_launches(need)
             work.add(replace(launch, postponed=postpone) for launch in launches)
 
         if postpone:
@@ -246,7 +264,7 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
 
 
 def _allocate_forward(call: ExpertCall, rows_RH: Tensor, keep_pre: bool) -> tuple[Tensor, Tensor]:
-    """Allocate the tensors of `triton_mlp.forward`; return the output and the pre-activations."""
+    """Allocate the tensors of `triton_mlp.forward`. Returns the output and the pre-activations."""
     pre_AG = rows_RH.new_empty(call.pairs if keep_pre else 0, call.pre)
     act_AF = rows_RH.new_empty(call.pairs, call.ffn)
     y_AH = act_AF.new_empty(call.pairs, call.hidden)
@@ -258,7 +276,7 @@ def _allocate_backward(
 ) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
     """Allocate the tensors of `triton_mlp.backward`.
 
-    Returns the gradients of the rows and of the routing weights, and the tensors from which the
+    Returns the gradients of the rows and the routing weights, and the tensors from which the
     gradients of the experts are computed.
     """
     num_activations = call.pairs if need & {"down", "down_a", "down_b"} else 0

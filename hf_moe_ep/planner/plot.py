@@ -2,9 +2,9 @@
 
     draw_memory(plan_step("Qwen/Qwen3-30B-A3B", world_size=8, batch=Batch(4096)), "step.png")
 
-A phase is a part of the step, such as the forward of one layer. All phases are drawn with the
-same width, whatever time they take; the height of a phase is its peak. `over_step` returns the
-numbers. This module needs matplotlib.
+A phase is a part of the step, such as the forward of one layer. All phases have the same width,
+although they take different times. The height of a phase is its peak. `list_phase_bytes` returns
+the numbers. This module needs matplotlib.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 
 from hf_moe_ep.planner.counted import OPTIMIZER
+from hf_moe_ep.planner.options import GIB
 from hf_moe_ep.planner.step import StepPlan
 
 try:
@@ -24,9 +25,8 @@ except ImportError as error:
         "pip install matplotlib (it is part of hf_moe_ep[demo])"
     ) from error
 
-_GIB = 2**30
-# From bottom to top: first memory that is held all the time, then temporary memory. The colours are
-# Okabe and Ito's, which colour-blind people can tell apart.
+# Kinds of memory from bottom to top: first memory that is held for the whole step, then temporary
+# memory. The colours are Okabe and Ito's, which colour-blind people can tell apart.
 _COLOURS = {
     "parameters": "#0072B2",
     "buffers": "#999999",
@@ -36,24 +36,24 @@ _COLOURS = {
     "activations, logits, transients": "#E69F00",
     "activations of other micro-batches": "#D55E00",
 }
-# The axis shows the numbers of about this many layers.
-_NUMBERED = 6
+# About this many layers have a label on the axis.
+_NUM_LABELS = 6
 
 
-def over_step(plan: StepPlan) -> list[tuple[str, dict[str, float]]]:
+def list_phase_bytes(plan: StepPlan) -> list[tuple[str, dict[str, float]]]:
     """Return the phases of a step in their order, with the bytes of each kind at their peaks.
 
-    A layer in the middle did not run; its bytes are interpolated on a straight line between the
-    layers at both ends (`extrapolate.py`).
+    A layer in the middle did not run. Its bytes are interpolated linearly between the layers at
+    both ends (`extrapolate.py`).
     """
-    return [(name, _bytes_by_kind(name, plan)) for name in _phases(plan.layers)]
+    return [(name, _interpolate_bytes(name, plan)) for name in _list_phases(plan.layers)]
 
 
 def draw_memory(
     plan: StepPlan, path: str | os.PathLike[str], *, title: str = "", limit: int | None = None
 ) -> None:
     """Draw a plan into a PNG file, with a line at `limit` bytes."""
-    phases = over_step(plan)
+    phases = list_phase_bytes(plan)
     used = {kind for _, parts in phases for kind, size in parts.items() if size}
     edges = range(len(phases) + 1)
     # pyplot would choose a backend for the whole process and keep the figure alive.
@@ -63,18 +63,18 @@ def draw_memory(
     for kind, colour in _COLOURS.items():
         if kind not in used:
             continue
-        sizes = [parts.get(kind, 0) / _GIB for _, parts in phases]
+        sizes = [parts.get(kind, 0) / GIB for _, parts in phases]
         # fill_between draws from edge to edge, so the last value is repeated.
         top = [low + size for low, size in zip(below, [*sizes, sizes[-1]], strict=True)]
         axis.fill_between(edges, below, top, step="post", color=colour, label=kind, linewidth=0)
         below = top
     if limit is not None:
-        axis.axhline(limit / _GIB, color="black", linestyle="--", linewidth=1)
-        axis.text(0, limit / _GIB, f" {limit / _GIB:.4g} GiB", va="bottom", fontsize=9)
+        axis.axhline(limit / GIB, color="black", linestyle="--", linewidth=1)
+        axis.text(0, limit / GIB, f" {limit / GIB:.4g} GiB", va="bottom", fontsize=9)
     _mark_peak(axis, plan, [name for name, _ in phases])
     _mark_phases(axis, plan.layers)
     axis.set_xlim(0, len(phases))
-    axis.set_ylim(0, 1.12 * max(max(below), plan.peak / _GIB, (limit or 0) / _GIB))
+    axis.set_ylim(0, 1.12 * max(max(below), plan.peak / GIB, (limit or 0) / GIB))
     axis.set_ylabel("GiB of one rank, planned")
     axis.set_title(title, fontsize=10)
     handles, labels = axis.get_legend_handles_labels()
@@ -82,7 +82,7 @@ def draw_memory(
     figure.savefig(os.fspath(path), dpi=120, format="png")
 
 
-def _phases(layers: int) -> Iterator[str]:
+def _list_phases(layers: int) -> Iterator[str]:
     yield "forward, before layers"
     yield from (f"forward, layer {number}" for number in range(layers))
     yield "forward, head"
@@ -91,7 +91,7 @@ def _phases(layers: int) -> Iterator[str]:
     yield OPTIMIZER
 
 
-def _bytes_by_kind(name: str, plan: StepPlan) -> dict[str, float]:
+def _interpolate_bytes(name: str, plan: StepPlan) -> dict[str, float]:
     planned = plan.made_of
     before, layer, number = name.rpartition("layer ")
     name_from_end = f"{before}layer {int(number) - plan.layers}" if layer else ""
@@ -111,7 +111,7 @@ def _mark_peak(axis: Axes, plan: StepPlan, names: list[str]) -> None:
     before, layer, number = where.rpartition("layer ")
     if layer and int(number) < 0:
         where = f"{before}layer {int(number) + plan.layers}"
-    x, peak = names.index(where) + 0.5, plan.peak / _GIB
+    x, peak = names.index(where) + 0.5, plan.peak / GIB
     axis.plot([x], [peak], "kv", markersize=4)
     side = "left" if x < len(names) / 3 else "right" if x > len(names) * 2 / 3 else "center"
     axis.annotate(
@@ -125,8 +125,8 @@ def _mark_peak(axis: Axes, plan: StepPlan, names: list[str]) -> None:
 
 
 def _mark_phases(axis: Axes, layers: int) -> None:
-    """Label the layers under the picture, and below them forward, backward and optimizer."""
-    step = max(layers // _NUMBERED, 1)
+    """Label the layers below the picture, and forward, backward and optimizer below the layers."""
+    step = max(layers // _NUM_LABELS, 1)
     backward, optimizer = layers + 2, 2 * layers + 3
     ticks: list[tuple[float, str]] = [(backward, "head")]
     for number in range(0, layers, step):

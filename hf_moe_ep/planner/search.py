@@ -2,33 +2,35 @@
 
     request = LayoutRequest("Qwen/Qwen3-30B-A3B", gpus=16, limit=80 * 2**30, seq=4096, batch=32)
     result = find_layouts(request)
-    result.fit[0].layout.patch_line(), result.fit[0].step.peak
+    result.fit[0].layout.format_patch_line(), result.fit[0].step.peak
 
-A layout has a pp_size, ep_size, etp_size, sp_size, cp_size and dp_replicate_size (together a grid),
-a number of sequences per forward of a data rank (gradient accumulation covers its other sequences),
-dispatch_chunks, and activation checkpointing or not. The experts are split over a power of two of
-ranks: ep_size ranks or, if this number does not divide num_experts, ep_size x etp_size ranks.
-dp_replicate_size is 1 or the number of nodes; the other sizes to try are powers of two. Training's
-own code decides if it accepts a grid: it patches and shards a few layers over a fake process group.
-Memory is planned by `step.py` and, if hardware is given, seconds by `seconds.py`.
+A layout consists of a grid (pp_size, ep_size, etp_size, sp_size, cp_size and dp_replicate_size),
+the number of sequences per forward of a data rank (gradient accumulation covers its other
+sequences), dispatch_chunks, and activation checkpointing or not. The experts are split over a power
+of two of ranks: over ep_size ranks or, if this number does not divide num_experts, over ep_size x
+etp_size ranks. dp_replicate_size is 1 or the number of nodes. The other sizes are powers of two.
+Whether training accepts a grid is decided by its own code, which patches and shards a few layers
+over a fake process group. `step.py` plans the memory, and `seconds.py` the seconds if hardware is
+given.
 
 Each plan takes seconds to compute, so the search tries few layouts:
 
     1. It plans every grid with one sequence per forward and with checkpointing, which needs least
-       memory. If parameters, gradients and optimizer state alone take more than FAR times the
-       limit, larger ep_sizes with the same dp_replicate_size are skipped: they hold as much.
-    2. It plans more variants of the best CLOSER_LOOK grids that fit: without checkpointing, and
+       memory. If parameters, gradients and optimizer state alone take more than MAX_OVERRUN times
+       the limit, the search skips larger ep_sizes with the same dp_replicate_size, because they
+       take as much.
+    2. It plans variants of the best NUM_CLOSER_LOOKS grids that fit: without checkpointing, and
        with as many sequences per forward as fit (all, or a power of two). The first number to try
        comes from a straight line between the memory of one sequence and the memory of all.
-    3. With hardware, it plans the fastest layout that splits experts for each number in CHUNKS.
+    3. With hardware, it plans the fastest layout that splits experts again for each of CHUNKS.
 
-sp_size > 1 is tried only if nothing fits without it, or if the request sets it. If nothing fits
-with any sp_size, cp_size > 1 is tried with the largest sp_size that training accepts: heads are
-split inside a node, and the sequence over nodes. If the request sets an ep_size larger than a node,
-it is tried with the default dispatcher and with the hierarchical dispatcher.
+sp_size > 1 is tried only if no layout fits without it, or if the request sets it. If no layout fits
+with any sp_size, cp_size > 1 is tried with the largest sp_size that training accepts, so that heads
+are split inside a node, and the sequence over nodes. If the request sets an ep_size larger than a
+node, it is tried with the default dispatcher and with the hierarchical dispatcher.
 
-pp_size is 1, or the sizes of the request. Layouts with several stages have all sequences of a data
-rank in one forward, one per micro-batch (`stages.py`).
+pp_size is 1, or one of the sizes of the request. Layouts with several stages process all sequences
+of a data rank in one forward, one sequence per micro-batch (`stages.py`).
 
 With hardware, the fastest layout comes first. Without hardware, layouts without checkpointing come
 first, then those with more sequences per forward, then those with more memory left.
@@ -47,24 +49,30 @@ from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.moe.dispatch.make_dispatcher import make_dispatcher
 from hf_moe_ep.pipeline.schedule import bubble
 from hf_moe_ep.planner.config import find_config
-from hf_moe_ep.planner.extrapolate import FEW, NUM_DENSE, layers_to_run, with_layers
+from hf_moe_ep.planner.extrapolate import (
+    DENSE_LAYER_FIELDS,
+    FEW_LAYERS,
+    choose_layers_to_run,
+    keep_layers,
+)
 from hf_moe_ep.planner.hardware import Hardware
 from hf_moe_ep.planner.held import PlanRequest, Unsharded, plan_memory
 from hf_moe_ep.planner.options import NODE
-from hf_moe_ep.planner.seconds import StepTime, step_time
+from hf_moe_ep.planner.seconds import StepTime, plan_step_time
 from hf_moe_ep.planner.stages import (
     Transfers,
-    stage_config,
-    time_of_stages,
-    with_micro_batches,
+    add_micro_batches,
+    make_stage_config,
+    plan_stages_time,
 )
 from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 from hf_moe_ep.ranks.mesh import check_stages
 from hf_moe_ep.upstream.models import text_config
 from hf_moe_ep.upstream.process_groups import fake_group
 
-CLOSER_LOOK = 3
-FAR = 2
+NUM_CLOSER_LOOKS = 3
+MAX_OVERRUN = 2
+# The values of dispatch_chunks to try.
 CHUNKS = (2, 4)
 
 
@@ -79,8 +87,8 @@ class LayoutRequest:
         seq: tokens per sequence.
         batch: sequences per optimizer step, summed over all GPUs.
         ep, sp, dp_replicate, cp: the size of each axis; None tries several sizes.
-        etp: the etp_size. None means 1, or a larger size if the number of ranks that is tried does
-            not divide num_experts.
+        etp: the etp_size. None means 1, or a larger size where the number of ranks that share the
+            experts does not divide num_experts.
         options: arguments of `plan_step`: dtype, masters, optimizer, lora_rank, lora_targets,
             offload.
         parallel: other fields of ParallelConfig.
@@ -112,12 +120,12 @@ class LayoutRequest:
         """The number of ranks per node."""
         return min(self.gpus, NODE if self.hardware is None else self.hardware.node_size)
 
-    def parallel_config(self, layout: Layout) -> ParallelConfig:
+    def make_parallel_config(self, layout: Layout) -> ParallelConfig:
         """Return the config of one stage of a layout."""
-        return ParallelConfig(**layout.sizes_of_stage(), **self.parallel)
+        return ParallelConfig(**layout.list_stage_sizes(), **self.parallel)
 
-    def of_stage(self, pp: int) -> LayoutRequest:
-        """Return the request for one of `pp` stages: its layers, on its GPUs.
+    def make_stage_request(self, pp: int) -> LayoutRequest:
+        """Return the request for one of `pp` stages, with its layers and its GPUs.
 
         Raises:
             ValueError: training refuses this number of stages.
@@ -126,7 +134,7 @@ class LayoutRequest:
             return self
         check_stages(pp, self.gpus)
         layout = ParallelConfig(pp_size=pp, **self.parallel)
-        model = stage_config(find_config(self.model), layout)
+        model = make_stage_config(find_config(self.model), layout)
         return replace(self, model=model, gpus=self.gpus // pp)
 
 
@@ -140,8 +148,8 @@ class Layout:
         chunks: dispatch_chunks.
         node_size: ranks per node of the hierarchical dispatcher; None is the default dispatcher.
         etp: etp_size.
-        pp: pipeline stages; the other sizes count ranks of one stage.
-        micro_batches: pp_microbatches, into which each forward is cut.
+        pp: the number of pipeline stages; the other sizes count ranks of one stage.
+        micro_batches: pp_microbatches, the number of parts of each forward.
     """
 
     ep: int
@@ -165,9 +173,9 @@ class Layout:
     def sizes(self) -> dict[str, Any]:
         """Return the layout as fields of ParallelConfig."""
         stages = {"pp_size": self.pp, "pp_microbatches": self.micro_batches}
-        return (stages if self.pp > 1 else {}) | self.sizes_of_stage()
+        return (stages if self.pp > 1 else {}) | self.list_stage_sizes()
 
-    def sizes_of_stage(self) -> dict[str, Any]:
+    def list_stage_sizes(self) -> dict[str, Any]:
         """Return the layout of one stage as fields of ParallelConfig."""
         sizes: dict[str, Any] = {
             "ep_size": self.ep,
@@ -181,7 +189,7 @@ class Layout:
             sizes |= {"dispatcher": "hierarchical", "node_size": self.node_size}
         return sizes
 
-    def patch_line(self, **more: Any) -> str:
+    def format_patch_line(self, **more: Any) -> str:
         """Return the line for a script: "patch(model, ep_size=8)"."""
         options = {name: size for name, size in self.sizes().items() if size != 1} | more
         arguments = "".join(f", {name}={value!r}" for name, value in options.items())
@@ -207,7 +215,7 @@ class PlannedLayout:
 
     @property
     def bubble(self) -> float:
-        """The part of a step in which a stage waits for other stages."""
+        """The fraction of a step in which a stage waits for other stages."""
         return bubble(self.layout.pp, self.layout.micro_batches)
 
 
@@ -236,7 +244,7 @@ def find_layouts(request: LayoutRequest) -> SearchResult:
     searches: dict[int, _Search] = {}
     for pp in request.pp:
         try:
-            searches[pp] = _Search(request.of_stage(pp), pp, result)
+            searches[pp] = _Search(request.make_stage_request(pp), pp, result)
         except ValueError as error:  # training refuses this number of stages
             layout = Layout(request.ep or 1, request.sp or 1, request.dp_replicate or 1, pp=pp)
             result.illegal[layout] = str(error)
@@ -244,16 +252,16 @@ def find_layouts(request: LayoutRequest) -> SearchResult:
         search.plan_grids()
     if not (result.fit or result.too_large):
         raise ValueError(next(iter(result.illegal.values()), "no layout was tried"))
-    order: Callable[[PlannedLayout], float] = _seconds if request.hardware else _memory_used
-    for planned in sorted(result.fit, key=order)[:CLOSER_LOOK]:
+    order: Callable[[PlannedLayout], float] = _get_seconds if request.hardware else _get_memory_used
+    for planned in sorted(result.fit, key=order)[:NUM_CLOSER_LOOKS]:
         searches[planned.layout.pp].plan_variants(planned)
     if request.hardware:
         with_ep = [p for p in result.fit if p.layout.ep * p.layout.etp > 1]
-        for fastest in sorted(with_ep, key=_seconds)[:1]:
+        for fastest in sorted(with_ep, key=_get_seconds)[:1]:
             for chunks in CHUNKS:
                 searches[fastest.layout.pp].add(replace(fastest.layout, chunks=chunks))
-    result.fit.sort(key=_seconds if request.hardware else _order_without_hardware)
-    result.too_large.sort(key=_memory_used)
+    result.fit.sort(key=_get_seconds if request.hardware else _get_order_without_hardware)
+    result.too_large.sort(key=_get_memory_used)
     return result
 
 
@@ -263,7 +271,7 @@ class _Search:
 
     Attributes:
         request: the request for one stage.
-        layers_run: the numbers of layers to run for each plan; None until a layout is legal.
+        layers_run: the numbers of layers to run for each plan; None until a layout is accepted.
     """
 
     request: LayoutRequest
@@ -272,36 +280,40 @@ class _Search:
     layers_run: tuple[int, ...] | None = None
 
     def plan_grids(self) -> None:
-        """Plan the grids of one sp_size after the other, then of cp_sizes, until a grid fits."""
+        """Plan the grids of each sp_size, then of each cp_size, until a grid fits."""
         request, num_experts = self.request, _count_experts(self.request)
         planned: list[PlannedLayout] = []
-        for sp in [1, *_powers_of_two(request.node)] if request.sp is None else [request.sp]:
-            planned += self._plan_grids(_grids(request, sp, request.cp or 1, num_experts, self.pp))
+        for sp in [1, *_list_powers_of_two(request.node)] if request.sp is None else [request.sp]:
+            planned += self._plan_grids(
+                _iterate_grids(request, sp, request.cp or 1, num_experts, self.pp)
+            )
             if any(grid.left >= 0 for grid in planned):
                 return
         if request.cp is not None:
             return
         sp = max((grid.layout.sp for grid in planned), default=1)
-        for cp in _powers_of_two(request.gpus // sp):
-            planned = self._plan_grids(_grids(request, sp, cp, num_experts, self.pp))
+        for cp in _list_powers_of_two(request.gpus // sp):
+            planned = self._plan_grids(_iterate_grids(request, sp, cp, num_experts, self.pp))
             if any(grid.left >= 0 for grid in planned):
                 return
 
     def _plan_grids(self, grids: Iterable[Layout]) -> list[PlannedLayout]:
-        """Plan the grids that training accepts, without replicas that need far too much memory."""
+        """Plan the grids that training accepts, and skip replicas that need far too much memory."""
         planned: list[PlannedLayout] = []
-        far = set()
+        too_large = set()
         for layout in grids:
-            if layout.dp_replicate in far:
+            if layout.dp_replicate in too_large:
                 continue
-            reason = refusal(layout, self.request)
+            reason = explain_refusal(layout, self.request)
             if reason:
                 self.result.illegal[layout] = reason
                 continue
-            self.layers_run = self.layers_run or layers_to_run(_plan_request(layout, self.request))
+            self.layers_run = self.layers_run or choose_layers_to_run(
+                _plan_request(layout, self.request)
+            )
             planned.append(self.add(layout))
-            if planned[-1].step.held > FAR * self.request.limit:
-                far.add(layout.dp_replicate)
+            if planned[-1].step.held > MAX_OVERRUN * self.request.limit:
+                too_large.add(layout.dp_replicate)
         return planned
 
     def plan_variants(self, grid: PlannedLayout) -> None:
@@ -317,18 +329,18 @@ class _Search:
                 single = self.add(replace(grid.layout, checkpointing=False))
             if single.left < 0 or share == 1:
                 continue
-            whole_share = self.add(_with_sequences(single.layout, share))
+            whole_share = self.add(_change_sequences(single.layout, share))
             bytes_per_sequence = (whole_share.step.peak - single.step.peak) / (share - 1)
             sequences = share
             while sequences > 1 and (
                 single.step.peak + (sequences - 1) * bytes_per_sequence > self.request.limit
             ):
                 sequences -= 1
-            # Round down to a power of two that divides the share.
-            sequences = max(n for n in [1, *_powers_of_two(sequences)] if share % n == 0)
+            # Round down to a power of two that divides the share of the rank.
+            sequences = max(n for n in [1, *_list_powers_of_two(sequences)] if share % n == 0)
             fits = whole_share.left >= 0
             while not fits and sequences > 1:
-                layout = _with_sequences(single.layout, sequences)
+                layout = _change_sequences(single.layout, sequences)
                 fits = self.add(layout).left >= 0
                 sequences //= 2
 
@@ -340,29 +352,29 @@ class _Search:
         return planned
 
 
-def _with_sequences(layout: Layout, sequences: int) -> Layout:
+def _change_sequences(layout: Layout, sequences: int) -> Layout:
     """Return a copy of a layout with another number of sequences per forward."""
     share = layout.per_forward * layout.accumulated
     return replace(layout, per_forward=sequences, accumulated=share // sequences)
 
 
-def _memory_used(planned: PlannedLayout) -> int:
+def _get_memory_used(planned: PlannedLayout) -> int:
     return -planned.left
 
 
-def _seconds(planned: PlannedLayout) -> float:
+def _get_seconds(planned: PlannedLayout) -> float:
     assert planned.time is not None
     return planned.time.seconds
 
 
-def _order_without_hardware(planned: PlannedLayout) -> tuple[int, ...]:
+def _get_order_without_hardware(planned: PlannedLayout) -> tuple[int, ...]:
     return int(planned.layout.checkpointing), -planned.layout.per_forward, -planned.left
 
 
-def refusal(layout: Layout, request: LayoutRequest) -> str:
-    """Return the reason why training would refuse a layout; "" if it would accept the layout.
+def explain_refusal(layout: Layout, request: LayoutRequest) -> str:
+    """Return the reason why training would refuse a layout, or "" if it would accept the layout.
 
-    With several stages, `request` is the request for one of them.
+    With several stages, `request` is the request for one stage.
     """
     data_ranks = max(request.gpus // layout.ranks_per_batch, 1)
     if request.batch % data_ranks:
@@ -372,7 +384,7 @@ def refusal(layout: Layout, request: LayoutRequest) -> str:
             f"{context}sp_size {layout.sp} = {data_ranks}); try {data_ranks} or {2 * data_ranks}"
         )
     try:
-        plan_request = _few_layers(_plan_request(layout, request))
+        plan_request = _keep_few_layers(_plan_request(layout, request))
         with torch.random.fork_rng(devices=[]):
             unsharded = Unsharded.of(plan_request)
             with fake_group(0, request.gpus):
@@ -384,49 +396,49 @@ def refusal(layout: Layout, request: LayoutRequest) -> str:
 
 
 def _plan_request(layout: Layout, request: LayoutRequest) -> PlanRequest:
-    parallel = request.parallel_config(layout)
+    parallel = request.make_parallel_config(layout)
     return PlanRequest(find_config(request.model), parallel, request.gpus, **request.options)
 
 
-def _few_layers(request: PlanRequest) -> PlanRequest:
+def _keep_few_layers(request: PlanRequest) -> PlanRequest:
     """Shorten the model of a request to a few layers, which are enough to check its sizes.
 
-    They reach the first MoE layer, in front of which some models have many dense layers.
+    The few layers include the first MoE layer. Some models have many dense layers before it.
     """
     text = text_config(request.config)
-    num_dense = max(getattr(text, name, None) or 0 for name in NUM_DENSE)
-    layers = min(text.num_hidden_layers, max(FEW[-1], num_dense + 1))
-    return replace(request, config=with_layers(request.config, layers))
+    num_dense = max(getattr(text, name, None) or 0 for name in DENSE_LAYER_FIELDS)
+    layers = min(text.num_hidden_layers, max(FEW_LAYERS[-1], num_dense + 1))
+    return replace(request, config=keep_layers(request.config, layers))
 
 
-def received_per_layer(layout: Layout, request: LayoutRequest) -> int | None:
-    """Return the bytes of keys and values that a GPU receives from other cp ranks.
+def count_received_bytes(layout: Layout, request: LayoutRequest) -> int | None:
+    """Count the bytes of keys and values that a GPU receives from other cp ranks.
 
-    They are the bytes of one forward of one layer; if layers differ, of the layer with the most.
-    The result is None if the width of keys and values is unknown.
+    The result counts one forward of the layer that receives most. It is None if the width of keys
+    and values is unknown.
     """
-    plan_request = _few_layers(_plan_request(layout, request))
+    plan_request = _keep_few_layers(_plan_request(layout, request))
     with torch.random.fork_rng(devices=[]):
         unsharded = Unsharded.of(plan_request)
     context = unsharded.state.context
-    # Latents are gathered before heads are exchanged for tokens, when a rank has the tokens of its
-    # own slice; keys and values afterwards, when a rank has a part of the heads.
-    values = [
-        way.width // layout.sp if way.latents else way.width
-        for way in (() if context is None else context[1])
-        if way.width is not None
+    # Latents are gathered before the all-to-all that exchanges heads for tokens, so a rank gathers
+    # only the tokens of its own slice. Keys and values are gathered after this all-to-all.
+    widths = [
+        exchange.width // layout.sp if exchange.latents else exchange.width
+        for exchange in (() if context is None else context[1])
+        if exchange.width is not None
     ]
-    if not values:
+    if not widths:
         return None
     tokens = request.seq * layout.per_forward // layout.cp
-    return (layout.cp - 1) * tokens * max(values) * plan_request.dtype.itemsize
+    return (layout.cp - 1) * tokens * max(widths) * plan_request.dtype.itemsize
 
 
-def fixed_buffers(layout: Layout, request: LayoutRequest) -> int:
-    """Return the bytes of the fixed buffers of `fsdp_double_buffer` that a GPU holds."""
-    stage = request.of_stage(layout.pp)
+def count_fixed_buffer_bytes(layout: Layout, request: LayoutRequest) -> int:
+    """Count the bytes that a GPU holds in the fixed buffers of `fsdp_double_buffer`."""
+    stage = request.make_stage_request(layout.pp)
     options = {name: value for name, value in stage.options.items() if name != "offload"}
-    parallel = stage.parallel_config(layout)
+    parallel = stage.make_parallel_config(layout)
     return plan_memory(stage.model, parallel, world_size=stage.gpus, **options).buffers
 
 
@@ -435,15 +447,15 @@ def _count_experts(request: LayoutRequest) -> int:
     plan_request = _plan_request(Layout(1, 1, 1), replace(request, parallel={}))
     try:
         with torch.random.fork_rng(devices=[]):
-            return Unsharded.of(_few_layers(plan_request)).state.num_experts
+            return Unsharded.of(_keep_few_layers(plan_request)).state.num_experts
     except ValueError:
         return 0
 
 
 def _split_experts(ep: int, request: LayoutRequest, num_experts: int) -> tuple[int, int]:
-    """Return (ep_size, etp_size) that split the experts over `ep` ranks.
+    """Return the (ep_size, etp_size) that split the experts over `ep` ranks.
 
-    If `ep` does not divide the number of experts, several ranks share each expert.
+    If `ep` does not divide the number of experts, etp_size ranks share each expert.
     """
     if request.ep is not None or request.etp is not None or not num_experts:
         return ep, request.etp or 1
@@ -451,15 +463,17 @@ def _split_experts(ep: int, request: LayoutRequest, num_experts: int) -> tuple[i
     return whole, ep // whole
 
 
-def _grids(request: LayoutRequest, sp: int, cp: int, num_experts: int, pp: int) -> Iterator[Layout]:
-    """Yield the grids of an sp_size and a cp_size, with checkpointing.
+def _iterate_grids(
+    request: LayoutRequest, sp: int, cp: int, num_experts: int, pp: int
+) -> Iterator[Layout]:
+    """Yield the grids with an sp_size and a cp_size as layouts with checkpointing.
 
-    They have one sequence per forward or, with several stages, one per micro-batch.
+    Each layout has one sequence per forward or, with several stages, one per micro-batch.
     """
     node = request.node
     replicas = sorted({1, request.gpus // node})
     share = max(request.batch * sp * cp // request.gpus, 1)
-    for ranks in [1, *_powers_of_two(node)] if request.ep is None else [request.ep]:
+    for ranks in [1, *_list_powers_of_two(node)] if request.ep is None else [request.ep]:
         ep, etp = _split_experts(ranks, request, num_experts)
         for replicate in replicas if request.dp_replicate is None else [request.dp_replicate]:
             for node_size in (None, node) if ep * etp > node else (None,):
@@ -486,7 +500,7 @@ def _plan(
     )
     step = plan_step(
         request.model,
-        request.parallel_config(layout),
+        request.make_parallel_config(layout),
         world_size=request.gpus,
         batch=batch,
         layers_run=layers_run,
@@ -494,18 +508,20 @@ def _plan(
     )
     tokens = max(request.batch * request.seq // (request.gpus * layout.pp), 1)
     if layout.pp > 1:
-        return _with_stages(layout, request, step, tokens)
+        return _plan_stages(layout, request, step, tokens)
     seconds = None
     if request.hardware is not None:
-        seconds = step_time(step, request.hardware, micro_batches=layout.accumulated, tokens=tokens)
+        seconds = plan_step_time(
+            step, request.hardware, micro_batches=layout.accumulated, tokens=tokens
+        )
     return PlannedLayout(layout, step, request.limit - step.peak, seconds)
 
 
-def _with_stages(
+def _plan_stages(
     layout: Layout, request: LayoutRequest, step: StepPlan, tokens: int
 ) -> PlannedLayout:
-    """Plan a layout with several stages; `step` is the plan of one micro-batch on one stage."""
-    step = with_micro_batches(
+    """Plan a layout with several stages from `step`, the plan of one micro-batch on one stage."""
+    step = add_micro_batches(
         step,
         find_config(request.model),
         pp_size=layout.pp,
@@ -519,9 +535,9 @@ def _with_stages(
     transfers = Transfers(layout.pp, layout.micro_batches, request.gpus, nbytes)
     seconds = None
     if request.hardware is not None:
-        seconds = time_of_stages(step, request.hardware, transfers, tokens=tokens)
+        seconds = plan_stages_time(step, request.hardware, transfers, tokens=tokens)
     return PlannedLayout(layout, step, request.limit - step.peak, seconds, transfers.sent)
 
 
-def _powers_of_two(limit: int) -> list[int]:
+def _list_powers_of_two(limit: int) -> list[int]:
     return [2**i for i in range(1, limit.bit_length()) if 2**i <= limit]

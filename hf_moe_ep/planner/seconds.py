@@ -2,20 +2,21 @@
 
     plan = plan_step("Qwen/Qwen3-30B-A3B", ParallelConfig(ep_size=8), world_size=8,
                      batch=Batch(4096))
-    time = step_time(plan, find_hardware("h100"), micro_batches=4, tokens=4 * 4096)
+    time = plan_step_time(plan, find_hardware("h100"), micro_batches=4, tokens=4 * 4096)
     time.seconds, time.tokens_per_second_per_gpu, time.parts
 
 An operator takes the longer of two times: its FLOPs at the rate of its kind and dtype, or its bytes
 at the memory bandwidth. A collective takes the latency of a link plus its bytes divided by the
-bandwidth; if it crosses nodes, the slower link counts. A phase is a part of the step, such as the
-forward of one layer. In each phase, the fraction `Hardware.overlap` of the communication that can
-overlap computation is hidden. All other communication is exposed and makes the step longer:
+bandwidth. If the collective crosses nodes, the slower link counts. A phase is a part of the step,
+such as the forward of one layer. In each phase, the fraction `Hardware.overlap` of the
+communication that can overlap computation is hidden. All other communication is exposed and makes
+the step longer:
 
     FSDP2's collectives   can overlap all computation of the phase
-    rows (all-to-all)     can overlap only the experts, and only the fraction that `work.py` gives;
-                          gradients of rows only the postponed gradients of the experts' weights
-    a phase             takes computation + exposed communication, or the time in which the host
-                          launches its kernels, if that is longer
+    rows (all-to-all)     can overlap only the experts, and only the fraction that `work.py` gives
+    gradients of rows     can overlap only the postponed gradients of the experts' weights
+    a phase               takes computation + exposed communication, or the time in which the host
+                          launches its kernels if this time is longer
     offload               runs the optimizer at the rate of the host's memory; nothing overlaps it
 
 Example: a product of 500 FLOPs at 50 FLOPs/s takes 10 s; an all-gather of 40 bytes at 4 bytes/s
@@ -65,7 +66,7 @@ class StepTime:
         parts: the seconds of each cause; their sum is `seconds`. The causes are the kinds of
             operators ("matmul", "grouped" for the experts, "attention", "memory" for operators that
             only move bytes, "on_host" for the optimizer on the host), the purposes of collectives
-            (exposed seconds only), and "host" (launches that nothing else hides).
+            (only their exposed seconds), and "host" (the exposed seconds of kernel launches).
     """
 
     seconds: float
@@ -73,13 +74,15 @@ class StepTime:
     parts: dict[str, float]
 
 
-def step_time(plan: StepPlan, hardware: Hardware, *, micro_batches: int, tokens: int) -> StepTime:
+def plan_step_time(
+    plan: StepPlan, hardware: Hardware, *, micro_batches: int, tokens: int
+) -> StepTime:
     """Plan the seconds of an optimizer step.
 
     Args:
         plan: the result of `plan_step`: the work of one micro-batch and of the optimizer.
-        micro_batches: forward and backward passes per optimizer step.
-        tokens: tokens per optimizer step of all data ranks, divided by the number of GPUs.
+        micro_batches: the number of forward and backward passes per optimizer step.
+        tokens: the tokens of all data ranks per optimizer step, divided by the number of GPUs.
 
     Raises:
         ValueError: a number is not positive, or the plan has no work.
@@ -87,30 +90,30 @@ def step_time(plan: StepPlan, hardware: Hardware, *, micro_batches: int, tokens:
     for name, value in (("micro_batches", micro_batches), ("tokens", tokens)):
         if value < 1:
             raise ValueError(f"{name} ({value}) must be 1 or more; try 1")
-    return time_of_work(plan.work, hardware, micro_batches=micro_batches, tokens=tokens)
+    return plan_work_time(plan.work, hardware, micro_batches=micro_batches, tokens=tokens)
 
 
-def time_of_work(
+def plan_work_time(
     work: StepWork, hardware: Hardware, *, micro_batches: int = 1, tokens: int = 1
 ) -> StepTime:
-    """Plan the seconds of a step from its work; see `step_time`."""
+    """Plan the seconds of a step from its work; see `plan_step_time`."""
     if not work.phases:
         raise ValueError("the plan has no work, 0 phases; make it with plan_step")
     parts: dict[str, float] = defaultdict(float)
     for name, phase in work.phases.items():
         times = phase.times * (1 if name == OPTIMIZER else micro_batches)
-        for cause, seconds in phase_parts(phase, hardware).items():
+        for cause, seconds in plan_phase_parts(phase, hardware).items():
             parts[cause] += times * seconds
     total = sum(parts.values())
     return StepTime(total, tokens / total, dict(parts))
 
 
-def phase_parts(phase: Phase, hardware: Hardware) -> dict[str, float]:
+def plan_phase_parts(phase: Phase, hardware: Hardware) -> dict[str, float]:
     """Return the seconds of each cause in one run of a phase."""
     parts: dict[str, float] = defaultdict(float)
     launches, postponed = 0, 0.0
     for operator, number in phase.operators:
-        seconds = number * operator_seconds(operator, hardware)
+        seconds = number * plan_operator_seconds(operator, hardware)
         parts[operator.kind] += seconds
         postponed += seconds if operator.postponed else 0.0
         launches += number * operator.launches
@@ -119,7 +122,7 @@ def phase_parts(phase: Phase, hardware: Hardware) -> dict[str, float]:
     hideable: dict[str, float] = defaultdict(float)
     row_grads = 0.0
     for collective, number in phase.collectives:
-        seconds = number * collective_seconds(collective, hardware)
+        seconds = number * plan_collective_seconds(collective, hardware)
         sent[collective.purpose] += seconds
         if collective.of_row_grads:
             row_grads += seconds
@@ -140,31 +143,31 @@ def phase_parts(phase: Phase, hardware: Hardware) -> dict[str, float]:
     return dict(parts)
 
 
-def operator_seconds(operator: Operator, hardware: Hardware) -> float:
+def plan_operator_seconds(operator: Operator, hardware: Hardware) -> float:
     """Return the time of an operator's FLOPs or of its bytes, whichever is longer."""
     if operator.kind == ON_HOST:
         return operator.nbytes / (hardware.host_memory_bandwidth * hardware.fractions[ON_HOST])
-    reached = hardware.reached_fraction("memory", operator.dtype)
+    reached = hardware.find_reached_fraction("memory", operator.dtype)
     seconds_of_bytes = operator.nbytes / (hardware.memory_bandwidth * reached)
     if not operator.flops:
         return seconds_of_bytes
-    rate = matmul_rate(operator.dtype, hardware.matmul_flops)
-    rate *= hardware.reached_fraction(operator.kind, operator.dtype)
+    rate = find_matmul_rate(operator.dtype, hardware.matmul_flops)
+    rate *= hardware.find_reached_fraction(operator.kind, operator.dtype)
     return max(operator.flops / rate, seconds_of_bytes)
 
 
-def matmul_rate(dtype: str, rates: Mapping[str, float]) -> float:
+def find_matmul_rate(dtype: str, rates: Mapping[str, float]) -> float:
     """Return the rate of products in a dtype, or in the next wider dtype that has a rate."""
     wider: str | None = dtype
     while wider is not None:
         if wider in rates:
             return rates[wider]
         wider = _WIDER.get(wider)
-    # No dtype with a rate is as wide, so the slowest rate is used.
+    # No dtype of this width or wider has a rate, so the slowest rate is used.
     return min(rates.values())
 
 
-def collective_seconds(collective: Collective, hardware: Hardware) -> float:
+def plan_collective_seconds(collective: Collective, hardware: Hardware) -> float:
     """Return the seconds of a collective whose ranks all arrive at the same time."""
     fractions = hardware.fractions
     if collective.kind == HOST_COPY:

@@ -1,14 +1,14 @@
-"""Find options that make a training step fit; the changes that cost least are tried first.
+"""Find options that make a training step fit. The changes that cost least are tried first.
 
     limit 24 GiB    options as given           30.0 GiB
                     --optimizer adamw_fused    28.6 GiB
                     --experts-double-quant     27.3 GiB
                     --masters model            23.7 GiB    fits
 
-`shrink` plans the step again with each change, and drops a change that training refuses or that
-lowers the peak by less than a thousandth. The changes before `experts_dtype` give the same training
-results up to rounding (for `batch`, only if gradients are accumulated instead). `experts_dtype` and
-the changes after it give other results.
+`shrink` plans the step with each change. It drops a change that training refuses, or that lowers
+the peak by less than a thousandth. The changes before `experts_dtype` do not change the results of
+training beyond rounding (`batch`: if gradients are accumulated instead). `experts_dtype` and the
+changes after it do change the results.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# The least share of the peak by which a change must lower it.
-_LEAST = 0.001
+# A change must lower the peak by at least this fraction.
+_MIN_FRACTION = 0.001
 # The options of a step: name -> value.
 Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A value for an option, which is tried if `when(options)` returns True."""
+    """A value to try for an option if `when(options)` returns True."""
 
     name: str
     value: Any
@@ -40,6 +40,10 @@ class Change:
         return name if self.value is True else f"{name} {self.value}"
 
 
+def _has_unquantised_scales(options: Options) -> bool:
+    return options["experts_dtype"] == "nf4" and not options["experts_double_quant"]
+
+
 CHANGES = (
     Change("checkpointing", True, lambda options: not options["checkpointing"]),
     Change("whole_logits", False, lambda options: options["whole_logits"]),
@@ -48,9 +52,13 @@ CHANGES = (
     Change("batch", 1, lambda options: options["batch"] > 1),
     Change("experts_dtype", "fp8", lambda a: bool(a["lora_rank"]) and a["experts_dtype"] is None),
     Change("experts_dtype", "nf4", lambda a: bool(a["lora_rank"]) and a["experts_dtype"] != "nf4"),
-    Change("experts_double_quant", True, lambda a: _quantises_scales_once(a)),
+    Change("experts_double_quant", True, _has_unquantised_scales),
     Change("masters", "model", lambda a: bool(a["lora_rank"]) and a["masters"] == "fp32"),
-    Change("lora_targets", "attention", lambda a: bool(a["lora_rank"]) and _adapts_experts(a)),
+    Change(
+        "lora_targets",
+        "attention",
+        lambda a: bool(a["lora_rank"]) and a["lora_targets"] != "attention",
+    ),
 )
 
 
@@ -78,14 +86,6 @@ def shrink(
             new_peak = peak_of(changed)
         except (ValueError, ImportError):  # training refuses the change, or lacks a package for it
             continue
-        if new_peak <= peak * (1 - _LEAST):
+        if new_peak <= peak * (1 - _MIN_FRACTION):
             options, peak = changed, new_peak
             yield change, peak
-
-
-def _quantises_scales_once(options: Options) -> bool:
-    return options["experts_dtype"] == "nf4" and not options["experts_double_quant"]
-
-
-def _adapts_experts(options: Options) -> bool:
-    return bool(options["lora_targets"] != "attention")

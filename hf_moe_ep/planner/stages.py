@@ -1,22 +1,22 @@
 """Plan a training step of a model with pipeline stages, without a GPU.
 
-    config = stage_config(find_config("Qwen/Qwen3-30B-A3B"), ParallelConfig(pp_size=2))
+    config = make_stage_config(find_config("Qwen/Qwen3-30B-A3B"), ParallelConfig(pp_size=2))
     step = plan_step(config, world_size=8, batch=Batch(4096, accumulates=True))   # 2 x 8 GPUs
-    step = with_micro_batches(step, config, pp_size=2, micro_batches=8)
-    time = time_of_stages(step, find_hardware("h100"), Transfers(2, 8, 8, nbytes), tokens=...)
+    step = add_micro_batches(step, config, pp_size=2, micro_batches=8)
+    time = plan_stages_time(step, find_hardware("h100"), Transfers(2, 8, 8, nbytes), tokens=...)
 
-One stage is planned as a model with fewer layers, on the ranks of one stage (`step.py`). One plan
-stands for all stages, so each of its parts is the largest that any stage has:
+One stage is planned as a model with fewer layers on the ranks of one stage (`step.py`). One plan
+stands for all stages, so it takes the worst case of each part:
 
-    layers      The largest stage has most layers. The plan takes this number of layers from the end
-                of the model, where MoE layers are.
+    layers      The plan has as many layers as the largest stage. They are the last layers of the
+                model, because the first layers may be dense.
     embedding   The first stage has the embedding. The last stage has the head, which is as large
-                (with tied weights: a copy of the embedding). So one of the two is counted.
-    activations The first stage keeps activations of min(pp_size, micro_batches) micro-batches
-                ("1f1b"), and of none when the optimizer steps. Only the last stage has logits; it
-                keeps one micro-batch.
+                (with tied weights, a copy of the embedding). So the plan counts only one of them.
+    activations The first stage keeps the activations of min(pp_size, micro_batches) micro-batches
+                ("1f1b"), and no activations during the optimizer step. Only the last stage computes
+                logits, and it keeps only one micro-batch.
 
-The seconds of a step are those of all micro-batches on one stage, plus two terms:
+A step takes the seconds of all micro-batches on one stage, plus two terms:
 
     bubble      A stage waits while pp_size - 1 micro-batches pass through the other stages.
     stages      The hidden states and gradients of these pp_size - 1 micro-batches are sent. All
@@ -35,28 +35,29 @@ from hf_moe_ep.patch import patch
 from hf_moe_ep.pipeline.cut import layers_of_stages
 from hf_moe_ep.planner.config import meta_model
 from hf_moe_ep.planner.counted import HELD, OPTIMIZER, TRANSIENT
-from hf_moe_ep.planner.extrapolate import layer_descriptions, with_layers
+from hf_moe_ep.planner.extrapolate import describe_layers, keep_layers
 from hf_moe_ep.planner.hardware import Hardware
-from hf_moe_ep.planner.seconds import StepTime, phase_parts, step_time, time_of_work
+from hf_moe_ep.planner.seconds import StepTime, plan_phase_parts, plan_step_time, plan_work_time
 from hf_moe_ep.planner.step import StepPlan
 from hf_moe_ep.upstream.models import input_embedding, output_head, text_config
 
 IN_FLIGHT = "activations of other micro-batches"
 
 
-def stage_config(config: Any, parallel: ParallelConfig) -> Any:
+def make_stage_config(config: Any, parallel: ParallelConfig) -> Any:
     """Return the config of a model with the layers of the largest stage.
 
     Raises:
-        ValueError: training does not cut this model, or no config describes its last layers alone.
+        ValueError: training cannot cut this model into these stages, or no config describes a
+            model with only its last layers.
     """
     text = text_config(config)
     whole = meta_model(config, torch.bfloat16)
-    descriptions = layer_descriptions(whole)
+    descriptions = describe_layers(whole)
     patch(whole, parallel)
     layers = max(map(len, layers_of_stages(text.num_hidden_layers, parallel)))
-    stage = with_layers(config, layers, last=True)
-    if layer_descriptions(meta_model(stage, torch.bfloat16)) != descriptions[-layers:]:
+    stage = keep_layers(config, layers, last=True)
+    if describe_layers(meta_model(stage, torch.bfloat16)) != descriptions[-layers:]:
         raise ValueError(
             f"plans cannot shorten the config of {text.model_type} to its last {layers} layers, as "
             f"a stage of pp_size={parallel.pp_size} has them; leave out --pp-size, or plan a "
@@ -65,20 +66,20 @@ def stage_config(config: Any, parallel: ParallelConfig) -> Any:
     return stage
 
 
-def with_micro_batches(
+def add_micro_batches(
     step: StepPlan, config: Any, *, pp_size: int, micro_batches: int, trains_embedding: bool = True
 ) -> StepPlan:
-    """Add the activations that a stage keeps for the micro-batches whose backward comes later.
+    """Add the activations of the micro-batches whose backward has not run yet.
 
     The memory of an untied embedding is subtracted, because no stage has both embedding and head.
 
     Args:
         step: the plan of one micro-batch on one stage.
-        config: the result of `stage_config`.
+        config: the result of `make_stage_config`.
         trains_embedding: False if the embedding is frozen, as with adapters.
     """
-    kept = (min(pp_size, micro_batches) - 1) * _kept_by_layers(step)
-    share = _share_of_embedding(config)
+    kept = (min(pp_size, micro_batches) - 1) * _estimate_kept_bytes(step)
+    share = _compute_embedding_share(config)
     held = HELD if trains_embedding else HELD[:1]
     peaks, made_of = dict(step.peaks), dict(step.made_of)
     for name in peaks:
@@ -91,7 +92,7 @@ def with_micro_batches(
     return replace(step, peaks=peaks, made_of=made_of)
 
 
-def _share_of_embedding(config: Any) -> float:
+def _compute_embedding_share(config: Any) -> float:
     """Return the embedding's share of all parameters; 0 if the head has the same weight."""
     model = meta_model(config, torch.bfloat16)
     embedding, head = (
@@ -102,12 +103,12 @@ def _share_of_embedding(config: Any) -> float:
     return 0.0 if embedding & head else sum(sizes[key] for key in embedding) / sum(sizes.values())
 
 
-def _kept_by_layers(step: StepPlan) -> int:
-    """Return the bytes that all layers keep of a micro-batch for backward.
+def _estimate_kept_bytes(step: StepPlan) -> int:
+    """Estimate the bytes that all layers keep of a micro-batch for backward.
 
-    When the forward of a layer begins, all layers before it have kept their activations. So the
-    peaks of the first and of the last layer differ by what all layers but one keep. A single layer
-    keeps at most its peak.
+    When the forward of the last of n layers begins, the n - 1 layers before it keep their
+    activations. So the peaks of the first and the last layer differ by the activations of n - 1
+    layers. A single layer keeps at most its peak.
     """
     names = [name for name in step.peaks if name.startswith("forward, layer ")]
     first, last = (step.made_of[name].get(TRANSIENT, 0) for name in (names[0], names[-1]))
@@ -116,10 +117,10 @@ def _kept_by_layers(step: StepPlan) -> int:
     return max(last - first, 0) * step.layers // (step.layers - 1)
 
 
-def layers_of_equal_time(
+def balance_stage_layers(
     step: StepPlan, hardware: Hardware, num_layers: int, pp_size: int
 ) -> tuple[int, ...]:
-    """Return the numbers of layers with which all stages take about the same time.
+    """Choose the numbers of layers with which all stages take about the same time.
 
     The last stage gets fewer layers, because it also computes the head and the loss.
 
@@ -129,16 +130,18 @@ def layers_of_equal_time(
     """
     head = layers = 0.0
     for name, phase in step.work.phases.items():
-        seconds = phase.times * sum(phase_parts(phase, hardware).values())
+        seconds = phase.times * sum(plan_phase_parts(phase, hardware).values())
         head += seconds if name.endswith("head") else 0.0
         layers += seconds if "layer " in name else 0.0
     head_in_layers = head / (layers / step.layers)
     num_others = pp_size - 1
 
-    def slowest(last: int) -> float:
+    def time_slowest_stage(last: int) -> float:
         return max(-(-(num_layers - last) // num_others), last + head_in_layers)
 
-    last = min(range(1, num_layers - num_others + 1), key=lambda count: (slowest(count), -count))
+    last = min(
+        range(1, num_layers - num_others + 1), key=lambda count: (time_slowest_stage(count), -count)
+    )
     each, more = divmod(num_layers - last, num_others)
     return (*(each + (stage < more) for stage in range(num_others)), last)
 
@@ -160,11 +163,11 @@ class Transfers:
 
     @property
     def sent(self) -> int:
-        """The most bytes that a rank sends for a batch. Inner stages send in both directions."""
+        """The most bytes that a rank sends per batch. Inner stages send in both directions."""
         return self.micro_batches * self.nbytes * min(self.pp_size - 1, 2)
 
     def seconds(self, hardware: Hardware) -> float:
-        """Return the seconds in which one micro-batch reaches the next stage."""
+        """Return the seconds that one micro-batch takes to reach the next stage."""
         distance, node = self.ranks_per_stage, hardware.node_size
         crosses = any(rank // node != (rank + distance) // node for rank in range(distance))
         where = "between_nodes" if crosses else "in_node"
@@ -173,12 +176,15 @@ class Transfers:
         return latency + self.nbytes / bandwidth
 
 
-def time_of_stages(
+def plan_stages_time(
     step: StepPlan, hardware: Hardware, transfers: Transfers, *, tokens: int
 ) -> StepTime:
-    """Plan an optimizer step as `step_time` does. `tokens` is divided by the GPUs of all stages."""
-    time = step_time(step, hardware, micro_batches=transfers.micro_batches, tokens=tokens)
-    once, twice = (time_of_work(step.work, hardware, micro_batches=n).seconds for n in (1, 2))
+    """Plan the seconds of an optimizer step, as `plan_step_time` does without stages.
+
+    `tokens` is the number of tokens per step, divided by the GPUs of all stages.
+    """
+    time = plan_step_time(step, hardware, micro_batches=transfers.micro_batches, tokens=tokens)
+    once, twice = (plan_work_time(step.work, hardware, micro_batches=n).seconds for n in (1, 2))
     others = transfers.pp_size - 1
     parts = time.parts | {
         "bubble": others * (twice - once),

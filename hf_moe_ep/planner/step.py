@@ -5,9 +5,9 @@
     plan.peak, plan.where, plan.parts        # bytes, the phase with the peak, bytes by kind
 
 A phase is a part of the step, such as the forward of one layer (`counted.py`). `held.py` counts
-the memory that a rank holds between steps. A step needs more: activations, logits, gathered FSDP2
-units with FSDP2's own copies, unreduced gradients, rows that are dispatched to experts, and
-temporaries of the optimizer. `plan_step` uses three methods:
+the memory that a rank holds between steps. A step also needs memory for activations, logits,
+gathered FSDP2 units and FSDP2's copies of them, unreduced gradients, rows that are dispatched to
+experts, and temporary tensors of the optimizer. `plan_step` uses three methods:
 
     run           The model is patched and sharded as in training. One rank's forward, backward and
                   optimizer step run on fake tensors (`fake.py`) and are counted (`counted.py`).
@@ -15,8 +15,8 @@ temporaries of the optimizer. `plan_step` uses three methods:
     extrapolate   If all layers are alike, the step runs with 4 and with 5 layers only
                   (`extrapolate.py`).
 
-With `compile_layers`, the work is that of the kernels that a compiler makes (`fused.py`). The
-memory is that of uncompiled layers, which save more activations.
+With `compile_layers`, the plan counts the work of the kernels that a compiler makes (`fused.py`),
+but the memory of uncompiled layers, which save more activations.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from hf_moe_ep.planner.counted import (
     make_counter,
 )
 from hf_moe_ep.planner.extrapolate import (
+    choose_layers_to_run,
     extrapolate_bytes,
     extrapolate_peaks,
     extrapolate_work,
-    layers_to_run,
-    with_layers,
+    keep_layers,
 )
 from hf_moe_ep.planner.fake import alone_on_fake_tensors, draw_missing_ids
 from hf_moe_ep.planner.fused import Fusion, mark_compiled_regions
@@ -77,12 +77,12 @@ class Batch:
     Attributes:
         seq: the tokens of a sequence.
         sequences: the number of sequences.
-        checkpointing: True for activation checkpointing: backward computes layers again.
+        checkpointing: True for activation checkpointing: backward recomputes the layers.
         accumulates: True if gradients of an earlier micro-batch exist already.
         fused_head: True for the loss of TRL's SFTTrainer, which never holds the logits of all
-            tokens at once. The plan runs TRL's code that needs no Triton; this code needs more
-            memory than TRL's Triton kernels.
-        only_loss_is_read: True for the Trainer, with which `fused_loss="auto"` computes no logits.
+            tokens at once. The plan runs TRL's code without Triton, which needs more memory than
+            TRL's Triton kernels.
+        only_loss_is_read: True for the Trainer, in which `fused_loss="auto"` computes no logits.
             False for label smoothing, and for a loss or a loop of your own.
     """
 
@@ -109,7 +109,7 @@ class StepPlan:
         layers: the number of layers of the model and of its head for multi-token prediction.
         layers_run: the numbers of layers that ran for the plan.
         work: the operators and collectives of the rank.
-        host_peak: the peak of the host's memory with `offload`.
+        host_peak: the peak of this rank's memory on the host with `offload`.
     """
 
     peaks: dict[str, int]
@@ -168,22 +168,24 @@ def plan_step(
     Args:
         parallel: the settings of the model. `dispatch_chunks="auto"` is planned as one chunk.
         batch: the micro-batch of each data rank.
-        optimizer: "adamw_fused" as the Trainer's default; "adamw" steps all parameters at once,
-            as torch does on a GPU by default, which needs memory for temporaries.
+        optimizer: "adamw_fused" is the Trainer's default. "adamw" updates all parameters at once
+            (foreach), as torch does by default on a GPU, and needs memory for temporary tensors.
         offload: keep parameters, gradients and optimizer state on the host.
-        load: how often each expert was chosen in a run of this model (`expert_load`). The rank with
-            most tokens is planned, and all layers run. None plans rank 0, with evenly chosen
+        load: how often each expert was chosen in a run of this model (`expert_load`). The plan is
+            for the rank with most tokens, and all layers run. None plans rank 0 with evenly chosen
             experts.
         like_gpu: True plans a GPU, on which Triton kernels compute the experts. False plans a CPU.
         all_layers: run all layers instead of extrapolating.
-        layers_run: the result of `layers_to_run` for this model; several plans can share it.
+        layers_run: the result of `choose_layers_to_run` for this model; several plans can share it.
 
     Raises:
         ValueError: as for `plan_memory`, or the model's forward needs the value of an activation.
     """
     config = find_config(model)
     if not (is_causal_lm(config) or takes_images(config)):
-        raise _without_loss(f"transformers has no {config.model_type} with a language model head")
+        raise _make_loss_error(
+            f"transformers has no {config.model_type} with a language model head"
+        )
     if parallel is not None and isinstance(parallel.dispatch_chunks, str):
         parallel = replace(parallel, dispatch_chunks=1)
     request = PlanRequest(
@@ -193,11 +195,11 @@ def plan_step(
     if all_layers or load is not None:
         layers_run = (layers,)
     elif layers_run is None:
-        layers_run = layers_to_run(request)
+        layers_run = choose_layers_to_run(request)
     counted = []
     with torch.random.fork_rng(devices=[]):
         for number in layers_run:
-            short = replace(request, config=with_layers(config, number - request.mtp_layers))
+            short = replace(request, config=keep_layers(config, number - request.mtp_layers))
             fusion = Fusion()
             with mark_compiled_regions(fusion):
                 counted.append(_run_fake_step(short, batch, load, like_gpu, fusion))
@@ -212,7 +214,7 @@ def plan_step(
     )
 
 
-def _without_loss(reason: str) -> ValueError:
+def _make_loss_error(reason: str) -> ValueError:
     return ValueError(
         f"{reason}, so a training step has no loss that could be planned; plan what a rank holds "
         f"between steps (plan_memory, or hf-moe-ep memory without --seq)"
@@ -227,10 +229,10 @@ def _run_fake_step(
     model, state, config = built.model, built.state, text_config(request.config)
     state.only_loss_is_read = batch.only_loss_is_read
     if "labels" not in forward_arguments(without_adapters(model)):
-        raise _without_loss(f"the forward of {request.config.model_type} takes no labels")
+        raise _make_loss_error(f"the forward of {request.config.model_type} takes no labels")
     choices = _make_choices(built, request, load)
     head_inputs = add_fused_head(without_adapters(model)) if batch.fused_head else {}
-    with fake_group(_planned_rank(choices, state, request), request.world_size):
+    with fake_group(_find_planned_rank(choices, state, request), request.world_size):
         meshes = built.shard()
         draw_missing_ids(model, choices)
         state.dispatcher = make_dispatcher(state.config, meshes, num_experts=state.num_experts)
@@ -247,7 +249,7 @@ def _run_fake_step(
             optimizer = _make_optimizer_with_state(model, request)
             if batch.accumulates:
                 optimizer.set_zero_grads()
-            ids = torch.full((batch.sequences, batch.seq), _text_token(request.config))
+            ids = torch.full((batch.sequences, batch.seq), _find_text_token(request.config))
             inputs = {"input_ids": ids, "labels": ids, "use_cache": False, **head_inputs}
             layers = built.units.layers
             try:
@@ -259,7 +261,7 @@ def _run_fake_step(
                 ) from error
 
 
-def _text_token(config: Any) -> int:
+def _find_text_token(config: Any) -> int:
     """Return a token id that stands for no picture, no sound and no padding."""
     special = [
         value
@@ -278,14 +280,14 @@ def _make_choices(built: Unsharded, request: PlanRequest, load: ExpertLoad | Non
     return Choices.of_load(load, top_k, len(state.moe_layers))
 
 
-def _planned_rank(choices: Choices, state: ModelState, request: PlanRequest) -> int:
-    """Return the rank whose step is planned: the first rank of the ep rank with the largest load.
+def _find_planned_rank(choices: Choices, state: ModelState, request: PlanRequest) -> int:
+    """Return the rank to plan: the first rank whose ep coordinate has the largest load.
 
     With 8 ranks and ep_size 2, the first rank with ep coordinate 1 is rank 1 if ep is the inner
     axis, and rank 4 if ep is the outer axis.
     """
     ep_size, etp_size = state.config.ep_size or 1, state.config.etp_size or 1
-    ep_rank = choices.busiest(ep_size)
+    ep_rank = choices.find_busiest_rank(ep_size)
     if state.config.ep_outside:
         return ep_rank * (request.world_size // (state.config.dp_replicate_size or 1) // ep_size)
     return ep_rank * etp_size

@@ -5,26 +5,26 @@
         loss = model(**batch).loss
     work.counted().flops()
 
-`WorkCounter` sees every operator, on real and on fake tensors. It counts the operator's FLOPs by
-torch's own formulas (torch.utils.flop_counter) and the bytes that it reads and writes, and records
-each collective with the ranks of its group. Views are not counted. The steps inside the operators
-of the experts run one by one, so that each is counted.
+`WorkCounter` sees every operator, on real and on fake tensors. It counts the FLOPs of an operator
+with torch's own formulas (torch.utils.flop_counter), and the bytes that the operator reads and
+writes. It records each collective with the ranks of its group. Views are not counted. The steps
+inside the operators of the experts run and are counted one by one.
 
 Each phase of a step (`counted.py`) is counted separately, because communication can overlap only
 computation of the same phase.
 
-The functions on the call stack show the purpose of a collective. The purpose determines how much of
-the collective can overlap computation. In this table, rows are hidden states of tokens, and
+The functions on the call stack show the purpose of a collective, and the purpose determines how
+much of the collective can overlap computation. In this table, rows are hidden states of tokens, and
 `dispatch_chunks` sends them in `chunks` parts:
 
-    what is sent                share that can overlap
+    purpose                     the share that can overlap computation
     parameters, gradients       all; FSDP2 gathers and reduces them during any computation
     rows (to experts and back)  all but one of `chunks` parts, during the experts' computation
     gradients of rows           all, while the gradients of the experts' weights are computed
     offload                     all; FSDP2 prefetches its copies between host and device
     counts of rows              nothing; the next operator needs the result
-    sequence                    nothing, for the same reason; these are slices of a sequence, and
-                                keys and values of context parallelism
+    sequence                    nothing, for the same reason; these collectives exchange slices of a
+                                sequence, or keys and values of context parallelism
     numbers (small all-reduces) nothing, for the same reason
 """
 
@@ -79,13 +79,13 @@ class Operator:
     Attributes:
         kind: "matmul", "grouped" (a product of the experts), "attention", "memory" (the operator
             only moves bytes) or ON_HOST (its tensors are on the host).
-        dtype: the dtype of a product's factors or of the inputs, such as "bfloat16"; empty if the
-            inputs have several dtypes or are integers.
+        dtype: the dtype of a product's factors or of another operator's inputs, such as "bfloat16";
+            empty if the inputs have several dtypes or are integers.
         flops: the FLOPs of one run.
         nbytes: the bytes that one run reads and writes.
         launches: the kernel launches of one run.
-        postponed: True if the operator computes gradients of weights while gradients of rows
-            travel.
+        postponed: True if the operator computes gradients of weights while gradients of rows are
+            sent.
     """
 
     kind: str
@@ -106,8 +106,8 @@ class Collective:
         purpose: one of PURPOSES.
         ranks, rank: the global ranks of the group, and this rank.
         nbytes: the bytes of the whole tensor that is gathered, scattered or reduced.
-        by_rank: for an all-to-all, the bytes sent to each rank or received from it, whichever is
-            more.
+        by_rank: for an all-to-all, the larger number of the bytes sent to each rank and the bytes
+            received from it.
         hideable: the fraction of the collective that can overlap computation.
         of_row_grads: True if only postponed operators can overlap it.
     """
@@ -124,10 +124,10 @@ class Collective:
     def links(self, node_size: int) -> tuple[float, float]:
         """Return the bytes that this rank sends inside its node, and to other nodes.
 
-        A rank receives as many bytes as it sends, so the received bytes are counted here. In an
+        A rank receives as many bytes as it sends, so this method counts received bytes. In an
         all-gather over several nodes, the data of other nodes enters a node once, and the node's
-        ranks share this traffic equally. Inside its node, a rank receives all parts except its own
-        part. An all-reduce counts as a reduce-scatter and an all-gather.
+        ranks share this traffic equally. Inside its node, a rank receives all parts except its own.
+        An all-reduce counts as a reduce-scatter and an all-gather.
 
         Example: an all-gather of 800 bytes over 8 ranks on two nodes of 4 ranks. A rank receives
         700 bytes inside its node. 400 bytes come from the other node over 4 links, 100 bytes for
@@ -170,7 +170,7 @@ class StepWork:
     phases: Mapping[str, Phase] = field(default_factory=dict)
 
     def flops(self, kind: str | None = None) -> int:
-        """Sum the FLOPs of all operators, or of those of one kind."""
+        """Sum the FLOPs of all operators, or of the operators of one kind."""
         return self._sum(lambda operator: operator.flops if kind in (None, operator.kind) else 0)
 
     def nbytes(self) -> int:
@@ -190,7 +190,7 @@ class StepWork:
         )
 
     def sent(self, purpose: str, node_size: int) -> tuple[float, float]:
-        """Sum the bytes that this rank sends for a purpose: inside its node, and to other nodes."""
+        """Sum the bytes that this rank sends for a purpose inside its node, and to other nodes."""
         inside = outside = 0.0
         for phase in self.phases.values():
             for collective, number in phase.collectives:
@@ -209,7 +209,7 @@ class StepWork:
 
 
 class WorkCounter(OperatorMode):
-    """A dispatch mode that counts the work of operators, as the module docstring explains.
+    """A dispatch mode that counts the work of operators as the module docstring explains.
 
     Args:
         chunks: `dispatch_chunks` of the model.
@@ -260,7 +260,7 @@ class WorkCounter(OperatorMode):
         kwargs = kwargs or {}
         run_steps = STEPS_INSIDE.get(func)
         if run_steps is not None:
-            with self, self._not_fused():
+            with self, self._pause_fusion():
                 return run_steps(*args, **kwargs)
         kind = collective_of(func)
         if kind is not None:
@@ -287,14 +287,14 @@ class WorkCounter(OperatorMode):
     ) -> bool:
         """Return True if a kernel of a compiled layer contains the operator.
 
-        Operators of FSDP2 are in no such kernel, even if they run while backward runs a node of a
+        A kernel never contains operators of FSDP2, even if they run while backward runs a node of a
         layer, because FSDP2 prefetches parameters.
         """
         if self.fusion is None or is_of_fsdp(func):
             return False
         return self.fusion.add(self._phase, operator, reads, writes)
 
-    def _not_fused(self) -> AbstractContextManager[Any]:
+    def _pause_fusion(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.fusion is None else self.fusion.paused()
 
     def _add_kernels(self) -> None:
@@ -330,12 +330,12 @@ class WorkCounter(OperatorMode):
 
     def run_uncounted(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function without counting its operators."""
-        with self._not_fused(), self.taken():
+        with self._pause_fusion(), self.take_operators():
             return function(*args, **kwargs)
 
     @contextmanager
-    def taken(self) -> Iterator[list[Operator]]:
-        """Move the operators that the block counts out of this phase, into the yielded list."""
+    def take_operators(self) -> Iterator[list[Operator]]:
+        """Move the operators that run in the block from this phase into the yielded list."""
         operators: list[Operator] = []
         num_before = len(self._operators_now)
         yield operators
@@ -343,10 +343,10 @@ class WorkCounter(OperatorMode):
         del self._operators_now[num_before:]
 
     def add_for_sizes(self, ran: Mapping[int, list[Operator]], sizes: Iterable[int]) -> None:
-        """Count the operators of experts with `sizes` pairs each.
+        """Count the operators of experts whose numbers of pairs are `sizes`.
 
-        `ran` has the operators of the experts that ran, by their number of pairs. The FLOPs and
-        bytes of other experts are interpolated: they grow linearly with the number of pairs. If 2
+        `ran` maps the number of pairs of each expert that ran to its operators. The FLOPs and bytes
+        of other experts are interpolated, because they grow linearly with the number of pairs. If 2
         pairs take 100 bytes and 8 pairs take 160 bytes, 5 pairs take 130 bytes.
         """
         least, most = min(ran), max(ran)
@@ -370,8 +370,8 @@ class WorkCounter(OperatorMode):
             by_rank = tuple(
                 max(pair)
                 for pair in zip(
-                    _bytes_by_rank(rows, sends, len(ranks)),
-                    _bytes_by_rank(out, receives, len(ranks)),
+                    _split_bytes_by_rank(rows, sends, len(ranks)),
+                    _split_bytes_by_rank(out, receives, len(ranks)),
                     strict=True,
                 )
             )
@@ -384,7 +384,7 @@ class WorkCounter(OperatorMode):
         """Return the purpose of a collective, and the fraction that can overlap computation."""
         callers = []
         purpose = "numbers"
-        for module, name in _callers():
+        for module, name in _iterate_callers():
             callers.append(name)
             if module.startswith(_FSDP):
                 return ("parameters" if kind == "all_gather" else "gradients"), 1.0
@@ -418,10 +418,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _is_called_by_experts() -> bool:
     """Return True if the torch path of the experts called the current operator."""
-    return any(module == torch_mlp.__name__ for module, _ in _callers())
+    return any(module == torch_mlp.__name__ for module, _ in _iterate_callers())
 
 
-def _callers() -> Iterator[tuple[str, str]]:
+def _iterate_callers() -> Iterator[tuple[str, str]]:
     """Yield the module and name of every function on the call stack, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
@@ -429,8 +429,8 @@ def _callers() -> Iterator[tuple[str, str]]:
         frame = frame.f_back
 
 
-def _bytes_by_rank(rows: Any, counts: list[int], ranks: int) -> list[int]:
-    """Return the bytes of each rank's part of an all-to-all; without counts, parts are equal."""
+def _split_bytes_by_rank(rows: Any, counts: list[int], ranks: int) -> list[int]:
+    """Return the bytes of each rank's part of an all-to-all. Without counts, parts are equal."""
     nbytes = rows.numel() * rows.element_size()
     if not counts:
         return [nbytes // ranks] * ranks

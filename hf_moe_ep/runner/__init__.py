@@ -1,13 +1,14 @@
 """Run another project's training command with expert parallelism: `hf-moe-ep run`.
 
-    options          reads settings of ParallelConfig from command-line options and variables
-    environment      starts the command, with HF_MOE_EP_* variables and a PYTHONPATH
-    path/            is the first folder of PYTHONPATH; its sitecustomize.py waits for transformers
-    hook             runs in each Python process of the command: patches the models that
-                     transformers returns
-    load             chooses the tensors that a process reads when such a model is loaded
+    options          read settings of ParallelConfig from command-line options and variables
+    environment      start the command with HF_MOE_EP_* variables and a PYTHONPATH
+    path/            the first folder of PYTHONPATH; its sitecustomize.py waits for transformers
+    hook             in each Python process of the command, patch the models that transformers
+                     returns
+    load             choose the tensors that a process reads when it loads such a model
 
-The command replaces the process of `hf-moe-ep run`, so its exit code and its signals are those of
-the command. Nothing here changes how a patched model is sharded, trained or saved: this folder only
-calls `patch`. Settings for a single trainer belong to `upstream/frameworks.py`.
+The command replaces the process of `hf-moe-ep run`. So the launcher sees the command's exit code,
+and the command receives all signals. This folder only calls `patch`: it does not change how a
+patched model is sharded, trained or saved. Settings for a single trainer belong to
+`upstream/frameworks.py`.
 """

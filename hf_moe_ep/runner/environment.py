@@ -1,7 +1,7 @@
-"""The environment in which `hf-moe-ep run` starts a command, and the start itself.
+"""Start the command of `hf-moe-ep run` in an environment that makes its processes patch models.
 
-HF_MOE_EP_* variables hold the settings, which `hook.py` reads in each Python process. When Python
-starts, it imports a module `sitecustomize` from PYTHONPATH, so the folder `path/` is put in front:
+`hook.py` reads the settings from HF_MOE_EP_* variables in each Python process. Python imports a
+module `sitecustomize` from PYTHONPATH when it starts, so PYTHONPATH begins with the folder `path/`:
 
     hf-moe-ep run --ep-size 8 -- axolotl train cfg.yml
     -> HF_MOE_EP_EP_SIZE=8 PYTHONPATH=.../hf_moe_ep/runner/path axolotl train cfg.yml
@@ -26,8 +26,8 @@ HOOK_FOLDER = Path(__file__).parent / "path"
 _PROGRAM = "hf-moe-ep run"
 
 
-def run_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of this process with `variables`, and the folder of the hook."""
+def make_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment with `variables`, and with the hook in PYTHONPATH."""
     before = environment()
     old_path, hook = before.get("PYTHONPATH", ""), os.fspath(HOOK_FOLDER)
     others = [folder for folder in old_path.split(os.pathsep) if folder != hook] if old_path else []
@@ -46,11 +46,11 @@ def run_command(
     Args:
         command: the words of the command.
         variables: the settings, as environment variables.
-        replaced: sentences about settings of the environment that options have replaced.
-        dry_run: print the variables and the command instead.
+        replaced: a sentence for each variable of the environment that an option replaces.
+        dry_run: print the variables and the command, and do not start it.
 
     Raises:
-        ValueError: there is no command, or no program of its name.
+        ValueError: no command is given, or no program has its name.
     """
     if not command:
         raise ValueError(
@@ -63,7 +63,7 @@ def run_command(
             f"{command[0]} is neither a program in PATH nor an executable file; write the command "
             f"as you would without {_PROGRAM}"
         )
-    new = run_environment(variables)
+    new = make_environment(variables)
     for sentence in replaced:
         print(f"{_PROGRAM}: {sentence}", file=sys.stderr)
     if not any(map(_may_start_python, [program, *command[1:]])):
@@ -79,7 +79,7 @@ def run_command(
     else:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Python ignores these signals, and the command would inherit that.
+        # Python ignores these signals, and the command would inherit that they are ignored.
         for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(ignored, signal.SIG_DFL)
         os.execve(program, list(command), new)
@@ -100,4 +100,4 @@ def _may_start_python(word: str) -> bool:
         with open(path, "rb") as file:
             return file.read(2) == b"#!"
     except PermissionError:
-        return False  # no script, because its interpreter could not read it
+        return False  # not a script, because an interpreter could not read it

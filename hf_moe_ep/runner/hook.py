@@ -1,16 +1,16 @@
-"""The hook of `hf-moe-ep run` in a Python process: patch each model that transformers returns.
+"""Patch each model that transformers returns in a Python process of `hf-moe-ep run`.
 
-`path/sitecustomize.py` calls `install` when transformers.modeling_utils is imported. Then
-from_pretrained and from_config, of auto classes and of models, return patched models, unless
+`path/sitecustomize.py` calls `install` when transformers.modeling_utils is imported. From then on,
+from_pretrained and from_config of auto classes and of models return patched models, unless
 
     the model has no experts                 a warning says so once
-    it is a part of another model            the call comes from the constructor of that model, or
+    the model is a part of another model     the call comes from the constructor of that model, or
                                              from another call of from_pretrained
-    an inference engine builds it            such as a worker of vLLM
-    hf_moe_ep builds it                      its own from_pretrained, and its planner
+    an inference engine builds the model     such as a worker of vLLM
+    hf_moe_ep builds the model               in its own from_pretrained or in its planner
 
-Rank 0 prints one line for each patched model to stderr. This module is imported whenever
-transformers is, so it imports the rest of this package only when the first model is built.
+Rank 0 prints one line for each patched model to stderr. Every process that imports transformers
+imports this module, so it imports the rest of this package only when the first model is built.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def load(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> 
     """Wrap `PreTrainedModel.from_pretrained`: patch a MoE model, and read few of its weights.
 
     Raises:
-        ValueError: before any weight is read: the model cannot be patched with these settings.
+        ValueError: the model cannot be patched with these settings. No weight has been read yet.
     """
     if not _is_top_level():
         return original(cls, *args, **kwargs)
     from hf_moe_ep.runner.load import Load
     from hf_moe_ep.upstream.loading import before_weights
 
-    config, options = _settings()
+    config, options = _read_settings()
     this_load = Load(config, options)
     with _building(), before_weights(this_load.choose):
         result = original(cls, *args, **kwargs)
@@ -81,7 +81,7 @@ def build(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) ->
         return original(cls, *args, **kwargs)
     from hf_moe_ep.runner.load import Load
 
-    config, options = _settings()
+    config, options = _read_settings()
     with _building():
         model = original(cls, *args, **kwargs)
     _patch(model, Load(config, options))
@@ -89,7 +89,7 @@ def build(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) ->
 
 
 _FEATURE = Feature(_COMMAND)
-# Process: installed by `hf-moe-ep run`, and by nothing else.
+# Only `hf-moe-ep run` installs these wrappers, for the whole process.
 LOADERS = (
     Wrap("transformers.modeling_utils:PreTrainedModel.from_pretrained", load, _FEATURE),
     Wrap("transformers.modeling_utils:PreTrainedModel._from_config", build, _FEATURE),
@@ -106,7 +106,7 @@ def _building() -> Iterator[None]:
 
 
 def _is_top_level() -> bool:
-    """Return False if the module docstring excludes the current call."""
+    """Return False for a call from a model's part, an inference engine or hf_moe_ep itself."""
     if _is_building.get():
         return False
     model_class = sys.modules["transformers.modeling_utils"].PreTrainedModel
@@ -122,7 +122,7 @@ def _is_top_level() -> bool:
     return True
 
 
-def _settings() -> tuple[ParallelConfig, RunOptions]:
+def _read_settings() -> tuple[ParallelConfig, RunOptions]:
     return settings_from_environment(ParallelConfig), settings_from_environment(RunOptions)
 
 
@@ -151,7 +151,7 @@ def _patch(model: Any, this_load: Any) -> None:
         _logger.info(
             "patched %s (%s): %d MoE layers of %d experts%s",
             name,
-            _given_options(),
+            _format_given_options(),
             len(state.moe_layers),
             state.num_experts,
             how,
@@ -163,7 +163,7 @@ def _warn_once(sentence: str) -> None:
     _logger.warning(sentence)
 
 
-def _given_options() -> str:
+def _format_given_options() -> str:
     """Return the settings of this run as options of the command."""
     before = environment()
     names = [field.name for kind in (ParallelConfig, RunOptions) for field in fields(kind)]
@@ -176,9 +176,9 @@ def _given_options() -> str:
 
 
 def _show_log() -> None:
-    """Print the log of this command to stderr, whatever the trainer does with other logs.
+    """Print the log of this command to stderr, even if the trainer drops other logs.
 
-    axolotl sets a class of loggers that drops messages of other packages below WARNING
+    axolotl sets a logger class that drops messages of other packages below WARNING
     (axolotl/logging_config.py), and logging.config disables loggers that a configuration omits.
     """
     _logger.filters.clear()

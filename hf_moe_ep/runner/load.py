@@ -1,8 +1,8 @@
-"""Load one model for `hf-moe-ep run`: check it before its weights are read, and read few of them.
+"""Load one model for `hf-moe-ep run`: check it before reading weights, and read few weights.
 
-    stock   every process reads the whole model, into its memory or onto its GPU
-    here    every process reads all but the decoder layers; when the model is sharded, each rank
-            reads its shards of the layers (`checkpoints/hub/unread.py`)
+    stock         every process reads the whole model into its memory or onto its GPU
+    this package  every process reads all weights except the decoder layers; when the model is
+                  sharded, each rank reads its shards of the layers (`checkpoints/hub/unread.py`)
 
 Stock's from_pretrained still does the work: it builds the model, renames, converts, casts and ties
 tensors, adds missing heads, and loads the embeddings and the head, which trainers may resize. Only
@@ -39,8 +39,8 @@ class Load:
     Attributes:
         config, options: the settings of the run.
         files: the safetensors files of the weights; empty if the weights have another source.
-        unread: the parameters that stay on meta; None if stock loads all of them.
-        why_stock: why stock loads all of them although there are several processes.
+        unread: the parameters that stay on the meta device; None if stock loads all parameters.
+        why_stock: the reason why stock loads all parameters although there are several processes.
     """
 
     config: ParallelConfig
@@ -50,7 +50,7 @@ class Load:
     why_stock: str = ""
 
     def patch(self, model: nn.Module) -> ModelState:
-        """Patch the model that from_pretrained has returned, and return its state."""
+        """Patch the model that from_pretrained has returned. Returns the state of the model."""
         unread = None if self.unread is None else finish_loading(model, self.unread)
         if self.files:
             remember_files(model, self.files)
@@ -64,7 +64,7 @@ class Load:
         return state
 
     def choose(self, model: nn.Module, weights: WeightFiles) -> OnMeta | None:
-        """Check the model, and choose its unread parameters when from_pretrained has built it.
+        """Check the model that from_pretrained has built, and choose its unread parameters.
 
         Raises:
             ValueError: the model cannot be patched with these settings.
@@ -83,7 +83,7 @@ class Load:
             self.why_stock = self.why_stock or "two lists of its layers share their parameters"
         if self.why_stock:
             return None
-        module = _list_of_layers(model, parts)
+        module = _find_layer_list(model, parts)
         names = [name for name, _ in model.named_parameters() if name.startswith(f"{module}.")]
         try:
             self.unread = find_unread(model, weights.files, parts.plan, names)
@@ -97,7 +97,7 @@ class Load:
         return OnMeta(module, tensors)
 
 
-def _list_of_layers(model: nn.Module, parts: Parts) -> str:
-    """Return the name of the nn.ModuleList of the decoder layers."""
+def _find_layer_list(model: nn.Module, parts: Parts) -> str:
+    """Return the name of the nn.ModuleList that contains the decoder layers."""
     first = next(name for name, module in model.named_modules() if module is parts.layers[0])
     return first.rpartition(".")[0]

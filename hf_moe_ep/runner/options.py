@@ -1,4 +1,4 @@
-"""Settings as command-line options: one option for each field of ParallelConfig and RunOptions.
+"""Add a command-line option for each field of ParallelConfig and RunOptions.
 
     --ep-size 8                      ParallelConfig(ep_size=8), in a process as HF_MOE_EP_EP_SIZE=8
     --recompute-activations          ParallelConfig(recompute_activations=True)
@@ -30,7 +30,7 @@ _KINDS: tuple[type[ParallelConfig] | type[RunOptions], ...] = (ParallelConfig, R
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add an option for each setting. Options that are not given are not set in the result."""
     for kind in _KINDS:
-        sentences = _first_sentences(kind.__doc__ or "")
+        sentences = _extract_first_sentences(kind.__doc__ or "")
         for field in fields(kind):
             name = option_of(field.name)
             is_switch = field.type == "bool"
@@ -42,7 +42,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
             if is_switch:
                 parser.add_argument(name, action=argparse.BooleanOptionalAction, **kwargs)
             else:
-                parser.add_argument(name, metavar=_metavar(field), **kwargs)
+                parser.add_argument(name, metavar=_make_metavar(field), **kwargs)
 
 
 def option_of(name: str) -> str:
@@ -51,10 +51,10 @@ def option_of(name: str) -> str:
 
 
 def variables(given: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
-    """Return the variables of the given options, and a sentence for each variable they replace.
+    """Return the variables for the given options, and a sentence for each variable they replace.
 
     Raises:
-        ValueError: an option or a variable has an invalid value, or two of them contradict.
+        ValueError: an option or a variable has an invalid value, or two settings contradict.
     """
     before = environment()
     new: dict[str, str] = {}
@@ -68,7 +68,7 @@ def variables(given: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
                 values[field.name] = parse_setting(field, old_text, f"{variable}=")
             if not hasattr(given, field.name):
                 continue
-            text = _as_text(getattr(given, field.name))
+            text = _format_value(getattr(given, field.name))
             value = parse_setting(field, text, f"{option} ")
             if old_text and values[field.name] != value:
                 replaced.append(f"{option} {text} replaces {variable}={old_text}")
@@ -77,12 +77,12 @@ def variables(given: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
     return new, replaced
 
 
-def _as_text(value: str | bool) -> str:
+def _format_value(value: str | bool) -> str:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def _metavar(field: Field[Any]) -> str:
-    """Return the values of an option in the form in which the command line takes them."""
+def _make_metavar(field: Field[Any]) -> str:
+    """Return the placeholder for an option's values in the help, such as "N" or "{nf4,fp8}"."""
     kind = str(field.type)
     if field.name in CHOICES:
         values = [value for value in CHOICES[field.name] if value is not None]
@@ -96,7 +96,7 @@ def _metavar(field: Field[Any]) -> str:
     return "N" if kind.startswith("int") else "X" if kind.startswith("float") else "NAME"
 
 
-def _first_sentences(docstring: str) -> dict[str, str]:
+def _extract_first_sentences(docstring: str) -> dict[str, str]:
     """Return the first sentence about each argument in a docstring."""
     arguments = docstring.partition("Args:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", arguments, re.MULTILINE)

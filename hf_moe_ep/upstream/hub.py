@@ -11,21 +11,17 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as DeadlinePassed
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
 import transformers
 from accelerate import init_empty_weights
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
-    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -77,10 +73,6 @@ _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 # The additional chat templates of a tokenizer, as transformers saves them.
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# The base class of the HTTP library's errors, including errors of the connection. The library is
-# httpx or httpx2, depending on the version of huggingface_hub.
-_HTTPError: Any = HfHubHTTPError.__bases__[0]
-_ANSWER_SECONDS = 8.0
 # Fields of a config with the number of layers for multi-token prediction. These layers follow the
 # last decoder layer.
 _MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -163,35 +155,6 @@ def _download(name: str, subfolder: str, kwargs: dict[str, Any]) -> Path:
     weights = [f"{top}{glob.escape(file)}" for file in names]
     folder = snapshot_download(name, allow_patterns=[*weights, f"{top}{_TEMPLATES}"], **kwargs)
     return Path(folder, subfolder)
-
-
-def why_unreachable(name: str, file: str) -> str | None:
-    """Return the reason why a file of a model cannot be downloaded now, or None if it can be.
-
-    This function asks the hub once, and returns within 8 seconds. Without a network,
-    `hf_hub_download` takes 23 seconds, because it tries seven times
-    (huggingface_hub/file_download.py). Behind a firewall that drops packets it takes minutes,
-    because each try waits a minute for every address of the hub. The timeout of the HTTP client
-    does not include the lookup of addresses, so the request runs in a thread, which is abandoned
-    after 8 seconds.
-    """
-    answer: Future[None] = Future()
-
-    def ask() -> None:
-        try:
-            get_hf_file_metadata(hf_hub_url(name, file), timeout=_ANSWER_SECONDS)
-            answer.set_result(None)
-        except (_HTTPError, OSError, ValueError) as error:
-            answer.set_exception(error)
-
-    Thread(target=ask, name="hf_moe_ep asks the hub", daemon=True).start()
-    try:
-        answer.result(_ANSWER_SECONDS)
-    except DeadlinePassed:
-        return f"the hub did not answer within {_ANSWER_SECONDS:g} seconds"
-    except (_HTTPError, OSError, ValueError) as error:
-        return " ".join(str(error).split())
-    return None
 
 
 def _list_weight_files(folder: Path) -> list[str]:

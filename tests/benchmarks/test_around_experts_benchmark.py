@@ -1,4 +1,4 @@
-"""benchmarks/around_experts.py: its counters by hand, and its figures on two ranks."""
+"""Compare the counters of benchmarks/around_experts.py with counts by hand; run it on two ranks."""
 
 import around_experts as bench
 import pytest
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def test_work_counts_launches_and_bytes_of_large_tensors() -> None:
-    """A copy of 8 numbers in fp32 reads and writes 32 bytes each; a view launches nothing."""
+    """Copying 8 fp32 numbers reads 32 bytes and writes 32 bytes; a view launches no kernel."""
     large, small = torch.ones(8), torch.ones(4)
     with bench.Work(large=8) as work:
         large.view(2, 4).clone()
@@ -15,7 +15,7 @@ def test_work_counts_launches_and_bytes_of_large_tensors() -> None:
     assert (work.launches, work.copied, work.sent) == (2, 64, 0)
 
 
-def test_only_in_counts_inside_of_a_module() -> None:
+def test_only_in_counts_operators_inside_the_module() -> None:
     module, x = nn.ReLU(), torch.ones(4)
     with bench.Work(large=1) as work, bench.only_in([module], work):
         x.clone()
@@ -23,8 +23,8 @@ def test_only_in_counts_inside_of_a_module() -> None:
     assert work.launches == 1 and work.is_counting
 
 
-def test_errors_of_losses_compare_with_fp64() -> None:
-    figures = bench.errors_of_losses(tokens=64, hidden=16, vocab=300)
+def test_loss_errors_are_measured_against_fp64() -> None:
+    figures = bench.measure_loss_errors(tokens=64, hidden=16, vocab=300)
     stock = figures["error of the weight, bf16, stock"]
     chunks = figures["error of the weight, bf16, in chunks of 16 tokens"]
     assert 1e-3 < stock < 1e-2 and chunks < 2 * stock
@@ -37,16 +37,16 @@ def test_a_table_has_both_columns() -> None:
 
 
 @pytest.mark.slow
-def test_figures_of_a_step_and_of_the_optimizer() -> None:
-    """Five collectives per layer; 40 % of the tokens are padding, so 40 % fewer rows are sent."""
-    (figures, _) = bench.spawn(bench.on_two_ranks, 2, timeout=200.0)
+def test_figures_of_a_step_and_the_optimizer() -> None:
+    """A layer has five collectives. With 40 % padding, about 40 % fewer rows are sent."""
+    (figures, _) = bench.spawn(bench.measure_on_two_ranks, 2, timeout=200.0)
     assert figures["collectives of the ep group per layer, bf16"] == 5
     everything = figures["bytes sent per token and layer, autocast"]
     padded = figures["bytes sent per token and layer, autocast, 40 % padding"]
     assert 0.5 < padded / everything < 0.7
     assert figures["bytes copied per expert weight and micro-batch"] == 18
-    calls = bench.optimizer_calls()
+    calls = bench.count_optimizer_calls()
     fused = [value for name, value in calls.items() if "fused=True" in name]
     clip = [value for name, value in calls.items() if "clip" in name]
     assert len(fused) == len(clip) == 2 and max(fused) <= 4 and max(clip) <= 30
-    assert len(bench.host_milliseconds(rounds=2)) == 3
+    assert len(bench.time_host_work(rounds=2)) == 3

@@ -4,12 +4,12 @@ import balance as bench
 import pytest
 
 
-def test_the_busiest_expert_over_the_mean_by_hand() -> None:
-    assert bench.worst([[5, 5, 5, 5], [10, 5, 3, 2]]) == 2.0
+def test_the_load_of_the_worst_layer_equals_a_count_by_hand() -> None:
+    assert bench.find_worst_load([[5, 5, 5, 5], [10, 5, 3, 2]]) == 2.0
     steps = [[[2, 2, 2, 2], [2, 2, 2, 2]], [[2, 2, 2, 2], [3, 2, 2, 1]]]
     outcome = bench.Outcome([[5, 5, 5, 5]], steps, 2.0, 1.0)
-    assert bench.worst(outcome.of_last_steps) == 1.25 and outcome.worst_step == 1.5
-    assert bench.worst([bench.summed(outcome.of_last_steps)]) == 1.125
+    assert bench.find_worst_load(outcome.of_last_steps) == 1.25 and outcome.worst_step == 1.5
+    assert bench.find_worst_load([bench.summed(outcome.of_last_steps)]) == 1.125
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Benchmarks against transformers' own EP and a stock Trainer script.
+"""Test the benchmarks against transformers' own expert parallelism and a stock Trainer script.
 
 Bytes sent and bytes saved for backward equal a count by hand. The count uses the routing of the
 stock model, which runs in this process on the batch of every rank.
@@ -10,19 +10,19 @@ import pytest
 import step_vs_native as bench
 import torch
 import trainer_one_process as one_process
-from figures import spread
+from benchmark_text import spread
 from ranks import peak_mib, reset_peak
 from support.messages import message_columns
 
 FP32, INT32, INT64 = 4, 4, 8
-# All sizes differ. With top-3 of 8, some tokens have all their experts on one rank.
+# All sizes are different. With top-3 of 8, some tokens have all their experts on one rank.
 SIZES = bench.Sizes(
     ep=(2, 4), hidden=48, experts=8, top_k=3, intermediate=20, layers=2, batch=2, seq=7, steps=2
 )
 HEADER = 9  # the fields of hf_moe_ep.dispatcher.Header
 
 
-def _routing(sizes: bench.Sizes, directory: str) -> list[list[list[list[int]]]]:
+def _read_routing(sizes: bench.Sizes, directory: str) -> list[list[list[list[int]]]]:
     """Return the expert ids that the stock model chooses, as [rank][layer][token][k]."""
     model = bench.Qwen3MoeForCausalLM.from_pretrained(directory)
     ranks = []
@@ -42,21 +42,23 @@ def _routing(sizes: bench.Sizes, directory: str) -> list[list[list[list[int]]]]:
     return ranks
 
 
-def _peers(rank: int, ep: int) -> list[int]:
+def _list_peers(rank: int, ep: int) -> list[int]:
     return [peer for peer in range(bench.WORLD) if peer // ep == rank // ep]
 
 
-def _expected_sent(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> dict[str, dict]:
-    """Count the bytes that a rank sends in a step; each layer has 4 exchanges of rows.
+def _count_expected_sent(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> dict[str, dict]:
+    """Count the bytes that a rank sends in a step. Each layer has 4 exchanges of rows.
 
     Rows are sent and returned in forward, and their gradients in backward.
     """
     local, ep_rank = sizes.experts // ep, rank % ep
-    received = dict.fromkeys(_peers(rank, ep), 0)  # tokens of `peer` with an expert on this rank
+    received = dict.fromkeys(
+        _list_peers(rank, ep), 0
+    )  # tokens of `peer` with an expert on this rank
     pairs_received = dict(received)
     sent = pairs_sent = 0
     for layer in range(sizes.layers):
-        for peer in _peers(rank, ep):
+        for peer in _list_peers(rank, ep):
             for experts in routing[peer][layer]:
                 owners = [expert // local for expert in experts]
                 if peer == rank:
@@ -76,7 +78,7 @@ def _expected_sent(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> dic
         # other ranks back in combine and in the backward of dispatch.
         "ours": {
             "rows": 2 * (sent + rows_in) * row,
-            # Weights and ids are sent behind the rows; gradients of the weights are sent back.
+            # Weights and ids are sent behind the rows, and gradients of weights are sent back.
             "routing": sent * routed + rows_in * graded,
             "counts": sizes.layers * (ep - 1) * (HEADER + 1 + local) * INT64,
         },
@@ -88,13 +90,13 @@ def _expected_sent(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> dic
     }
 
 
-def _expected_saved(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> int:
-    """Count the bytes that our layers save: received rows, pre-activations and routing."""
+def _count_expected_saved(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> int:
+    """Count the bytes of received rows, pre-activations and routing that our layers save."""
     local, ep_rank, total = sizes.experts // ep, rank % ep, 0
     tokens, top_k = sizes.batch * sizes.seq, sizes.top_k
     for layer in range(sizes.layers):
         received = pairs = 0
-        for peer in _peers(rank, ep):
+        for peer in _list_peers(rank, ep):
             for experts in routing[peer][layer]:
                 num_local = sum(expert // local == ep_rank for expert in experts)
                 received, pairs = received + (num_local > 0), pairs + num_local
@@ -113,13 +115,13 @@ def _expected_saved(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> in
 @pytest.mark.slow
 def test_bytes_and_saved_tensors_equal_the_count_by_hand(tmp_path: Path) -> None:
     bench.write_model(SIZES, tmp_path)
-    routing = _routing(SIZES, str(tmp_path))
+    routing = _read_routing(SIZES, str(tmp_path))
     results = bench.measure(SIZES, memory=False, timeout=300)
     assert [result.ep for result in results] == [2, 4]
     for result in results:
         for rank, measured in enumerate(result.ranks):
-            assert measured.sent == _expected_sent(SIZES, routing, rank, result.ep)
-            saved = _expected_saved(SIZES, routing, rank, result.ep)
+            assert measured.sent == _count_expected_sent(SIZES, routing, rank, result.ep)
+            saved = _count_expected_saved(SIZES, routing, rank, result.ep)
             assert measured.saved["ours"] == saved < measured.saved["native"]
             assert measured.error <= bench.TOLERANCE
             assert len(measured.seconds["ours"]) == len(measured.seconds["native"]) == SIZES.steps
@@ -142,7 +144,7 @@ def test_peak_memory_is_measured_since_the_last_reset() -> None:
 
 @pytest.mark.slow
 def test_one_line_makes_a_stock_trainer_script_faster() -> None:
-    """Losses and gradient norms in the log agree to 1e-5.
+    """The logged losses and gradient norms agree to 1e-5.
 
     The smallest CPU seconds of three runs are compared, because other processes only add seconds.
     """

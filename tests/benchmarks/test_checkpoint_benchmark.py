@@ -1,4 +1,4 @@
-"""benchmarks/checkpoint.py measures peaks and resident memory apart, and prints its tables."""
+"""benchmarks/checkpoint.py measures peaks and resident memory separately, and prints tables."""
 
 import time
 from pathlib import Path
@@ -54,10 +54,10 @@ def test_peaks_exclude_shards_and_mapped_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_measures_and_draws(tmp_path: Path) -> None:
+def test_the_benchmark_measures_and_draws(tmp_path: Path) -> None:
     results = bench.measure(SIZES, timeout=400)
     assert set(results) == {(2, side) for side in bench.SIDES}
-    assert bench.broken(SIZES, results) == []
+    assert bench.list_broken_promises(SIZES, results) == []
     for rank in results[2, "ours"][0]:
         assert abs(rank.load.read - rank.shards) < 2 * MIB, "a rank reads only its shards"
     assert "| hf_moe_ep | 2 |" in bench.report(SIZES, results, ["- about"])

@@ -1,4 +1,4 @@
-"""benchmarks/compiled_layers.py: bytes of compiled layers, also as planned, and the timed steps."""
+"""benchmarks/compiled_layers.py counts and plans the bytes of compiled layers, and times steps."""
 
 import compiled_layers as bench
 import pytest
@@ -9,10 +9,10 @@ SIZES = bench.Sizes(
 
 
 @pytest.mark.slow
-def test_bytes_are_counted_on_both_sides() -> None:
-    """With few tokens most bytes are weights, so the ratio is closer to one than in the table."""
+def test_eager_compiled_and_planned_bytes_are_counted() -> None:
+    """With few tokens, most bytes are weights, so the ratio is closer to one than in the table."""
     eager, compiled, planned = bench.measure_bytes(SIZES)["none"]
-    # The weights of attention, which forward reads once and backward twice, and their gradients.
+    # Forward reads the weights of attention once, backward reads them twice and writes gradients.
     weights = 2 * 2048 * (4096 + 2 * 512 + 4096)
     assert 2 * weights / SIZES.layer_tokens < compiled < 0.9 * eager
     assert 0.8 < planned / compiled < 1.25

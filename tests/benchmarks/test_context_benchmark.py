@@ -1,4 +1,4 @@
-"""benchmarks/context_parallel.py: attention saves 1 / cp of stock's activations."""
+"""benchmarks/context_parallel.py shows that attention saves 1 / cp of stock's activations."""
 
 from dataclasses import replace
 
@@ -9,17 +9,17 @@ SIZES = bench.Sizes(seq=512, hidden=64, head_dim=16, steps=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", bench.WAYS[2:])
-def test_a_rank_saves_its_share_of_stocks_activations(way: str) -> None:
+@pytest.mark.parametrize("method", bench.METHODS[2:])
+def test_a_rank_saves_its_share_of_stocks_activations(method: str) -> None:
     stock = bench.measure_bytes(SIZES, "stock")
     for cp in (2, 4):
-        found = bench.measure_bytes(SIZES, way, cp)
+        found = bench.measure_bytes(SIZES, method, cp)
         assert found.activations <= 1.1 / cp * stock.activations, (found, stock)
-        assert found.sent == bench.key_value_bytes(SIZES, cp)
-    assert bench.key_value_bytes(SIZES, 4) == 3 * 2 * 128 * 4 * 16 * 4
+        assert found.sent == bench.count_key_value_bytes(SIZES, cp)
+    assert bench.count_key_value_bytes(SIZES, 4) == 3 * 2 * 128 * 4 * 16 * 4
 
 
-def test_the_tables_have_a_row_for_each_way_and_size() -> None:
+def test_the_tables_have_a_row_for_each_method_and_size() -> None:
     measured = bench.Measured(2**20, 2**21, 2**22)
     half = replace(measured, activations=2**19, peak=2**19)
     over_cp = {2: {"cp, gather": half, "cp, ring": measured}}

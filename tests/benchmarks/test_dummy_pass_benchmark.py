@@ -1,4 +1,4 @@
-"""benchmarks/dummy_pass.py: of three ways to train a text-only step, one runs the tower."""
+"""benchmarks/dummy_pass.py: only one of the three kinds of text-only steps runs the tower."""
 
 import dummy_pass
 import pytest
@@ -8,7 +8,7 @@ from torch import nn
 STEPS = 1
 
 
-def _runs_of_the_tower(rank: int, steps: int) -> int:
+def _count_runs_of_tower(rank: int, steps: int) -> int:
     calls: list[int] = []
     build = dummy_pass.build
 
@@ -18,7 +18,7 @@ def _runs_of_the_tower(rank: int, steps: int) -> int:
         return model
 
     dummy_pass.build = build_counting_model
-    seconds = dummy_pass.timed_rank(rank, steps, frozen=False)
+    seconds = dummy_pass.time_rank(rank, steps, frozen=False)
     assert {way: len(times) for way, times in seconds.items()} == {
         "bare": steps,
         "rests": steps,
@@ -29,5 +29,5 @@ def _runs_of_the_tower(rank: int, steps: int) -> int:
 
 @pytest.mark.slow
 def test_the_tower_runs_only_in_the_dummy_pass() -> None:
-    runs = spawn(_runs_of_the_tower, dummy_pass.WORLD, STEPS, timeout=300.0)
+    runs = spawn(_count_runs_of_tower, dummy_pass.WORLD, STEPS, timeout=300.0)
     assert runs == [dummy_pass.WARMUP_STEPS + STEPS] * dummy_pass.WORLD

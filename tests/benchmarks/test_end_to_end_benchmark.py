@@ -1,4 +1,4 @@
-"""benchmarks/end_to_end.py: both sides have equal losses; FLOPs equal a count by hand."""
+"""benchmarks/end_to_end.py: both sides have equal losses, and FLOPs equal a count by hand."""
 
 import os
 import subprocess
@@ -14,15 +14,15 @@ from support.scripts import ROOT
 CELL = bench.Cell("ours", "full", replace(bench.TINY, length=16), steps=1)
 
 
-def _line(cell: bench.Cell) -> dict[str, Any]:
+def _measure_line(cell: bench.Cell) -> dict[str, Any]:
     line: dict[str, Any] = {}
     bench.measure(cell, line.update)
     return {**cell.line(), **line}
 
 
 @pytest.mark.parametrize("mode", bench.MODES)
-def test_the_first_losses_equal_those_of_stock(mode: str) -> None:
-    lines = [_line(replace(CELL, side=side, mode=mode)) for side in ("ours", "grouped_mm")]
+def test_the_first_losses_equal_stocks_losses(mode: str) -> None:
+    lines = [_measure_line(replace(CELL, side=side, mode=mode)) for side in ("ours", "grouped_mm")]
     (compared,) = bench.compare(lines, torch.float32)
     assert compared["equal"] and len(compared["differences"]) == bench.COMPARED_STEPS
     assert lines[0]["losses"][0] > lines[0]["losses"][-1]
@@ -30,7 +30,7 @@ def test_the_first_losses_equal_those_of_stock(mode: str) -> None:
     assert lines[0]["tokens"] == 2 * 16 and lines[0]["tok_per_s"] > 0
 
 
-def test_flops_of_a_token_by_hand() -> None:
+def test_flops_of_a_token_equal_a_count_by_hand() -> None:
     sizes = bench.TINY
     heads, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     norms = 2 * sizes.hidden + 2 * sizes.head_dim
@@ -41,9 +41,9 @@ def test_flops_of_a_token_by_hand() -> None:
     scores = sizes.layers * 6 * sizes.length * heads
     cell = replace(CELL, sizes=sizes)
     model = bench.build(cell, torch.device("cpu"))
-    assert bench.model_flops(cell, model) == 6 * weights + scores
+    assert bench.count_model_flops(cell, model) == 6 * weights + scores
     model.requires_grad_(False)
-    assert bench.model_flops(cell, model) == 4 * weights + scores
+    assert bench.count_model_flops(cell, model) == 4 * weights + scores
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_two_ranks_train_as_stock_under_fsdp2() -> None:
     lines = []
     for side in ("ours", "grouped_mm"):
         cell = replace(CELL, side=side, ranks=2)
-        lines.append({**cell.line(), **bench.of_ranks(cell, 200.0)})
+        lines.append({**cell.line(), **bench.measure_on_ranks(cell, 200.0)})
     assert [line.get("error") for line in lines] == [None, None]
     (compared,) = bench.compare(lines, torch.float32)
     assert compared["equal"], compared
@@ -60,7 +60,7 @@ def test_two_ranks_train_as_stock_under_fsdp2() -> None:
 
 @pytest.mark.slow
 def test_no_import_touches_a_gpu() -> None:
-    """Each side is forked from a process with these imports; CUDA cannot be used after a fork."""
+    """Each side is forked from a process with these imports, after which CUDA must still work."""
     code = (
         "import torch\n"
         "def touched(*args, **kwargs):\n"
@@ -80,7 +80,7 @@ def test_no_import_touches_a_gpu() -> None:
 def test_lora_without_peft_ends_before_a_model_is_built(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a GPU, building the model of 48 layers takes a third of the job's time."""
+    """On a GPU, building a model with 48 layers takes a third of the job's time."""
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         bench.parse(["--mode", "lora"])

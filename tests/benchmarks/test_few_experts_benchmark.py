@@ -1,4 +1,4 @@
-"""benchmarks/few_experts.py: with etp_size no expert is gathered, and rows go to all its ranks."""
+"""benchmarks/few_experts.py: with etp_size, no expert is gathered, but more rows are sent."""
 
 import few_experts as bench
 import pytest
@@ -7,7 +7,7 @@ SIZES = bench.Sizes(hidden=64, intermediate=256, experts=2, top_k=1, tokens=24, 
 
 
 @pytest.mark.slow
-def test_bytes_of_layouts() -> None:
+def test_layouts_with_etp_gather_no_weights() -> None:
     lines = bench.report([SIZES]).splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     figures = {row[0]: row[1:] for row in rows if row and row[0].startswith(("ep ", "etp "))}

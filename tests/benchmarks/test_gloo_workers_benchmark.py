@@ -1,4 +1,4 @@
-"""benchmarks/gloo_workers.py measures both sides; `measure` checks their workers and losses."""
+"""benchmarks/gloo_workers.py measures both sides, and `measure` checks workers and losses."""
 
 import gloo_workers as bench
 import pytest

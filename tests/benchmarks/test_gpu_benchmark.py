@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py goes on after a job that fails, and its parts contain every GPU test."""
+"""benchmarks/gpu.py continues after a failed job, and its parts contain every GPU test."""
 
 import functools
 import json
@@ -18,43 +18,43 @@ import pytest
 from support.scripts import ROOT
 
 
-def _job(name: str, code: str, seconds: float = 20.0, prints: str = "") -> gpu.Job:
+def _make_job(name: str, code: str, seconds: float = 20.0, prints: str = "") -> gpu.Job:
     command = f"python -c {shlex.quote(code)}"
     return gpu.Job(name, seconds, command, prints, tiny=command)
 
 
-def _figure(value: int) -> str:
+def _make_figure_code(value: int) -> str:
     return f"print('{{\"figure\": {value}}}', flush=True)"
 
 
-def _lines(folder: Path) -> list[dict[str, Any]]:
+def _read_lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in (folder / "part7.jsonl").read_text().splitlines()]
 
 
-def _figures(folder: Path) -> list[tuple[str, int]]:
-    return [(line["job"], line["figure"]) for line in _lines(folder) if "figure" in line]
+def _read_figures(folder: Path) -> list[tuple[str, int]]:
+    return [(line["job"], line["figure"]) for line in _read_lines(folder) if "figure" in line]
 
 
-def _endings(folder: Path) -> dict[str, str]:
-    return {line["job"]: line["ended"] for line in _lines(folder) if "ended" in line}
+def _read_endings(folder: Path) -> dict[str, str]:
+    return {line["job"]: line["ended"] for line in _read_lines(folder) if "ended" in line}
 
 
 @pytest.mark.slow
 def test_jobs_that_fail_or_hang_are_recorded_and_the_next_job_runs(tmp_path: Path) -> None:
-    """The figures that such a job printed before are recorded, too."""
+    """The figures that such a job has printed before are recorded as well."""
     jobs = [
-        _job("good", _figure(1)),
-        _job("killed", f"{_figure(2)}; import os; os.kill(os.getpid(), 9)"),
-        _job("raises", f"{_figure(3)}; raise OSError('no room')"),
-        _job("hangs", f"{_figure(4)}; import time; time.sleep(600)", seconds=15.0),
-        _job("silent", _figure(5), prints="passed"),
+        _make_job("good", _make_figure_code(1)),
+        _make_job("killed", f"{_make_figure_code(2)}; import os; os.kill(os.getpid(), 9)"),
+        _make_job("raises", f"{_make_figure_code(3)}; raise OSError('no room')"),
+        _make_job("hangs", f"{_make_figure_code(4)}; import time; time.sleep(600)", seconds=15.0),
+        _make_job("silent", _make_figure_code(5), prints="passed"),
         gpu.Job("absent", 20.0, "python -V", "", tiny="", tool="no-such-tool --all"),
-        _job("last", _figure(6), prints="figure"),
+        _make_job("last", _make_figure_code(6), prints="figure"),
     ]
     failed = gpu.run_part(7, jobs, tmp_path)
     assert failed == ["killed", "raises", "hangs", "silent", "absent"]
-    assert [value for _, value in _figures(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    assert _endings(tmp_path) == {
+    assert [value for _, value in _read_figures(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert _read_endings(tmp_path) == {
         "good": "ok",
         "killed": "exit code -9",
         "raises": "exit code 1",
@@ -64,13 +64,13 @@ def test_jobs_that_fail_or_hang_are_recorded_and_the_next_job_runs(tmp_path: Pat
         "last": "ok",
     }
     assert "OSError: no room" in (tmp_path / "part7.log").read_text()
-    header = _lines(tmp_path)[0]
-    assert header["sources"] == gpu.sources() and header["versions"]["torch"]
+    header = _read_lines(tmp_path)[0]
+    assert header["sources"] == gpu.hash_sources() and header["versions"]["torch"]
 
 
 @pytest.mark.slow
 def test_failures_of_tests_that_are_stopped_are_in_the_log(tmp_path: Path) -> None:
-    """pytest itself prints them at its end, which a stopped run does not reach."""
+    """pytest itself prints failures at the end of a run, which a stopped run does not reach."""
     test_file = tmp_path / "test_stopped.py"
     test_file.write_text(
         "import time\ndef test_passes(): pass\ndef test_fails(): assert 'this' == 'that'\n"
@@ -80,7 +80,7 @@ def test_failures_of_tests_that_are_stopped_are_in_the_log(tmp_path: Path) -> No
     command = f"python -m pytest -q -p support.at_once -p no:cacheprovider {test_file}"
     job = gpu.Job("stopped", 8.0, command, "passed", tiny=command)
     assert gpu.run_part(7, [job], tmp_path) == ["stopped"]
-    assert _endings(tmp_path) == {"stopped": "stopped after 8 s, 1 tests passed"}
+    assert _read_endings(tmp_path) == {"stopped": "stopped after 8 s, 1 tests passed"}
     assert "assert 'this' == 'that'" in (tmp_path / "part7.log").read_text()
 
 
@@ -94,7 +94,7 @@ def test_failures_of_tests_that_are_stopped_are_in_the_log(tmp_path: Path) -> No
     ids=["-q", "-vv"],
 )
 def test_passed_tests_of_a_stopped_run_are_counted(output: list[str]) -> None:
-    assert gpu._passed_tests(output) == 6
+    assert gpu._count_passed_tests(output) == 6
 
 
 @pytest.mark.slow
@@ -103,16 +103,19 @@ def test_a_part_ends_within_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     probe = functools.cache(lambda: time.sleep(3.0))  # a first job starts after this probe
     monkeypatch.setattr(gpu, "has_expandable_segments", probe)
     start = time.monotonic()
-    gpu.run_part(7, [_job("first", "import time; time.sleep(9)", 4.0)], tmp_path, seconds=5.0)
+    gpu.run_part(7, [_make_job("first", "import time; time.sleep(9)", 4.0)], tmp_path, seconds=5.0)
     assert time.monotonic() - start < 6.0
     waits = "import time; time.sleep(600)"
-    jobs = [_job("long", waits, seconds=600.0), _job("late", _figure(1), seconds=60.0)]
+    jobs = [
+        _make_job("long", waits, seconds=600.0),
+        _make_job("late", _make_figure_code(1), seconds=60.0),
+    ]
     start = time.monotonic()
     gpu.run_part(7, [jobs[1]], tmp_path, seconds=2.0)
-    assert _endings(tmp_path)["late"] == "skipped: no time left in this part"
-    gpu.run_part(7, [_job("short", waits, seconds=2.0), *jobs], tmp_path, seconds=3.0)
+    assert _read_endings(tmp_path)["late"] == "skipped: no time left in this part"
+    gpu.run_part(7, [_make_job("short", waits, seconds=2.0), *jobs], tmp_path, seconds=3.0)
     assert time.monotonic() - start < 30
-    assert _endings(tmp_path)["long"] == "skipped: no time left in this part"
+    assert _read_endings(tmp_path)["long"] == "skipped: no time left in this part"
 
 
 def test_every_part_fits_its_time_and_its_scripts_know_their_options() -> None:
@@ -137,14 +140,14 @@ def test_every_part_fits_its_time_and_its_scripts_know_their_options() -> None:
 
 
 def test_every_gpu_test_is_in_a_part() -> None:
-    """A new GPU test must be added to a job; otherwise no GPU runs it."""
+    """A new GPU test must be added to a job. Otherwise it never runs on a GPU."""
     jobs = [job for jobs in gpu.PARTS.values() for job in jobs if " -k " not in job.command]
     words = " ".join(job.command for job in jobs).split()
     chosen = [word for word in words if word.startswith("tests/")]
-    assert not [path for path in _files_with_gpu_tests() if not path.startswith(tuple(chosen))]
+    assert not [path for path in _list_files_with_gpu_tests() if not path.startswith(tuple(chosen))]
 
 
-def _files_with_gpu_tests() -> list[str]:
+def _list_files_with_gpu_tests() -> list[str]:
     files = [
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "tests").rglob("*.py")
@@ -166,8 +169,8 @@ def test_every_pytest_job_selects_tests() -> None:
 
 @pytest.mark.slow
 def test_gpu_tests_are_collected_on_a_machine_without_peft() -> None:
-    """A file that cannot be imported has no tests, and pytest then runs no test at all."""
-    words = ["--collect-only", "-q", "-m", "gpu", *_files_with_gpu_tests()]
+    """If a file cannot be imported, pytest runs no test at all."""
+    words = ["--collect-only", "-q", "-m", "gpu", *_list_files_with_gpu_tests()]
     code = "import pytest, sys; sys.modules['peft'] = None; sys.exit(pytest.main())"
     result = subprocess.run(
         [sys.executable, "-c", code, *words],
@@ -182,7 +185,7 @@ def test_gpu_tests_are_collected_on_a_machine_without_peft() -> None:
 
 @pytest.mark.slow
 def test_the_rehearsal_runs_every_job(tmp_path: Path) -> None:
-    """The rehearsal runs tiny sizes on the CPU. The report is made from the files that it wrote."""
+    """The rehearsal runs tiny sizes on the CPU. The report is made from its files."""
     raw = tmp_path / "raw"
     words = [sys.executable, "benchmarks/gpu.py", "rehearsal", "--out", str(raw)]
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""benchmarks/layer_kernels.py times the calls that the layer makes, and adds them up."""
+"""benchmarks/layer_kernels.py times the calls that a layer makes, and sums the times."""
 
 import json
 
@@ -18,7 +18,7 @@ def layer() -> bench.Layer:
 
 
 def test_calls_have_the_order_and_results_of_the_layer(layer: bench.Layer) -> None:
-    """A kernel call that is repeated alone returns the same result as within the layer."""
+    """A kernel call that is repeated separately returns the same result as in the layer."""
     calls = layer.calls(layer.table_row())
     assert [call.label for call in calls] == list(bench.LABELS.values())
     assert [call.label for call in calls if not call.backward] == ["sort", "up", "down", "combine"]
@@ -47,9 +47,11 @@ def test_sums_are_over_all_kernels(layer: bench.Layer, capsys: pytest.CaptureFix
 def test_a_sweep_times_every_candidate_for_the_blocks_of_its_row(
     bucket: str, of_outer: str
 ) -> None:
-    """The row of 4096 tokens ("some") has `outer` from the row "few", all else from "many"."""
+    """The row for 4096 tokens ("some") has `outer` from "few", and other blocks from "many"."""
     row = TABLE["sm_90", 2, bucket]
-    swept = {(field, getattr(blocks, field), blocks.m) for field, blocks in bench.candidates(row)}
+    swept = {
+        (field, getattr(blocks, field), blocks.m) for field, blocks in bench.list_candidates(row)
+    }
     buckets = {"outer": of_outer} | dict.fromkeys(
         ("up", "down", "rows", "dgated"), "few" if bucket == "few" else "many"
     )
@@ -63,5 +65,5 @@ def test_a_sweep_times_every_candidate_for_the_blocks_of_its_row(
     assert len(wanted) > 10 and wanted <= swept
     assert all(
         getattr(blocks, field) != getattr(row, field) or blocks.m != row.m
-        for field, blocks in bench.candidates(row)
+        for field, blocks in bench.list_candidates(row)
     )

@@ -1,4 +1,4 @@
-"""benchmarks/long_sequences.py: the plan of a model with delta nets equals a step on 4 ranks."""
+"""benchmarks/long_sequences.py: the plan of a model with delta nets predicts a step on 4 ranks."""
 
 import long_sequences as bench
 import plan
@@ -12,7 +12,7 @@ def _measure(rank: int, world: int) -> list[plan.Measured]:
 
 @pytest.mark.slow
 def test_a_plan_with_sequence_parallelism_is_within_5_percent() -> None:
-    """The peak of a rank falls with sp_size, as planned."""
+    """With a larger sp_size, a rank's peak is smaller, as planned."""
     measured = run_ranks(_measure, bench.WORLD, timeout=240.0)
     peaks = []
     for index, layout in enumerate(bench.SMALL_LAYOUTS):

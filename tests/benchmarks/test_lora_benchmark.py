@@ -1,4 +1,4 @@
-"""benchmarks/lora.py: stock PEFT saves merged weights for backward; hf_moe_ep does not."""
+"""benchmarks/lora.py: stock PEFT saves merged weights for backward, and hf_moe_ep does not."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def test_only_stock_peft_saves_merged_weights() -> None:
 
 def _measure_held(rank: int, world: int) -> dict[str, bench.Held]:
     sizes = replace(SIZES, hidden=128, intermediate=128, experts=4, layers=1)
-    return bench.held_rank(rank, sizes, ["bf16", "nf4"])
+    return bench.measure_held_on_rank(rank, sizes, ["bf16", "nf4"])
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def test_quantised_experts_are_held_and_gathered_as_codes() -> None:
     for kind, per_parameter, per_factor in (("bf16", 2, 2), ("nf4", 0.5625, 4)):
         assert {rank[kind].parameters for rank in ranks} == {parameters}
         assert sum(rank[kind].experts for rank in ranks) == per_parameter * parameters
-        # FSDP2 does not reshard the last layer after forward, and here it is the only one.
+        # FSDP2 does not reshard the last layer after forward. This model has only one layer.
         whole = per_parameter * parameters + per_factor * adapters
         assert {rank[kind].gathered for rank in ranks} == {whole}, kind
     table = bench.report_held(SIZES, ranks, ["- about"])

@@ -15,9 +15,9 @@ KINDS = {name: kind for name, kind in bench.KINDS.items() if kind.model_type in 
 @pytest.mark.skipif(not SINCE_5_23, reason="mixers of older transformers get whole sequences")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_rank_keeps_a_share_of_stocks_activations(name: str) -> None:
-    """Keys of the whole sequence are a large part of attention over so few tokens."""
-    ways = [way for way in KINDS[name].ways if way in bench.WAYS]
-    found = {way: bench.measure_bytes(KINDS[name], way, SIZES) for way in ways}
+    """Over so few tokens, keys of the whole sequence are a large part of attention's memory."""
+    methods = [method for method in KINDS[name].methods if method in bench.METHODS]
+    found = {method: bench.measure_bytes(KINDS[name], method, SIZES) for method in methods}
     stock, gathered = found["stock"], found["gathered"]
     assert stock.sent == 0 and gathered.sent > 0
     assert gathered.activations == pytest.approx(stock.activations, rel=0.05)
@@ -26,7 +26,7 @@ def test_a_rank_keeps_a_share_of_stocks_activations(name: str) -> None:
     divided = found["divided"]
     if KINDS[name].states:
         all_heads, states = (
-            bench.measure_bytes(KINDS[name], way, SIZES) for way in bench.WAYS_OF_RECURRENCES
+            bench.measure_bytes(KINDS[name], method, SIZES) for method in bench.RECURRENCE_METHODS
         )
         assert states.activations < 0.6 * all_heads.activations, (states, all_heads)
         assert states.peak < all_heads.peak
@@ -36,7 +36,7 @@ def test_a_rank_keeps_a_share_of_stocks_activations(name: str) -> None:
     assert divided.peak < gathered.peak
 
 
-def test_the_table_has_a_row_for_each_way() -> None:
+def test_the_table_has_a_row_for_each_method() -> None:
     measured = bench.Measured(2**20, 2**21, 1024)
     found = {"Mamba-2": {"stock": measured, "divided": replace(measured, activations=2**18)}}
     table = bench.report(SIZES, found, {"Mamba-2": {"stock": [1.0, 3.0]}}, ["- about"])

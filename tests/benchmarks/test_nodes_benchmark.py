@@ -18,7 +18,7 @@ def test_both_sides_have_equal_losses_and_one_sends_less() -> None:
         assert len(results[kind]["seconds"]) == SIZES.steps
     for loss, other_loss in zip(ours["loss"], theirs["loss"], strict=True):
         assert abs(loss - other_loss) <= FP32_INSIDE * abs(other_loss)
-    # Two ranks send each of 64 tokens to one rank of the other node instead of nearly two.
+    # Two ranks send each of 64 tokens to one rank of the other node, instead of nearly two ranks.
     saved = 4 * 2 * SIZES.tokens * 0.5 * SIZES.hidden * 4 / 2**20
     for sent, other_sent in zip(ours["sent"], theirs["sent"], strict=True):
         assert other_sent - sent > saved, (sent, other_sent)

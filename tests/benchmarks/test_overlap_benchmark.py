@@ -1,4 +1,4 @@
-"""benchmarks/overlap.py: on a slow link, steps get shorter if rows travel under computation."""
+"""benchmarks/overlap.py: on a slow link, steps are shorter if transfers overlap computation."""
 
 import statistics
 

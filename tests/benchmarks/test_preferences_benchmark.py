@@ -1,4 +1,4 @@
-"""benchmarks/preferences.py: both sides have equal losses, and the table has both."""
+"""benchmarks/preferences.py: both sides have equal losses, and the table has both sides."""
 
 import preferences as bench
 import pytest

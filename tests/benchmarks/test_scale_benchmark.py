@@ -5,11 +5,11 @@ import scale as bench
 
 
 @pytest.mark.slow
-def test_traffic_of_8_and_of_32_ranks() -> None:
-    """Torch's DCP gathers a plan of every rank, so its traffic grows with the ranks."""
+def test_8_and_32_ranks_have_equal_traffic_per_rank() -> None:
+    """torch's DCP gathers a plan of every rank, so its traffic grows with the number of ranks."""
     results = bench.run_all((8, 32), 2)
-    # By hand: 4 groups of ep, 8 of ep_fsdp, one of one rank and one of all ranks. On each of three
-    # axes of size 1, torch creates a group for each of 32 ranks.
+    # By hand, there are 4 groups of ep, 8 of ep_fsdp, one of one rank and one of all ranks. On each
+    # of three axes of size 1, torch creates a group for each of 32 ranks.
     assert (results[32]["groups"], results[32]["groups of torch"]) == (
         4 + 8 + 1 + 1,
         4 + 8 + 3 * 32,

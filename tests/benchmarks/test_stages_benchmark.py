@@ -1,4 +1,4 @@
-"""benchmarks/stages.py: equal rows on both sides, and the bytes and waits of the formulas."""
+"""benchmarks/stages.py: both sides train the same rows, and bytes and waits equal the formulas."""
 
 import pytest
 import stages as bench
@@ -13,10 +13,10 @@ SIZES = bench.Sizes(
 
 
 @pytest.mark.slow
-def test_the_bubble_is_that_of_the_formula() -> None:
-    """The stages wait within 10 % of the formula, and send the bytes that are counted by hand."""
+def test_the_bubble_equals_the_formula() -> None:
+    """The waits differ from the formula by at most 10 %, and the bytes equal a count by hand."""
     for stages, count in ((2, 3), (3, 4)):
-        ranks = spawn(bench.waits_of_rank, stages, stages, count, 0.2, timeout=200)
+        ranks = spawn(bench.measure_waits, stages, stages, count, 0.2, timeout=200)
         assert [rank.sent for rank in ranks] == [rank.by_hand for rank in ranks]
         waited = sum(rank.part for rank in ranks) / stages
         assert waited == pytest.approx(bubble(stages, count), rel=0.1)
@@ -30,7 +30,7 @@ def test_both_sides_have_equal_losses_and_stages_send_less() -> None:
     assert script is not None
     figures = bench.over_nodes.run(script, SIZES, num_nodes=2, num_ranks=4, rate="1gbit")
     ours, theirs = (figures[name] for name in bench.LAYOUTS)
-    # The loss of a data rank is the mean of its rows, and both start with the same weights.
+    # The loss of a data rank is the mean over its rows. Both models start with the same weights.
     assert len(ours["loss"]) == SIZES.steps
     for loss, other in zip(ours["loss"], theirs["loss"], strict=True):
         assert abs(loss - other) <= 0.1 * abs(other) + FP32_INSIDE

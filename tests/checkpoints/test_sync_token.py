@@ -161,9 +161,7 @@ def test_writes_that_autograd_does_not_see_are_sent() -> None:
 
 @pytest.mark.parametrize("wrong", [3, "token"])
 def test_other_values_than_tokens_are_refused(wrong: Any) -> None:
-    with pytest.raises(
-        ValueError, match=f"since={wrong!r} is not a SyncToken; make one per engine"
-    ):
+    with pytest.raises(ValueError, match=f"since={wrong!r} is not a SyncToken; make one"):
         hub_tensors(patch(tiny(dtype=BF16)), since=wrong)
 
 

@@ -22,8 +22,10 @@ def _run_with_json(capsys: pytest.CaptureFixture[str], shape: str) -> dict[str, 
     return printed
 
 
-def test_the_page_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The page names every part of the model and every supported feature."""
+def test_the_page_lists_all_parts_and_features(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page has a line for every part of the model and for every feature."""
     assert main(["architecture", _write_config(tmp_path, "qwen3_moe")]) == 0
     header, *lines = capsys.readouterr().out.splitlines()
     assert header.startswith(f"{tmp_path}: Qwen3MoeForCausalLM (qwen3_moe); plan derived")
@@ -49,10 +51,10 @@ def test_the_page_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ]
 
 
-def test_a_type_outside_of_the_experts_interface(
+def test_a_type_outside_the_experts_interface_has_a_block(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The plan has the description of its MoE blocks, and the block says how many are chosen."""
+    """The plan describes the MoE blocks, and a block knows how many experts a token chooses."""
     printed = _run_with_json(capsys, _write_config(tmp_path, "dbrx"))
     block = printed["plan"]["block"]
     assert block["forward"] == "hf_moe_ep.model_patches.dbrx._forward"
@@ -66,8 +68,10 @@ def test_a_type_outside_of_the_experts_interface(
     assert "cannot have adapters" in printed["granted"]["lora"]
 
 
-def test_a_type_with_another_mixer(capsys: pytest.CaptureFixture[str]) -> None:
-    """State space models are divided by heads, so no sequence is gathered."""
+def test_sequences_are_not_gathered_for_state_space_models(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """State space mixers are divided by heads."""
     printed = _run_with_json(capsys, "jamba")
     assert printed["kind"] == "JambaForCausalLM" and printed["plan"]["mixers"] == ["layers.*.mamba"]
     assert (printed["layers"], printed["moe_layers"], printed["num_experts"]) == (32, 16, 16)
@@ -84,16 +88,17 @@ def test_a_type_with_another_mixer(capsys: pytest.CaptureFixture[str]) -> None:
         ("deepseek_v32", "keys are gathered for model.layers.*.self_attn"),
     ],
 )
-def test_modules_that_are_not_divided(
+def test_modules_for_which_sequences_or_keys_are_gathered_are_named(
     model_type: str, gathered: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The page names the modules for which sequences or keys are gathered."""
     assert main(["architecture", _write_config(tmp_path, model_type)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"  sp_size     yes; {gathered}" in lines and f"  cp_size     yes; {gathered}" in lines
 
 
-def test_an_unsupported_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unsupported_gate_is_the_reason_for_every_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = _write_config(tmp_path, "qwen3_moe", hidden_act="mish")
     printed = _run_with_json(capsys, folder)
     assert "the gate of Qwen3MoeExperts" in printed["granted"]["ep"] and printed["ep_sizes"] == []
@@ -102,7 +107,7 @@ def test_an_unsupported_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @needs_tower_in_blocks
-def test_a_vision_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_vision_model_has_a_tower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = _run_with_json(capsys, _write_config(tmp_path, "qwen3_vl_moe"))
     assert printed["plan"]["vision"]["tower"] == "visual" and printed["granted"]["vision"] == "yes"
     assert printed["plan"]["experts"] == "language_model.layers.*.mlp.experts"
@@ -120,8 +125,10 @@ def test_types_without_a_plan_are_refused(shape: str, capsys: pytest.CaptureFixt
     assert REFUSED[shape] in capsys.readouterr().err
 
 
-def test_a_type_that_is_not_registered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The type is a user's own. The error names it, and says how to register the type."""
+def test_the_error_for_an_unregistered_type_names_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error names the user's own type, and says how to register it."""
     (tmp_path / "config.json").write_text('{"model_type": "of_my_own"}')
     for command in (["architecture"], ["memory", "--gpus", "2"]):
         assert main([*command, str(tmp_path)]) == 2

@@ -1,7 +1,7 @@
 """Every command shows its options, and wrong arguments get a useful error.
 
-A wrong argument or folder gives one line with the name of the file and what would work, exit code 2
-and no traceback.
+For a wrong argument or folder, the command prints one line that names the file and a remedy, and no
+traceback. Its exit code is 2.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ def test_every_argument_of_every_command_is_explained(capsys: pytest.CaptureFixt
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a folder with files and folders that a user may give by mistake."""
+    """Make a folder with files and folders that a user may name by mistake."""
     folder = tmp_path_factory.mktemp("named")
     (folder / "file").write_text("x")
     contents = {"damaged": "{", "list": "[]", "nobody": '{"model_type": "nobody"}'}
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Arguments of a wrong call, and words of its error; {} is the folder.
+# The arguments of a wrong call, and words of its error. {} is the folder.
 WRONG = {
     "doctor now": 'unknown argument now; "hf-moe-ep doctor --help" lists the arguments',
     "run --epsize 8 -- python": r"argument --epsize \(did you mean --ep-size\?\); .hf-moe-ep",
@@ -88,7 +88,7 @@ WRONG = {
 }
 
 
-def test_a_missing_package_gives_an_error_of_one_line(
+def test_a_missing_package_gives_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
@@ -99,7 +99,7 @@ def test_a_missing_package_gives_an_error_of_one_line(
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_a_wrong_argument_gives_an_error_of_one_line(
+def test_a_wrong_argument_gives_one_line(
     line: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(folder.rglob("*"))
@@ -122,7 +122,7 @@ def test_inspect_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
     }
 
 
-def test_an_interrupted_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_gives_exit_code_130(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.object(verify_module, "verify", side_effect=KeyboardInterrupt):
         assert main(["verify", str(folder / "model")]) == 130
     assert capsys.readouterr().err == "hf-moe-ep: interrupted\n"

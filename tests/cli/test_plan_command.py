@@ -17,11 +17,16 @@ from support.tiny_models import batch, tiny
 
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2
 from hf_moe_ep.cli.main import main
-from hf_moe_ep.cli.plan import _about_context, _about_gpus, _mixed_precision, launch_config
+from hf_moe_ep.cli.plan import (
+    _choose_mixed_precision,
+    _format_context_note,
+    _format_needed_gpus,
+    format_launch_config,
+)
 from hf_moe_ep.planner import search
 from hf_moe_ep.planner.counted import OPTIMIZER
-from hf_moe_ep.planner.extrapolate import FEW
-from hf_moe_ep.planner.hardware import ASSUMED, find_hardware, known_hardware
+from hf_moe_ep.planner.extrapolate import FEW_LAYERS
+from hf_moe_ep.planner.hardware import ASSUMED, find_hardware, read_known_hardware
 from hf_moe_ep.planner.held import plan_memory
 from hf_moe_ep.planner.search import (
     Layout,
@@ -29,10 +34,10 @@ from hf_moe_ep.planner.search import (
     PlannedLayout,
     SearchResult,
     _count_experts,
-    _grids,
+    _iterate_grids,
+    count_received_bytes,
+    explain_refusal,
     find_layouts,
-    received_per_layer,
-    refusal,
 )
 from hf_moe_ep.planner.step import StepPlan
 
@@ -49,7 +54,7 @@ def make_request(**more: Any) -> LayoutRequest:
 
 @pytest.mark.slow
 def test_layouts_that_fit_are_sorted_and_others_are_too_large() -> None:
-    """With 1 TiB all four layouts of one GPU fit. With a low limit only the smaller ones do."""
+    """With 1 TiB, all four layouts of one GPU fit. With a low limit, only the smaller two fit."""
     unlimited = find_layouts(make_request(gpus=1, ep=1))
     assert not unlimited.too_large and not unlimited.illegal
     layouts = [(p.layout.checkpointing, p.layout.per_forward) for p in unlimited.fit]
@@ -66,9 +71,9 @@ def test_layouts_that_fit_are_sorted_and_others_are_too_large() -> None:
 
 @pytest.mark.slow
 def test_with_a_gpu_the_fastest_comes_first() -> None:
-    """Layouts are sorted by planned seconds. The fastest is planned again with 2 and 4 dispatch
-    chunks. On a GPU with half the rates and twice the latencies the order is the same, and a step
-    takes twice as long.
+    """Layouts are sorted by planned seconds. The fastest layout is planned again with 2 and 4
+    dispatch chunks. On a GPU with half the rates and twice the latencies, the order is the same,
+    and a step takes twice as long.
     """
     h100 = find_hardware("h100")
     slower = replace(
@@ -94,36 +99,35 @@ def test_with_a_gpu_the_fastest_comes_first() -> None:
 
 @pytest.mark.slow
 def test_the_largest_power_of_two_of_sequences_that_fits_is_planned() -> None:
-    """A rank has 8 sequences per step and memory for about 6: two forwards of 4 are planned."""
+    """A rank has 8 sequences per step and memory for about 6. Two forwards of 4 are planned."""
     unlimited = find_layouts(make_request(gpus=1, ep=1, seq=128))
     peaks = {(p.layout.checkpointing, p.layout.per_forward): p.step.peak for p in unlimited.fit}
-    # Enough for 6.8 sequences, if memory grows linearly from 1 to 8 sequences.
+    # This limit fits 6.8 sequences if memory grows linearly from 1 to 8 sequences.
     for_six = (peaks[True, 1] + 5 * peaks[True, 8]) // 6
     limited = find_layouts(make_request(gpus=1, ep=1, seq=128, limit=for_six))
     assert Layout(1, 1, 1, 4, 2, checkpointing=True) in [p.layout for p in limited.fit]
 
 
-def test_few_experts_are_split_over_as_many_ranks_as_many_experts_are() -> None:
-    """2 experts on up to 8 ranks: 2 x etp 2 and 2 x etp 4 stand where others have ep 4 and ep 8."""
-    grids = list(_grids(make_request(gpus=8), 1, 1, 2, 1))
+def test_few_experts_are_split_over_more_ranks_with_etp() -> None:
+    """2 experts are split over 4 and 8 ranks as ep 2 x etp 2 and ep 2 x etp 4."""
+    grids = list(_iterate_grids(make_request(gpus=8), 1, 1, 2, 1))
     assert [(grid.ep, grid.etp) for grid in grids] == [(1, 1), (2, 1), (2, 2), (2, 4)]
-    assert grids[-1].patch_line() == "patch(model, ep_size=2, etp_size=4)"
-    assert {grid.etp for grid in _grids(make_request(gpus=8), 1, 1, 8, 1)} == {1}
-    assert [(g.ep, g.etp) for g in _grids(make_request(gpus=8, ep=2, etp=2), 1, 1, 2, 1)] == [
-        (2, 2)
-    ]
+    assert grids[-1].format_patch_line() == "patch(model, ep_size=2, etp_size=4)"
+    assert {grid.etp for grid in _iterate_grids(make_request(gpus=8), 1, 1, 8, 1)} == {1}
+    given = list(_iterate_grids(make_request(gpus=8, ep=2, etp=2), 1, 1, 2, 1))
+    assert [(grid.ep, grid.etp) for grid in given] == [(2, 2)]
 
 
 def test_no_grid_is_planned_twice() -> None:
-    """12 GPUs are one node of 8 and a half: there is one size of replicas, 1."""
-    grids = list(_grids(make_request(gpus=12, hardware=find_hardware("h100")), 1, 1, 8, 1))
+    """12 GPUs are one and a half nodes of 8, so the only number of replicas is 1."""
+    grids = list(_iterate_grids(make_request(gpus=12, hardware=find_hardware("h100")), 1, 1, 8, 1))
     assert len(set(grids)) == len(grids)
 
 
 def test_larger_ep_sizes_are_tried_if_gathered_experts_need_too_much(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With ep 1 a layer's 384 experts are gathered at once. With ep 4 a quarter of them is."""
+    """With ep 1, all experts of a layer are gathered at once. With ep 4, a quarter is gathered."""
 
     def plan(layout: Layout, request: LayoutRequest, few: Any) -> PlannedLayout:
         gathered = 3 * LARGE // layout.ep
@@ -133,11 +137,11 @@ def test_larger_ep_sizes_are_tried_if_gathered_experts_need_too_much(
     monkeypatch.setattr(search, "_plan", plan)
     held = LARGE // 2
     assert {p.layout.ep for p in find_layouts(make_request(sp=1, cp=1)).fit} == {4}
-    held = 3 * LARGE  # every layout holds this
+    held = 3 * LARGE  # for every layout
     assert {p.layout.ep for p in find_layouts(make_request(sp=1, cp=1)).too_large} == {1}
 
 
-def test_experts_behind_many_dense_layers_are_counted() -> None:
+def test_experts_after_many_dense_layers_are_counted() -> None:
     layers = {"num_hidden_layers": 8, "num_dense_layers": 6, "layer_types": ["full_attention"] * 8}
     config = tiny_of_type("afmoe").config
     for name, value in layers.items():
@@ -146,16 +150,16 @@ def test_experts_behind_many_dense_layers_are_counted() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
-def test_experts_of_a_model_of_few_layers_are_counted(name: str) -> None:
-    """Their configs list the type of each layer, so a model cannot be lengthened."""
+def test_experts_of_a_model_with_few_layers_are_counted(name: str) -> None:
+    """The config lists the type of each layer, so the model cannot get more layers."""
     config = tiny_of_type(name).config
-    assert config.num_hidden_layers < FEW[-1]
+    assert config.num_hidden_layers < FEW_LAYERS[-1]
     assert _count_experts(make_request(model=config)) == 8
 
 
 @pytest.mark.slow
 def test_layouts_with_etp_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rank of 2 x etp 2 holds as much as a rank of ep 2, and gathers no expert."""
+    """With ep 2 x etp 2, a rank holds as much as with ep 2, and gathers no expert."""
     few = tiny(num_experts=2, num_experts_per_tok=1, hidden_size=64, moe_intermediate_size=512)
     found = find_layouts(make_request(model=few.config, gpus=4))
     assert not found.illegal
@@ -215,7 +219,7 @@ def test_errors_name_the_wrong_argument(name: str, capsys: pytest.CaptureFixture
 
 def test_every_rate_of_a_gpu_has_a_source() -> None:
     """A source is a web address, an error of torch, a measurement or an assumption."""
-    for hardware in known_hardware().values():
+    for hardware in read_known_hardware().values():
         rates = {rate.name for rate in fields(hardware)} - {"name", "node_size", "host_ahead"}
         assert set(hardware.sources) == rates - {"sources"}
         named = ("https://", "benchmarks/results/", "torch reports")
@@ -227,10 +231,10 @@ def test_every_rate_of_a_gpu_has_a_source() -> None:
 
 @pytest.mark.slow
 def test_a_plan_of_1024_gpus_takes_less_than_4_gib() -> None:
-    """Plan Qwen3-235B. At most 14 layouts are planned.
+    """For Qwen3-235B, at most 14 layouts are planned.
 
     The weights of a layer's experts, 3.2 GB, are allocated before they are moved to meta. They are
-    not written, so they count towards the limit of the process, and not towards 4 GiB in use.
+    not written, so they count towards the limit of the process, but not towards the 4 GiB in use.
     """
     shape = ["Qwen/Qwen3-235B-A22B", "--gpus", "1024", "--gpu", "h100", "--seq", "4096"]
     command = [sys.executable, "-m", "hf_moe_ep", "plan", *shape, "--batch", "2048", "--json"]
@@ -250,12 +254,12 @@ def test_a_plan_of_1024_gpus_takes_less_than_4_gib() -> None:
 
 @pytest.mark.parametrize("sp", [1, 2])
 def test_latents_are_gathered_for_the_tokens_of_a_rank(sp: int) -> None:
-    """With sp 2 a rank has half of the tokens of its cp rank when latents are gathered."""
+    """With sp 2, a rank has half of the tokens of its cp rank when latents are gathered."""
     config = tiny_of_type("deepseek_v3").config
     layout = Layout(ep=1, sp=sp, dp_replicate=1, cp=2)
     request = make_request(model=config, gpus=2 * sp, seq=64, batch=1)
     width = config.kv_lora_rank + config.qk_rope_head_dim
-    assert received_per_layer(layout, request) == 64 // 2 // sp * width * 2
+    assert count_received_bytes(layout, request) == 64 // 2 // sp * width * 2
 
 
 @pytest.mark.slow
@@ -268,10 +272,10 @@ def test_context_parallelism_is_tried_if_nothing_fits_without_it() -> None:
     found = find_layouts(request)
     assert found.fit and all(planned.layout.cp == 2 for planned in found.fit)
     best = found.fit[0].layout
-    assert best.patch_line() == "patch(model, ep_size=2, cp_size=2)"
-    received = received_per_layer(best, request)
+    assert best.format_patch_line() == "patch(model, ep_size=2, cp_size=2)"
+    received = count_received_bytes(best, request)
     assert received == best.per_forward * 1024 * 2 * 2 * 8 * 2
-    (line,) = _about_context(best, request)
+    (line,) = _format_context_note(best, request)
     assert f"up to {received / 2**20:,.1f} MiB per layer" in line
     assert "nothing hides this transfer" in line
 
@@ -293,7 +297,7 @@ def test_layouts_that_training_refuses_raise(name: str) -> None:
     with pytest.raises(ValueError, match=words):
         sizes = {"ep": layout.ep, "sp": layout.sp, "cp": layout.cp}
         find_layouts(make_request(**sizes, dp_replicate=layout.dp_replicate, **more))
-    assert not refusal(Layout(1, 1, 1), make_request())
+    assert not explain_refusal(Layout(1, 1, 1), make_request())
 
 
 GRIDS = [
@@ -309,7 +313,7 @@ GRIDS = [
 
 
 def _train(rank: int, world: int) -> list[str]:
-    """Train each layout of GRIDS for one backward; return its error, or an empty string."""
+    """Run one forward and backward in each layout of GRIDS. Returns each error, or ""."""
     errors = []
     for grid in GRIDS:
         model = tiny()
@@ -325,10 +329,10 @@ def _train(rank: int, world: int) -> list[str]:
 
 @pytest.mark.slow
 def test_the_plan_refuses_what_training_refuses_with_the_same_error() -> None:
-    """Four real ranks train 57 layouts. `refusal` gives the same error for each, or none."""
+    """Four real ranks train 57 layouts. `explain_refusal` gives the same error for each of them."""
     (first, *others) = run_ranks(_train, 4, timeout=500.0)
     assert all(other == first for other in others)
-    planned = [refusal(grid, make_request(batch=4)) for grid in GRIDS]
+    planned = [explain_refusal(grid, make_request(batch=4)) for grid in GRIDS]
     assert planned == first
     assert 0 < sum(map(bool, planned)) < len(GRIDS)
 
@@ -343,7 +347,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_command_prints_and_writes_the_best_layout(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Accelerate can read the file, and the comments in it show the call of `patch`."""
+    """Accelerate can read the file, and its comments show the call of `patch`."""
     from accelerate.commands.config.config_args import load_config_from_file
 
     written = tmp_path / "fsdp.yaml"
@@ -369,14 +373,14 @@ def test_command_prints_and_writes_the_best_layout(
 
 
 @pytest.mark.slow
-def test_command_for_compiled_layers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_plans_compiled_layers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--gpus", "2", "--gpu", "h100", "--seq", "16", "--batch", "4", "--ep-size", "2"]
     assert main(["plan", str(folder), *arguments, "--compile-layers"]) == 0
     assert "Best layout: patch(model, ep_size=2, compile_layers=True)" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_command_for_fixed_buffers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_plans_fixed_buffers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The buffers of a stage are printed, and the peak contains them."""
     arguments = ["plan", str(folder), "--gpus", "4", "--gpu-memory", "1", "--seq", "16"]
     arguments += ["--batch", "4", "--ep", "1", "--pp", "2"]
@@ -393,7 +397,7 @@ def test_command_for_fixed_buffers(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-def test_command_for_whole_logits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_plans_whole_logits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny(vocab_size=999).config.save_pretrained(tmp_path)
     arguments = ["plan", str(tmp_path), "--gpus", "1", "--gpu-memory", "1", "--seq", "600"]
     arguments += ["--batch", "1", "--json"]
@@ -405,7 +409,7 @@ def test_command_for_whole_logits(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
-def test_command_for_a_head_for_multi_token_prediction(
+def test_command_plans_a_head_for_multi_token_prediction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The head takes memory, and a type without a tested head is refused as in training."""
@@ -425,7 +429,7 @@ def test_command_for_a_head_for_multi_token_prediction(
 
 
 @pytest.mark.slow
-def test_command_for_parameters_on_the_host(
+def test_command_plans_parameters_on_the_host(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One GPU is too small without --offload. With it, the table shows the memory of the host."""
@@ -444,12 +448,12 @@ def test_command_for_parameters_on_the_host(
     assert load_config_from_file(str(written)).fsdp_config["fsdp_offload_params"] is True
 
 
-def test_launch_config_of_two_machines(tmp_path: Path) -> None:
+def test_the_launch_config_of_two_machines_can_be_read(tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     written = tmp_path / "fsdp.yaml"
     layout = Layout(8, 1, 2, 1, 4, checkpointing=True)
-    written.write_text(launch_config(layout, 16, experts_dtype="nf4"))
+    written.write_text(format_launch_config(layout, 16, experts_dtype="nf4"))
     config = load_config_from_file(str(written))
     assert (config.num_processes, config.num_machines, config.rdzv_backend) == (16, 2, "static")
     assert config.fsdp_config["fsdp_activation_checkpointing"] is True
@@ -458,7 +462,7 @@ def test_launch_config_of_two_machines(tmp_path: Path) -> None:
     assert first == "# patch(model, ep_size=8, dp_replicate_size=2, experts_dtype='nf4')"
     assert second.endswith("gradient_accumulation_steps: 4")
     assert "{'gradient_accumulation_kwargs': {'sync_each_batch': True}}" in written.read_text()
-    assert "sync_each_batch" not in launch_config(replace(layout, accumulated=1), 16)
+    assert "sync_each_batch" not in format_launch_config(replace(layout, accumulated=1), 16)
     assert config.mixed_precision == "bf16"
 
 
@@ -477,8 +481,8 @@ def test_the_launch_config_trains_in_the_planned_dtypes(
     from accelerate.commands.config.config_args import load_config_from_file
 
     written = tmp_path / "fsdp.yaml"
-    mixed = _mixed_precision(argparse.Namespace(masters=masters, dtype=dtype))
-    written.write_text(launch_config(Layout(1, 1, 1), 1, mixed_precision=mixed))
+    mixed = _choose_mixed_precision(argparse.Namespace(masters=masters, dtype=dtype))
+    written.write_text(format_launch_config(Layout(1, 1, 1), 1, mixed_precision=mixed))
     assert load_config_from_file(str(written)).mixed_precision == expected
 
 
@@ -497,10 +501,10 @@ def test_masters_of_the_models_dtype_need_less_memory(
     assert "mixed_precision: 'no'" in written.read_text()
 
 
-def test_the_number_of_gpus_that_hold_the_state_by_hand() -> None:
-    """60 + 10 + 30 GiB do not fit in 49 or 50 GiB, nor does half of them. A quarter fits.
+def test_the_number_of_gpus_that_hold_the_state_equals_a_count_by_hand() -> None:
+    """60 + 10 + 30 GiB do not fit in 49 or 50 GiB, and half of them does not fit. A quarter fits.
 
-    Buffers are left out, because they are not sharded, and so are layouts with replicas (HSDP).
+    Buffers do not count, because they are not sharded. Layouts with replicas (HSDP) do not count.
     """
     gib = 2**30
     made_of = {"parameters": 60, "gradients": 10, "optimizer state": 30, "buffers": 99}
@@ -508,12 +512,12 @@ def test_the_number_of_gpus_that_hold_the_state_by_hand() -> None:
     replicas = PlannedLayout(Layout(8, 1, 2), replace(step, made_of={}), -1)
     result = SearchResult([], [replicas, PlannedLayout(Layout(8, 1, 1), step, -1)], {})
     for limit in (49, 50):
-        assert _about_gpus(result, 32, limit * gib) == [
+        assert _format_needed_gpus(result, 32, limit * gib) == [
             "Parameters, gradients and optimizer state take 100.0 GiB on each of 32 GPUs; on 128 "
             "GPUs they would take 25.0 GiB."
         ]
-    assert _about_gpus(result, 32, 101 * gib) == []
-    assert _about_gpus(SearchResult([], [replicas], {}), 32, 49 * gib) == []
+    assert _format_needed_gpus(result, 32, 101 * gib) == []
+    assert _format_needed_gpus(SearchResult([], [replicas], {}), 32, 49 * gib) == []
 
 
 def test_command_fails_if_no_layout_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

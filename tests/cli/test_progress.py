@@ -1,4 +1,4 @@
-"""Progress of long commands on stderr, and the format of dates, hashes and arguments."""
+"""Long commands report their progress on stderr, and dates and errors have a readable form."""
 
 import functools
 import re
@@ -42,7 +42,7 @@ def test_an_item_is_printed_if_two_seconds_have_passed(
 def test_tqdm_disable_turns_progress_bars_off(
     disabled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """When tqdm is imported, it makes TQDM_DISABLE the default of an argument (`envwrap`)."""
+    """tqdm reads TQDM_DISABLE when it is imported, as the default of an argument (`envwrap`)."""
     with_default = functools.partialmethod(tqdm.tqdm.__init__, disable=disabled)
     monkeypatch.setattr(tqdm.tqdm, "__init__", with_default)
     with progress_bar(5, "reading base", True) as bar:

@@ -1,4 +1,4 @@
-"""Help and versions are printed without an import of torch, so they appear at once.
+"""Help and versions are printed without importing torch, so they appear at once.
 
 Each case runs in a fresh process, because the process of the tests has imported torch already.
 """
@@ -25,7 +25,7 @@ print(json.dumps([code, sorted(set({heavy!r}) & set(sys.modules))]))
 """
 
 
-def _run(program: str) -> subprocess.CompletedProcess[str]:
+def _run_program(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
     )
@@ -35,18 +35,18 @@ def _run(program: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "code"), [([], 0), (["--help"], 0), (["plan", "--help"], 0), (["plam"], 2)]
 )
 def test_help_needs_no_other_package(arguments: list[str], code: int) -> None:
-    _check(arguments, code)
+    _check_imports(arguments, code)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command_needs_no_other_package(command: str) -> None:
-    _check([command, "--help"], 0)
-    _check([command, "--no-such-option"], 2)
+    _check_imports([command, "--help"], 0)
+    _check_imports([command, "--no-such-option"], 2)
 
 
-def _check(arguments: list[str], code: int) -> None:
-    result = _run(PROBE.format(arguments=arguments, heavy=HEAVY))
+def _check_imports(arguments: list[str], code: int) -> None:
+    result = _run_program(PROBE.format(arguments=arguments, heavy=HEAVY))
     assert json.loads(result.stdout.splitlines()[-1]) == [code, []]
     assert (result.stderr == "") == (code == 0), result.stderr
 
@@ -59,7 +59,9 @@ def test_the_bare_command_prints_the_help(capsys: pytest.CaptureFixture[str]) ->
     assert bare == capsys.readouterr().out and bare.startswith("usage: hf-moe-ep")
 
 
-def test_the_version_is_the_one_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_version_is_the_version_of_the_package(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as exit:
         main(["--version"])
     assert exit.value.code == 0
@@ -76,7 +78,7 @@ def test_each_public_name_is_the_object_of_its_module() -> None:
 @pytest.mark.slow
 def test_a_submodule_does_not_hide_the_function_of_its_name() -> None:
     """`hf_moe_ep.patch` stays the function after the module is imported."""
-    _run(
+    _run_program(
         "import hf_moe_ep.patch, hf_moe_ep.describe\n"
         "from hf_moe_ep import describe, patch\n"
         "assert patch.__name__ == 'patch' and describe.__name__ == 'describe'\n"

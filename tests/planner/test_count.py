@@ -11,9 +11,10 @@ KIB = 256  # fp32 numbers in one KiB
 
 
 def _count_two_phases() -> tuple[dict[str, int], dict[str, int], int]:
-    """Count two phases: `one` frees 8 KiB after it creates 16 KiB, `two` leaves 1 KiB alive.
+    """Count two phases: `one` frees 8 KiB after it creates 16 KiB, and `two` leaves 1 KiB alive.
 
-    4 KiB exist before. The view needs no memory. A storage is resized to 6 KiB and then freed.
+    4 KiB exist before the count. The view needs no memory. A storage is resized to 6 KiB and then
+    freed.
     """
     before = torch.empty(4 * KIB)
     with count_tensors([before]) as memory:
@@ -28,14 +29,14 @@ def _count_two_phases() -> tuple[dict[str, int], dict[str, int], int]:
         remaining = d + d
         d.untyped_storage().resize_(6 * 1024)
         del d
-        alive = memory.sums_at_peaks(lambda record: record.made_by)["two"]
+        alive = memory.sum_at_peaks(lambda record: record.made_by)["two"]
         now = memory.now
     del remaining
     return memory.peaks, alive, now
 
 
 @pytest.mark.parametrize("fake", [False, True])
-def test_bytes_by_hand(fake: bool) -> None:
+def test_bytes_of_two_phases_equal_a_count_by_hand(fake: bool) -> None:
     if fake:
         with fake_tensors():
             peaks, alive, now = _count_two_phases()
@@ -72,7 +73,7 @@ def test_torchs_resize_is_restored_after_an_error() -> None:
         x.untyped_storage().resize_(4096)
         memory.begin("resized")
         assert memory.now == 4096
-        assert memory.sums_at_peaks(lambda record: record.made_by)["resized"] == {RESIZED: 4096}
+        assert memory.sum_at_peaks(lambda record: record.made_by)["resized"] == {RESIZED: 4096}
         _ = 1 / 0
     assert torch.UntypedStorage.resize_ is stock
 

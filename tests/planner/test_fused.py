@@ -1,4 +1,4 @@
-"""`Fusion`: the kernels that a compiler makes of operators, counted by hand."""
+"""`Fusion` counts the same kernels of compiled code as a count by hand."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +22,8 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-def _count(function: Callable[..., Any], *args: Any) -> tuple[list[Kernel], int, int]:
-    """Run `function` compiled, multiply its result, and count kernels, bytes and launches."""
+def _count_kernels(function: Callable[..., Any], *args: Any) -> tuple[list[Kernel], int, int]:
+    """Run a compiled function, multiply its result, and count kernels, bytes and launches."""
     fusion = Fusion()
     work = WorkCounter(fusion=fusion)
     with mark_compiled_regions(fusion):
@@ -38,20 +38,20 @@ def _count(function: Callable[..., Any], *args: Any) -> tuple[list[Kernel], int,
     return fusion.kernels(), work.counted().nbytes(), work.counted().launches()
 
 
-def _inputs(*, grad: bool) -> tuple[Tensor, Tensor]:
+def _make_inputs(*, grad: bool) -> tuple[Tensor, Tensor]:
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=grad)
     return x, torch.ones(WIDTH, dtype=torch.bfloat16)
 
 
 def test_a_norm_is_one_kernel() -> None:
-    (kernel,), *_ = _count(_norm, *_inputs(grad=False))
+    (kernel,), *_ = _count_kernels(_norm, *_make_inputs(grad=False))
     mean = 4 * ROWS  # written, because it is small
     assert kernel.nbytes == BF16 + 2 * WIDTH + mean + BF16
     assert kernel.launches == 1
 
 
 def test_backward_reads_the_input_again_instead_of_saved_results() -> None:
-    kernels, *_ = _count(_norm, *_inputs(grad=True))
+    kernels, *_ = _count_kernels(_norm, *_make_inputs(grad=True))
     assert len(kernels) == 2
     # x, the mean, the weight and the gradient are read, and the gradient of x is written.
     sums = 4 * ROWS
@@ -59,26 +59,26 @@ def test_backward_reads_the_input_again_instead_of_saved_results() -> None:
     assert kernels[1].nbytes >= 3 * BF16
 
 
-def test_a_sum_over_columns_is_a_kernel_of_its_own() -> None:
+def test_a_sum_over_rows_is_a_separate_kernel() -> None:
     def sums(x: Tensor, weight: Tensor) -> Tensor:
         return (x * 2).sum(0) * weight
 
-    kernels, *_ = _count(lambda x, weight: sums(x, weight)[None], *_inputs(grad=False))
+    kernels, *_ = _count_kernels(lambda x, weight: sums(x, weight)[None], *_make_inputs(grad=False))
     # The rows are read for the sum. The product with the weight reads two rows and writes one.
     assert [kernel.nbytes for kernel in kernels] == [BF16 + 2 * WIDTH, 3 * 2 * WIDTH]
 
 
-def test_a_product_and_the_code_around_end_a_kernel() -> None:
+def test_a_product_ends_a_kernel() -> None:
     def two_kernels(x: Tensor, weight: Tensor) -> Tensor:
         return (x * 2 @ torch.eye(WIDTH, dtype=x.dtype)) * weight
 
-    kernels, *_ = _count(two_kernels, *_inputs(grad=False))
-    # torch.eye is made in the graph: it is filled and written for the product.
+    kernels, *_ = _count_kernels(two_kernels, *_make_inputs(grad=False))
+    # The graph makes torch.eye: it is filled, and written to memory for the product.
     assert [kernel.nbytes - BF16 * 2 for kernel in kernels[-1:]] == [2 * WIDTH]
     assert len(kernels) == 2
 
 
-def test_code_that_is_not_traced_is_counted_by_operators() -> None:
+def test_each_operator_of_untraced_code_is_counted() -> None:
     def twice(x: Tensor) -> Tensor:
         return x * 2 * 3
 
@@ -95,12 +95,12 @@ def test_code_that_is_not_traced_is_counted_by_operators() -> None:
     fp32 = 2 * BF16
     assert [kernel.nbytes for kernel in kernels[:1]] == [2 * fp32]
     operators = dict(work.counted().phases["step"].operators)
-    # Both products of the opaque function, and the kernel in front of it.
+    # Both products of the opaque function, and the kernel before this function.
     assert sum(n * o.nbytes for o, n in operators.items()) == (2 + 1) * 2 * fp32
     assert float(out[0, 0]) == 2 * 3 * 5 * 7 * 11 * 13
 
 
-def test_a_tensor_that_crosses_the_border_of_a_graph_is_written() -> None:
+def test_a_tensor_that_another_graph_reads_is_written() -> None:
     fusion = Fusion()
     work = WorkCounter(fusion=fusion)
     x = torch.ones(ROWS, WIDTH)

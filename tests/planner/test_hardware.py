@@ -1,4 +1,4 @@
-"""`calibrated` replaces rates of a hardware record by measured ones, and refuses wrong entries."""
+"""`apply_measured_rates` replaces rates of a record by measured rates; wrong entries raise."""
 
 import json
 from dataclasses import replace
@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from test_seconds import HARDWARE
 
-from hf_moe_ep.planner.hardware import calibrated, find_hardware
+from hf_moe_ep.planner.hardware import apply_measured_rates, find_hardware
 
 
-def test_measured_rates_replace_those_of_the_record(tmp_path: Path) -> None:
-    """Entries that the file does not contain stay."""
+def test_measured_rates_replace_the_rates_of_the_record(tmp_path: Path) -> None:
+    """Entries that the file does not contain keep their values."""
     file = tmp_path / "rates.json"
     file.write_text(json.dumps({"matmul_flops": {"float32": 7}, "overlap": 0.25}))
-    measured = calibrated(HARDWARE, file)
+    measured = apply_measured_rates(HARDWARE, file)
     sources = {"matmul_flops": "measured: rates.json", "overlap": "measured: rates.json"}
     flops = {"bfloat16": 100.0, "float32": 7}
     assert measured == replace(HARDWARE, matmul_flops=flops, overlap=0.25, sources=sources)
@@ -41,7 +41,7 @@ def test_wrong_entries_of_a_file_are_refused(text: str, match: str, tmp_path: Pa
     file = tmp_path / "rates.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=match):
-        calibrated(HARDWARE, file)
+        apply_measured_rates(HARDWARE, file)
 
 
 def test_memory_is_what_torch_reports_and_measured_fractions_are_named() -> None:

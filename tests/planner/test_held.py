@@ -26,7 +26,7 @@ from hf_moe_ep.cli.main import main
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.planner.config import find_config, meta_model
 from hf_moe_ep.planner.held import MemoryPlan, plan_memory
-from hf_moe_ep.planner.options import published_configs
+from hf_moe_ep.planner.options import read_published_configs
 from hf_moe_ep.state import STATE, patched_state, quantised_matrices
 
 H = 32
@@ -39,23 +39,23 @@ class Case:
     parallel: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # arguments of plan_memory
-    lora: dict[str, Any] | None = None  # arguments of with_lora that give the adapters of `options`
+    lora: dict[str, Any] | None = None  # arguments of with_lora that make the adapters of `options`
 
-    def stock(self) -> nn.Module:
+    def build_stock(self) -> nn.Module:
         dtype = self.options.get("dtype", torch.bfloat16)
         if self.parallel.get("mtp_layers"):
             return tiny_of_type("glm4_moe", dtype=dtype)
         return tiny(**({"dtype": dtype} | self.model))
 
-    def plan(self, world: int) -> MemoryPlan:
+    def make_plan(self, world: int) -> MemoryPlan:
         parallel = ParallelConfig(**self.parallel)
-        return plan_memory(self.stock().config, parallel, world_size=world, **self.options)
+        return plan_memory(self.build_stock().config, parallel, world_size=world, **self.options)
 
 
 FP32 = {"dtype": torch.float32}
 
 
-def quantised(name: str, kind: str, targets: str = "both", **parallel: Any) -> Case:
+def make_quantised_case(name: str, kind: str, targets: str = "both", **parallel: Any) -> Case:
     """Build a case with experts quantised to `kind` and adapters on `targets`."""
     model = SIZES[kind] | parallel.pop("model", {})
     lora = {
@@ -73,8 +73,8 @@ TWO_RANKS = [
     Case("ep 2, bf16 alone", {"ep_size": 2}, options={"masters": "model"}),
     Case("fp32, 3 experts on 2 ranks", {"expert_shard_dim": 0}, {"num_experts": 3}, FP32),
     Case("not resharded", {"reshard_after_forward": False}),
-    quantised("nested, ep 2", "nf4", ep_size=2, experts_double_quant=True),
-    quantised("ep 1", "fp8"),
+    make_quantised_case("nested, ep 2", "nf4", ep_size=2, experts_double_quant=True),
+    make_quantised_case("ep 1", "fp8"),
 ]
 FOUR_RANKS = [
     Case("ep 1"),
@@ -119,12 +119,14 @@ FOUR_RANKS = [
         options={"lora_rank": 5, "lora_targets": "attention"},
         lora={"modules": PROJECTIONS, "parameters": ()},
     ),
-    quantised("ep 2", "nf4", ep_size=2),
-    quantised("attention, HSDP", "nf4", "attention", dp_replicate_size=2, ep_size=2),
-    quantised("bf16 adapters", "nf4", ep_size=2, options={"masters": "model"}),
-    quantised("6 experts on 4 ranks, rows cut", "nf4", model={"num_experts": 6}),
-    quantised("6 experts on 4 ranks, padded", "fp8", expert_shard_dim=0, model={"num_experts": 6}),
-    quantised("not resharded", "fp8", ep_size=4, reshard_after_forward=False),
+    make_quantised_case("ep 2", "nf4", ep_size=2),
+    make_quantised_case("attention, HSDP", "nf4", "attention", dp_replicate_size=2, ep_size=2),
+    make_quantised_case("bf16 adapters", "nf4", ep_size=2, options={"masters": "model"}),
+    make_quantised_case("6 experts on 4 ranks, rows cut", "nf4", model={"num_experts": 6}),
+    make_quantised_case(
+        "6 experts on 4 ranks, padded", "fp8", expert_shard_dim=0, model={"num_experts": 6}
+    ),
+    make_quantised_case("not resharded", "fp8", ep_size=4, reshard_after_forward=False),
     Case("pictures", {"ep_size": 2}, {"name": "qwen3_vl_moe"}),
     *(
         Case(name, {"mtp_from_scratch": True, "ep_size": 2} | parallel)
@@ -137,7 +139,7 @@ FOUR_RANKS = [
 
 
 def count_bytes(tensors: Iterable[Any]) -> int:
-    """Return the bytes of the storages of `tensors`; a shared storage counts once."""
+    """Count the bytes of the storages of tensors. A shared storage counts once."""
     sizes = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -146,21 +148,22 @@ def count_bytes(tensors: Iterable[Any]) -> int:
     return sum(sizes.values())
 
 
-def gathered_bytes(stage: Iterable[nn.Module]) -> int:
-    """Return the bytes of the parameters of `stage` after its FSDP2 units are all-gathered."""
-    modules = [module for part in stage for module in part.modules()]
+def count_gathered_bytes(modules_of_part: Iterable[nn.Module]) -> int:
+    """Count the bytes of the parameters of modules after their FSDP2 units are all-gathered."""
+    modules = [module for part in modules_of_part for module in part.modules()]
     units = [module for module in modules if isinstance(module, FSDPModule)]
     for unit in units:
         unit.unshard()
-    whole = {id(p) for p in whole_weights(modules)}
-    size = count_bytes(p for part in stage for p in part.parameters() if id(p) not in whole)
+    ungathered = {id(p) for p in list_ungathered_weights(modules)}
+    parameters = (p for part in modules_of_part for p in part.parameters())
+    size = count_bytes(p for p in parameters if id(p) not in ungathered)
     for unit in units:
         unit.reshard()
     return size
 
 
-def whole_weights(modules: Iterable[nn.Module]) -> list[DTensor]:
-    """Return the expert weights that FSDP2 does not hold."""
+def list_ungathered_weights(modules: Iterable[nn.Module]) -> list[DTensor]:
+    """List the expert weights that FSDP2 does not manage."""
     layers = [(module, vars(module).get(STATE)) for module in modules]
     return [
         getattr(module, name)
@@ -169,51 +172,54 @@ def whole_weights(modules: Iterable[nn.Module]) -> list[DTensor]:
     ]
 
 
-def cast_bytes(layer: nn.Module) -> int:
-    """Return the bytes of the copies in bf16 that a layer makes of its experts' fp32 masters."""
-    masters = [p for p in whole_weights(layer.modules()) if p.dtype == torch.float32]
+def count_cast_bytes(layer: nn.Module) -> int:
+    """Count the bytes of the bf16 copies that a layer makes of its experts' fp32 masters."""
+    masters = [p for p in list_ungathered_weights(layer.modules()) if p.dtype == torch.float32]
     return sum(2 * p.to_local().numel() for p in masters)
 
 
-def most_gathered_bytes(model: Any, case: Case) -> int:
-    """Return the most bytes that are gathered at a time.
+def find_most_gathered_bytes(model: Any, case: Case) -> int:
+    """Return the largest number of bytes that are gathered at a time.
 
-    Two neighbours of the embedding, the layers, and the final norm with the head are gathered at a
-    time; in a vision tower, two neighbouring blocks and the tower's parameters outside of blocks;
-    in a head for multi-token prediction of one or two layers, all of it and the output head.
+    The parts of a model are the embedding, the layers, and the final norm with the head. Two
+    neighbouring parts are gathered at a time. In a vision tower, two neighbouring blocks are
+    gathered, and the tower's parameters outside the blocks. In a head for multi-token prediction
+    with one or two layers, the whole head and the output head are gathered.
     """
-    cast = 0 if case.options.get("dtype") == torch.float32 else max(map(cast_bytes, _layers(model)))
+    cast = 0
+    if case.options.get("dtype") != torch.float32:
+        cast = max(map(count_cast_bytes, _list_layers(model)))
     inner = model.get_base_model() if case.lora is not None else model
     text = getattr(inner.model, "language_model", inner.model)
     layers = [[layer] for layer in text.layers]
     embedding, tail = [text.embed_tokens], [text.norm, inner.lm_head]
     if not case.parallel.get("reshard_after_forward", True):
-        return gathered_bytes([model]) + cast
+        return count_gathered_bytes([model]) + cast
     if case.model.get("tie_word_embeddings"):
-        tied = gathered_bytes([text.embed_tokens, text.norm])
-        return tied + sum(map(gathered_bytes, layers)) + cast
-    stages = [*map(gathered_bytes, (embedding, *layers, tail))]
-    pairs = [a + b for a, b in pairwise(stages)]
+        tied = count_gathered_bytes([text.embed_tokens, text.norm])
+        return tied + sum(map(count_gathered_bytes, layers)) + cast
+    parts = [*map(count_gathered_bytes, (embedding, *layers, tail))]
+    pairs = [a + b for a, b in pairwise(parts)]
     if hasattr(inner.model, "visual"):
         tower = inner.model.visual
-        blocks = [gathered_bytes([block]) for block in tower.blocks]
-        outside_blocks = gathered_bytes([tower]) - sum(blocks)
+        blocks = [count_gathered_bytes([block]) for block in tower.blocks]
+        outside_blocks = count_gathered_bytes([tower]) - sum(blocks)
         pairs += [outside_blocks + a + b for a, b in pairwise(blocks)]
     head = find_head(inner)
     if head is not None:
-        blocks = [gathered_bytes([block]) for block in head.blocks]
-        outside_blocks = gathered_bytes([head]) - sum(blocks)
-        pairs.append(gathered_bytes(tail) + outside_blocks + sum(blocks))
+        blocks = [count_gathered_bytes([block]) for block in head.blocks]
+        outside_blocks = count_gathered_bytes([head]) - sum(blocks)
+        pairs.append(count_gathered_bytes(tail) + outside_blocks + sum(blocks))
     return max(pairs) + cast
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def _list_layers(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
 
 
 def train_one_step(case: Case) -> dict[str, int]:
-    """Train one step on this rank, and return the bytes that the rank holds afterwards."""
-    model = patch(case.stock(), **case.parallel)
+    """Train one step on this rank. Returns the bytes that the rank holds afterwards."""
+    model = patch(case.build_stock(), **case.parallel)
     if case.lora is not None:
         low = case.options.get("masters") == "model"
         model = with_lora(model, r=case.options["lora_rank"], fp32=not low, **case.lora)
@@ -240,13 +246,13 @@ def train_one_step(case: Case) -> dict[str, int]:
         "parameters": count_bytes(model.parameters()),
         "gradients": count_bytes(p.grad for p in trained),
         "optimizer": count_bytes(value for value in states if isinstance(value, Tensor)),
-        "gathered": most_gathered_bytes(model, case),
-        "experts": count_bytes(quantised_tensors(model)),
+        "gathered": find_most_gathered_bytes(model, case),
+        "experts": count_bytes(list_quantised_tensors(model)),
         "buffers": num_buffer_bytes,
     }
 
 
-def quantised_tensors(model: nn.Module) -> list[Tensor]:
+def list_quantised_tensors(model: nn.Module) -> list[Tensor]:
     stacks = [stack for _, stack, _ in quantised_matrices(model)]
     return [tensor for stack in stacks for tensor in stack.by_name("").values()]
 
@@ -262,7 +268,7 @@ def test_every_rank_holds_what_the_plan_says(world: int, cases: list[Case]) -> N
     measured = run_ranks(_measure, world, cases)
     wrong = []
     for index, case in enumerate(cases):
-        plan = case.plan(world)
+        plan = case.make_plan(world)
         for rank in range(world):
             actual = measured[rank][index]
             of_rank = plan.of_rank(rank)
@@ -278,7 +284,7 @@ def test_every_rank_holds_what_the_plan_says(world: int, cases: list[Case]) -> N
             assert plan.all_ranks(name) == num_bytes, case.name
         if plan.parallel.experts_dtype is not None:
             num_bytes = sum(of_rank[index]["experts"] for of_rank in measured)
-            matrices = [p for n, p in case.stock().named_parameters() if ".experts." in n]
+            matrices = [p for n, p in case.build_stock().named_parameters() if ".experts." in n]
             replicas = plan.parallel.dp_replicate_size or 1
             per_parameter = num_bytes / replicas / sum(p.numel() for p in matrices)
             assert plan.expert_bytes == per_parameter, case.name
@@ -288,9 +294,9 @@ def test_every_rank_holds_what_the_plan_says(world: int, cases: list[Case]) -> N
     assert not wrong, "\n".join(wrong)
 
 
-def test_ranks_with_different_bytes_are_planned_apart() -> None:
+def test_ranks_with_different_bytes_are_planned_separately() -> None:
     """A vocabulary of 97 on 4 ranks gives 25, 25, 25 and 22 rows. All other shards are equal."""
-    plan = Case("", {"ep_size": 2}, options=FP32).plan(4)
+    plan = Case("", {"ep_size": 2}, options=FP32).make_plan(4)
     assert [kind.ranks for kind in plan.kinds] == [(0, 1, 2), (3,)]
     assert (plan.largest, plan.smallest) == (plan.of_rank(0), plan.of_rank(3))
     rows = 2 * H * 4  # bytes of one row of the embedding and of the head
@@ -301,19 +307,19 @@ def test_ranks_with_different_bytes_are_planned_apart() -> None:
 
 
 def test_the_environment_adds_no_stages_to_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pp_size of a job's environment must not make its plan one of half of the ranks."""
-    want = plan_memory(tiny().config, world_size=4)
+    """With a pp_size of 2 in the environment, the plan is still for all ranks."""
+    expected = plan_memory(tiny().config, world_size=4)
     monkeypatch.setenv("HF_MOE_EP_PP_SIZE", "2")
-    assert plan_memory(tiny().config, world_size=4) == want
+    assert plan_memory(tiny().config, world_size=4) == expected
 
 
 def test_replicas_are_counted_and_even_shards_are_not_padded() -> None:
     even = {"vocab_size": 96}
     for replicas in (1, 2):
         case = Case("", {"ep_size": 2, "dp_replicate_size": replicas}, even)
-        plan = case.plan(8)
+        plan = case.make_plan(8)
         assert len(plan.kinds) == 1
-        assert plan.trained == plan.total == sum(p.numel() for p in case.stock().parameters())
+        assert plan.trained == plan.total == sum(p.numel() for p in case.build_stock().parameters())
         assert plan.all_ranks("parameters") == 4 * plan.total * replicas
         assert plan.all_ranks("gradients") == plan.all_ranks("parameters")
         assert plan.all_ranks("held") == 4 * plan.all_ranks("parameters") + 8 * 4 * len(
@@ -323,7 +329,7 @@ def test_replicas_are_counted_and_even_shards_are_not_padded() -> None:
 
 def test_the_plan_counts_parameters_with_adapters() -> None:
     options = {"lora_rank": 3, "lora_targets": "experts"}
-    plan = Case("", options=options).plan(1)
+    plan = Case("", options=options).make_plan(1)
     model = with_lora(tiny(), r=3, modules=())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert plan.trained == trained == 2 * 8 * 3 * (32 + 48 + 24 + 32)
@@ -336,19 +342,19 @@ def test_quantised_experts_have_as_many_parameters_as_in_bf16() -> None:
     """The scales of quantised experts are not counted as parameters."""
     sizes = SIZES["nf4"] | {"num_experts": 6}
     options = {"lora_rank": 3}
-    plain = Case("", {}, sizes, options).plan(2)
+    plain = Case("", {}, sizes, options).make_plan(2)
     for nested in (False, True):
         parallel = {"experts_dtype": "nf4", "experts_double_quant": nested}
-        quantised_plan = Case("", parallel, sizes, options).plan(2)
+        quantised_plan = Case("", parallel, sizes, options).make_plan(2)
         for name in ("total", "trained", "active"):
             assert getattr(quantised_plan, name) == getattr(plain, name), name
         assert plain.expert_bytes == 2
         assert quantised_plan.expert_bytes == pytest.approx(0.5161 if nested else 0.5625, abs=1e-3)
 
 
-# The published number of parameters, exact and in billions. Qwen3-VL-235B is the text model of
-# Qwen3-235B with the tower of Qwen3-VL-30B. The four mergers of the tower have 4096 output columns
-# instead of 2048.
+# The published number of parameters, exact and in billions. Qwen3-VL-235B has the text model of
+# Qwen3-235B and the tower of Qwen3-VL-30B, whose four mergers have 4096 output columns instead of
+# 2048.
 _TOWER = 31_070_754_032 - 30_532_122_624 + 4 * (4 * 1152 + 1) * 2048
 PUBLISHED = {
     "Qwen/Qwen3-30B-A3B": (30_532_122_624, 30.5),
@@ -358,8 +364,8 @@ PUBLISHED = {
 }
 
 
-def test_known_shapes_have_the_published_size() -> None:
-    assert set(published_configs()) == set(PUBLISHED)
+def test_known_models_have_the_published_size() -> None:
+    assert set(read_published_configs()) == set(PUBLISHED)
     for name, (exact, billions) in PUBLISHED.items():
         model = meta_model(find_config(name), torch.bfloat16)
         count = sum(p.numel() for p in model.parameters())
@@ -402,7 +408,7 @@ def run_command(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 
 def test_command_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run_command(capsys, folder, "--gpus", 4, "--ep-size", 2, "--gpu-memory", 0.5)
-    plan = Case("", {"ep_size": 2}).plan(4)
+    plan = Case("", {"ep_size": 2}).make_plan(4)
     assert f"{plan.total:,} parameters, {plan.trained:,} trained, {plan.active:,} active" in out
     assert "4 ranks = dp_replicate 1 x ep_fsdp 2 x ep 2, sp 1; bfloat16, masters fp32" in out
     assert "rank 0" in out and "rank 3" in out
@@ -437,7 +443,7 @@ def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert f"does not fit in 5e-05 GiB: {-free / 2**30:.3f} GiB are missing" in out
 
 
-def test_command_takes_sizes_of_experts_and_fixed_buffers(
+def test_command_plans_etp_and_fixed_buffers(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parallel = ParallelConfig(ep_size=2, etp_size=2, fsdp_double_buffer=True)
@@ -523,7 +529,9 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_errors_of_the_command(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_give_one_line_that_names_them(
+    case: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments, message = ERRORS[case]
     assert main(["memory", *(argument.format(folder) for argument in arguments)]) == 2
     captured = capsys.readouterr()

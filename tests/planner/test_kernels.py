@@ -12,7 +12,7 @@ from hf_moe_ep.planner.kernels import ExpertCall
 from hf_moe_ep.planner.step import Batch, plan_step
 from hf_moe_ep.planner.work import Operator, StepWork
 
-# 3 tokens choose 2 of 2 experts: 6 pairs. The first product has 2 * 4 columns (gate and up). bf16.
+# 3 tokens choose 2 of 2 experts: 6 pairs. The up product has 2 * 4 columns (gate and up).
 CALL = ExpertCall(
     dtype=torch.bfloat16,
     pairs=6,
@@ -32,34 +32,37 @@ def _grouped(flops: int, numbers: int) -> Operator:
     return Operator("grouped", "bfloat16", flops, 2 * numbers)
 
 
-def test_a_small_expert_mlp_by_hand() -> None:
+def test_launches_of_a_small_expert_mlp_equal_a_count_by_hand() -> None:
     up = _grouped(2 * 6 * 10 * 8, 6 * 10 + 2 * 8 * 10 + 6 * 4 + 6 * 8)
     down = _grouped(2 * 6 * 4 * 10, 6 * 4 + 2 * 10 * 4 + 6 * 10)
-    # Reads 6 rows and writes 3 sums; reads the int32 positions and fp32 weights of 6 pairs.
+    # combine reads 6 rows, int32 positions and fp32 weights of 6 pairs, and writes 3 sums.
     combine = Operator("memory", "bfloat16", 0, 2 * (6 + 3) * 10 + 6 * (4 + 4))
-    assert CALL.forward_launches(keep_pre=True) == [up, down, combine]
-    # Expert ids of 8 bytes are read twice; three lists of 4 bytes per pair are written.
-    assert CALL.route_launches() == [Operator("memory", "", 0, 2 * 6 * 8 + 3 * 6 * 4, launches=4)]
-    # Reads output gradients and pre-activations; writes pre-activation gradients and activations.
+    assert CALL.list_forward_launches(keep_pre=True) == [up, down, combine]
+    # route reads expert ids of 8 bytes twice, and writes three lists of 4 bytes per pair.
+    assert CALL.list_route_launches() == [
+        Operator("memory", "", 0, 2 * 6 * 8 + 3 * 6 * 4, launches=4)
+    ]
+    # dgated reads gradients of outputs and pre-activations, and writes gradients of pre-activations
+    # and activations.
     dgated = _grouped(2 * 6 * 10 * 4, 6 * 10 + 2 * 10 * 4 + 6 * 8 + 6 * 8 + 6 * 4)
     weights = Operator("memory", "float32", 0, 4 * (6 + 6 + 6))
     rows = _grouped(2 * 6 * 8 * 10, 6 * 8 + 2 * 8 * 10 + 6 * 10)
     unweighted = Operator("memory", "bfloat16", 0, 2 * (6 + 3) * 10 + 6 * 4)
     backward = [dgated, weights, rows, unweighted]
-    assert CALL.row_launches(ALL, recompute=False) == backward
-    assert CALL.row_launches(ALL, recompute=True) == [up, *backward]
+    assert CALL.list_row_launches(ALL, recompute=False) == backward
+    assert CALL.list_row_launches(ALL, recompute=True) == [up, *backward]
     of_down = _grouped(2 * 6 * 10 * 4, 6 * (10 + 4) + 2 * 10 * 4)
     of_up = _grouped(2 * 6 * 8 * 10, 6 * (8 + 10) + 2 * 8 * 10)
-    assert CALL.grad_launches(ALL) == [of_down, of_up]
+    assert CALL.list_grad_launches(ALL) == [of_down, of_up]
 
 
-def _work(like_gpu: bool = True, **parallel: Any) -> StepWork:
+def _plan_work(like_gpu: bool = True, **parallel: Any) -> StepWork:
     config = tiny(num_hidden_layers=2).config
     options: dict[str, Any] = {"world_size": 2, "batch": Batch(24, 2), "like_gpu": like_gpu}
     return plan_step(config, ParallelConfig(**parallel), **options).work
 
 
-def _products(work: StepWork) -> int:
+def _count_products(work: StepWork) -> int:
     return sum(
         number * phase.times
         for phase in work.phases.values()
@@ -79,20 +82,20 @@ def _products(work: StepWork) -> int:
 )
 def test_a_gpu_step_is_planned_with_fused_kernels(parallel: dict[str, Any], products: int) -> None:
     """A layer runs 6 grouped products per chunk: up, down, dgated, rows, two weight gradients."""
-    on_gpu, on_cpu = _work(**parallel), _work(like_gpu=False, **parallel)
-    assert _products(on_gpu) == 2 * products
+    on_gpu, on_cpu = _plan_work(**parallel), _plan_work(like_gpu=False, **parallel)
+    assert _count_products(on_gpu) == 2 * products
     assert on_gpu.flops("grouped") == on_cpu.flops("grouped") > 0
     assert on_gpu.launches() < on_cpu.launches() and on_gpu.nbytes() < on_cpu.nbytes()
 
 
 def test_the_torch_backend_is_planned_if_it_is_requested() -> None:
     """Each of 8 experts runs 6 products in each of 2 layers."""
-    assert _products(_work(experts_backend="torch")) == 2 * 6 * 8
+    assert _count_products(_plan_work(experts_backend="torch")) == 2 * 6 * 8
 
 
-def test_the_memory_of_experts_is_that_of_their_kernels() -> None:
-    """With 32 columns more, the forward of 1024 pairs holds 32 activations and 64 pre-activations
-    more per pair, in bf16.
+def test_experts_are_planned_with_the_memory_of_their_kernels() -> None:
+    """With 32 more columns, the forward of each of 1024 pairs holds 32 more activations and 64 more
+    pre-activations, in bf16.
     """
     held = {}
     for ffn in (32, 64):

@@ -1,4 +1,4 @@
-"""The memory plot of a planned step shows every phase in order, also layers that did not run."""
+"""The memory plot of a planned step shows every phase in order, even of layers that did not run."""
 
 import sys
 from pathlib import Path
@@ -8,8 +8,8 @@ from support.tiny_models import tiny
 
 from hf_moe_ep import ParallelConfig
 from hf_moe_ep.cli.main import main
-from hf_moe_ep.planner.extrapolate import with_layers
-from hf_moe_ep.planner.plot import draw_memory, over_step
+from hf_moe_ep.planner.extrapolate import keep_layers
+from hf_moe_ep.planner.plot import draw_memory, list_phase_bytes
 from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 
 FOUR_OF_SEVEN = StepPlan(
@@ -34,8 +34,8 @@ FOUR_OF_SEVEN = StepPlan(
 
 
 def test_layers_in_the_middle_are_interpolated() -> None:
-    """The plan has the first and last two of 7 layers. Layers 2 to 4 lie on a line between them."""
-    names, parts = zip(*over_step(FOUR_OF_SEVEN), strict=True)
+    """The plan has the first two and last two of 7 layers. Layers 2 to 4 are between them."""
+    names, parts = zip(*list_phase_bytes(FOUR_OF_SEVEN), strict=True)
     layers = [f"layer {number}" for number in range(7)]
     assert names == (
         "forward, before layers",
@@ -52,9 +52,9 @@ def test_layers_in_the_middle_are_interpolated() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_plot_of_a_few_layers_equals_that_of_all(checkpointing: bool) -> None:
-    """Runs of 4 and 5 layers give the bytes of each kind in every one of 7 layers."""
-    config = with_layers(tiny().config, 7)
+def test_the_plot_of_a_few_layers_equals_the_plot_of_all_layers(checkpointing: bool) -> None:
+    """Runs of 4 and 5 layers give the bytes of each kind in each of 7 layers."""
+    config = keep_layers(tiny().config, 7)
     few, whole = (
         plan_step(
             config,
@@ -66,7 +66,7 @@ def test_the_plot_of_a_few_layers_equals_that_of_all(checkpointing: bool) -> Non
         for all_layers in (False, True)
     )
     assert few.layers_run == (4, 5) and whole.layers_run == (7,)
-    pairs = list(zip(over_step(few), over_step(whole), strict=True))
+    pairs = list(zip(list_phase_bytes(few), list_phase_bytes(whole), strict=True))
     assert [name for (name, _), _ in pairs] == list(whole.peaks)
     for (name, planned), (_, counted) in pairs:
         assert planned == pytest.approx(counted, abs=0.5), name
@@ -76,7 +76,7 @@ def test_the_plot_of_a_few_layers_equals_that_of_all(checkpointing: bool) -> Non
 def test_the_command_draws_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The file is a PNG. Without matplotlib, the error is raised before planning begins."""
+    """The file is a PNG. Without matplotlib, the command stops before planning begins."""
     config = tmp_path / "config.json"
     tiny().config.to_json_file(config)
     picture = tmp_path / "step.png"

@@ -1,4 +1,4 @@
-"""Plans of pipeline stages: their layers, their peak, what they send, and their seconds."""
+"""Plans of pipeline stages have the layers, peaks, transfers and seconds of real stages."""
 
 import json
 from dataclasses import replace
@@ -20,14 +20,14 @@ from hf_moe_ep.planner.counted import OPTIMIZER
 from hf_moe_ep.planner.hardware import find_hardware
 from hf_moe_ep.planner.plot import _COLOURS
 from hf_moe_ep.planner.search import LayoutRequest, find_layouts
-from hf_moe_ep.planner.seconds import phase_parts, step_time, time_of_work
+from hf_moe_ep.planner.seconds import plan_phase_parts, plan_step_time, plan_work_time
 from hf_moe_ep.planner.stages import (
     IN_FLIGHT,
     Transfers,
-    layers_of_equal_time,
-    stage_config,
-    time_of_stages,
-    with_micro_batches,
+    add_micro_batches,
+    balance_stage_layers,
+    make_stage_config,
+    plan_stages_time,
 )
 from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 
@@ -35,9 +35,9 @@ SIZES = bench.Sizes(seq=128, hidden=64, layers=6, intermediate=32, vocab=512)
 MICRO_BATCHES = 4
 
 
-def planned(pp_size: int, world: int, *, checkpointing: bool = False) -> StepPlan:
+def plan_stage(pp_size: int, world: int, *, checkpointing: bool = False) -> StepPlan:
     """Plan micro-batches of one sequence on a stage."""
-    config = stage_config(SIZES.config(), ParallelConfig(pp_size=pp_size))
+    config = make_stage_config(SIZES.config(), ParallelConfig(pp_size=pp_size))
     step = plan_step(
         config,
         world_size=world // pp_size,
@@ -45,7 +45,7 @@ def planned(pp_size: int, world: int, *, checkpointing: bool = False) -> StepPla
         dtype=torch.float32,
         like_gpu=False,
     )
-    return with_micro_batches(step, config, pp_size=pp_size, micro_batches=MICRO_BATCHES)
+    return add_micro_batches(step, config, pp_size=pp_size, micro_batches=MICRO_BATCHES)
 
 
 def _measure(rank: int, world: int, pp_size: int, checkpointing: bool) -> tuple[int, int]:
@@ -63,11 +63,9 @@ def _measure(rank: int, world: int, pp_size: int, checkpointing: bool) -> tuple[
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pp_size", "checkpointing"), [(2, False), (2, True), (3, False)])
-def test_the_plan_of_a_stage_is_that_of_the_largest_stage(
-    pp_size: int, checkpointing: bool
-) -> None:
-    """The peak is within 5 % of the measured one, and the bytes that a stage sends are exact."""
-    plan = planned(pp_size, pp_size, checkpointing=checkpointing)
+def test_the_plan_of_a_stage_equals_the_largest_stage(pp_size: int, checkpointing: bool) -> None:
+    """The peak is within 5 % of the measured peak, and the bytes that a stage sends are exact."""
+    plan = plan_stage(pp_size, pp_size, checkpointing=checkpointing)
     ranks = run_ranks(partial(_measure, pp_size=pp_size, checkpointing=checkpointing), pp_size)
     peaks, sent = zip(*ranks, strict=True)
     ratio = plan.peak / max(peaks)
@@ -81,7 +79,7 @@ def test_the_plan_of_a_stage_is_that_of_the_largest_stage(
 def test_no_activations_of_micro_batches_are_left_when_the_optimizer_steps() -> None:
     config = SIZES.config()
     step = plan_step(config, world_size=1, batch=Batch(SIZES.seq, accumulates=True))
-    staged = with_micro_batches(step, config, pp_size=2, micro_batches=4)
+    staged = add_micro_batches(step, config, pp_size=2, micro_batches=4)
     assert IN_FLIGHT not in staged.made_of[OPTIMIZER]
     assert staged.peaks[OPTIMIZER] <= step.peaks[OPTIMIZER]
     assert any(IN_FLIGHT in made_of for made_of in staged.made_of.values())
@@ -89,54 +87,56 @@ def test_no_activations_of_micro_batches_are_left_when_the_optimizer_steps() -> 
 
 
 def test_a_stage_has_the_last_layers() -> None:
-    """It has no dense layer, and the windows of its layers alternate as at the end."""
+    """The stage has no dense layer, and its windows alternate as at the end of the model."""
     deepseek, gpt_oss = DeepseekV3Config(), GptOssConfig()
-    stage = stage_config(deepseek, ParallelConfig(pp_size=4))
+    stage = make_stage_config(deepseek, ParallelConfig(pp_size=4))
     assert (stage.num_hidden_layers, stage.first_k_dense_replace) == (16, 0)
     assert (deepseek.num_hidden_layers, deepseek.first_k_dense_replace) == (61, 3)
-    stage = stage_config(gpt_oss, ParallelConfig(pp_size=4, pp_layers=(8, 9, 9, 10)))
+    stage = make_stage_config(gpt_oss, ParallelConfig(pp_size=4, pp_layers=(8, 9, 9, 10)))
     assert stage.layer_types == gpt_oss.layer_types[-10:]
     with_dense = tiny(num_hidden_layers=5, mlp_only_layers=[0, 3]).config
-    assert stage_config(with_dense, ParallelConfig(pp_size=2)).mlp_only_layers == [1]
+    assert make_stage_config(with_dense, ParallelConfig(pp_size=2)).mlp_only_layers == [1]
 
 
-def test_stages_that_training_or_the_plan_refuses() -> None:
+def test_stages_that_cannot_be_planned_are_refused() -> None:
     with pytest.raises(ValueError, match="pp_size \\(7\\) needs at least one layer per stage"):
-        stage_config(SIZES.config(), ParallelConfig(pp_size=7))
+        make_stage_config(SIZES.config(), ParallelConfig(pp_size=7))
     every_second = tiny(num_hidden_layers=6, decoder_sparse_step=2).config
     with pytest.raises(ValueError, match="cannot shorten the config of qwen3_moe to its last 3"):
-        stage_config(every_second, ParallelConfig(pp_size=2))
+        make_stage_config(every_second, ParallelConfig(pp_size=2))
 
 
 @pytest.mark.slow
-def test_seconds_of_stages() -> None:
-    """Two stages wait for one micro-batch, and for its hidden states and their gradients."""
+def test_stages_wait_for_one_micro_batch_and_its_transfers() -> None:
+    """A step with two stages takes one more micro-batch, and the transfer of its hidden states and
+    their gradients.
+    """
     gpu, nbytes = find_hardware("h100"), 10**6
     step = plan_step(
         SIZES.config(), world_size=8, batch=Batch(SIZES.seq, accumulates=True), layers_run=(6,)
     )
-    without = step_time(step, gpu, micro_batches=4, tokens=512)
+    without = plan_step_time(step, gpu, micro_batches=4, tokens=512)
     far, near = (
-        time_of_stages(step, gpu, Transfers(2, 4, ranks, nbytes), tokens=512) for ranks in (8, 4)
+        plan_stages_time(step, gpu, Transfers(2, 4, ranks, nbytes), tokens=512) for ranks in (8, 4)
     )
-    once, twice = (time_of_work(step.work, gpu, micro_batches=n).seconds for n in (1, 2))
+    once, twice = (plan_work_time(step.work, gpu, micro_batches=n).seconds for n in (1, 2))
     assert far.parts["bubble"] == near.parts["bubble"] == pytest.approx(twice - once)
     bandwidth = gpu.between_nodes_bandwidth * gpu.fractions["between_nodes"]
-    travels = gpu.between_nodes_latency + nbytes / bandwidth
-    assert far.parts["stages"] == pytest.approx(2 * travels) and far.seconds > near.seconds
+    transfer_seconds = gpu.between_nodes_latency + nbytes / bandwidth
+    assert far.parts["stages"] == pytest.approx(2 * transfer_seconds) and far.seconds > near.seconds
     more = far.seconds - without.seconds
     assert more == pytest.approx(far.parts["bubble"] + far.parts["stages"])
 
 
 @pytest.mark.slow
-def test_layers_of_equal_time() -> None:
-    """With a head as long as some layers, the last stage has fewer; the stages are balanced."""
+def test_layers_are_balanced_over_stages() -> None:
+    """If the head takes as long as some layers, the last stage gets fewer layers."""
     gpu, layers = find_hardware("h100"), 12
     for vocab in (64, 60_000):
         step = plan_step(replace(SIZES, vocab=vocab).config(), world_size=8, batch=Batch(SIZES.seq))
         seconds = {
             part: sum(
-                phase.times * sum(phase_parts(phase, gpu).values())
+                phase.times * sum(plan_phase_parts(phase, gpu).values())
                 for name, phase in step.work.phases.items()
                 if part in name
             )
@@ -144,7 +144,7 @@ def test_layers_of_equal_time() -> None:
         }
         head = seconds["head"] / (seconds["layer "] / step.layers)
         for pp_size in (2, 3, 4):
-            counts = layers_of_equal_time(step, gpu, layers, pp_size)
+            counts = balance_stage_layers(step, gpu, layers, pp_size)
             assert sum(counts) == layers and len(counts) == pp_size and min(counts) >= 1
             times = [*counts[:-1], counts[-1] + head]
             moved = [*counts[:-2], counts[-2] - 1, counts[-1] + 1 + head]
@@ -159,7 +159,7 @@ def make_request(**more: Any) -> LayoutRequest:
 
 
 @pytest.mark.slow
-def test_layouts_with_stages_are_listed_next_to_others() -> None:
+def test_layouts_with_and_without_stages_are_listed_together() -> None:
     found = find_layouts(make_request(hardware=find_hardware("h100"), pp=(1, 2, 3)))
     stages = {planned.layout.pp for planned in found.fit}
     assert stages == {1, 2}
@@ -170,7 +170,7 @@ def test_layouts_with_stages_are_listed_next_to_others() -> None:
     for planned in with_stages:
         layout = planned.layout
         assert (layout.per_forward, layout.micro_batches, layout.accumulated) == (4, 4, 1)
-        assert layout.patch_line() == "patch(model, pp_size=2, pp_microbatches=4, ep_size=2)"
+        assert layout.format_patch_line() == "patch(model, pp_size=2, pp_microbatches=4, ep_size=2)"
         assert planned.bubble == 1 / 5
         assert planned.sent == 4 * 16 * 32 * 2
     seconds = [planned.time.seconds for planned in found.fit if planned.time is not None]

@@ -1,6 +1,6 @@
-"""`plan_step` equals the peak, FLOPs and traffic of a real training step.
+"""`plan_step` predicts the peak, FLOPs and traffic of a real training step.
 
-On one rank the peaks are equal to the byte, on four ranks within 5 %.
+On one rank, the peaks are equal to the byte. On four ranks, they differ by at most 5 %.
 """
 
 import argparse
@@ -73,8 +73,8 @@ ON_ONE_RANK = {
     [pytest.param(n, marks=needs_bf16_attention) if "bf16" in n else n for n in ON_ONE_RANK],
 )
 def test_a_plan_for_one_rank_is_exact_to_the_byte(name: str) -> None:
-    """The plan does not know how many rows each expert gets. On one rank, only the activations of
-    adapters depend on that. FLOPs and kernel launches are exactly equal.
+    """FLOPs and kernel launches are exactly equal. The plan does not know how many rows each expert
+    gets. On one rank, only the activations of adapters depend on these numbers.
     """
     configuration = ON_ONE_RANK[name]
     planned = configuration.planned(SIZES_OF_BENCH, world=1)
@@ -97,7 +97,7 @@ def test_a_plan_for_one_rank_is_exact_to_the_byte(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_plan_with_a_head_for_multi_token_prediction_is_exact(checkpointing: bool) -> None:
-    """On one rank its peaks and its work are those of a real step, to the byte."""
+    """On one rank, the plan and a real step have the same peaks, to the byte, and the same work."""
     model = tiny_of_type("glm4_moe", dtype=torch.float32)
     options = {"mtp_layers": 2}
     planned = plan_step(
@@ -131,7 +131,7 @@ def test_a_plan_with_a_head_for_multi_token_prediction_is_exact(checkpointing: b
 
 
 def test_a_plan_for_the_trainer_holds_no_logits() -> None:
-    """Its peaks are those of a real step with `fused_loss=True`."""
+    """The plan has the same peaks as a real step with `fused_loss=True`."""
     model = tiny(num_hidden_layers=1, vocab_size=999).float()
     options: dict[str, Any] = {"world_size": 1, "dtype": torch.float32, "like_gpu": False}
     whole = plan_step(model.config, batch=Batch(300, 2), **options)
@@ -153,8 +153,8 @@ def test_a_plan_for_the_trainer_holds_no_logits() -> None:
 
 @pytest.mark.skipif(not has_fused_head(), reason="needs TRL 1.15")
 @pytest.mark.slow
-def test_the_peak_with_trls_head_and_adapters_in_bf16() -> None:
-    """The peak is in TRL's chunked head and exact to the byte. fp32 adapters need more memory."""
+def test_the_peak_with_trls_head_is_exact() -> None:
+    """The peak is in TRL's chunked head. Adapters in fp32 need more memory than in bf16."""
     head = replace(
         ON_ONE_RANK["bf16, nf4, adapters, checkpointing"], masters="model", fused_head=True
     )
@@ -169,8 +169,8 @@ def test_the_peak_with_trls_head_and_adapters_in_bf16() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_with_parameters_on_the_host() -> None:
-    """The device holds only copies of parameters, made once in forward and once in backward, and
+def test_offload_keeps_only_copies_on_the_device() -> None:
+    """The device holds copies of parameters, which are made in forward and again in backward, and
     gradients until they are copied to the host. The host holds parameters, gradients, the two
     moments and the step counters.
     """
@@ -205,7 +205,7 @@ def test_a_step_with_parameters_on_the_host() -> None:
         assert phases_on_host == ({"backward", OPTIMIZER} if where is None else where)
 
 
-OF_FOUR_RANKS = [
+ON_FOUR_RANKS = [
     *(
         case
         for case in bench.CONFIGURATIONS
@@ -217,14 +217,14 @@ OF_FOUR_RANKS = [
 
 
 def _measure(rank: int, world: int) -> list[bench.Measured]:
-    return bench.measure_rank(rank, bench.Sizes(layers=3), OF_FOUR_RANKS)
+    return bench.measure_rank(rank, bench.Sizes(layers=3), ON_FOUR_RANKS)
 
 
 @pytest.mark.slow
 def test_a_plan_for_four_ranks_is_within_5_percent() -> None:
-    """The plan gets the expert load of the real step, which is not known before training."""
+    """The plan for the peak gets the expert load of the real step."""
     measured = run_ranks(_measure, bench.WORLD, timeout=500.0)
-    for index, case in enumerate(OF_FOUR_RANKS):
+    for index, case in enumerate(ON_FOUR_RANKS):
         name = case.name
         largest = max(rank[index].peak for rank in measured)
         planned = case.planned(bench.Sizes(layers=3), load=measured[0][index].load)
@@ -236,29 +236,29 @@ def test_a_plan_for_four_ranks_is_within_5_percent() -> None:
 
 
 def _assert_same_work(name: str, planned: StepWork, counted: list[StepWork]) -> None:
-    """Compare the planned work of a rank with that of real ranks.
+    """Compare the planned work of a rank with the work of real ranks.
 
-    Work that does not depend on routes is exactly equal. The FLOPs of experts and the dispatched
-    rows are compared as the sum over all ranks, with a tolerance.
+    Work that does not depend on routes must be exactly equal. The FLOPs of experts and the
+    dispatched rows are summed over all ranks and compared with a tolerance.
     """
     world = len(counted)
-    of_experts = sum(work.flops("grouped") for work in counted)
-    # The numbers of (token, expert) pairs are equal, but real routes spread them less evenly.
-    assert planned.flops("grouped") * world == pytest.approx(of_experts, rel=0.02), name
+    expert_flops = sum(work.flops("grouped") for work in counted)
+    # Both have the same number of (token, expert) pairs, but real routes spread them less evenly.
+    assert planned.flops("grouped") * world == pytest.approx(expert_flops, rel=0.02), name
     for work in counted:
         for kind in ("matmul", "attention"):
             assert planned.flops(kind) == work.flops(kind) > 0, (name, kind)
         for purpose in {*PURPOSES} - {"rows"}:
-            # All ranks on one node, then each rank on a node of its own.
+            # First all ranks are on one node, then each rank is on a separate node.
             for node_size in (world, 1):
                 sent, real = planned.sent(purpose, node_size), work.sent(purpose, node_size)
                 assert sent == real, (name, purpose)
     # A real router prefers some experts, so more of a token's experts are on the same rank.
-    sent_rows = sum(map(_sent_rows, counted))
-    assert _sent_rows(planned) * world == pytest.approx(sent_rows, rel=0.1), name
+    sent_rows = sum(map(_count_sent_row_bytes, counted))
+    assert _count_sent_row_bytes(planned) * world == pytest.approx(sent_rows, rel=0.1), name
 
 
-def _sent_rows(work: StepWork) -> int:
+def _count_sent_row_bytes(work: StepWork) -> int:
     return sum(
         collective.nbytes * number
         for phase in work.phases.values()
@@ -304,7 +304,7 @@ def test_few_layers_are_extrapolated_to_many(name: str) -> None:
 
 @pytest.mark.slow
 def test_three_experts_of_a_block_are_extrapolated_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peak and work are equal, to the byte, to those of a plan that runs every expert."""
+    """The peak and the work equal, to the byte, a plan that runs every expert."""
     config = tiny(num_hidden_layers=2, **SIZES["fp8"]).config
     plans = []
     stock = torch_mlp.Block.split
@@ -327,7 +327,7 @@ def test_three_experts_of_a_block_are_extrapolated_to_all(monkeypatch: pytest.Mo
 
 
 def test_experts_are_drawn_as_often_as_the_load_says() -> None:
-    """In layer 0 of 4 experts, one gets every token, one gets half of them, two get a quarter.
+    """Of the 4 experts of layer 0, one gets every token, one half of them, and two get a quarter.
 
     No token gets the same expert twice.
     """
@@ -339,15 +339,16 @@ def test_experts_are_drawn_as_often_as_the_load_says() -> None:
         assert bool((ids_TK[:, 0] != ids_TK[:, 1]).all())
         share_E = ids_TK.flatten().bincount(minlength=4) / 10_000
         assert (share_E - counts_E / 80).abs().max() < 0.02
-    assert choices.busiest(2) == 0
-    assert Choices.of_load(ExpertLoad(counts.flip(1), ("a", "b"), 2), 2, 2).busiest(2) == 1
-    assert Choices.evenly(4, 2).busiest(2) == 0
+    assert choices.find_busiest_rank(2) == 0
+    flipped = ExpertLoad(counts.flip(1), ("a", "b"), 2)
+    assert Choices.of_load(flipped, 2, 2).find_busiest_rank(2) == 1
+    assert Choices.evenly(4, 2).find_busiest_rank(2) == 0
     with pytest.raises(ValueError, match=r"load has 2 MoE layers.*the model has 3"):
         Choices.of_load(load, 2, 3)
 
 
 def test_tokens_choose_experts_of_a_few_groups() -> None:
-    """Two of 4 groups of 2 experts are drawn per token, and all experts equally often."""
+    """Each token draws its experts from two of 4 groups. All experts are drawn equally often."""
     ids_TK = Choices.evenly(8, 3, groups=4, groups_per_token=2).draw(0, 5000)
     assert all(len(set(ids)) == 3 for ids in ids_TK.tolist())
     assert all(len({expert // 2 for expert in ids}) == 2 for ids in ids_TK.tolist())
@@ -355,8 +356,8 @@ def test_tokens_choose_experts_of_a_few_groups() -> None:
     assert (share_E - 1 / 8).abs().max() < 0.01
 
 
-def test_a_token_goes_to_the_ranks_of_its_groups() -> None:
-    """With one of two groups per token, each token of DeepSeek-V3 has all its experts on a rank."""
+def test_a_token_is_sent_only_to_the_ranks_of_its_groups() -> None:
+    """If a token of DeepSeek-V3 uses one of two groups, all its experts are on one rank."""
     tokens, config = 64, tiny_of_type("deepseek_v3").config
     rows = {}
     for used in (1, 2):
@@ -366,15 +367,16 @@ def test_a_token_goes_to_the_ranks_of_its_groups() -> None:
         ).work
         rows[used] = sum(work.sent("rows", 2))
     assert rows[1] < 0.7 * rows[2]
-    # Rows and their results cross once in forward and once in backward, those of half the tokens.
+    # The rows of half the tokens and their results are sent in forward, and their gradients in
+    # backward.
     moe_layers = config.num_hidden_layers - config.first_k_dense_replace
     size = config.hidden_size * torch.bfloat16.itemsize
     assert rows[1] == pytest.approx(4 * moe_layers * tokens / 2 * size, rel=0.25)
 
 
 @pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_latent_attention_has_no_matrix_of_scores(cp: int) -> None:
-    """Values are narrower than keys there, and CPUs compute such attention by matrix products."""
+def test_latent_attention_needs_no_matrix_of_scores(cp: int) -> None:
+    """The values of latent attention are narrower than the keys. A CPU would make the matrix."""
     config = tiny_of_type("deepseek_v3").config
     options: dict[str, Any] = {"world_size": cp, "optimizer": "none"}
     plans = {
@@ -386,30 +388,30 @@ def test_latent_attention_has_no_matrix_of_scores(cp: int) -> None:
     }
     assert held[512] < 2.2 * held[256]
     widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    # Two products forward and five backward, of half the scores.
+    # Forward has two products and backward five, each over half of the scores.
     per_layer = config.num_attention_heads * 512**2 * widths
     assert plans[512].work.flops("attention") == pytest.approx(
         3.5 / cp * config.num_hidden_layers * per_layer, rel=0.1
     )
 
 
-def test_layers_that_differ_are_all_run() -> None:
-    """With a dense layer among MoE layers, the sums do not grow linearly with the layers."""
+def test_all_layers_run_if_they_differ() -> None:
+    """With a dense layer among MoE layers, bytes do not grow linearly with the number of layers."""
     config = tiny(num_hidden_layers=6, mlp_only_layers=[0]).config
     assert plan_step(config, world_size=1, batch=Batch(8)).layers_run == (6,)
 
 
 @pytest.mark.slow
-def test_a_step_on_text_of_a_model_with_a_tower() -> None:
-    """On several ranks the forward runs a collective that finds out which ranks have pixels.
+def test_a_model_with_a_tower_is_planned_on_text() -> None:
+    """On several ranks, a collective in the forward finds out which ranks have pictures.
 
     No token of the text stands for a picture, although the text is longer than the vocabulary.
     """
     config = tiny("qwen3_vl_moe").config
-    of_two_ranks, of_one_rank = (
+    flops_of_two_ranks, flops_of_one_rank = (
         plan_step(config, world_size=world, batch=Batch(200)).work.flops() for world in (2, 1)
     )
-    assert of_two_ranks == of_one_rank > 0
+    assert flops_of_two_ranks == flops_of_one_rank > 0
 
 
 def test_planning_leaves_no_global_state() -> None:
@@ -422,8 +424,8 @@ def test_planning_leaves_no_global_state() -> None:
     assert torch.equal(torch.get_rng_state(), stock[2])
 
 
-def test_shrinking_keeps_changes_that_help_until_the_step_fits() -> None:
-    """In `peak_of`, adamw_fused saves 10 and adapters on attention alone save 20 of 100."""
+def test_shrink_keeps_changes_that_help_until_the_step_fits() -> None:
+    """In `peak_of`, adamw_fused saves 10 of 100, and adapters on attention only save 20."""
     options: Options = {
         "checkpointing": True,
         "optimizer": "adamw",
@@ -451,20 +453,22 @@ def test_shrinking_keeps_changes_that_help_until_the_step_fits() -> None:
     large = options | {"fused_head": False, "whole_logits": True, "masters": "fp32"}
     tried = []
 
-    def all_help(options: Options) -> int:
+    def lower_peak_each_time(options: Options) -> int:
         tried.append(options)
         return 100 - len(tried)
 
-    flags = [change.flag for change, _ in shrink(large, 0, all_help)]
+    flags = [change.flag for change, _ in shrink(large, 0, lower_peak_each_time)]
     assert flags[:2] == ["without --whole-logits", "--fused-head"]
     assert flags[-2:] == ["--masters model", "--lora-targets attention"]
-    without = [change.flag for change, _ in shrink(large, 0, all_help, without=["fused_head"])]
+    without = [
+        change.flag for change, _ in shrink(large, 0, lower_peak_each_time, without=["fused_head"])
+    ]
     assert without == [flags[0], *flags[2:]]
 
 
 @pytest.mark.parametrize("error", [ValueError, ImportError])
-def test_shrinking_leaves_out_changes_that_training_refuses(error: type[Exception]) -> None:
-    """gpt-oss has no whole blocks of fp8 and some of nf4; bitsandbytes may not be installed."""
+def test_shrink_leaves_out_changes_that_training_refuses(error: type[Exception]) -> None:
+    """Training may refuse fp8 because of its blocks, and bitsandbytes may not be installed."""
     options: Options = dict.fromkeys(change.name for change in CHANGES) | {
         "checkpointing": True,
         "fused_head": True,
@@ -485,21 +489,21 @@ def test_shrinking_leaves_out_changes_that_training_refuses(error: type[Exceptio
 
 
 def test_a_smaller_batch_accumulates_gradients() -> None:
-    """The other rows of `--batch` run in more forwards, between which gradients are kept."""
+    """The other rows of `--batch` run in further forwards, between which gradients are kept."""
     options = {"model": tiny().config, "gpus": 1, "seq": 16, "batch": 1, "rows": 4}
     options |= {"checkpointing": True, "fused_head": False, "whole_logits": False}
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
     defaults = vars(parser.parse_args(["memory", "model"]))
     config = tiny().config
-    want = plan_step(
+    expected = plan_step(
         config, batch=Batch(16, 1, True, accumulates=True, only_loss_is_read=True), world_size=1
     )
     got = _plan_one_step(defaults | options)
-    assert got.peaks == want.peaks
+    assert got.peaks == expected.peaks
     once = plan_step(config, batch=Batch(16, 1, True, only_loss_is_read=True), world_size=1)
     assert _plan_one_step(defaults | options | {"rows": 1}).peaks == once.peaks
-    assert once.peaks["forward, before layers"] < want.peaks["forward, before layers"]
+    assert once.peaks["forward, before layers"] < expected.peaks["forward, before layers"]
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from hf_moe_ep.planner.work import (
 from hf_moe_ep.upstream.dispatch_modes import fake_tensors
 
 
-def _small_step() -> list[Operator]:
-    """Count a small step and return its operators: a product, a view, row copies, attention."""
+def _count_small_step() -> list[Operator]:
+    """Count a product, a view, copies of rows and attention. Returns the operators."""
     with WorkCounter() as work:
         work.begin("all")
         a, b = torch.ones(4, 3), torch.ones(3, 5)
@@ -35,13 +35,13 @@ def _small_step() -> list[Operator]:
 
 
 @pytest.mark.parametrize("fake", [False, True])
-def test_operators_of_a_small_step_by_hand(fake: bool) -> None:
+def test_operators_of_a_small_step_equal_a_count_by_hand(fake: bool) -> None:
     """For index_select and index_add_, only the selected rows count as read and written."""
     if fake:
         with fake_tensors():
-            operators = _small_step()
+            operators = _count_small_step()
     else:
-        operators = _small_step()
+        operators = _count_small_step()
     assert Operator("matmul", "float32", 2 * 4 * 3 * 5, 4 * (12 + 15 + 20)) in operators
     moved = [op.nbytes for op in operators if op.kind == "memory"]
     two_rows, ids = 4 * 2 * 5, 2 * 8
@@ -55,13 +55,13 @@ def test_operators_of_a_small_step_by_hand(fake: bool) -> None:
             2 * two_rows + two_rows + ids,  # index_add_
         ]
     )
-    # Two products, of queries and keys and of weights and values; causal: half of each.
+    # Queries times keys, and weights times values. Causal attention halves both products.
     (attention,) = (op for op in operators if op.kind == "attention")
     assert attention.flops == 2 * (2 * 2 * 6 * 6 * 8) // 2
 
 
-def test_attention_in_bf16_by_hand() -> None:
-    """Forward has 2 products of 6 x 6 x 8 per head, backward has 5; causal attention halves each.
+def test_attention_in_bf16_equals_a_count_by_hand() -> None:
+    """Forward has 2 products of 6 x 6 x 8 per head, backward has 5. Causal attention halves them.
 
     Backward is counted as bf16, although it also reads an fp32 tensor (the log-sum-exp).
     """
@@ -78,30 +78,29 @@ def test_attention_in_bf16_by_hand() -> None:
     assert matmul == [("float32", 2 * 4 * 3 * 5)]
 
 
-def test_flops_of_experts_by_hand() -> None:
-    """Each (token, expert) pair has three H x F products, once in forward and twice in backward.
+def test_flops_of_experts_equal_a_count_by_hand() -> None:
+    """Each (token, expert) pair has three H x F products in forward, and twice as many in backward.
 
-    `checkpointing` adds one forward. `recompute_activations` repeats the two matrices of the first
-    product (gate and up).
+    `checkpointing` adds one forward. `recompute_activations` repeats the products with gate and up.
     """
     tokens, layers = 2 * 24, 2
     config = tiny(num_hidden_layers=layers).config
     pairs = tokens * config.num_experts_per_tok
     matrix = 2 * pairs * config.hidden_size * config.moe_intermediate_size
 
-    def grouped(recompute: bool = False, checkpointing: bool = False) -> int:
+    def count_flops(recompute: bool = False, checkpointing: bool = False) -> int:
         batch = Batch(24, 2, checkpointing=checkpointing)
         parallel = ParallelConfig(recompute_activations=recompute)
         return plan_step(config, parallel, world_size=1, batch=batch).work.flops("grouped")
 
-    assert grouped() == layers * 9 * matrix
-    assert grouped(recompute=True) == layers * 11 * matrix
-    assert grouped(checkpointing=True) == layers * 12 * matrix
+    assert count_flops() == layers * 9 * matrix
+    assert count_flops(recompute=True) == layers * 11 * matrix
+    assert count_flops(checkpointing=True) == layers * 12 * matrix
 
 
 @pytest.mark.parametrize("like_gpu", [False, True])
-def test_flops_of_adapters_on_experts_by_hand(like_gpu: bool) -> None:
-    """Frozen experts compute outputs and input gradients; factors also their own gradients.
+def test_flops_of_adapters_on_experts_equal_a_count_by_hand(like_gpu: bool) -> None:
+    """Frozen experts compute outputs and gradients of inputs. Factors also compute their gradients.
 
     The GPU kernels reuse one product of backward for the gradients of both factors.
     """
@@ -115,10 +114,10 @@ def test_flops_of_adapters_on_experts_by_hand(like_gpu: bool) -> None:
     assert work.flops("grouped") == layers * 2 * pairs * (6 * hidden * inner + factors)
 
 
-def test_keys_and_values_of_other_ranks_are_no_rows_of_experts() -> None:
+def test_keys_and_values_of_other_ranks_are_not_counted_as_rows() -> None:
     """With windows of 8 tokens, each of two ranks sends one of its two pieces of 24 tokens.
 
-    Forward, its recompute and backward send the piece once each, and the loss 8 bytes in all.
+    Forward, its recompute and backward send the piece once each. The loss sends 8 bytes in total.
     """
     config = tiny(num_hidden_layers=1, use_sliding_window=True, sliding_window=8).config
     parallel = ParallelConfig(cp_size=2, dispatch_chunks=2)
@@ -131,9 +130,9 @@ def test_keys_and_values_of_other_ranks_are_no_rows_of_experts() -> None:
 
 
 def test_attention_with_context_parallelism_leaves_out_later_keys() -> None:
-    """In zigzag order each of two ranks computes half of the pairs of one rank.
+    """In zigzag order, each of two ranks computes half of the query-key pairs.
 
-    Forward has two products and backward five. With cp_size 2 backward computes forward again.
+    Forward has two products and backward five. With cp_size 2, backward also recomputes forward.
     """
     config = tiny().config
     whole, half = (
@@ -143,8 +142,8 @@ def test_attention_with_context_parallelism_leaves_out_later_keys() -> None:
     assert half.flops("attention") * 14 == whole.flops("attention") * (2 + 2 + 5) > 0
 
 
-def test_bytes_on_the_links_by_hand() -> None:
-    """Eight ranks on two nodes of 4; `links` returns bytes of a rank inside and between nodes."""
+def test_bytes_on_the_links_equal_a_count_by_hand() -> None:
+    """Eight ranks are on two nodes. `links` returns a rank's bytes inside and between nodes."""
     world, node = tuple(range(8)), 4
 
     def links(kind: str, ranks: tuple[int, ...], *by_rank: int) -> tuple[float, float]:
@@ -162,17 +161,17 @@ def test_bytes_on_the_links_by_hand() -> None:
 
 
 def test_middle_layers_are_counted_several_times() -> None:
-    """Of 9 layers, 4 run apart and one counts 5 times. The FLOPs are those of 9 layers."""
+    """For 9 layers, 4 layers count once and one layer counts 5 times. The FLOPs are exact."""
 
-    def work(layers: int) -> StepWork:
-        def phase(flops: int) -> Phase:
+    def make_work(layers: int) -> StepWork:
+        def make_phase(flops: int) -> Phase:
             return Phase(((Operator("matmul", "float32", flops, 1), 1),), ())
 
-        of_layers = {f"forward, layer {i}": phase(10 + (i == 0)) for i in range(layers)}
-        return StepWork({**of_layers, "optimizer": phase(100 * layers)})
+        phases = {f"forward, layer {i}": make_phase(10 + (i == 0)) for i in range(layers)}
+        return StepWork({**phases, "optimizer": make_phase(100 * layers)})
 
-    extrapolated = extrapolate_work([work(4), work(5)], 9)
-    assert extrapolated.flops() == work(9).flops() == 9 * 10 + 1 + 900
+    extrapolated = extrapolate_work([make_work(4), make_work(5)], 9)
+    assert extrapolated.flops() == make_work(9).flops() == 9 * 10 + 1 + 900
     assert extrapolated.phases["forward, layer 2"].times == 5
     names = extrapolated.phases.keys()
     assert "forward, layer 8" in names and "forward, layer 4" not in names

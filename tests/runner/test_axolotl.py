@@ -1,7 +1,7 @@
-"""axolotl on two ranks, by `hf-moe-ep run` and by the plugin, trains as stock in one process.
+"""axolotl trains on two ranks, by `hf-moe-ep run` or the plugin, as stock does in one process.
 
 The configuration is examples/trainers/axolotl.yaml with a tiny model. Losses, gradient norms (with
-clipping) and saved tensors of six steps are compared. Both runs get tests/support/trainers_on_cpu.
+clipping) and saved tensors of six steps are compared. Both runs use tests/support/trainers_on_cpu.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ LAUNCH = ("--launcher", "torchrun", "--", "--nproc_per_node", str(RANKS))
 MIDDLE = STEPS // 2
 PATCHED = "hf-moe-ep run: patched Qwen3MoeForCausalLM (--ep-size 2)"
 Config = dict[str, Any]
-# What is small here, and what the CPU lacks.
+# Settings for a tiny model, and for features that the CPU lacks.
 TINY: Config = {
     "base_model": MODEL,
     "datasets": [{"path": "chat/train.jsonl", "ds_type": "json", "type": "chat_template"}],
@@ -62,14 +62,14 @@ TINY: Config = {
     "val_set_size": 0,
     "seed": 3,
 }
-# axolotl shuffles what it packs by the random state of the process, so the order is fixed here.
+# axolotl shuffles packed samples with the random state of the process, so the order is fixed here.
 PACKING: Config = {
     "sample_packing": True,
     "pad_to_sequence_len": True,
     "curriculum_sampling": True,
 }
 # axolotl attaches new adapters before it sets the seed, so their values differ between runs. Both
-# runs go on from an adapter on disk.
+# runs therefore start from an adapter on disk.
 ADAPTER = "adapter_of_before"
 LORA: Config = {
     "adapter": "lora",
@@ -90,49 +90,51 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def example(output: str, **changes: Any) -> Config:
-    """Return the example's configuration for the tiny model; a change to None removes a key."""
+def make_config(output: str, **changes: Any) -> Config:
+    """Return the example's configuration for the tiny model. A change to None removes a key."""
     config = yaml.safe_load(EXAMPLE.read_text()) | TINY
     config |= {"output_dir": output, "dataset_prepared_path": f"prepared_{output}"} | changes
     return {key: value for key, value in config.items() if value is not None}
 
 
-def write(config: Config, folder: Path) -> str:
+def write_config(config: Config, folder: Path) -> str:
     name = f"{config['output_dir']}.yaml"
     (folder / name).write_text(yaml.safe_dump(config))
     return name
 
 
-def stock(folder: Path, output: str, **changes: Any) -> Path:
-    """Train in one process, without hf_moe_ep and without FSDP. Return the output folder."""
-    config = example(output, **dict.fromkeys((*PLUGIN, *FSDP)), **changes)
-    command = ["axolotl", "train", write(config, folder), "--launcher", "python"]
+def train_stock(folder: Path, output: str, **changes: Any) -> Path:
+    """Train in one process without hf_moe_ep and FSDP. Returns the output folder."""
+    config = make_config(output, **dict.fromkeys((*PLUGIN, *FSDP)), **changes)
+    command = ["axolotl", "train", write_config(config, folder), "--launcher", "python"]
     run_stock(command, folder, f"{output}.txt", PYTHONPATH=ON_CPU)
     return folder / output
 
 
 @pytest.fixture(scope="module")
 def stock_full(folder: Path) -> Path:
-    return stock(folder, "stock_full")
+    return train_stock(folder, "stock_full")
 
 
-def ours(folder: Path, output: str, *, fsdp: Config | None = None, **changes: Any) -> Config:
+def make_our_config(
+    folder: Path, output: str, *, fsdp: Config | None = None, **changes: Any
+) -> Config:
     """Return a configuration for two ranks.
 
     Args:
         fsdp: changed keys of fsdp_config.
         changes: changed keys of the configuration.
     """
-    config = example(output, micro_batch_size=STOCK_BATCH // RANKS, **changes)
+    config = make_config(output, micro_batch_size=STOCK_BATCH // RANKS, **changes)
     return config | {"fsdp_config": config["fsdp_config"] | (fsdp or {})}
 
 
-def by_runner(config: Config, folder: Path) -> str:
-    """Train by `hf-moe-ep run`, without our plugin. Return what was printed."""
+def train_by_runner(config: Config, folder: Path) -> str:
+    """Train by `hf-moe-ep run` without our plugin. Returns the output."""
     stock_keys = {key: value for key, value in config.items() if key not in PLUGIN}
     if others := [name for name in config["plugins"] if not name.startswith("hf_moe_ep")]:
         stock_keys["plugins"] = others
-    command = ["axolotl", "train", write(stock_keys, folder), *LAUNCH]
+    command = ["axolotl", "train", write_config(stock_keys, folder), *LAUNCH]
     printed = run_ours(command, folder, output=f"{config['output_dir']}.txt", PYTHONPATH=ON_CPU)
     assert printed.count(PATCHED) == 1
     card = (folder / config["output_dir"] / "README.md").read_text()
@@ -140,97 +142,97 @@ def by_runner(config: Config, folder: Path) -> str:
     return printed
 
 
-def by_plugin(config: Config, folder: Path) -> str:
-    """Train by the plugin, without `hf-moe-ep run`. Return what was printed."""
+def train_by_plugin(config: Config, folder: Path) -> str:
+    """Train by the plugin without `hf-moe-ep run`. Returns the output."""
     config = config | {"hf_moe_ep": config["hf_moe_ep"] | {"ep_size": 2}}
-    command = ["axolotl", "train", write(config, folder), *LAUNCH]
+    command = ["axolotl", "train", write_config(config, folder), *LAUNCH]
     printed = run_stock(command, folder, f"{config['output_dir']}.txt", PYTHONPATH=ON_CPU)
     assert PATCHED not in printed
     return printed
 
 
-def assert_reported(printed: str, output: Path) -> None:
-    """Check the report: the layout, the speed and the load of experts."""
+def assert_has_report(printed: str, output: Path) -> None:
+    """Check that the report has the layout, the speed and the load of experts."""
     assert "layout     2 ranks = dp_replicate 1 x ep_fsdp 1 x ep 2" in printed
     assert all(entry["tokens_per_second"] > 0 for entry in training_log(output))
     assert all(entry["expert_load/worst_layer"] >= 1 for entry in training_log(output))
 
 
-def test_full_by_the_runner(folder: Path, stock_full: Path) -> None:
-    config = ours(folder, "full", fsdp={"cpu_ram_efficient_loading": False})
-    printed = by_runner(config, folder)
+def test_the_runner_trains_as_stock(folder: Path, stock_full: Path) -> None:
+    config = make_our_config(folder, "full", fsdp={"cpu_ram_efficient_loading": False})
+    printed = train_by_runner(config, folder)
     assert "sharding will read its layers from" in printed
     assert_same_training(folder / "full", stock_full)
-    assert_reported(printed, folder / "full")
+    assert_has_report(printed, folder / "full")
 
 
-@pytest.mark.parametrize("train", ["by_runner", "by_plugin"])
-def test_axolotls_kernels_plugin_without_a_kernel(
-    train: str, folder: Path, stock_full: Path
+@pytest.mark.parametrize("train", [train_by_runner, train_by_plugin])
+def test_axolotls_kernels_plugin_without_a_kernel_changes_nothing(
+    train: Callable[[Config, Path], str], folder: Path, stock_full: Path
 ) -> None:
-    """It sets `experts_implementation: eager`, which axolotl's loader passes to the model."""
-    output = f"kernels_{train}"
-    config = ours(folder, output)
+    """The plugin sets `experts_implementation: eager`, which axolotl passes to the model."""
+    output = f"kernels_{train.__name__}"
+    config = make_our_config(folder, output)
     config["plugins"] = [*config["plugins"], "axolotl.integrations.kernels.KernelsPlugin"]
-    {"by_runner": by_runner, "by_plugin": by_plugin}[train](config, folder)
+    train(config, folder)
     assert_same_training(folder / output, stock_full)
 
 
-def test_the_plugin_and_resume(folder: Path, stock_full: Path) -> None:
-    """With lean loading, activation checkpointing and sharded state dicts; then by the runner."""
+def test_the_plugin_trains_and_the_runner_resumes_as_stock(folder: Path, stock_full: Path) -> None:
+    """The run uses lean loading, activation checkpointing and sharded state dicts."""
     fsdp = {
         "cpu_ram_efficient_loading": True,
         "activation_checkpointing": True,
         "state_dict_type": "SHARDED_STATE_DICT",
     }
-    config = ours(folder, "plugin", fsdp=fsdp, save_steps=MIDDLE)
-    assert_reported(by_plugin(config, folder), folder / "plugin")
+    config = make_our_config(folder, "plugin", fsdp=fsdp, save_steps=MIDDLE)
+    assert_has_report(train_by_plugin(config, folder), folder / "plugin")
     assert_same_training(folder / "plugin", stock_full)
     middle = f"plugin/checkpoint-{MIDDLE}"
     config |= {"output_dir": "resumed", "resume_from_checkpoint": middle}
-    by_runner(config, folder)
+    train_by_runner(config, folder)
     assert_same_log(training_log(folder / "resumed"), training_log(stock_full))
     assert_same_tensors(saved_tensors(folder / "resumed"), saved_tensors(stock_full))
 
 
-def test_packing(folder: Path) -> None:
-    """axolotl packs other samples into batches of four rows: stock accumulates batches of two."""
+def test_packed_samples_train_as_stock(folder: Path) -> None:
+    """Stock accumulates batches of two rows, because axolotl packs batches of four differently."""
     batches = {"micro_batch_size": STOCK_BATCH // RANKS, "gradient_accumulation_steps": RANKS}
-    want = stock(folder, "stock_packing", **batches, **PACKING)
-    by_runner(ours(folder, "packing", **PACKING), folder)
+    want = train_stock(folder, "stock_packing", **batches, **PACKING)
+    train_by_runner(make_our_config(folder, "packing", **PACKING), folder)
     assert_same_training(folder / "packing", want)
 
 
-@pytest.mark.parametrize("train", [by_runner, by_plugin])
-def test_lora_and_merge(
+@pytest.mark.parametrize("train", [train_by_runner, train_by_plugin])
+def test_lora_trains_and_merges_as_stock(
     train: Callable[[Config, Path], str], folder: Path, stock_lora: Path
 ) -> None:
     output = f"lora_{train.__name__}"
-    config = ours(folder, output, **LORA)
+    config = make_our_config(folder, output, **LORA)
     train(config, folder)
     assert_same_training(folder / output, stock_lora)
-    if train is by_plugin:
-        merged = merge(f"{output}.yaml", folder)
-        assert_same_tensors(merged, merge("stock_lora.yaml", folder))
+    if train is train_by_plugin:
+        merged = merge_adapter(f"{output}.yaml", folder)
+        assert_same_tensors(merged, merge_adapter("stock_lora.yaml", folder))
 
 
 @pytest.fixture(scope="module")
 def stock_lora(folder: Path) -> Path:
-    return stock(folder, "stock_lora", **LORA)
+    return train_stock(folder, "stock_lora", **LORA)
 
 
-def merge(config: str, folder: Path) -> dict[str, Any]:
-    """Run axolotl merge-lora, and return the tensors of the merged model."""
+def merge_adapter(config: str, folder: Path) -> dict[str, Any]:
+    """Run axolotl merge-lora. Returns the tensors of the merged model."""
     output = config.removesuffix(".yaml")
     command = ["axolotl", "merge-lora", config, f"--lora-model-dir={output}"]
     run_stock(command, folder, "merge.txt", PYTHONPATH=ON_CPU)
     return saved_tensors(folder / output / "merged")
 
 
-def test_a_wrong_section(folder: Path) -> None:
-    """axolotl's own validation reports it, before anything is loaded."""
-    config = ours(folder, "wrong", hf_moe_ep={"ep_sise": 2})
-    command = ["axolotl", "train", write(config, folder), "--launcher", "python"]
+def test_a_wrong_section_is_reported_by_axolotls_validation(folder: Path) -> None:
+    """The error comes before a model or data is loaded."""
+    config = make_our_config(folder, "wrong", hf_moe_ep={"ep_sise": 2})
+    command = ["axolotl", "train", write_config(config, folder), "--launcher", "python"]
     with pytest.raises(AssertionError, match="exit code 1 ") as error:
         run_stock(command, folder, PYTHONPATH=ON_CPU)
     assert "unknown option ep_sise (did you mean ep_size?); options are: " in str(error.value)

@@ -1,7 +1,7 @@
 """The axolotl plugin checks its settings, patches the model, and adds a callback.
 
-If axolotl is not installed, a stand-in has the base class of plugins. `make test-trainers` trains
-with axolotl itself.
+If axolotl is not installed, a stand-in replaces the base class of plugins. `make test-trainers`
+trains with axolotl itself.
 """
 
 import importlib
@@ -41,7 +41,7 @@ class StandIn:
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import the plugin's module as axolotl does, from the name of the class."""
+    """Import the module of the plugin by its name, as axolotl does."""
     try:
         importlib.import_module("axolotl.integrations.base")
     except ImportError:
@@ -52,7 +52,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module(NAME)
 
 
-def configuration(**fields: Any) -> SimpleNamespace:
+def make_configuration(**fields: Any) -> SimpleNamespace:
     names = (
         "hf_moe_ep",
         "expert_parallel_size",
@@ -72,7 +72,7 @@ def test_the_plugin_overrides_methods_of_axolotls_base_class(plugin: Any) -> Non
 
 
 def test_settings_are_validated_with_axolotls_configuration(plugin: Any) -> None:
-    """axolotl makes a class of its own keys and of those that the plugin names."""
+    """axolotl makes a class with its own keys and the keys that the plugin names."""
     module, _, name = plugin.ExpertParallel().get_input_args().rpartition(".")
 
     class Base(BaseModel):
@@ -95,7 +95,7 @@ def test_settings_are_validated_with_axolotls_configuration(plugin: Any) -> None
 def test_the_model_is_patched_and_reported(plugin: Any) -> None:
     expert_parallel, model = plugin.ExpertParallel(), tiny(dtype=torch.float32)
     settings = {"ep_size": 2, "dispatch_chunks": 3, "report": True}
-    cfg = configuration(hf_moe_ep=settings, experts_implementation="eager")
+    cfg = make_configuration(hf_moe_ep=settings, experts_implementation="eager")
     expert_parallel.pre_model_load(cfg)
     assert cfg.experts_implementation is None  # axolotl would set it after the patch
     expert_parallel.post_model_build(cfg, model)
@@ -111,25 +111,27 @@ def test_the_model_is_patched_and_reported(plugin: Any) -> None:
 def test_options_that_contradict_the_plugin_are_named(plugin: Any) -> None:
     expert_parallel = plugin.ExpertParallel()
     with pytest.raises(ValueError, match=r"expert_parallel_size: 4 is .* hf_moe_ep: \{ep_size: 4"):
-        expert_parallel.pre_model_load(configuration(expert_parallel_size=4))
+        expert_parallel.pre_model_load(make_configuration(expert_parallel_size=4))
     for name in ("scattermoe", "sonicmoe"):
         with pytest.raises(ValueError, match=rf"experts_implementation: {name} would .* leave out"):
-            expert_parallel.pre_model_load(configuration(experts_implementation=name))
-        # The plugin of these kernels, if it comes later, replaces "eager" with their name.
+            expert_parallel.pre_model_load(make_configuration(experts_implementation=name))
+        # axolotl's kernels plugin replaces "eager" with the name of a kernel if it runs later.
         flag = f"use_{name}"
         with pytest.raises(ValueError, match=rf"{flag}: True would replace .* and use_sonicmoe"):
             expert_parallel.pre_model_load(
-                configuration(experts_implementation="eager", **{flag: True})
+                make_configuration(experts_implementation="eager", **{flag: True})
             )
     with pytest.raises(ValueError, match=r"quantize_moe_experts: true .* \{experts_dtype: nf4\}"):
-        expert_parallel.pre_model_load(configuration(quantize_moe_experts=True))
+        expert_parallel.pre_model_load(make_configuration(quantize_moe_experts=True))
 
 
-def test_a_model_that_the_runner_has_patched(plugin: Any) -> None:
-    """The same settings are fine; other settings are an error."""
+def test_other_settings_than_the_runners_are_refused(plugin: Any) -> None:
+    """If the runner has patched the model, only the same settings are accepted."""
     model = patch(tiny(dtype=torch.float32), ep_size=2)
     state = find_state(model)
-    plugin.ExpertParallel().post_model_build(configuration(hf_moe_ep={"ep_size": 2}), model)
+    plugin.ExpertParallel().post_model_build(make_configuration(hf_moe_ep={"ep_size": 2}), model)
     assert find_state(model) is state
     with pytest.raises(ValueError, match=r"hf-moe-ep run has patched .* hf_moe_ep: .*'ep_size': 4"):
-        plugin.ExpertParallel().post_model_build(configuration(hf_moe_ep={"ep_size": 4}), model)
+        plugin.ExpertParallel().post_model_build(
+            make_configuration(hf_moe_ep={"ep_size": 4}), model
+        )

@@ -1,4 +1,4 @@
-"""The hook patches every top-level MoE model that transformers returns, and no other model."""
+"""The hook patches each top-level MoE model that transformers returns, and no other model."""
 
 import logging
 import sys
@@ -124,7 +124,7 @@ def test_a_model_with_an_adapter_that_transformers_loads_is_patched(
             assert torch.equal(parameter, want[name])
 
 
-class Around(PreTrainedModel):
+class ModelAroundModel(PreTrainedModel):
     """A model that builds another model in its constructor."""
 
     config_class = Qwen3MoeConfig
@@ -136,17 +136,19 @@ class Around(PreTrainedModel):
         self.post_init()
 
 
-def in_engine(package: str, folders: dict[str, Path]) -> Any:
-    """Load a model in a function of another package."""
+def build_in_package(package: str, folders: dict[str, Path]) -> Any:
+    """Load a model in a function that belongs to another package."""
     namespace: dict[str, Any] = {"__name__": f"{package}.worker"}
     exec("def build(make, argument):\n    return make(argument)\n", namespace)
     return namespace["build"](PATCHED["an auto class"], folders)
 
 
 NOT_PATCHED: dict[str, Build] = {
-    "a part of another model": lambda folders: Around(tiny(num_hidden_layers=1).config).inside,
-    "in vLLM": lambda folders: in_engine("vllm", folders),
-    "in SGLang": lambda folders: in_engine("sglang", folders),
+    "a part of another model": lambda folders: (
+        ModelAroundModel(tiny(num_hidden_layers=1).config).inside
+    ),
+    "in vLLM": lambda folders: build_in_package("vllm", folders),
+    "in SGLang": lambda folders: build_in_package("sglang", folders),
     "by hf_moe_ep": lambda folders: empty_model(folders["text"], None, torch.get_default_dtype, {}),
     "a constructor": lambda folders: Qwen3MoeForCausalLM(tiny(num_hidden_layers=1).config),
 }
@@ -176,7 +178,7 @@ def test_a_dense_model_is_left_alone_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also a reward model without experts, which a trainer loads beside its policy."""
+    """A reward model that a trainer loads in addition to its policy may have no experts."""
     with hooked(monkeypatch, ep_size=2):
         models = [kind.from_pretrained(folders[name]) for _ in range(2)]
     assert [find_state(model) for model in models] == [None, None]
@@ -208,7 +210,7 @@ def test_one_line_names_the_model_and_the_options(
 
 
 @pytest.mark.parametrize(("found", "num_warnings"), [("0.17.1", 1), ("0.19.0", 0)])
-def test_an_old_trainer_is_named_once_with_the_version_that_was_tested(
+def test_one_warning_names_an_old_trainer_and_the_tested_version(
     found: str,
     num_warnings: int,
     folders: dict[str, Path],
@@ -244,7 +246,7 @@ def test_wrong_sizes_are_refused_before_weights_are_read(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The file of the weights is damaged, which reading it would show."""
+    """The file of the weights is damaged, so reading it would raise another error."""
     (tmp_path / "config.json").write_text((folders["text"] / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     monkeypatch.setenv("WORLD_SIZE", str(world))

@@ -1,4 +1,4 @@
-"""A stock Trainer script trains as in one process, whatever starts its two ranks."""
+"""A stock Trainer script on two ranks trains as in one process, with every launcher."""
 
 import json
 import socket
@@ -29,18 +29,18 @@ TRAINERS_FSDP = "--fsdp full_shard --fsdp_config fsdp.json"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a model and the files of launches, and train stock from the model and its config."""
+    """Save a model and the launch configs. Train stock from the saved model and from its config."""
     folder = tmp_path_factory.mktemp("launches")
     tiny(dtype=torch.float32).save_pretrained(folder / "model")
     write_launch_config(folder)
     (folder / "fsdp.json").write_text(json.dumps(FSDP))
-    run_stock([sys.executable, SCRIPT, *options("stock", STOCK_BATCH)], folder)
-    from_config = [*options("stock_config", STOCK_BATCH), "--from_config"]
+    run_stock([sys.executable, SCRIPT, *make_options("stock", STOCK_BATCH)], folder)
+    from_config = [*make_options("stock_config", STOCK_BATCH), "--from_config"]
     run_stock([sys.executable, SCRIPT, *from_config], folder)
     return folder
 
 
-def options(output: str, batch: int) -> list[str]:
+def make_options(output: str, batch: int) -> list[str]:
     return (
         f"--model model --output_dir {output} --per_device_train_batch_size {batch} "
         f"--max_steps {STEPS} --save_steps {STEPS} --logging_steps 1 --learning_rate 1e-4 "
@@ -60,13 +60,13 @@ LAUNCHES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_an_unchanged_script(launch: str, folder: Path) -> None:
+def test_an_unchanged_script_trains_as_stock(launch: str, folder: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     output = launch.replace(", ", "_").replace(" ", "_")
     words = LAUNCHES[launch].format(port=port).split()
-    command = [*words, *options(output, STOCK_BATCH // RANKS)]
+    command = [*words, *make_options(output, STOCK_BATCH // RANKS)]
     if not words[0].startswith("accelerate"):
         command += TRAINERS_FSDP.split()
     if "from_config" in launch:
@@ -79,22 +79,22 @@ def test_an_unchanged_script(launch: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_inside_a_launcher(folder: Path) -> None:
+def test_the_runner_inside_a_launcher_trains_as_stock(folder: Path) -> None:
     command = f"{ACCELERATE} -m hf_moe_ep.run --ep-size 2 {SCRIPT}".split()
-    printed = run_stock([*command, *options("inside", STOCK_BATCH // RANKS)], folder)
+    printed = run_stock([*command, *make_options("inside", STOCK_BATCH // RANKS)], folder)
     assert printed.count("hf-moe-ep run: patched Qwen3MoeForCausalLM (--ep-size 2)") == 1
     assert_same_training(folder / "inside", folder / "stock")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
-def test_pipeline_stages(tied: bool, tmp_path: Path) -> None:
-    """Each rank reads the layers of its stage alone, and both ranks share a batch."""
+def test_pipeline_stages_train_as_stock(tied: bool, tmp_path: Path) -> None:
+    """Each rank reads only the layers of its stage, and both ranks share a batch."""
     tiny(dtype=torch.float32, tie_word_embeddings=tied).save_pretrained(tmp_path / "model")
     write_launch_config(tmp_path)
-    run_stock([sys.executable, SCRIPT, *options("stock", STOCK_BATCH)], tmp_path)
+    run_stock([sys.executable, SCRIPT, *make_options("stock", STOCK_BATCH)], tmp_path)
     command = f"{ACCELERATE} -m hf_moe_ep.run --pp-size 2 {SCRIPT}".split()
-    printed = run_stock([*command, *options("stages", STOCK_BATCH)], tmp_path)
+    printed = run_stock([*command, *make_options("stages", STOCK_BATCH)], tmp_path)
     assert printed.count("hf-moe-ep run: patched Qwen3MoeForCausalLM (--pp-size 2)") == 1
     assert_same_training(tmp_path / "stages", tmp_path / "stock")
 
@@ -104,5 +104,7 @@ def test_a_launch_without_fsdp_names_what_is_missing(folder: Path) -> None:
     """The error comes before the first step, where the Trainer moves the model to its device."""
     command = f"{sys.executable} {SCRIPT} --spawn {RANKS}".split()
     with pytest.raises(AssertionError, match=r"never sharded: every process would train alone"):
-        run_ours([*command, *options("ddp", STOCK_BATCH // RANKS)], folder, MASTER_PORT="29777")
+        run_ours(
+            [*command, *make_options("ddp", STOCK_BATCH // RANKS)], folder, MASTER_PORT="29777"
+        )
     assert not (folder / "ddp").exists()

@@ -1,7 +1,7 @@
-"""A lean load: decoder layers stay on meta, everything else is as stock loads it.
+"""A lean load leaves decoder layers on meta, and loads everything else as stock does.
 
-WORLD_SIZE is 2 in these tests, but there is one process: nothing is exchanged before sharding.
-`tests/runner/test_trl_commands.py` trains such models on two ranks.
+WORLD_SIZE is 2 in these tests, but there is only one process, because ranks exchange nothing before
+sharding. `tests/runner/test_trl_commands.py` trains such models on two ranks.
 """
 
 import copy
@@ -51,7 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(autouse=True)
-def _two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _set_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
 
 
@@ -62,12 +62,12 @@ def load_lean(
         return kind.from_pretrained(folder, **kwargs)
 
 
-def on_meta(model: nn.Module) -> set[str]:
+def list_meta_parameters(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.is_meta}
 
 
 def assert_same_model(got: nn.Module, want: nn.Module) -> None:
-    """Compare parameters, buffers and modes bit by bit."""
+    """Check that parameters, buffers and modes are equal bit by bit."""
     for kind in ("named_parameters", "named_buffers"):
         tensors, expected = dict(getattr(got, kind)()), dict(getattr(want, kind)())
         assert tensors.keys() == expected.keys()
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 def test_only_decoder_layers_are_unread(
     case: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read later, they have the values that stock loads."""
+    """When the layers are read later, they have the values that stock loads."""
     name, kind, kwargs = CASES[case]
     want = kind.from_pretrained(folders[name], **kwargs)
     model = load_lean(folders[name], monkeypatch, kind, **kwargs)
@@ -100,7 +100,7 @@ def test_only_decoder_layers_are_unread(
         for name, _ in model.named_parameters()
         if "layers." in name and "visual" not in name and "vision" not in name
     }
-    assert on_meta(model) == in_layers and len(in_layers) > 15
+    assert list_meta_parameters(model) == in_layers and len(in_layers) > 15
     assert not any(buffer.is_meta for buffer in model.buffers())
     read_whole(model)
     assert_same_model(model, want)
@@ -115,7 +115,7 @@ def test_buffers_of_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     stock.save_pretrained(tmp_path)
     want = AutoModelForCausalLM.from_pretrained(tmp_path)
     model = load_lean(tmp_path, monkeypatch)
-    assert len(on_meta(model)) > 15
+    assert len(list_meta_parameters(model)) > 15
     assert not any(buffer.is_meta for buffer in model.buffers())
     read_whole(model)
     assert_same_model(unpatch(model), want)
@@ -128,16 +128,16 @@ def test_why_stock_loads_all_weights(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = load_lean(folders["text"], monkeypatch, settings={"stock_load": "true"})
-    assert not on_meta(model)
+    assert not list_meta_parameters(model)
     assert "every process has read the whole model: --stock-load" in capsys.readouterr().err
 
     torch.save(tiny(dtype=torch.float32).state_dict(), tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text((folders["text"] / "config.json").read_text())
-    assert not on_meta(load_lean(tmp_path, monkeypatch))
+    assert not list_meta_parameters(load_lean(tmp_path, monkeypatch))
     assert "whole model: the files are not safetensors" in capsys.readouterr().err
 
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert not on_meta(load_lean(folders["text"], monkeypatch))
+    assert not list_meta_parameters(load_lean(folders["text"], monkeypatch))
     assert "whole model" not in capsys.readouterr().err
 
 
@@ -155,7 +155,7 @@ def test_stock_loads_what_deepspeed_shards(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(loading, "is_deepspeed_zero3_enabled", lambda: True)
-    assert not on_meta(load_lean(folders["text"], monkeypatch))
+    assert not list_meta_parameters(load_lean(folders["text"], monkeypatch))
     assert "whole model: DeepSpeed loads them" in capsys.readouterr().err
 
 
@@ -168,8 +168,8 @@ def test_a_device_map_over_several_devices_is_refused(
         load_lean(folders["text"], monkeypatch, device_map=places)
 
 
-def write_two(folder: Path, case: str) -> dict[str, Any]:
-    """Write a model in the usual files, and another one in the files that the options choose."""
+def write_two_models(folder: Path, case: str) -> dict[str, Any]:
+    """Write a model to the usual files, and another model to files that the options choose."""
     tiny(dtype=torch.float32).save_pretrained(folder)
     other = tiny(seed=7, dtype=torch.float32)
     if case.startswith("variant"):
@@ -193,16 +193,16 @@ def test_the_files_that_stock_chooses_are_read(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder can hold several models. Layers come from the files of the embeddings."""
-    options = write_two(tmp_path, case)
+    options = write_two_models(tmp_path, case)
     want = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
     assert torch.equal(want.lm_head.weight, tiny(seed=7, dtype=torch.float32).lm_head.weight)
     model = load_lean(tmp_path, monkeypatch, **options)
-    assert len(on_meta(model)) > 15
+    assert len(list_meta_parameters(model)) > 15
     read_whole(model)
     assert_same_model(unpatch(model), want)
 
 
-def test_a_model_that_is_moved_without_being_sharded(
+def test_moving_an_unsharded_model_raises(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_lean(folders["text"], monkeypatch)
@@ -258,7 +258,9 @@ def test_new_adapters_equal_stocks(
     for model in models:
         torch.manual_seed(0)
         adapted.append(get_peft_model(model, LoraConfig(r=3, **ADAPTERS[case])))
-    assert on_meta(adapted[1]) and not any("lora_" in name for name in on_meta(adapted[1]))
+    assert list_meta_parameters(adapted[1]) and not any(
+        "lora_" in name for name in list_meta_parameters(adapted[1])
+    )
     read_whole(adapted[1])
     assert_same_model(*reversed(adapted))
 
@@ -273,10 +275,10 @@ def test_loaded_adapters_equal_stocks(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Two adapters, loaded by PeftModel.from_pretrained and by load_adapter, in bf16.
+    """Two adapters are loaded by PeftModel.from_pretrained and by load_adapter, in bf16.
 
-    Copies of unread modules cannot hold the loaded values, so the whole model is read for them, on
-    every rank of a machine.
+    `modules_to_save` copies modules. A copy of an unread module cannot hold the loaded values, so
+    every rank of a machine then reads the whole model.
     """
     monkeypatch.setenv("LOCAL_RANK", "1")
     base = AutoModelForCausalLM.from_pretrained(folders["text"])
@@ -294,9 +296,9 @@ def test_loaded_adapters_equal_stocks(
         model.load_adapter(tmp_path / "two", "two", **options)
         adapted.append(model)
     has_copies = case == "a trained router"
-    assert bool(on_meta(adapted[1])) != has_copies
-    said = f"adapter {tmp_path}/one has values of modules_to_save"
-    assert (said in caplog.text) == has_copies
+    assert bool(list_meta_parameters(adapted[1])) != has_copies
+    warning = f"adapter {tmp_path}/one has values of modules_to_save"
+    assert (warning in caplog.text) == has_copies
     read_whole(adapted[1])
     assert_same_model(*reversed(adapted))
 
@@ -309,7 +311,7 @@ def test_loaded_adapters_equal_stocks(
         (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "IA3Config"),
     ],
 )
-def test_adapters_that_need_weights_read_them(
+def test_adapters_that_need_weights_make_every_process_read_them(
     config: Any,
     words: str,
     folders: dict[str, Path],
@@ -323,7 +325,7 @@ def test_adapters_that_need_weights_read_them(
             model = AutoModelForCausalLM.from_pretrained(folders["text"])
             torch.manual_seed(0)
             adapted.append(get_peft_model(model, copy.deepcopy(config)))
-    assert not on_meta(adapted[1])
+    assert not list_meta_parameters(adapted[1])
     assert_same_model(*reversed(adapted))
     (line,) = [x for x in capsys.readouterr().err.splitlines() if "every process reads" in x]
     assert words in line and line.endswith("needs its weights")
@@ -332,7 +334,7 @@ def test_adapters_that_need_weights_read_them(
 def test_lora_experts_extends_the_config(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second adapter of a config gets the same parameters, and the line appears once."""
+    """A second adapter with the same config gets the same parameters. The line appears once."""
     with hooked(monkeypatch, ep_size=2, lora_experts="true"):
         model = AutoModelForCausalLM.from_pretrained(folders["text"])
         config = LoraConfig(r=3, target_modules=["q_proj"])
@@ -353,7 +355,7 @@ def test_lora_experts_extends_the_config(
         (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), r"has a IA3Config; train"),
     ],
 )
-def test_lora_experts_is_refused(
+def test_lora_experts_is_refused_if_experts_cannot_be_adapted(
     config: Any, match: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hooked(monkeypatch, ep_size=2, lora_experts="true"):
@@ -362,22 +364,22 @@ def test_lora_experts_is_refused(
             get_peft_model(model, config)
 
 
-def test_parameters_that_are_written_before_they_are_read(
+def test_writing_parameters_before_they_are_read_raises(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch ignores such a write on meta, so it would be lost."""
+    """PyTorch ignores a write to a parameter on meta, so the written values would be lost."""
     model = load_lean(folders["text"], monkeypatch)
-    nn.init.zeros_(model.lm_head.weight)  # has values
-    model.to(torch.bfloat16)  # is no write
+    nn.init.zeros_(model.lm_head.weight)  # this parameter was read already
+    model.to(torch.bfloat16)  # a cast does not count as a write
     nn.init.zeros_(model.model.layers[1].mlp.experts.down_proj)
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.down_proj was written "):
         read_whole(model)
 
 
-def test_parameters_that_other_ranks_of_a_machine_allocate(
+def test_parameters_that_other_local_ranks_allocate_are_read(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 of the machine has memory without values; rank 0 would have values of the trainer."""
+    """On local rank 1, an allocated parameter has no values and is read. Rank 0 keeps values."""
     want = AutoModelForCausalLM.from_pretrained(folders["text"])
     for local_rank in (1, 0):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
@@ -392,7 +394,7 @@ def test_parameters_that_other_ranks_of_a_machine_allocate(
             assert (model.model.layers[1].mlp.experts.down_proj == 7).all()
 
 
-def test_copies_and_new_patches_keep_what_is_unread(
+def test_copies_and_new_patches_keep_unread_layers(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_lean(folders["text"], monkeypatch)
@@ -401,25 +403,25 @@ def test_copies_and_new_patches_keep_what_is_unread(
     patch(model, ep_size=4)
     for other in (model, duplicate):
         state = find_state(other)
-        assert state is not None and state.unread is not None and on_meta(other)
+        assert state is not None and state.unread is not None and list_meta_parameters(other)
         assert_same_model(unpatch(other), want)
 
 
 def test_trl_hashes_the_weights_of_unread_layers(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """precompute_ref_log_probs names its cache by the weights, before the model is sharded."""
+    """precompute_ref_log_probs names its cache after the weights, before the model is sharded."""
     utils = pytest.importorskip("trl.trainer.utils")
     want = utils.hash_module(AutoModelForCausalLM.from_pretrained(folders["text"]))
     model = load_lean(folders["text"], monkeypatch)
-    assert on_meta(model)
-    assert utils.hash_module(model) == want and not on_meta(model)
+    assert list_meta_parameters(model)
+    assert utils.hash_module(model) == want and not list_meta_parameters(model)
 
 
 def test_a_full_evaluation_leaves_unread_layers_to_sharding(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With bf16_full_eval the Trainer moves a model to its device before it is sharded."""
+    """With bf16_full_eval, the Trainer moves a model to its device before it is sharded."""
     model = load_lean(folders["text"], monkeypatch)
     trainer = SimpleNamespace(is_fsdp_enabled=True)
     move_to_device(pytest.fail, trainer, model, torch.device("cpu"))
@@ -448,6 +450,6 @@ def test_a_conversion_on_the_host_leaves_layers_on_meta(
     architectures.tiny("qwen4_exp_text", dtype=torch.float32).save_pretrained(tmp_path)
     want = AutoModelForCausalLM.from_pretrained(tmp_path)
     model = load_lean(tmp_path, monkeypatch)
-    assert any("ngram_embedding" in name for name in on_meta(model))
+    assert any("ngram_embedding" in name for name in list_meta_parameters(model))
     read_whole(model)
     assert_same_model(unpatch(model), want)

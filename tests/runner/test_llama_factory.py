@@ -1,4 +1,4 @@
-"""LLaMA-Factory on two ranks by `hf-moe-ep run` trains as stock in one process.
+"""LLaMA-Factory with `hf-moe-ep run` trains on two ranks as stock does in one process.
 
 The configuration is examples/trainers/llama_factory.yaml with a tiny model. Losses, gradient norms
 (with clipping) and saved tensors of six steps are compared.
@@ -45,7 +45,7 @@ DATA = {
         },
     }
 }
-# What is small here, what makes two runs comparable, and what the CPU lacks.
+# Settings for a tiny model, for comparable runs, and for features that the CPU lacks.
 TINY: Config = {
     "model_name_or_path": MODEL,
     "template": "chatml",
@@ -86,8 +86,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(folder: Path, output: str, **changes: Any) -> list[str]:
-    """Write the example's configuration for the tiny model; a change to None removes a key."""
+def make_command(folder: Path, output: str, **changes: Any) -> list[str]:
+    """Write the example's configuration for the tiny model, and return the command.
+
+    A change to None removes a key.
+    """
     config = yaml.safe_load(EXAMPLE.read_text()) | TINY | {"output_dir": output} | changes
     kept = {key: value for key, value in config.items() if value is not None}
     (folder / f"{output}.yaml").write_text(yaml.safe_dump(kept))
@@ -95,13 +98,17 @@ def command(folder: Path, output: str, **changes: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "LoRA on experts"])
-def test_it_trains_as_stock(changes: Config, folder: Path) -> None:
+def test_two_ranks_train_as_stock(changes: Config, folder: Path) -> None:
     name = changes.get("finetuning_type", "full")
-    want, got = f"stock_{name}", name
-    run_stock(command(folder, want, **dict.fromkeys(FSDP), **changes), folder, **VARIABLES)
+    stock_output, output = f"stock_{name}", name
+    run_stock(
+        make_command(folder, stock_output, **dict.fromkeys(FSDP), **changes), folder, **VARIABLES
+    )
     batch = {"per_device_train_batch_size": STOCK_BATCH // RANKS}
-    printed = run_ours(command(folder, got, **batch, **changes), folder, **VARIABLES, **LAUNCH)
+    printed = run_ours(
+        make_command(folder, output, **batch, **changes), folder, **VARIABLES, **LAUNCH
+    )
     assert printed.count("hf-moe-ep run: patched Qwen3MoeForCausalLM (--ep-size 2)") == 1
     assert "layout     2 ranks = dp_replicate 1 x ep_fsdp 1 x ep 2" in printed
-    assert_same_training(folder / got, folder / want)
-    assert all(entry["tokens_per_second"] > 0 for entry in training_log(folder / got))
+    assert_same_training(folder / output, folder / stock_output)
+    assert all(entry["tokens_per_second"] > 0 for entry in training_log(folder / output))

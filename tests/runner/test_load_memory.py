@@ -1,4 +1,4 @@
-"""Loading does not multiply: a process holds little more than the parts outside the layers."""
+"""A process that loads a model holds little more than the parameters outside the layers."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ MIB = 2**20
 def test_a_process_does_not_read_the_decoder_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control loads the same model by stock code and must need the memory of all layers."""
+    """As a control, stock code loads the same model and must need the memory of all layers."""
     model = tiny(dtype=torch.float32, **SIZES)
     in_layers = sum(p.nbytes for name, p in model.named_parameters() if "layers." in name)
     outside = sum(p.nbytes for p in model.parameters()) - in_layers

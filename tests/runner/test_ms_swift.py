@@ -1,4 +1,4 @@
-"""ms-swift on two ranks by `hf-moe-ep run` trains as stock in one process.
+"""ms-swift with `hf-moe-ep run` trains on two ranks as stock does in one process.
 
 The configuration is examples/trainers/ms_swift.yaml with a tiny model. Losses, gradient norms (with
 clipping) and saved tensors of six steps are compared.
@@ -42,10 +42,10 @@ pytest.importorskip("swift", "4.6", reason="needs ms-swift 4.6 or newer (make te
 EXAMPLE = ROOT / "examples" / "trainers" / "ms_swift.yaml"
 MIDDLE = STEPS // 2
 LAST = f"checkpoint-{STEPS}"
-# As the preset of `--fsdp fsdp2`, but each checkpoint holds a model in the hub's layout.
+# The preset of `--fsdp fsdp2`, with checkpoints that hold a model in the hub's layout.
 FULL_STATE_DICT = "fsdp.json"
 Config = dict[str, Any]
-# What is small here, what makes two runs comparable, and what the CPU lacks.
+# Settings for a tiny model, for comparable runs, and for features that the CPU lacks.
 TINY: Config = {
     "model": MODEL,
     "model_type": "qwen3_moe",
@@ -92,7 +92,7 @@ EVALUATION: Config = {
     "eval_steps": MIDDLE,
 }
 
-# ms-swift's template has the ids of the placeholder tokens as constants.
+# ms-swift's template uses constants as the ids of the placeholder tokens.
 PLACEHOLDERS = {
     "<|vision_start|>": 151652,
     "<|vision_end|>": 151653,
@@ -138,8 +138,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_picture_inputs(folder: Path) -> None:
-    """Write a tiny Qwen3-VL-MoE with its processor, and data in which every fourth sample has a
-    picture: rank 1 has none.
+    """Write a tiny Qwen3-VL-MoE with its processor, and data for it.
+
+    Every fourth sample has a picture, so rank 1 has no pictures.
     """
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
@@ -185,8 +186,8 @@ def make_picture_inputs(folder: Path) -> None:
     (folder / "pictures.jsonl").write_text("".join(lines))
 
 
-def write(folder: Path, output: str, **changes: Any) -> str:
-    """Write the example's configuration for the tiny model; a change to None removes a key."""
+def write_config(folder: Path, output: str, **changes: Any) -> str:
+    """Write the example's configuration for the tiny model. A change to None removes a key."""
     config = yaml.safe_load(EXAMPLE.read_text()) | TINY | {"output_dir": output} | changes
     name = f"{output}.yaml"
     kept = {key: value for key, value in config.items() if value is not None}
@@ -194,14 +195,14 @@ def write(folder: Path, output: str, **changes: Any) -> str:
     return name
 
 
-def stock(folder: Path, output: str, command: str = "sft", **changes: Any) -> Path:
-    """Train in one process, without hf_moe_ep and without FSDP. Return the output folder."""
-    file = write(folder, output, fsdp=None, **changes)
+def train_stock(folder: Path, output: str, command: str = "sft", **changes: Any) -> Path:
+    """Train in one process without hf_moe_ep and FSDP. Returns the output folder."""
+    file = write_config(folder, output, fsdp=None, **changes)
     run_stock(["swift", command, file], folder, f"{output}.txt", PYTHONPATH=ON_CPU)
     return folder / output
 
 
-def ours(
+def train_ours(
     folder: Path,
     output: str,
     command: str = "sft",
@@ -210,7 +211,7 @@ def ours(
     model_class: str = "Qwen3MoeForCausalLM",
     **changes: Any,
 ) -> Path:
-    """Train on two ranks by `hf-moe-ep run`. Return the output folder.
+    """Train on two ranks with `hf-moe-ep run`. Returns the output folder.
 
     Args:
         models: the number of models of `model_class` that are patched.
@@ -219,7 +220,7 @@ def ours(
     """
     batch = STOCK_BATCH * sp_size // RANKS
     sizes = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch}
-    file = write(folder, output, **sizes, **changes)
+    file = write_config(folder, output, **sizes, **changes)
     variables = {"NPROC_PER_NODE": str(RANKS), "PYTHONPATH": ON_CPU}
     options = ["--sp-size", str(sp_size)] if sp_size > 1 else []
     words = ["swift", command, file]
@@ -234,22 +235,22 @@ def ours(
 
 @pytest.fixture(scope="module")
 def stock_sft(folder: Path) -> Path:
-    return stock(folder, "stock_sft", **EVALUATION)
+    return train_stock(folder, "stock_sft", **EVALUATION)
 
 
-def test_fsdp2_with_evaluation_and_resume(folder: Path, stock_sft: Path) -> None:
-    """The preset of `--fsdp fsdp2`: sharded checkpoints, and activation checkpointing.
+def test_evaluation_and_resume_equal_stock(folder: Path, stock_sft: Path) -> None:
+    """The preset of `--fsdp fsdp2` has sharded checkpoints and activation checkpointing.
 
-    ms-swift saves no whole model then; `convert` makes it from a checkpoint.
+    ms-swift then saves no whole model. `convert` makes it from a checkpoint.
     """
-    output = ours(folder, "sft", save_steps=MIDDLE, **EVALUATION)
+    output = train_ours(folder, "sft", save_steps=MIDDLE, **EVALUATION)
     assert_same_log(training_log(output), training_log(stock_sft))
     got, want = (logged(path, "eval_loss") for path in (output, stock_sft))
     assert len(got) == len(want) == 2
     for mine, theirs in zip(got, want, strict=True):
         assert abs(mine["eval_loss"] - theirs["eval_loss"]) <= LOSS_BUDGET * theirs["eval_loss"]
     middle = f"sft/checkpoint-{MIDDLE}"
-    resumed = ours(folder, "resumed", resume_from_checkpoint=middle)
+    resumed = train_ours(folder, "resumed", resume_from_checkpoint=middle)
     assert_same_log(training_log(resumed), training_log(stock_sft))
     for run in (output, resumed):
         convert(run / LAST, run / "whole")
@@ -258,58 +259,60 @@ def test_fsdp2_with_evaluation_and_resume(folder: Path, stock_sft: Path) -> None
 
 def test_without_fsdp_an_error_names_the_option(folder: Path) -> None:
     with pytest.raises(AssertionError, match="exit code 1 ") as error:
-        ours(folder, "ddp", fsdp=None)
+        train_ours(folder, "ddp", fsdp=None)
     assert "never sharded: every process would train alone" in str(error.value)
     assert "ms-swift: Add --fsdp fsdp2 to the command" in str(error.value)
 
 
-def test_lora_and_export(folder: Path) -> None:
-    want = stock(folder, "stock_lora", **LORA)
-    got = ours(folder, "lora", fsdp=FULL_STATE_DICT, **LORA)
+def test_lora_and_its_export_equal_stock(folder: Path) -> None:
+    want = train_stock(folder, "stock_lora", **LORA)
+    got = train_ours(folder, "lora", fsdp=FULL_STATE_DICT, **LORA)
     assert_same_log(training_log(got), training_log(want))
     assert_same_tensors(saved_tensors(got / LAST), saved_tensors(want / LAST))
-    assert_same_tensors(export(got, folder), export(want, folder))
+    assert_same_tensors(export_merged(got, folder), export_merged(want, folder))
 
 
-def export(output: Path, folder: Path) -> dict[str, Tensor]:
-    """Merge the adapter of a run by `swift export`, and return the model's tensors."""
+def export_merged(output: Path, folder: Path) -> dict[str, Tensor]:
+    """Merge the adapter of a run with `swift export`. Returns the model's tensors."""
     merged = f"{output.name}_merged"
     command = f"swift export --adapters {output / LAST} --merge_lora true --output_dir {merged}"
     run_stock(command.split(), folder, "export.txt", PYTHONPATH=ON_CPU)
     return saved_tensors(folder / merged)
 
 
-def test_pretraining_with_sequence_parallelism(folder: Path) -> None:
-    """ms-swift splits samples over processes itself. Here both ranks get the same samples.
+def test_pretraining_with_sequence_parallelism_equals_stock(folder: Path) -> None:
+    """ms-swift splits samples over processes itself, but both ranks must get the same samples.
 
-    ms-swift also replaces torch's function of gradient checkpointing.
+    ms-swift also replaces torch's function for gradient checkpointing.
     """
     data = {"dataset": "texts.jsonl", "gradient_checkpointing": True, "use_logits_to_keep": False}
-    want = stock(folder, "stock_pt", "pt", **data)
-    got = ours(folder, "pt", "pt", sp_size=2, fsdp=FULL_STATE_DICT, **data)
+    want = train_stock(folder, "stock_pt", "pt", **data)
+    got = train_ours(folder, "pt", "pt", sp_size=2, fsdp=FULL_STATE_DICT, **data)
     assert_same_log(training_log(got), training_log(want))
     assert_same_tensors(saved_tensors(got / LAST), saved_tensors(want / LAST))
 
 
-def test_dpo(folder: Path) -> None:
-    """The reference model is patched too, and sharded layer by layer."""
+def test_dpo_equals_stock(folder: Path) -> None:
+    """The reference model is patched as well, and sharded layer by layer."""
     data = {"dataset": "pairs.jsonl", "rlhf_type": "dpo", "learning_rate": 1e-4}
-    want = stock(folder, "stock_dpo", "rlhf", **data)
-    got = ours(folder, "dpo", "rlhf", models=2, fsdp=FULL_STATE_DICT, **data)
+    want = train_stock(folder, "stock_dpo", "rlhf", **data)
+    got = train_ours(folder, "dpo", "rlhf", models=2, fsdp=FULL_STATE_DICT, **data)
     assert_same_log(training_log(got), training_log(want))
     assert_same_tensors(saved_tensors(got / LAST), saved_tensors(want / LAST))
 
 
-def test_pictures_and_a_rank_without_any(folder: Path) -> None:
-    """The vision tower is trained too.
+def test_pictures_on_one_of_two_ranks_train_as_stock(folder: Path) -> None:
+    """The vision tower is trained as well.
 
-    Files of hf_moe_ep have the transposed experts of the published checkpoints. Those of stock have
-    the experts of the model that was read. Stock reads both.
+    hf_moe_ep writes the experts transposed, as in the published checkpoints. Stock writes them as
+    in the model that was read. Stock can read both forms.
     """
     make_picture_inputs(folder)
-    want = stock(folder, "stock_pictures", **PICTURES)
+    want = train_stock(folder, "stock_pictures", **PICTURES)
     kind = Qwen3VLMoeForConditionalGeneration
-    got = ours(folder, "pictures", model_class=kind.__name__, fsdp=FULL_STATE_DICT, **PICTURES)
+    got = train_ours(
+        folder, "pictures", model_class=kind.__name__, fsdp=FULL_STATE_DICT, **PICTURES
+    )
     assert_same_log(training_log(got), training_log(want))
     read = [kind.from_pretrained(output / LAST).state_dict() for output in (got, want)]
     assert_same_tensors(*read)

@@ -1,4 +1,4 @@
-"""`hf-moe-ep run` starts a command in the right environment, and becomes the command.
+"""`hf-moe-ep run` starts a command in the right environment, and is replaced by the command.
 
 Commands run in fresh processes, because the runner replaces its process.
 """
@@ -22,7 +22,7 @@ from support.scripts import ROOT
 from hf_moe_ep import ParallelConfig
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.config import RunOptions, settings_from_environment, variable_of
-from hf_moe_ep.run import interpreter_options
+from hf_moe_ep.run import find_interpreter_options
 from hf_moe_ep.runner.environment import HOOK_FOLDER
 
 RUN = (sys.executable, "-m", "hf_moe_ep", "run")
@@ -31,19 +31,19 @@ PYTHON = (sys.executable, "-c")
 SHOW = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv, sorted(sys.modules)]))"
 
 
-def start(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command without variables of ours, and with `variables`."""
+def run_command(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with `variables`, and without other HF_MOE_EP_* variables."""
     return subprocess.run(
-        command, env=environment(**variables), capture_output=True, text=True, timeout=100
+        command, env=make_environment(**variables), capture_output=True, text=True, timeout=100
     )
 
 
-def environment(**variables: str) -> dict[str, str]:
+def make_environment(**variables: str) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("HF_MOE_EP_")}
     return inherited | {"PYTHONPATH": os.fspath(ROOT)} | variables
 
 
-# A value of each setting, as its option and as its variable.
+# A value of each setting, as the text of its option and of its variable.
 VALUES = {
     "ep_size": "8",
     "sp_size": "2",
@@ -82,7 +82,7 @@ VALUES = {
 }
 
 
-def options() -> list[str]:
+def make_options() -> list[str]:
     words = []
     for name, text in VALUES.items():
         option = name.replace("_", "-")
@@ -92,9 +92,9 @@ def options() -> list[str]:
 
 
 def test_every_setting_is_an_option_and_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command gets all of them, and a process reads the same settings from them."""
+    """The command gets a variable for every option, and a process reads the settings from them."""
     assert {f.name for kind in (ParallelConfig, RunOptions) for f in fields(kind)} == set(VALUES)
-    result = start([*RUN, *options(), "--", *PYTHON, SHOW, "--ep-size", "9"])
+    result = run_command([*RUN, *make_options(), "--", *PYTHON, SHOW, "--ep-size", "9"])
     assert result.stderr == "" and result.returncode == 0
     variables, arguments, modules = json.loads(result.stdout)
     assert arguments == ["-c", "--ep-size", "9"]
@@ -111,13 +111,18 @@ def test_every_setting_is_an_option_and_a_variable(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_dry_run_prints_a_command_line_that_does_the_same() -> None:
-    result = start([*RUN, "--dry-run", "--ep-size", "2", "--", *PYTHON, SHOW, "two words"])
+    result = run_command([*RUN, "--dry-run", "--ep-size", "2", "--", *PYTHON, SHOW, "two words"])
     assert result.returncode == 0 and result.stderr == ""
     words = shlex.split(result.stdout)
     assert words[0] == "HF_MOE_EP_EP_SIZE=2" and words[1].startswith(f"PYTHONPATH={HOOK_FOLDER}")
     assert words[2:] == [*PYTHON, SHOW, "two words"]
     again = subprocess.run(
-        result.stdout, shell=True, env=environment(), capture_output=True, text=True, timeout=100
+        result.stdout,
+        shell=True,
+        env=make_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     variables, arguments, _ = json.loads(again.stdout)
     assert variables["HF_MOE_EP_EP_SIZE"] == "2" and arguments == ["-c", "two words"]
@@ -126,7 +131,7 @@ def test_a_dry_run_prints_a_command_line_that_does_the_same() -> None:
 def test_variables_of_the_environment_are_used_unless_an_option_replaces_them() -> None:
     given = {"HF_MOE_EP_EP_SIZE": "4", "HF_MOE_EP_SP_SIZE": "2", "HF_MOE_EP_DISPATCH_CHUNKS": "1"}
     command = [*RUN, "--ep-size", "8", "--dispatch-chunks", "1", "--", *PYTHON, SHOW]
-    result = start(command, **given)
+    result = run_command(command, **given)
     assert result.stderr == "hf-moe-ep run: --ep-size 8 replaces HF_MOE_EP_EP_SIZE=4\n"
     variables, *_ = json.loads(result.stdout)
     assert (variables["HF_MOE_EP_EP_SIZE"], variables["HF_MOE_EP_SP_SIZE"]) == ("8", "2")
@@ -134,38 +139,38 @@ def test_variables_of_the_environment_are_used_unless_an_option_replaces_them() 
 
 def test_the_hook_is_in_the_path_once_and_keeps_other_folders(tmp_path: Path) -> None:
     inner = [*RUN, "--ep-size", "4", "--", *PYTHON, SHOW]
-    result = start([*RUN, "--ep-size", "2", "--", *inner], PYTHONPATH=f"{ROOT}:{tmp_path}:")
+    result = run_command([*RUN, "--ep-size", "2", "--", *inner], PYTHONPATH=f"{ROOT}:{tmp_path}:")
     variables, *_ = json.loads(result.stdout)
     assert variables["PYTHONPATH"] == f"{HOOK_FOLDER}:{ROOT}:{tmp_path}:"
     assert variables["HF_MOE_EP_EP_SIZE"] == "4"
 
 
-def test_the_exit_code_and_the_traceback_are_those_of_the_command() -> None:
+def test_the_exit_code_and_the_traceback_come_from_the_command() -> None:
     command = [*PYTHON, "import sys; print('started', flush=True); raise KeyError('crashed')"]
-    got, want = start([*RUN, "--ep-size", "2", "--", *command]), start(command)
+    got, want = run_command([*RUN, "--ep-size", "2", "--", *command]), run_command(command)
     assert (got.returncode, got.stdout, got.stderr) == (1, want.stdout, want.stderr)
     assert "KeyError: 'crashed'" in got.stderr and "hf_moe_ep" not in got.stderr
-    assert start([*RUN, "--", *PYTHON, "raise SystemExit(7)"]).returncode == 7
+    assert run_command([*RUN, "--", *PYTHON, "raise SystemExit(7)"]).returncode == 7
 
 
 def test_the_command_does_not_inherit_ignored_signals() -> None:
-    """Python ignores SIGPIPE, which ends commands such as `yes` in `yes | head`."""
+    """Python ignores SIGPIPE, the signal that stops `yes` in `yes | head`."""
     pipe = "yes | head -n 1; echo ${PIPESTATUS[0]}"
-    done = start([*RUN, "--ep-size", "2", "--", "bash", "-c", pipe])
+    done = run_command([*RUN, "--ep-size", "2", "--", "bash", "-c", pipe])
     assert done.stdout == "y\n141\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_signals_reach_the_command(number: signal.Signals) -> None:
-    """The runner becomes the command, so a signal for the runner is one for the command."""
+    """The command has the process id of the runner, so it receives the runner's signals."""
     program = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     with subprocess.Popen(
         [*RUN, "--ep-size", "2", "--", *PYTHON, program],
-        env=environment(),
+        env=make_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        # Tests that run in the background of a shell ignore SIGINT, and so would the command.
+        # Tests in the background of a shell ignore SIGINT, which the command would inherit.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         assert process.stdout is not None
@@ -174,7 +179,7 @@ def test_signals_reach_the_command(number: signal.Signals) -> None:
         assert process.wait(30) == -number
 
 
-def test_inside_a_launcher(tmp_path: Path) -> None:
+def test_the_module_runs_scripts_and_modules_inside_a_launcher(tmp_path: Path) -> None:
     """A script and a module get their arguments, the interpreter's options and their own path."""
     script = tmp_path / "train.py"
     script.write_text(f"import sys\n{SHOW}\nprint(sys.flags.optimize, __name__, sys.path[0])\n")
@@ -182,7 +187,12 @@ def test_inside_a_launcher(tmp_path: Path) -> None:
         command = [*INSIDE, "--ep-size", "2", *target, "--lr", "1", "-m", "x"]
         command[1:1] = ["-O", "-W", "ignore"]
         result = subprocess.run(
-            command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=100
+            command,
+            env=make_environment(),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
         )
         assert result.returncode == 0, result.stderr
         shown, flags = result.stdout.splitlines()
@@ -191,7 +201,8 @@ def test_inside_a_launcher(tmp_path: Path) -> None:
         assert variables["HF_MOE_EP_EP_SIZE"] == "2"
         assert flags == f"1 __main__ {folder}"
     words = ["python", "-X", "dev", "-m", "hf_moe_ep.run", "--ep-size", "2", "train.py"]
-    assert interpreter_options(words) == ["-X", "dev"] and interpreter_options(["python"]) == []
+    assert find_interpreter_options(words) == ["-X", "dev"]
+    assert find_interpreter_options(["python"]) == []
 
 
 def test_the_help_shows_the_values_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,14 +234,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_a_wrong_command_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_gives_one_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and re.fullmatch(r"hf-moe-ep: error: .*\n", shown.err)
     assert re.search(WRONG[line], shown.err), shown.err
 
 
-def test_a_wrong_variable(
+def test_a_wrong_variable_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_MOE_EP_REPORT", "maybe")
@@ -240,18 +251,18 @@ def test_a_wrong_variable(
 
 
 @pytest.mark.parametrize("command", [["-m"], [], ["x.py", "--ep-size", "2"]])
-def test_a_wrong_command_inside_a_launcher(command: list[str]) -> None:
+def test_a_wrong_command_inside_a_launcher_gives_exit_code_2(command: list[str]) -> None:
     if command == ["x.py", "--ep-size", "2"]:
-        result = start([*INSIDE, "--ep-size", "0", *command])
+        result = run_command([*INSIDE, "--ep-size", "0", *command])
         assert "ep_size must be None or a whole number >= 1, got 0" in result.stderr
     else:
-        result = start([*INSIDE, "--ep-size", "2", *command])
+        result = run_command([*INSIDE, "--ep-size", "2", *command])
         assert "name a script, or a module: -m MODULE" in result.stderr
     assert result.returncode == 2
 
 
-def test_a_command_that_is_no_python_program(tmp_path: Path) -> None:
-    result = start([*RUN, "--ep-size", "2", "--", "echo", "hello"])
+def test_a_command_that_is_not_a_python_program_gets_a_warning(tmp_path: Path) -> None:
+    result = run_command([*RUN, "--ep-size", "2", "--", "echo", "hello"])
     assert (result.returncode, result.stdout) == (0, "hello\n")
     assert result.stderr == (
         "hf-moe-ep run: warning: echo is no Python program, so nothing is patched, unless it "
@@ -261,17 +272,17 @@ def test_a_command_that_is_no_python_program(tmp_path: Path) -> None:
     script.write_text("#!/bin/sh\necho $HF_MOE_EP_EP_SIZE\n")
     script.chmod(0o755)
     for words in ([os.fspath(script)], ["sh", os.fspath(script)], ["env", sys.executable, "-V"]):
-        result = start([*RUN, "--ep-size", "2", "--", *words])
+        result = run_command([*RUN, "--ep-size", "2", "--", *words])
         assert result.returncode == 0 and result.stderr == "" and result.stdout
 
 
-def test_a_program_that_can_be_run_but_not_read(
+def test_a_program_that_cannot_be_read_gets_the_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def unreadable(path: str, mode: str) -> None:
+    def refuse_to_open(path: str, mode: str) -> None:
         raise PermissionError(f"{path} has the mode 4111")
 
-    monkeypatch.setattr("hf_moe_ep.runner.environment.open", unreadable, raising=False)
+    monkeypatch.setattr("hf_moe_ep.runner.environment.open", refuse_to_open, raising=False)
     assert main(["run", "--ep-size", "2", "--dry-run", "--", "echo", "hello"]) == 0
     printed = capsys.readouterr()
     assert printed.out.endswith(" echo hello\n") and "echo is no Python program" in printed.err
@@ -282,27 +293,27 @@ def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(other)
     program = "import sys, sitecustomize; print(sys.flag, sitecustomize.__file__)"
     path = f"{tmp_path}:{ROOT}"
-    result = start([*RUN, "--ep-size", "2", "--", *PYTHON, program], PYTHONPATH=path)
+    result = run_command([*RUN, "--ep-size", "2", "--", *PYTHON, program], PYTHONPATH=path)
     assert result.stdout == f"ran {tmp_path / 'sitecustomize.py'}\n" and result.stderr == ""
-    # Python reports an error in it as it does without the hook.
+    # Python reports an error in the other sitecustomize as it does without the hook.
     (tmp_path / "sitecustomize.py").write_text("raise OSError('broken')\n")
     command = [*PYTHON, "import sys; print([type(f).__name__ for f in sys.meta_path][0])"]
-    want = start(command, PYTHONPATH=path)
-    got = start([*RUN, "--ep-size", "2", "--", *command], PYTHONPATH=path)
+    want = run_command(command, PYTHONPATH=path)
+    got = run_command([*RUN, "--ep-size", "2", "--", *command], PYTHONPATH=path)
     assert "OSError: broken" in got.stderr
     assert got.stdout == "_WaitForTransformers\n" and want.stdout != got.stdout
 
 
 def test_a_python_without_hf_moe_ep_says_so_when_it_imports_transformers(tmp_path: Path) -> None:
-    """A folder in the path stands for transformers, and hf_moe_ep cannot be imported."""
-    make_transformers(tmp_path)
+    """A fake package replaces transformers, and hf_moe_ep cannot be imported."""
+    write_fake_transformers(tmp_path)
     program = (
         "import sys, importlib.util\n"
         "sys.modules['hf_moe_ep'] = None\n"
         "assert importlib.util.find_spec('transformers.modeling_utils')\n"
         "print('before', flush=True)\nimport transformers.modeling_utils\n"
     )
-    result = start(["env", *PYTHON, program], PYTHONPATH=f"{HOOK_FOLDER}:{tmp_path}")
+    result = run_command(["env", *PYTHON, program], PYTHONPATH=f"{HOOK_FOLDER}:{tmp_path}")
     assert result.stdout == "before\n" and result.returncode == 1
     assert re.search(
         r"ImportError: this process was started below `hf-moe-ep run`, but its Python \(.*\) "
@@ -311,8 +322,8 @@ def test_a_python_without_hf_moe_ep_says_so_when_it_imports_transformers(tmp_pat
     ), result.stderr
 
 
-def make_transformers(folder: Path) -> None:
-    """Write a package that stands for transformers, which is slow to import."""
+def write_fake_transformers(folder: Path) -> None:
+    """Write a package that replaces transformers, which is slow to import."""
     package = folder / "transformers"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -324,15 +335,15 @@ def make_transformers(folder: Path) -> None:
 
 
 def test_the_variables_alone_patch_nothing(tmp_path: Path) -> None:
-    make_transformers(tmp_path)
+    write_fake_transformers(tmp_path)
     program = (
         "import transformers.modeling_utils as m\n"
         "print(hasattr(m.PreTrainedModel.from_pretrained, '_hf_moe_ep_wrapper'))"
     )
     path = f"{tmp_path}:{ROOT}"
-    alone = start([*PYTHON, program], PYTHONPATH=path, HF_MOE_EP_EP_SIZE="2")
+    alone = run_command([*PYTHON, program], PYTHONPATH=path, HF_MOE_EP_EP_SIZE="2")
     assert alone.stdout == "False\n"
-    run = start([*RUN, "--ep-size", "2", "--", *PYTHON, program], PYTHONPATH=path)
+    run = run_command([*RUN, "--ep-size", "2", "--", *PYTHON, program], PYTHONPATH=path)
     assert run.stdout == "True\n", run.stderr
 
 
@@ -342,15 +353,16 @@ def _cpu_seconds_of_children() -> float:
 
 
 def test_a_process_without_transformers_starts_as_fast() -> None:
-    """The hook costs 1 ms of about 20; 50 ms are allowed. Pairs alternate, medians are compared.
+    """The hook costs 1 ms of about 20 ms, and 50 ms are allowed.
 
-    CPU seconds are compared, because a busy machine disturbs those of a clock.
+    Runs with and without the hook alternate. The test compares medians of CPU seconds, because a
+    busy machine disturbs the seconds of a clock.
     """
     command = [sys.executable, "-S", "-c", "import site; site.main()"]
     seconds: dict[str, list[float]] = {"with": [], "without": []}
     for _ in range(7):
         for name, path in (("with", f"{HOOK_FOLDER}:{ROOT}"), ("without", f"{ROOT}")):
             before = _cpu_seconds_of_children()
-            assert start(command, PYTHONPATH=path).returncode == 0
+            assert run_command(command, PYTHONPATH=path).returncode == 0
             seconds[name].append(_cpu_seconds_of_children() - before)
     assert median(seconds["with"]) - median(seconds["without"]) < 0.050

@@ -1,6 +1,6 @@
 """Errors name the option of the framework that runs: axolotl, ms-swift, LLaMA-Factory or TRL.
 
-The frameworks are not installed here. A module of the right name stands for each of them.
+The tests do not need the frameworks. An empty module with the right name replaces each of them.
 """
 
 import sys
@@ -34,19 +34,21 @@ TO_SHARD = {
 
 
 @pytest.fixture(autouse=True)
-def _none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def _remove_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (*MODULES, "swift.sequence_parallel"):
         monkeypatch.delitem(sys.modules, module, raising=False)
 
 
-def runs(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def pretend_to_run(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if module:
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
 
 
 @pytest.mark.parametrize("module", TO_SHARD)
-def test_a_model_that_is_never_sharded(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs(module, monkeypatch)
+def test_the_error_for_an_unsharded_model_names_the_option(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_to_run(module, monkeypatch)
     model = patch(tiny(dtype=torch.float32), ep_size=2)
     with pytest.raises(ValueError, match=rf"ep_size=2, .* never sharded: .* {TO_SHARD[module]}"):
         model(**batch(model, 2, 7))
@@ -54,13 +56,13 @@ def test_a_model_that_is_never_sharded(module: str, monkeypatch: pytest.MonkeyPa
 
 def test_a_framework_that_uses_trl_is_named_before_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("trl.scripts", "axolotl"):
-        runs(module, monkeypatch)
+        pretend_to_run(module, monkeypatch)
     assert frameworks.how_to_shard().startswith("axolotl: ")
 
 
 def test_context_parallelism_of_axolotl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """axolotl splits sequences itself."""
-    runs("axolotl", monkeypatch)
+    pretend_to_run("axolotl", monkeypatch)
     match = r"axolotl was given context_parallel_size=2, which .* use cp_size of hf_moe"
     with pytest.raises(ValueError, match=match):
         take_over_sizes(ParallelismConfig(cp_size=2), [patch(tiny(num_hidden_layers=1))])
@@ -70,7 +72,7 @@ def test_context_parallelism_of_axolotl_is_refused(monkeypatch: pytest.MonkeyPat
 def test_context_parallelism_of_the_launch_is_used(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs(module, monkeypatch)
+    pretend_to_run(module, monkeypatch)
     model, parallelism = patch(tiny(num_hidden_layers=1)), ParallelismConfig(cp_size=2)
     take_over_sizes(parallelism, [model])
     state = find_state(model)
@@ -91,21 +93,21 @@ def test_later_models_get_the_sizes_of_the_launch_as_well() -> None:
     assert (parallelism.cp_size, parallelism.dp_shard_size) == (1, 2)
 
 
-def test_the_option_for_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_that_keeps_all_logits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert frameworks.how_to_keep_all_logits() == "leave logits_to_keep out"
-    runs("swift.arguments", monkeypatch)
+    pretend_to_run("swift.arguments", monkeypatch)
     words = frameworks.how_to_keep_all_logits()
     assert words == "ms-swift: add --use_logits_to_keep false to the command"
 
 
-def test_the_experts_implementation_that_axolotls_kernels_plugin_sets(
+def test_axolotls_kernels_plugin_may_set_only_eager_experts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """axolotl's loader calls the method of a patched model: with "eager", if no kernel is on."""
+    """axolotl's loader calls this method of a patched model, with "eager" if it has no kernel."""
     model = patch(tiny(num_hidden_layers=1, dtype=torch.float32))
     with pytest.raises(ValueError, match=r"use patch\(model, experts_backend="):
         model.set_experts_implementation("eager")
-    runs("axolotl", monkeypatch)
+    pretend_to_run("axolotl", monkeypatch)
     before = model(**batch(model, 2, 7)).loss
     model.set_experts_implementation("eager")
     assert torch.equal(model(**batch(model, 2, 7)).loss, before)
@@ -114,8 +116,8 @@ def test_the_experts_implementation_that_axolotls_kernels_plugin_sets(
 
 
 @needs_tower_in_blocks
-def test_a_tower_in_a_model_whose_forward_ms_swift_sets() -> None:
-    """That forward passes on to the forward of the class what it does not know."""
+def test_the_tower_is_found_if_ms_swift_replaces_the_forward() -> None:
+    """ms-swift's forward passes the arguments that it does not know to the forward of the class."""
     model = patch(tiny("qwen3_vl_moe"))
     own = model.model.forward
 
@@ -128,9 +130,9 @@ def test_a_tower_in_a_model_whose_forward_ms_swift_sets() -> None:
     assert find_parts(model, state.plan).tower is not None
 
 
-def test_expert_parallelism_of_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_parallelism_of_axolotl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """axolotl adds ep_size to Accelerate's configuration (monkeypatch/accelerate)."""
-    runs("axolotl", monkeypatch)
+    pretend_to_run("axolotl", monkeypatch)
     state = find_state(patch(tiny(num_hidden_layers=1)))
     assert state is not None
     parallelism = ParallelismConfig()
@@ -139,7 +141,7 @@ def test_expert_parallelism_of_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
         check_parallelism(parallelism, state)
 
 
-def test_sequence_parallelism_of_ms_swift(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequence_parallelism_of_ms_swift_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("swift.sequence_parallel")
     module.sequence_parallel = SimpleNamespace(world_size=None)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "swift.sequence_parallel", module)
@@ -152,7 +154,7 @@ def test_sequence_parallelism_of_ms_swift(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class SwiftSampler:
-    """A stand-in for the batch sampler of ms-swift, on rank 3 of 4."""
+    """A replacement of ms-swift's batch sampler, on rank 3 of 4."""
 
     def __init__(self, num_samples: int) -> None:
         self.tp_size = 1
@@ -173,7 +175,7 @@ class SwiftSampler:
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_ranks_of_an_sp_group_draw_the_same_samples_from_ms_swift(resumed: bool) -> None:
-    """9 samples on 4 ranks: 2 steps. On 2 groups: 4 steps, and rank 3 draws as rank 2."""
+    """4 ranks share 9 samples in 2 steps. 2 groups need 4 steps, and rank 3 draws like rank 2."""
     sampler: Any = SwiftSampler(9)
     loader = DataLoader(
         range(9), batch_sampler=SkipBatchSampler(sampler, 1) if resumed else sampler
@@ -185,8 +187,8 @@ def test_ranks_of_an_sp_group_draw_the_same_samples_from_ms_swift(resumed: bool)
         frameworks.split_over_data_ranks(SimpleNamespace(base_dataloader=loader), 2)
 
 
-def test_a_loss_that_ms_swift_multiplies_by_the_number_of_processes() -> None:
-    """Two of four processes share a batch, so a loss is multiplied by 2 instead of 4."""
+def test_a_loss_is_multiplied_by_the_number_of_data_ranks() -> None:
+    """ms-swift multiplies by 4 processes. Two of them share a batch, so the factor must be 2."""
     accelerator = SimpleNamespace(_hf_moe_ep_sharing=2)
     args = SimpleNamespace(average_tokens_across_devices=True)
     trainer: Any = SimpleNamespace(accelerator=accelerator, args=args)
@@ -204,7 +206,7 @@ def test_a_loss_that_ms_swift_multiplies_by_the_number_of_processes() -> None:
                 assert got == ((want, "outputs") if with_outputs else want)
 
 
-def test_trainers_of_ms_swift_that_read_logits() -> None:
+def test_trainers_of_ms_swift_that_read_logits_are_refused() -> None:
     sft, dpo = type("Seq2SeqTrainer", (), {}), type("DPOTrainer", (), {})
     sft.__module__ = "swift.trainers.seq2seq_trainer"
     dpo.__module__ = "swift.rlhf_trainers.dpo_trainer"

@@ -1,7 +1,8 @@
-"""TRL's commands by `hf-moe-ep run --ep-size 2` on two ranks train as stock in one process.
+"""TRL's commands with `hf-moe-ep run --ep-size 2` train on two ranks as stock does in one process.
 
-The command is the same but for the batch size and `--accelerate_config`: `trl sft ...`. Losses,
-gradient norms (with clipping) and saved tensors of six steps are compared.
+Both runs have the same command, such as `trl sft ...`, except for the batch size and
+`--accelerate_config`. Losses, gradient norms (with clipping) and saved tensors of six steps are
+compared.
 """
 
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ COMMON = (
     f"--max_grad_norm {MAX_GRAD_NORM} --use_cpu --bf16 False --dtype float32 --report_to none "
     "--disable_tqdm True "
 )
-# The completions of a prompt are equal, and so are their rewards. Only the KL term to the reference
-# has gradients. It is zero in the first step; then weight decay has changed the policy.
+# All completions of a prompt are equal, and so are their rewards. Only the KL term to the reference
+# has gradients. It is zero only in the first step, before weight decay changes the policy.
 GREEDY = (
     "--reward_funcs rewards.length --beta 0.5 --num_generations 2 --max_completion_length 6 "
     "--top_k 1 --weight_decay 300"
@@ -48,10 +49,10 @@ class Case:
     """A command of TRL.
 
     Attributes:
-        options: options of the command, the same in both runs.
-        stock: more options of the stock command.
+        options: options of the command in both runs.
+        stock: further options of the stock command.
         ours: options of `hf-moe-ep run`.
-        config: the command reads examples/trainers/trl_sft.yaml; its options override the file.
+        config: True if the command reads examples/trainers/trl_sft.yaml, which options override.
     """
 
     command: str
@@ -90,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command_of(case: Case, output: str, batch: int, *options: str) -> list[str]:
+def make_command(case: Case, output: str, batch: int, *options: str) -> list[str]:
     words = f"trl {case.command} {COMMON} --dataset_name {case.data} --output_dir {output} "
     words += f"--per_device_train_batch_size {batch} {case.options}"
     words += " --config example.yaml" if case.config else ""
@@ -98,20 +99,20 @@ def command_of(case: Case, output: str, batch: int, *options: str) -> list[str]:
 
 
 def run_both(case: Case, name: str, folder: Path) -> tuple[Path, Path, str]:
-    """Run stock and ours. Return both output folders, and what ours printed."""
+    """Train both ways. Returns the output folders of stock and ours, and the output of ours."""
     outputs = [
         f"{name.replace(', ', '_').replace(' ', '-')}_{which}" for which in ("stock", "ours")
     ]
-    run_stock(command_of(case, outputs[0], STOCK_BATCH, *case.stock.split()), folder)
+    run_stock(make_command(case, outputs[0], STOCK_BATCH, *case.stock.split()), folder)
     launched = ("--accelerate_config", LAUNCH_CONFIG)
-    ours = command_of(case, outputs[1], STOCK_BATCH // RANKS, *launched)
+    ours = make_command(case, outputs[1], STOCK_BATCH // RANKS, *launched)
     printed = run_ours(ours, folder, *case.ours)
     return folder / outputs[0], folder / outputs[1], printed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_a_command_trains_as_stock(name: str, folder: Path) -> None:
+def test_a_command_of_trl_trains_as_stock(name: str, folder: Path) -> None:
     stock, ours, printed = run_both(CASES[name], name, folder)
     assert_same_training(ours, stock)
     assert "hf-moe-ep run: patched Qwen3Moe" in printed

@@ -1,8 +1,9 @@
-"""Python imports this file when it starts, below a command that `hf-moe-ep run` has started.
+"""Install the hook of `hf-moe-ep run` when this process imports transformers.
 
+Each Python process of a command that `hf-moe-ep run` has started imports this file when it starts.
 The file waits until transformers.modeling_utils is imported, and then installs the hook of
-hf_moe_ep/runner/hook.py. Until then nothing of hf_moe_ep is imported, because most Python processes
-of a training command never import transformers. For the same reason this file does not use
+hf_moe_ep/runner/hook.py. Until then it imports nothing of hf_moe_ep, because most Python processes
+of a training command never import transformers. For the same reason it does not use
 hf_moe_ep/upstream/wrap.py, which can wait for imports as well.
 
 Python imports only the first sitecustomize in its path. If the environment has another one, this
