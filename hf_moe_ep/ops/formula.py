@@ -66,12 +66,6 @@ class ExpertFormula:
                 f"gate with swish and alpha 1, without a limit or an up_offset"
             )
 
-        if self.clamps_output and not (self.gated and self.alpha == 1 and self.up_offset == 0):
-            raise ValueError(
-                f"swish_clamped is only defined with a gate, alpha 1 and up_offset 0, not with "
-                f"gated={self.gated}, alpha {self.alpha} and up_offset {self.up_offset}"
-            )
-
     @property
     def clamped(self) -> bool:
         return self.limit != math.inf

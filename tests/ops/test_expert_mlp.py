@@ -203,11 +203,6 @@ def _measure_errors(got, truth) -> dict[str, float]:
     return {name: max_error(mine, true) for name, mine, true in pairs if true is not None}
 
 
-def test_clamped_swish_with_other_options_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"alpha 1 and up_offset 0, .* up_offset 1.0"):
-        ExpertFormula(activation="swish_clamped", limit=7.0, up_offset=1.0)
-
-
 @pytest.mark.parametrize(("backend", "device"), TRITON)
 @pytest.mark.parametrize("name", CASES)
 def test_triton_equals_the_reference_on_edge_cases(name: str, backend: str, device: str) -> None:
