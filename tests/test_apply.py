@@ -269,6 +269,7 @@ def _download_slowly(rank: int, world: int, folder: str) -> None:
         from_pretrained("owner/model", ep_size=2)
 
 
+@pytest.mark.slow
 def test_a_download_may_take_longer_than_the_timeout_of_a_collective(tmp_path: Path) -> None:
     _write_repository(tmp_path / "repository", 3)
     run_ranks(_download_slowly, 2, str(tmp_path / "repository"), group_timeout=2.0)

@@ -460,6 +460,7 @@ def test_patching_a_part_of_a_patched_model() -> None:
     _compare(model, tiny(), _make_inputs())
 
 
+@pytest.mark.slow
 def test_a_pickled_model_has_our_methods_and_runs_in_a_new_process(tmp_path: Path) -> None:
     file = tmp_path / "model.pkl"
     config = LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"])

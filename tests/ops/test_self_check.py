@@ -330,6 +330,7 @@ def test_torch_computes_the_experts_if_kernels_cannot_be_built(
     assert reason in str(error.value)
 
 
+@pytest.mark.slow
 def test_auto_uses_the_kernels_if_they_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
     got, want = _run_call("auto"), _run_call("torch")

@@ -73,6 +73,7 @@ def test_the_plot_of_a_few_layers_equals_the_plot_of_all_layers(checkpointing: b
         assert sum(planned.values()) == pytest.approx(whole.peaks[name]), name
 
 
+@pytest.mark.slow
 def test_the_command_draws_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -356,6 +356,7 @@ def test_tokens_choose_experts_of_a_few_groups() -> None:
     assert (share_E - 1 / 8).abs().max() < 0.01
 
 
+@pytest.mark.slow
 def test_a_token_is_sent_only_to_the_ranks_of_its_groups() -> None:
     """If a token of DeepSeek-V3 uses one of two groups, all its experts are on one rank."""
     tokens, config = 64, tiny_of_type("deepseek_v3").config
