@@ -111,7 +111,8 @@ class Tokens:
     def join(self) -> None:
         """Make the message of each token: its row, followed by its weights and ids.
 
-        This needs no counts, so a layer calls it while the counts are exchanged.
+        The row is cast to `row_dtype`, and the routing weights and ids to `routing_dtype`. This
+        needs no counts, so a layer calls it while the counts are exchanged.
         """
         with torch.no_grad():
             self._messages_TI = join_columns(

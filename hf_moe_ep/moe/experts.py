@@ -2,7 +2,8 @@
 
 The weights are the stacked parameters of the stock module, `[L, 2F, H]` and `[L, H, F]` or their
 transposes (`moe/layer.py` explains the letters). FSDP2 has already all-gathered the weights of all
-experts of this rank. Quantised weights are bytes with scales (`ops/quantised.py`).
+experts of this rank. Quantised weights are bytes with scales (`ops/quantised.py`). Routing weights
+keep their dtype here: if they are sent to other ranks, `Tokens.join` in `dispatcher.py` casts them.
 
 `grad_scale` multiplies the experts' gradients where they are computed, in `ops/torch_mlp.py` and
 `ops/triton_mlp.py`, because FSDP2 adds up these gradients without a division. It is 1 divided by

@@ -24,9 +24,10 @@ nor FSDP2 has to support an 8-bit float dtype.
 bitsandbytes quantises and dequantises nf4, and is imported at its first use. This module itself
 dequantises the scales of nested nf4. All codes and values equal the results of bitsandbytes. The
 product of a stored value and its scale is computed in fp32 and rounded once. Quantised matrices are
-frozen, so no function of this module has a gradient. The torch path dequantises a matrix for each
-product, in forward and in backward (`ExpertWeights.matrix`). The Triton kernels dequantise tiles of
-a matrix while they multiply (`kernels/dequantise.py`).
+frozen, so no function of this module has a gradient. Both paths dequantise in forward and again in
+backward. The torch path calls `dequantise` for each product (`ExpertWeights.matrix` in
+`interface.py`). The Triton kernels dequantise tiles of a matrix while they multiply
+(`kernels/dequantise.py`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ of all micro-batches, but knows the routing of the whole batch before its first 
     stage 0    F0 F1 F2 F3 B0 B1 B2 B3
 
 In both schedules every stage waits for (p - 1) / (m + p - 1) of the time, which is called the
-bubble. This file knows neither tensors nor ranks.
+bubble. This file knows neither tensors nor ranks: `run.py` runs the operations, and starts the
+transfers between stages (`ranks/neighbours.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Compute each document of packed rows as if it were alone, where stock code would mix documents.
 
-If several documents are packed into one row, stock mixers mix the documents silently. Here a mixer
-runs once per document (`mixers.py`). Attention separates the documents even if the model has built
-its mask without the position ids, as some models without mixers do (MASKS_WITHOUT_POSITIONS). All
-this also holds for a model with sp_size=1, where nothing is gathered.
+If several documents are packed into one row, stock mixers mix the documents silently.
+`find_documents` finds where documents begin. `GatherArguments` in `mixers.py` cuts the arguments of
+a mixer there (`MixerArguments.cut_document`), and the mixer runs once per document. Attention
+separates the documents even if the model has built its mask without the position ids, as some
+models without mixers do (MASKS_WITHOUT_POSITIONS). All this also holds for a model with sp_size=1,
+where nothing is gathered.
 """
 
 from __future__ import annotations

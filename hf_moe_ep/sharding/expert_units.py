@@ -6,6 +6,9 @@ expert_shard_dim="auto", 6 experts per rank and an ep_fsdp group of 4 ranks:
     gate_up_proj [6, 32, 48]    4 divides 32 but not 6: dim 1, each rank has [6, 8, 48]
     down_proj    [6, 33, 24]    4 divides neither: dim 0, padded; ranks have 2, 2, 2 and 0 experts
 
+The dim of a LoRA factor of experts is chosen as with "auto", whatever the option says (with
+etp_size > 1, see `_choose_dim`).
+
 FSDP2 sums the gradients over ep_fsdp without dividing them, because our backward has divided them
 (`grad_divisors` in `options.py`). `shard.py` decides which modules are units, and sets the values
 of their parameters before.

@@ -6,9 +6,11 @@ these layers, so checkpoints that stock saves lack them, and an inference engine
 with these layers cannot use such checkpoints.
 
 `ModelState.extra` stores in which files the extra tensors of a model are (`storage/references.py`).
-Every save copies these tensors byte for byte under their old keys. They are never loaded into the
-model and do not change. The output head of a causal LM is not an extra tensor: TRL lets reward
-models ignore the head, and checkpoints of reward models do not have it.
+Every save copies these tensors byte for byte under their old keys (`copy_groups` describes the
+copies, `write.py` makes them). They are never loaded into the model and do not change. A head for
+multi-token prediction that is trained (`mtp_layers`) is a part of the model, and is saved with the
+model's tensors. The output head of a causal LM is not an extra tensor: TRL lets reward models
+ignore the head, and checkpoints of reward models do not have it.
 
     model loaded by                  extra tensors
     from_pretrained of this package  tensors that the class ignores or `ignore_unexpected` matches

@@ -7,7 +7,8 @@
     prepare     each rank names its tensors (`tensors.py`) and encodes the rest as JSON; if a rank
                 fails in this step, or if ranks differ, nothing is written
     clear       rank 0 makes an empty folder, marked as unfinished (`folder.py`)
-    write       each rank writes its shards (`spread.py`); the manifest is written last
+    write       each rank writes its shards (`spread.py`); `manifest.write` then writes the file
+                that makes the checkpoint complete (`storage/manifest.py`)
 
 An error on one rank is raised on every rank. With `asynchronous=True` the training step does not
 wait for `write`, because `prepare` copies the state to host memory. The background threads use

@@ -5,8 +5,9 @@ header (forward number, layer, mode), followed by the counts that the receiving 
 are at different positions (another layer, mode or step), every rank raises an error. Without this
 check a rank would receive tokens of another layer, or wait forever.
 
-The device compares the headers and adds up the counts of all ranks. The host reads only the sums,
-in one sync. It reads the counts of its own experts only, not of the experts of other ranks.
+The device compares the headers and adds up the counts of all ranks. The host waits once, in
+`CountsExchange.read`, which copies short vectors: the number of rows that this rank will receive
+from each rank, and the sums for its own experts (not for the experts of other ranks).
 """
 
 from __future__ import annotations
