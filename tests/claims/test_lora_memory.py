@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from support.adapters import EXPERTS, with_lora
 from support.checks import Check, Found, on_ranks
-from support.gathers import gathered_units
+from support.gathers import record_gathered_units
 from support.largest_tensor import LargestTensor
 from support.launched import launched, prepared
 from support.tiny_models import batch, tiny
@@ -49,7 +49,7 @@ def backward_gathers_only_units_with_gradients(rank: int, world: int) -> None:
             parameter.requires_grad_("lora_" in name and any(layer in name for layer in trained))
         apply_ep_fsdp2(model, ep_size=1)
         loss = model(**batch(model, 2, 9)).loss
-        with gathered_units() as gathered:
+        with record_gathered_units() as gathered:
             loss.backward()
         # The last layer is gathered until backward.
         want = layers["layers.0"] if "layers.0" in trained else []

@@ -12,17 +12,17 @@ from support.trl_cases import PREFERENCES
 
 pytest.importorskip("trl", minversion="1.16")
 
-from support.trl_runs import Stock, assert_equals_stock, checks
+from support.trl_runs import StockLogs, assert_equals_stock, make_checks
 
 CASES = {case.name: case for case in PREFERENCES}
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
-    return Stock(lambda: tmp_path_factory.mktemp("stock"))
+def stock(tmp_path_factory: pytest.TempPathFactory) -> StockLogs:
+    return StockLogs(lambda: tmp_path_factory.mktemp("stock"))
 
 
 @pytest.mark.filterwarnings("default::FutureWarning")
-@pytest.mark.parametrize("claim", checks(PREFERENCES))
-def test_losses_with_a_reference_equal_stock(found: Found, stock: Stock, claim: Check) -> None:
+@pytest.mark.parametrize("claim", make_checks(PREFERENCES))
+def test_losses_with_a_reference_equal_stock(found: Found, stock: StockLogs, claim: Check) -> None:
     assert_equals_stock(CASES[claim.name], found.values(claim)[0], stock)

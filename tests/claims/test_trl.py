@@ -21,7 +21,7 @@ from support.trl_cases import REWARD, SFT
 # Since 1.15, TRL computes the loss without logits, from hidden states and the head's weight.
 pytest.importorskip("trl", minversion="1.15")
 
-from support.trl_runs import Stock, assert_equals_stock, checks
+from support.trl_runs import StockLogs, assert_equals_stock, make_checks
 
 CASES = {case.name: case for case in [*SFT, *REWARD]}
 
@@ -63,11 +63,11 @@ def test_a_killed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
-    return Stock(lambda: tmp_path_factory.mktemp("stock"))
+def stock(tmp_path_factory: pytest.TempPathFactory) -> StockLogs:
+    return StockLogs(lambda: tmp_path_factory.mktemp("stock"))
 
 
 @pytest.mark.filterwarnings("default::FutureWarning")
-@pytest.mark.parametrize("claim", checks([*SFT, *REWARD]))
-def test_logs_of_trainers_equal_stock(found: Found, stock: Stock, claim: Check) -> None:
+@pytest.mark.parametrize("claim", make_checks([*SFT, *REWARD]))
+def test_logs_of_trainers_equal_stock(found: Found, stock: StockLogs, claim: Check) -> None:
     assert_equals_stock(CASES[claim.name], found.values(claim)[0], stock)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from support.checks import Check, Found, on_ranks
 from support.trl_cases import Case
-from support.trl_runs import Stock, assert_same_log, run_on_ranks
+from support.trl_runs import StockLogs, assert_same_log, run_on_ranks
 
 from hf_moe_ep.upstream.models import has_fused_head
 
@@ -30,8 +30,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
-    return Stock(lambda: tmp_path_factory.mktemp("stock"))
+def stock(tmp_path_factory: pytest.TempPathFactory) -> StockLogs:
+    return StockLogs(lambda: tmp_path_factory.mktemp("stock"))
 
 
 @pytest.mark.skipif(has_fused_head(), reason="other tests run this version of TRL")
@@ -39,10 +39,10 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
 @pytest.mark.parametrize(
     "claim", on_ranks(2, {name: partial(run_on_ranks, case) for name, case in CASES.items()})
 )
-def test_logs_equal_stock(found: Found, stock: Stock, claim: Check) -> None:
+def test_logs_equal_stock(found: Found, stock: StockLogs, claim: Check) -> None:
     case = CASES[claim.name]
     logs = [
         [{key: entry[key] for key in entry if key not in OF_RANKS} for entry in log]
-        for log in (found.values(claim)[0][0], stock.log(case))
+        for log in (found.values(claim)[0][0], stock.find_or_run(case))
     ]
     assert_same_log(case, *logs)

@@ -18,7 +18,7 @@ from support import parity
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.fakes import deepep as fake_deepep
-from support.forced import random_ids
+from support.forced import draw_random_ids
 from support.tiny_models import batch, tiny
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -378,7 +378,7 @@ def _compute_model_grads(replays: bool, **config: Any) -> dict[str, Tensor]:
     parity.checkpointing(model, False)
     apply_ep_fsdp2(model, **config)
     inputs = batch(model, 2, 9 + 2 * dist.get_rank(), seed=dist.get_rank())
-    ids = random_ids(*inputs["input_ids"].shape, 2, 8, 2)
+    ids = draw_random_ids(*inputs["input_ids"].shape, 2, 8, 2)
     with RoutingReplay(model).replay(Routes(ids, (0, 1)) if replays else None):
         model(**inputs).loss.backward()
     dispatcher = getattr(model, STATE).dispatcher

@@ -25,7 +25,7 @@ from support.checks import Check, Found, on_ranks
 from support.launched import launched
 from support.mtp_reference import write_base
 from support.tiny_models import Row, batch, tiny, vision_batch
-from support.words import text, tokenizer
+from support.words import make_tokenizer, text_of_tokens
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -413,8 +413,8 @@ def test_grpo(tmp_path: Path) -> None:
         disable_tqdm=True,
     )
     model = tiny(dtype=torch.float32)
-    rows = [{"prompt": text(list(range(3, 4 + index % 4)))} for index in range(8)]
-    word_tokenizer = tokenizer(model.config.vocab_size)
+    rows = [{"prompt": text_of_tokens(list(range(3, 4 + index % 4)))} for index in range(8)]
+    word_tokenizer = make_tokenizer(model.config.vocab_size)
     trainer_class = partial(trl.GRPOTrainer, processing_class=word_tokenizer)
     with (
         mock.patch.dict(SMALLER, {"ep_size=8": "ep_size=1"}),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from support.checks import Check, Found, on_ranks
 from support.close import FP32_INSIDE, assert_close
-from support.gathers import stages_gathered
+from support.gathers import record_gathered_parts
 from support.launched import launched, prepared
 from support.parity import full_tensor
 from support.tiny_models import batch, tiny
@@ -71,7 +71,7 @@ def check_reference(reference: nn.Module, seed: int) -> None:
     stock = tiny(seed=seed, num_hidden_layers=LAYERS, **FP32).eval()
     inputs = batch(stock, 2, 9, seed=dist.get_rank())
     for _ in range(2):
-        with torch.no_grad(), stages_gathered(reference) as gathered_in:
+        with torch.no_grad(), record_gathered_parts(reference) as gathered_in:
             actual = reference(**inputs).logits
         assert_close("logits", actual, stock(**inputs).logits, FP32_INSIDE)
         order = ["embedding", *range(LAYERS), "head"]
@@ -191,7 +191,7 @@ def mixing_into_the_reference_gathers_no_parameter(rank: int, world: int) -> Non
         reference = create_reference(tiny(seed=3, **FP32), accelerator)
         at_ep_1 = create_reference(patch(tiny(seed=4, **FP32), ep_size=1), accelerator)
         prepared(policy, accelerator, ep_size=2)
-        with stages_gathered(reference) as gathered_in:
+        with record_gathered_parts(reference) as gathered_in:
             references.mix_shards(call_trl, policy, reference, 0.25)
         assert not gathered_in
         policy_values = tiny(**FP32).state_dict()

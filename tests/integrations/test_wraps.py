@@ -165,7 +165,7 @@ SCRIPTS = {
 BEGIN = """
 import os, sys, tempfile, torch
 sys.path.insert(0, "tests")
-from support.replaced import replaced, stock_names
+from support.replaced import collect_functions, find_replaced
 from support.tiny_models import batch, tiny
 from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.upstream.wrap import in_force
@@ -175,13 +175,13 @@ KIND = {"num_hidden_layers": 1, "dtype": torch.float32, "output_router_logits": 
 tiny(**KIND)  # imports the model's file
 
 def check(num_wraps, others):
-    names = replaced(BEFORE)
+    names = find_replaced(BEFORE)
     assert others <= names.keys(), sorted(names)
     # A wrapped function is counted once, also if several modules have imported it by its name.
     wraps = {id(value) for name, value in names.items() if name not in others}
     assert len(wraps) == len(in_force()) == num_wraps, sorted(names)
 """
-BEFORE = "BEFORE = stock_names()"
+BEFORE = "BEFORE = collect_functions()"
 
 
 def _run(*parts: str) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
-from support.gathers import gathered_bytes
+from support.gathers import count_gathered_bytes
 from support.parity import full_tensor
 from support.quantised import SIZES, dequantise_experts
 from support.tiny_models import batch, tiny
@@ -89,7 +89,7 @@ def gathered_bytes_of_experts(rank: int, world: int) -> None:
     for kind in ("", *HELD):
         model = with_lora(tiny(dtype=torch.bfloat16, **LARGE), parameters=())
         apply_ep_fsdp2(model, ep_size=1, **HELD.get(kind, {}))
-        with gathered_bytes() as gathered:
+        with count_gathered_bytes() as gathered:
             model(**batch(model, 2, 9)).loss.backward()
         sums[kind] = sum(count for name, count in gathered.items() if name.endswith("experts"))
     assert sums[""] > 0

@@ -28,7 +28,7 @@ from support.architectures import loss_of
 from support.architectures import tiny as tiny_of
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
-from support.forced import forced_topk
+from support.forced import force_topk
 from support.host_numbers import NoHostNumbers
 from support.hub_files import assert_equal, read_all
 from support.parity import full_tensor
@@ -401,7 +401,7 @@ def _run_skewed_step(model: nn.Module, rank: int) -> Tensor:
     weights[:8] = 11
     generator = torch.Generator().manual_seed(rank)
     ids = torch.multinomial(weights.expand(2 * 64 * 2, -1), TOP_K, generator=generator)
-    with forced_topk(EXPERTS, ids.view(2, 64, 2, TOP_K)):
+    with force_topk(EXPERTS, ids.view(2, 64, 2, TOP_K)):
         loss = model(**batch(model, 2, 64, seed=rank, ignore=0.0)).loss
     loss.backward()
     return loss.detach()

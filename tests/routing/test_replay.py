@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support import parity
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
-from support.forced import forced_topk, forced_weights, random_ids
+from support.forced import draw_random_ids, force_topk, force_weights
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
@@ -97,10 +97,10 @@ def test_random_routes_equal_stock_with_the_same_routes(
         parity.checkpointing(model, use_reentrant)
     inputs = batch(model, 3, 7, pad=3)
     inputs = inputs if side == "right" else _pad_left(inputs)
-    ids = random_ids(3, 7, 2, EXPERTS, TOP_K)
+    ids = draw_random_ids(3, 7, 2, EXPERTS, TOP_K)
     ids[inputs["attention_mask"] == 0] = -1
     ids[0, 2:4, 1] = -1
-    with forced_topk(EXPERTS, ids) as live_ids:
+    with force_topk(EXPERTS, ids) as live_ids:
         want = stock(**inputs)
     want.loss.backward()
     replay = RoutingReplay(model)
@@ -127,7 +127,7 @@ def test_tokens_without_routes_route_live(all_live: bool) -> None:
     """Either all ids are -1, or only the ids of row 0 of the batch."""
     model, _ = _make_models()
     inputs = batch(model, 2, 6)
-    ids = random_ids(2, 6, 2, EXPERTS, TOP_K)
+    ids = draw_random_ids(2, 6, 2, EXPERTS, TOP_K)
     ids[0 if not all_live else slice(None)] = -1
     live = model(**inputs)
     live.loss.backward()
@@ -171,7 +171,7 @@ def test_after_a_weight_update_the_recorded_experts_are_replayed() -> None:
     for index, layer in enumerate(routes.layers):
         assert torch.equal(experts_ids[layer], routes.ids[:, :, index].flatten(0, 1).long())
     assert replay.last.agreement < 0.95
-    with forced_topk(EXPERTS, routes.ids.long()):
+    with force_topk(EXPERTS, routes.ids.long()):
         stock(**inputs).loss.backward()
     assert model.model.layers[0].mlp.gate.weight.grad.abs().max() > 1e-6
     _assert_same_grads(model, stock)
@@ -184,11 +184,11 @@ def test_weights_of_routes_replace_the_routers_weights(use_reentrant: bool | Non
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
     inputs = batch(model, 2, 5)
-    ids = random_ids(2, 5, 2, EXPERTS, TOP_K)
+    ids = draw_random_ids(2, 5, 2, EXPERTS, TOP_K)
     ids[1, 3:] = -1
     weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(2))
     experts = [stock.model.layers[layer].mlp.experts for layer in (0, 2)]
-    with forced_topk(EXPERTS, ids), forced_weights(experts, ids, weights):
+    with force_topk(EXPERTS, ids), force_weights(experts, ids, weights):
         want = stock(**inputs)
     want.loss.backward()
     with RoutingReplay(model).replay(Routes(ids, (0, 2), weights)):
@@ -206,7 +206,7 @@ def test_a_replay_per_micro_batch_equals_one_replay_of_the_whole_batch(use_reent
         parity.checkpointing(checkpointed, use_reentrant)
     inputs = {name: x.flip(0) for name, x in batch(model, 4, 6, pad=3).items()}
     count = inputs["labels"][:, 1:].ne(-100).sum()
-    routes = _make_routes(random_ids(4, 6, 2, EXPERTS, TOP_K))
+    routes = _make_routes(draw_random_ids(4, 6, 2, EXPERTS, TOP_K))
     with RoutingReplay(reference).replay(routes):
         reference(**inputs, num_items_in_batch=count).loss.backward()
     want = _clone_grads(reference)
@@ -232,7 +232,7 @@ def test_packed_routes_give_each_document_its_own_logits() -> None:
     model, _ = _make_models()
     lengths = [4, 7, 5]
     inputs = batch(model, 3, 7)
-    routes = _make_routes(random_ids(3, 7, 2, EXPERTS, TOP_K))
+    routes = _make_routes(draw_random_ids(3, 7, 2, EXPERTS, TOP_K))
     replay = RoutingReplay(model)
     document_logits = []
     for row, length in enumerate(lengths):
@@ -261,7 +261,7 @@ def test_a_forward_with_disabled_adapters_routes_live() -> None:
             if "lora_B" in name:
                 parameter.add_(0.5)
     inputs = batch(model, 2, 6)
-    routes = Routes(random_ids(2, 6, 2, EXPERTS, TOP_K), (0, 1))
+    routes = Routes(draw_random_ids(2, 6, 2, EXPERTS, TOP_K), (0, 1))
     replay = RoutingReplay(model)
     with torch.no_grad(), model.disable_adapter():
         want = model(**inputs).logits
@@ -283,7 +283,7 @@ def test_another_model_routes_live_while_the_policy_replays() -> None:
     inputs = batch(model, 2, 6)
     with torch.no_grad():
         want = reference(**inputs).logits
-        with RoutingReplay(model).replay(_make_routes(random_ids(2, 6, 2, EXPERTS, TOP_K))):
+        with RoutingReplay(model).replay(_make_routes(draw_random_ids(2, 6, 2, EXPERTS, TOP_K))):
             model(**inputs)
             assert torch.equal(reference(**inputs).logits, want)
 
@@ -292,7 +292,7 @@ def test_the_load_balancing_loss_counts_the_routers_own_choice() -> None:
     """Stock's aux loss calls topk outside of the layers, where replay does not replace topk."""
     model, _ = _make_models(output_router_logits=True, num_experts_per_tok=2)
     inputs = batch(model, 2, 6)
-    ids = random_ids(2, 6, 2, EXPERTS, TOP_K)
+    ids = draw_random_ids(2, 6, 2, EXPERTS, TOP_K)
     ids[:, :, 1] = -1  # the last layer routes live, on hidden states of the replayed first layer
     with RoutingReplay(model).replay(_make_routes(ids)):
         got = model(**inputs)
@@ -453,13 +453,13 @@ def test_the_scores_of_a_single_group_of_experts_are_not_replayed(
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
     tokens = torch.arange(10).view(2, 5)
-    ids = random_ids(2, 5, 2, EXPERTS, TOP_K)
+    ids = draw_random_ids(2, 5, 2, EXPERTS, TOP_K)
     ids[1, 3:] = -1
     # Stock skips its groups then: the scores stay the same, and it calls topk once.
     for layer in stock.model.layers:
         layer.mlp.gate.num_group = layer.mlp.gate.topk_group = 2
         layer.mlp.gate.num_experts = EXPERTS
-    with forced_topk(EXPERTS, ids):
+    with force_topk(EXPERTS, ids):
         want = stock(input_ids=tokens, labels=tokens).loss
     want.backward()
     replay = RoutingReplay(model)
@@ -478,7 +478,7 @@ def test_routes_are_on_the_host_before_a_model_of_the_host_replays_them(
     """A copy from a GPU with `non_blocking=True` returns before the ids are in host memory."""
     model = patch(tiny())
     inputs = batch(model, 2, 7)
-    ids = random_ids(2, 7, 2, EXPERTS, TOP_K)
+    ids = draw_random_ids(2, 7, 2, EXPERTS, TOP_K)
     routes = Routes(ids, (0, 1), weights=torch.rand(ids.shape))
     shapes = []
     stock_to = Tensor.to
@@ -541,7 +541,7 @@ def test_a_record_waits_for_the_stream_of_the_models_gpu(monkeypatch: pytest.Mon
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    ids = random_ids(2, 7, 2, EXPERTS, TOP_K)
+    ids = draw_random_ids(2, 7, 2, EXPERTS, TOP_K)
     host = recorder._to_host(ids.as_subclass(OnSecondGPU))
     assert torch.equal(host, ids) and streams == [OnSecondGPU.device]
 
@@ -552,7 +552,7 @@ def _set_id(ids: Tensor, value: int, *index: int) -> Tensor:
     return ids
 
 
-IDS = random_ids(2, 6, 2, EXPERTS, TOP_K)
+IDS = draw_random_ids(2, 6, 2, EXPERTS, TOP_K)
 WRONG: dict[str, tuple[Routes, str]] = {
     "shape": (Routes(IDS[0], (0, 2)), r"\[B, S, L, K\], not \[6, 2, 2\]"),
     "floats": (Routes(IDS.double(), (0, 2)), "float64, not integers"),
@@ -563,7 +563,7 @@ WRONG: dict[str, tuple[Routes, str]] = {
     ),
     "names and L": (Routes(IDS, (0,)), "name 1 layers, but ids have L=2"),
     "L": (
-        Routes(random_ids(2, 6, 4, EXPERTS, TOP_K), (0, 1, 2, 3)),
+        Routes(draw_random_ids(2, 6, 4, EXPERTS, TOP_K), (0, 1, 2, 3)),
         r"L=4 layers \(0, 1, 2, 3\), and this qwen3_moe has 3 decoder layers, 2 of them with",
     ),
     "another layer": (Routes(IDS, (0, 3)), r"L=2 layers \(0, 3\), and this qwen3_moe has 3"),
@@ -618,7 +618,7 @@ def test_the_id_255_in_uint8_is_an_expert_and_not_a_missing_choice() -> None:
 
 def test_routes_are_freed_after_their_block() -> None:
     model, _ = _make_models()
-    ids = random_ids(2, 6, 2, EXPERTS, TOP_K).clone()
+    ids = draw_random_ids(2, 6, 2, EXPERTS, TOP_K).clone()
     routes, freed = Routes(ids, (0, 2)), weakref.ref(ids)
     replay = RoutingReplay(model)
     with torch.no_grad(), replay.replay(routes):
@@ -710,7 +710,7 @@ def test_a_call_of_the_decoder_replays_its_routes() -> None:
     tokens = batch(model, 2, 6)["input_ids"]
     with torch.no_grad(), RoutingReplay(model).replay(_make_routes(IDS)):
         got = model.model(input_ids=tokens).last_hidden_state
-    with torch.no_grad(), forced_topk(EXPERTS, IDS):
+    with torch.no_grad(), force_topk(EXPERTS, IDS):
         want = stock.model(input_ids=tokens).last_hidden_state
     assert_close("hidden states", got, want, FP64_MODEL)
 

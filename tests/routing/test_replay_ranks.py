@@ -16,7 +16,7 @@ from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.counting import EXCHANGES, counting
-from support.forced import forced_topk, forced_weights, random_ids
+from support.forced import draw_random_ids, force_topk, force_weights
 from support.parity import full_tensor
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ def _make_inputs(data_rank: int, sequence: int = 7, left: bool = False) -> dict[
 def _draw_routes(inputs: dict[str, Tensor], seed: int = 0) -> Routes:
     """Draw random experts for each token. Padding and two tokens of row 0 route live (-1)."""
     mask = inputs["attention_mask"]
-    ids = random_ids(*mask.shape, len(LAYERS), EXPERTS, TOP_K, seed)
+    ids = draw_random_ids(*mask.shape, len(LAYERS), EXPERTS, TOP_K, seed)
     ids[mask == 0] = -1
     ids[0, 3:5] = -1
     return Routes(ids, LAYERS)
@@ -70,8 +70,8 @@ def _compare_with_stock(
     for inputs, routes in everyone:
         weights = nullcontext()
         if routes.weights is not None:
-            weights = forced_weights(experts, routes.ids, routes.weights)
-        with forced_topk(EXPERTS, routes.ids), weights:
+            weights = force_weights(experts, routes.ids, routes.weights)
+        with force_topk(EXPERTS, routes.ids), weights:
             stock_outputs.append(stock(**inputs, num_items_in_batch=count))
         stock_outputs[-1].loss.backward()
     inputs, routes = everyone[data_rank]
@@ -175,7 +175,7 @@ def records_contain_whole_sequences(rank: int, world: int) -> None:
         model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), **sizes)
         inputs = _make_inputs(data_rank)
         stock, live_ids = tiny(seed=0, **SIZES), _make_live_ids(2 + data_rank)
-        with torch.no_grad(), forced_topk(EXPERTS, live_ids) as stock_ids:
+        with torch.no_grad(), force_topk(EXPERTS, live_ids) as stock_ids:
             stock(**inputs)
         replay = RoutingReplay(model)
         with replay.record() as routes:
@@ -207,7 +207,7 @@ def packed_documents_equal_stock(rank: int, world: int) -> None:
     packed = {"input_ids": tokens, "position_ids": positions, "labels": tokens}
     # With a cache, stock treats a packed row as one document.
     inputs: dict[str, Any] = {**packed, "use_cache": False}
-    padded = Routes(random_ids(3, 6, 2, EXPERTS, TOP_K), LAYERS)
+    padded = Routes(draw_random_ids(3, 6, 2, EXPERTS, TOP_K), LAYERS)
     for sp, ranks in ((2, 1), (1, 2)):
         model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2, sp_size=sp)
         stock = tiny(seed=0, **SIZES)
@@ -241,7 +241,7 @@ def a_rank_of_padding_equals_stock(rank: int, world: int) -> None:
     everyone = []
     for data_rank in range(world):
         inputs = _make_inputs(data_rank)
-        ids = random_ids(2 + data_rank, 7, 2, EXPERTS // 2, TOP_K)  # rank 0 owns these experts
+        ids = draw_random_ids(2 + data_rank, 7, 2, EXPERTS // 2, TOP_K)  # rank 0 owns these experts
         if data_rank == 1:
             inputs["labels"] = torch.full_like(inputs["labels"], -100)
             inputs["attention_mask"] = torch.zeros_like(inputs["attention_mask"])
@@ -407,7 +407,7 @@ def rank_1_gets_each_kind_of_wrong_routes(rank: int, world: int) -> list[str]:
     for kind in range(len(KINDS_OF_WRONG_ROUTES)):
         model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
         inputs = _make_inputs(0)
-        routes = Routes(random_ids(*inputs["input_ids"].shape, 2, EXPERTS, TOP_K), LAYERS)
+        routes = Routes(draw_random_ids(*inputs["input_ids"].shape, 2, EXPERTS, TOP_K), LAYERS)
         if rank == 1:
             KINDS_OF_WRONG_ROUTES[kind][0](routes)
         may_be_live = "on_missing" not in KINDS_OF_WRONG_ROUTES[kind][1]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from datasets import Dataset
 from support.adapters import ATTENTION
-from support.forced import random_ids
+from support.forced import draw_random_ids
 from support.tiny_models import tiny
-from support.words import text, tokenizer
+from support.words import make_tokenizer, text_of_tokens
 from torch import Tensor
 
 from hf_moe_ep import patch
@@ -43,14 +43,14 @@ def _build_trainer(folder: Any, lora: bool = False, **arguments: Any) -> Any:
         "report_to": "none",
         "disable_tqdm": True,
     } | arguments
-    rows = [{"prompt": text(list(range(3, 4 + index % 4)))} for index in range(8)]
+    rows = [{"prompt": text_of_tokens(list(range(3, 4 + index % 4)))} for index in range(8)]
     model = patch(tiny(dtype=torch.float32))
     return GRPOTrainer(
         model,
         reward_funcs=lambda completions, **_: [float(len(words)) for words in completions],
         args=GRPOConfig(**options),
         train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer(model.config.vocab_size),
+        processing_class=make_tokenizer(model.config.vocab_size),
         peft_config=LoraConfig(r=4, target_modules=list(ATTENTION)) if lora else None,
     )
 
@@ -136,7 +136,9 @@ class _Engine:
     def generate(self, samples: list[list[int]]) -> list[Any]:
         outputs = []
         for number, tokens in enumerate(samples):
-            ids = random_ids(1, len(tokens) - 1, LAYERS, EXPERTS, TOP_K, seed=number)[0].numpy()
+            ids = draw_random_ids(1, len(tokens) - 1, LAYERS, EXPERTS, TOP_K, seed=number)[
+                0
+            ].numpy()
             if number == self.wrong:
                 ids[0, 1] = 3
             completion = SimpleNamespace(routed_experts=ids if self.arrays else None)

@@ -17,7 +17,7 @@ from support.architectures.precision import budget
 from support.architectures.sizes import TOP_K
 from support.architectures.steps import build, whole
 from support.close import assert_close
-from support.forced import forced_topk, random_ids
+from support.forced import draw_random_ids, force_topk
 from torch import Tensor, nn
 
 from hf_moe_ep import Routes, RoutingReplay, patch
@@ -83,12 +83,12 @@ def _compare_with_stock(model_type: str, monkeypatch: pytest.MonkeyPatch, **opti
     assert routes.layers == tuple(layers)
     calls = STOCK_CALLS.get(model_type, 1)
     all_live = torch.full(routes.ids.shape, -1)
-    with torch.no_grad(), forced_topk(EXPERTS, all_live, calls) as stock_ids:
+    with torch.no_grad(), force_topk(EXPERTS, all_live, calls) as stock_ids:
         loss_of(stock, inputs)
     assert torch.equal(routes.ids.flatten(0, 1).long(), torch.stack(stock_ids, 1))
-    ids = random_ids(2, SEQUENCE, len(layers), EXPERTS, routes.ids.shape[3])
+    ids = draw_random_ids(2, SEQUENCE, len(layers), EXPERTS, routes.ids.shape[3])
     ids[1, 2:4] = -1
-    with forced_topk(EXPERTS, ids, calls) as live_ids:
+    with force_topk(EXPERTS, ids, calls) as live_ids:
         want = loss_of(stock, inputs)
     want.backward()
     num_replaced = _count_replaced(monkeypatch)

@@ -22,10 +22,10 @@ from support.commands import (
     assert_same_log,
     assert_same_tensors,
     assert_same_training,
+    read_saved_tensors,
+    read_training_log,
     run_ours,
     run_stock,
-    saved_tensors,
-    training_log,
 )
 from support.scripts import ROOT
 from transformers import AutoModelForCausalLM
@@ -154,8 +154,8 @@ def train_by_plugin(config: Config, folder: Path) -> str:
 def assert_has_report(printed: str, output: Path) -> None:
     """Check that the report has the layout, the speed and the load of experts."""
     assert "layout     2 ranks = dp_replicate 1 x ep_fsdp 1 x ep 2" in printed
-    assert all(entry["tokens_per_second"] > 0 for entry in training_log(output))
-    assert all(entry["expert_load/worst_layer"] >= 1 for entry in training_log(output))
+    assert all(entry["tokens_per_second"] > 0 for entry in read_training_log(output))
+    assert all(entry["expert_load/worst_layer"] >= 1 for entry in read_training_log(output))
 
 
 def test_the_runner_trains_as_stock(folder: Path, stock_full: Path) -> None:
@@ -191,8 +191,8 @@ def test_the_plugin_trains_and_the_runner_resumes_as_stock(folder: Path, stock_f
     middle = f"plugin/checkpoint-{MIDDLE}"
     config |= {"output_dir": "resumed", "resume_from_checkpoint": middle}
     train_by_runner(config, folder)
-    assert_same_log(training_log(folder / "resumed"), training_log(stock_full))
-    assert_same_tensors(saved_tensors(folder / "resumed"), saved_tensors(stock_full))
+    assert_same_log(read_training_log(folder / "resumed"), read_training_log(stock_full))
+    assert_same_tensors(read_saved_tensors(folder / "resumed"), read_saved_tensors(stock_full))
 
 
 def test_packed_samples_train_as_stock(folder: Path) -> None:
@@ -226,7 +226,7 @@ def merge_adapter(config: str, folder: Path) -> dict[str, Any]:
     output = config.removesuffix(".yaml")
     command = ["axolotl", "merge-lora", config, f"--lora-model-dir={output}"]
     run_stock(command, folder, "merge.txt", PYTHONPATH=ON_CPU)
-    return saved_tensors(folder / output / "merged")
+    return read_saved_tensors(folder / output / "merged")
 
 
 def test_a_wrong_section_is_reported_by_axolotls_validation(folder: Path) -> None:

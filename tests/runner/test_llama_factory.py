@@ -19,9 +19,9 @@ from support.commands import (
     STEPS,
     STOCK_BATCH,
     assert_same_training,
+    read_training_log,
     run_ours,
     run_stock,
-    training_log,
 )
 from support.scripts import ROOT
 
@@ -111,4 +111,4 @@ def test_two_ranks_train_as_stock(changes: Config, folder: Path) -> None:
     assert printed.count("hf-moe-ep run: patched Qwen3MoeForCausalLM (--ep-size 2)") == 1
     assert "layout     2 ranks = dp_replicate 1 x ep_fsdp 1 x ep 2" in printed
     assert_same_training(folder / output, folder / stock_output)
-    assert all(entry["tokens_per_second"] > 0 for entry in training_log(folder / output))
+    assert all(entry["tokens_per_second"] > 0 for entry in read_training_log(folder / output))

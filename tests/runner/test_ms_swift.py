@@ -24,11 +24,11 @@ from support.commands import (
     STOCK_BATCH,
     assert_same_log,
     assert_same_tensors,
-    logged,
+    read_log_entries,
+    read_saved_tensors,
+    read_training_log,
     run_ours,
     run_stock,
-    saved_tensors,
-    training_log,
 )
 from support.scripts import ROOT
 from support.tiny_models import QWEN3_VL_MOE, tiny
@@ -227,7 +227,7 @@ def train_ours(
     printed = run_ours(words, folder, *options, output=f"{output}.txt", **variables)
     assert printed.count(f"hf-moe-ep run: patched {model_class} (--ep-size 2") == models
     assert "layout     2 ranks = dp_replicate 1 x ep_fsdp 1 x ep 2" in printed
-    log = training_log(folder / output)
+    log = read_training_log(folder / output)
     assert all(entry["tokens_per_second"] > 0 for entry in log)
     assert all(entry["expert_load/worst_layer"] >= 1 for entry in log)
     return folder / output
@@ -244,17 +244,17 @@ def test_evaluation_and_resume_equal_stock(folder: Path, stock_sft: Path) -> Non
     ms-swift then saves no whole model. `convert` makes it from a checkpoint.
     """
     output = train_ours(folder, "sft", save_steps=MIDDLE, **EVALUATION)
-    assert_same_log(training_log(output), training_log(stock_sft))
-    got, want = (logged(path, "eval_loss") for path in (output, stock_sft))
+    assert_same_log(read_training_log(output), read_training_log(stock_sft))
+    got, want = (read_log_entries(path, "eval_loss") for path in (output, stock_sft))
     assert len(got) == len(want) == 2
     for mine, theirs in zip(got, want, strict=True):
         assert abs(mine["eval_loss"] - theirs["eval_loss"]) <= LOSS_BUDGET * theirs["eval_loss"]
     middle = f"sft/checkpoint-{MIDDLE}"
     resumed = train_ours(folder, "resumed", resume_from_checkpoint=middle)
-    assert_same_log(training_log(resumed), training_log(stock_sft))
+    assert_same_log(read_training_log(resumed), read_training_log(stock_sft))
     for run in (output, resumed):
         convert(run / LAST, run / "whole")
-        assert_same_tensors(saved_tensors(run / "whole"), saved_tensors(stock_sft / LAST))
+        assert_same_tensors(read_saved_tensors(run / "whole"), read_saved_tensors(stock_sft / LAST))
 
 
 def test_without_fsdp_an_error_names_the_option(folder: Path) -> None:
@@ -267,8 +267,8 @@ def test_without_fsdp_an_error_names_the_option(folder: Path) -> None:
 def test_lora_and_its_export_equal_stock(folder: Path) -> None:
     want = train_stock(folder, "stock_lora", **LORA)
     got = train_ours(folder, "lora", fsdp=FULL_STATE_DICT, **LORA)
-    assert_same_log(training_log(got), training_log(want))
-    assert_same_tensors(saved_tensors(got / LAST), saved_tensors(want / LAST))
+    assert_same_log(read_training_log(got), read_training_log(want))
+    assert_same_tensors(read_saved_tensors(got / LAST), read_saved_tensors(want / LAST))
     assert_same_tensors(export_merged(got, folder), export_merged(want, folder))
 
 
@@ -277,7 +277,7 @@ def export_merged(output: Path, folder: Path) -> dict[str, Tensor]:
     merged = f"{output.name}_merged"
     command = f"swift export --adapters {output / LAST} --merge_lora true --output_dir {merged}"
     run_stock(command.split(), folder, "export.txt", PYTHONPATH=ON_CPU)
-    return saved_tensors(folder / merged)
+    return read_saved_tensors(folder / merged)
 
 
 def test_pretraining_with_sequence_parallelism_equals_stock(folder: Path) -> None:
@@ -288,8 +288,8 @@ def test_pretraining_with_sequence_parallelism_equals_stock(folder: Path) -> Non
     data = {"dataset": "texts.jsonl", "gradient_checkpointing": True, "use_logits_to_keep": False}
     want = train_stock(folder, "stock_pt", "pt", **data)
     got = train_ours(folder, "pt", "pt", sp_size=2, fsdp=FULL_STATE_DICT, **data)
-    assert_same_log(training_log(got), training_log(want))
-    assert_same_tensors(saved_tensors(got / LAST), saved_tensors(want / LAST))
+    assert_same_log(read_training_log(got), read_training_log(want))
+    assert_same_tensors(read_saved_tensors(got / LAST), read_saved_tensors(want / LAST))
 
 
 def test_dpo_equals_stock(folder: Path) -> None:
@@ -297,8 +297,8 @@ def test_dpo_equals_stock(folder: Path) -> None:
     data = {"dataset": "pairs.jsonl", "rlhf_type": "dpo", "learning_rate": 1e-4}
     want = train_stock(folder, "stock_dpo", "rlhf", **data)
     got = train_ours(folder, "dpo", "rlhf", models=2, fsdp=FULL_STATE_DICT, **data)
-    assert_same_log(training_log(got), training_log(want))
-    assert_same_tensors(saved_tensors(got / LAST), saved_tensors(want / LAST))
+    assert_same_log(read_training_log(got), read_training_log(want))
+    assert_same_tensors(read_saved_tensors(got / LAST), read_saved_tensors(want / LAST))
 
 
 def test_pictures_on_one_of_two_ranks_train_as_stock(folder: Path) -> None:
@@ -313,6 +313,6 @@ def test_pictures_on_one_of_two_ranks_train_as_stock(folder: Path) -> None:
     got = train_ours(
         folder, "pictures", model_class=kind.__name__, fsdp=FULL_STATE_DICT, **PICTURES
     )
-    assert_same_log(training_log(got), training_log(want))
+    assert_same_log(read_training_log(got), read_training_log(want))
     read = [kind.from_pretrained(output / LAST).state_dict() for output in (got, want)]
     assert_same_tensors(*read)

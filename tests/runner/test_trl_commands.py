@@ -19,9 +19,9 @@ from support.commands import (
     STEPS,
     STOCK_BATCH,
     assert_same_training,
+    read_training_log,
     run_ours,
     run_stock,
-    training_log,
 )
 from support.scripts import ROOT
 
@@ -117,7 +117,7 @@ def test_a_command_of_trl_trains_as_stock(name: str, folder: Path) -> None:
     assert_same_training(ours, stock)
     assert "hf-moe-ep run: patched Qwen3Moe" in printed
     assert "layout     2 ranks = dp_replicate 1 x ep_fsdp 1 x ep 2" in printed
-    assert all(entry["tokens_per_second"] > 0 for entry in training_log(ours))
-    assert all(entry["expert_load/worst_layer"] >= 1 for entry in training_log(ours))
+    assert all(entry["tokens_per_second"] > 0 for entry in read_training_log(ours))
+    assert all(entry["expert_load/worst_layer"] >= 1 for entry in read_training_log(ours))
     card = (ours / "README.md").read_text()
     assert "hf_moe_ep" not in card and "hf-moe-ep" not in card

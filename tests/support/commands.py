@@ -1,9 +1,9 @@
-"""Run a trainer's command as stock in one process, and by `hf-moe-ep run` on two ranks.
+"""Run a trainer's command without hf_moe_ep in one process, and by `hf-moe-ep run` on two ranks.
 
 `make_inputs` writes a tiny Qwen3-MoE, a tokenizer with a ChatML template, and data for each kind of
 training. Two ranks with batch 2 draw the samples of one process with batch 4, in the same order.
 All samples of a data set have equally many tokens, and equally many tokens with a label. Otherwise
-a trainer that averages over the tokens of each rank has another loss on two ranks, also in stock.
+a trainer that averages over the tokens of each rank has another loss on two ranks, even in stock.
 """
 
 import json
@@ -34,7 +34,7 @@ SAMPLES = 32
 LOSS_BUDGET, NORM_BUDGET, TENSOR_BUDGET = 1e-5, 1e-4, 1e-4
 MAX_GRAD_NORM = 0.5  # assert_same_log checks that clipping acts
 MODEL, LAUNCH_CONFIG = "model", "cpu_2.yaml"
-# A folder for PYTHONPATH: what trainers need on CPU ranks, and not on GPUs.
+# A folder for PYTHONPATH, with code that trainers need on CPU ranks but not on GPUs.
 ON_CPU = os.fspath(Path(__file__).parent / "trainers_on_cpu")
 REWARDS = (
     "def length(completions, **_):\n    return [float(len(c[0]['content'])) for c in completions]\n"
@@ -43,7 +43,7 @@ _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_QUESTION, _ANSWER = 12, 20  # tokens
+_QUESTION_TOKENS, _ANSWER_TOKENS = 12, 20  # tokens
 
 
 def make_inputs(folder: Path, **config: Any) -> Path:
@@ -60,10 +60,10 @@ def make_inputs(folder: Path, **config: Any) -> Path:
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder / MODEL)
     tokenizer.save_pretrained(folder / MODEL)
-    pieces = _pieces(tokenizer, texts)
+    draw_text = _make_draw_text(tokenizer, texts)
     for name, make_sample in _DATA.items():
         (folder / name).mkdir()
-        lines = [json.dumps(make_sample(pieces, index)) + "\n" for index in range(SAMPLES)]
+        lines = [json.dumps(make_sample(draw_text, index)) + "\n" for index in range(SAMPLES)]
         (folder / name / "train.jsonl").write_text("".join(lines))
     write_launch_config(folder)
     (folder / "rewards.py").write_text(REWARDS)
@@ -95,15 +95,15 @@ def _make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return result
 
 
-Pieces = Callable[[int], str]
+DrawText = Callable[[int], str]
 Sample = dict[str, Any]
 
 
-def _pieces(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Pieces:
-    """Return a function that draws a text of a given number of tokens."""
+def _make_draw_text(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> DrawText:
+    """Return a function that draws a text with a given number of tokens."""
     draw = random.Random(0)
 
-    def piece(length: int) -> str:
+    def draw_text(length: int) -> str:
         while True:
             tokens = tokenizer(draw.choice(texts))["input_ids"]
             start = draw.randrange(len(tokens) - length)
@@ -111,36 +111,49 @@ def _pieces(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Pieces:
             if len(tokenizer(text)["input_ids"]) == length and "\ufffd" not in text:
                 return text
 
-    return piece
+    return draw_text
 
 
-def _question(pieces: Pieces) -> list[dict[str, str]]:
-    return [{"role": "user", "content": pieces(_QUESTION)}]
+def _make_question(draw_text: DrawText) -> list[dict[str, str]]:
+    return [{"role": "user", "content": draw_text(_QUESTION_TOKENS)}]
 
 
-def _answer(pieces: Pieces) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": pieces(_ANSWER)}]
+def _make_answer(draw_text: DrawText) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": draw_text(_ANSWER_TOKENS)}]
 
 
-def _chat(pieces: Pieces, index: int) -> Sample:
-    return {"messages": _question(pieces) + _answer(pieces)}
+def _make_chat(draw_text: DrawText, index: int) -> Sample:
+    return {"messages": _make_question(draw_text) + _make_answer(draw_text)}
 
 
-def _preference(pieces: Pieces, index: int) -> Sample:
-    return {"prompt": _question(pieces), "chosen": _answer(pieces), "rejected": _answer(pieces)}
+def _make_preference(draw_text: DrawText, index: int) -> Sample:
+    return {
+        "prompt": _make_question(draw_text),
+        "chosen": _make_answer(draw_text),
+        "rejected": _make_answer(draw_text),
+    }
 
 
-def _unpaired(pieces: Pieces, index: int) -> Sample:
+def _make_unpaired(draw_text: DrawText, index: int) -> Sample:
     label = index % 2 == 0
-    return {"prompt": _question(pieces), "completion": _answer(pieces), "label": label}
+    return {
+        "prompt": _make_question(draw_text),
+        "completion": _make_answer(draw_text),
+        "label": label,
+    }
 
 
-def _prompt(pieces: Pieces, index: int) -> Sample:
-    return {"prompt": _question(pieces)}
+def _make_prompt(draw_text: DrawText, index: int) -> Sample:
+    return {"prompt": _make_question(draw_text)}
 
 
 # The data sets, each a folder with the file train.jsonl.
-_DATA = {"chat": _chat, "preference": _preference, "unpaired": _unpaired, "prompt": _prompt}
+_DATA = {
+    "chat": _make_chat,
+    "preference": _make_preference,
+    "unpaired": _make_unpaired,
+    "prompt": _make_prompt,
+}
 
 
 def run_stock(
@@ -178,19 +191,19 @@ def _run(command: Sequence[str], folder: Path, output: str, variables: dict[str,
 Entry = dict[str, float]
 
 
-def training_log(folder: Path) -> list[Entry]:
+def read_training_log(folder: Path) -> list[Entry]:
     """Read the training logs of the last checkpoint in a trainer's output folder."""
-    return logged(folder, "loss")
+    return read_log_entries(folder, "loss")
 
 
-def logged(folder: Path, key: str) -> list[Entry]:
+def read_log_entries(folder: Path, key: str) -> list[Entry]:
     """Read the entries with a key from the log of a trainer's last checkpoint."""
     (file,) = sorted(folder.glob(f"**/checkpoint-{STEPS}/trainer_state.json"))
     history = json.loads(file.read_text())["log_history"]
     return [entry for entry in history if key in entry]
 
 
-def saved_tensors(folder: Path) -> dict[str, Tensor]:
+def read_saved_tensors(folder: Path) -> dict[str, Tensor]:
     """Read all safetensors files of a folder."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -200,8 +213,8 @@ def saved_tensors(folder: Path) -> dict[str, Tensor]:
 
 def assert_same_training(ours: Path, stock: Path) -> None:
     """Compare losses, gradient norms and saved tensors in two output folders."""
-    assert_same_log(training_log(ours), training_log(stock))
-    assert_same_tensors(saved_tensors(ours), saved_tensors(stock))
+    assert_same_log(read_training_log(ours), read_training_log(stock))
+    assert_same_tensors(read_saved_tensors(ours), read_saved_tensors(stock))
 
 
 def assert_same_log(got: Sequence[Entry], want: Sequence[Entry]) -> None:
@@ -212,7 +225,7 @@ def assert_same_log(got: Sequence[Entry], want: Sequence[Entry]) -> None:
     for step, (mine, theirs) in enumerate(zip(got, want, strict=True), start=1):
         loss, norm = (abs(mine[key] - theirs[key]) for key in ("loss", "grad_norm"))
         assert loss <= LOSS_BUDGET * max(1.0, abs(theirs["loss"])), (step, mine, theirs)
-        # A smaller norm is that of rounding errors: the gradient is zero.
+        # A gradient with a norm below 1e-3 consists of rounding errors: the exact gradient is zero.
         assert norm <= NORM_BUDGET * max(1e-3, theirs["grad_norm"]), (step, mine, theirs)
     assert len({round(entry["loss"], 4) for entry in want}) > 1
 

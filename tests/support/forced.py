@@ -1,7 +1,7 @@
 """Make a stock model use given routes: `torch.topk` over its experts returns the ids of a test.
 
-`forced_weights` replaces the routing weights as well. Nothing here uses `hf_moe_ep`: these models
-are the reference for routing replay.
+`force_weights` replaces the routing weights as well. This file does not use `hf_moe_ep`, because
+the forced models are the reference for routing replay.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 
-def random_ids(
+def draw_random_ids(
     batch: int, sequence: int, layers: int, num_experts: int, top_k: int, seed: int = 0
 ) -> Tensor:
     """Draw K different experts for each token and layer: int16 ids [B, S, L, K], in any order."""
@@ -23,12 +23,12 @@ def random_ids(
 
 
 @contextmanager
-def forced_topk(num_experts: int, ids: Tensor, calls_per_layer: int = 1) -> Iterator[list[Tensor]]:
-    """Make one topk of each layer return ids [B, S, L, K]. Where an id is -1, topk chooses itself.
+def force_topk(num_experts: int, ids: Tensor, calls_per_layer: int = 1) -> Iterator[list[Tensor]]:
+    """Make one topk of each layer return `ids` [B, S, L, K]. An id of -1 leaves the choice to topk.
 
     Yields a list with the ids [T, K] that topk would have chosen in each layer. All layers must run
     inside the block, in their order. If a layer calls topk over the experts more than once, the
-    last of its calls is forced.
+    last of these calls is forced.
     """
     by_layer = ids.long().flatten(0, 1).unbind(1)
     chosen_by_topk: list[Tensor] = []
@@ -61,8 +61,8 @@ def forced_topk(num_experts: int, ids: Tensor, calls_per_layer: int = 1) -> Iter
 
 
 @contextmanager
-def forced_weights(experts: Sequence[nn.Module], ids: Tensor, weights: Tensor) -> Iterator[None]:
-    """Replace the routing weights by weights [B, S, L, K] where ids are not -1.
+def force_weights(experts: Sequence[nn.Module], ids: Tensor, weights: Tensor) -> Iterator[None]:
+    """Replace the routing weights by `weights` [B, S, L, K] where `ids` are not -1.
 
     `experts` are the experts modules, one per layer.
     """

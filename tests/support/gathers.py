@@ -1,4 +1,4 @@
-"""Record which FSDP2 units are gathered inside a block: names, bytes, or stages of the model."""
+"""Record which FSDP2 units are gathered inside a block: names, bytes or parts of the model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ from hf_moe_ep.upstream.module_names import stock_name
 
 
 @contextmanager
-def gathered_units() -> Iterator[list[str]]:
+def record_gathered_units() -> Iterator[list[str]]:
     """List the units in the order in which they are gathered.
 
-    Names are those of the stock model, without the part before `layers.`.
+    A unit has its name in the stock model, without the text before `layers.`.
     """
     names: list[str] = []
     original = FSDPParamGroup.unshard
@@ -33,7 +33,7 @@ def gathered_units() -> Iterator[list[str]]:
 
 
 @contextmanager
-def gathered_bytes() -> Iterator[dict[str, int]]:
+def count_gathered_bytes() -> Iterator[dict[str, int]]:
     """Count the bytes that each unit gathers, by its full name in the stock model."""
     num_bytes: dict[str, int] = {}
     original = FSDPParamGroup.unshard
@@ -51,39 +51,39 @@ def gathered_bytes() -> Iterator[dict[str, int]]:
 
 
 @contextmanager
-def stages_gathered(model: nn.Module) -> Iterator[dict[int, set[str | int]]]:
-    """When a decoder layer starts, record all stages that are gathered or being gathered.
+def record_gathered_parts(model: nn.Module) -> Iterator[dict[int, set[str | int]]]:
+    """When a decoder layer starts, record all parts that are gathered or being gathered.
 
-    Yields layer index -> stages. A stage is "embedding", "head" (with the norm), or the index of a
+    Yields layer index -> parts. A part is "embedding", "head" (with the norm), or the index of a
     layer (with its experts).
     """
-    stages_by_layer: dict[int, set[str | int]] = {}
+    parts_by_layer: dict[int, set[str | int]] = {}
     units = [
-        (_stage(stock_name(name)), module)
+        (_name_part(stock_name(name)), module)
         for name, module in model.named_modules()
         if isinstance(module, FSDPModule)
     ]
 
     def record(layer: int, *_: object) -> None:
-        stages = stages_by_layer.setdefault(layer, set())
-        for stage, unit in units:
+        parts = parts_by_layer.setdefault(layer, set())
+        for part, unit in units:
             group = unit._get_fsdp_state()._fsdp_param_group
             if group is not None and (group.is_unsharded or group._all_gather_result is not None):
-                stages.add(stage)
+                parts.add(part)
 
     handles = [
-        unit.register_forward_pre_hook(partial(record, stage))
-        for stage, unit in units
-        if isinstance(stage, int)
+        unit.register_forward_pre_hook(partial(record, part))
+        for part, unit in units
+        if isinstance(part, int)
     ]
     try:
-        yield stages_by_layer
+        yield parts_by_layer
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _stage(name: str) -> str | int:
+def _name_part(name: str) -> str | int:
     parts = name.split(".")
     if "layers" in parts:
         return int(parts[parts.index("layers") + 1])

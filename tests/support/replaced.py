@@ -1,9 +1,10 @@
 """Compare the namespaces of other packages before and after a script uses hf_moe_ep.
 
-`stock_names()` lists every function and class that is an attribute of a module, or of a class that
-the module defines. `replaced(before)` then returns the attributes that are gone or hold code of
-ours, also in modules that were imported later, and our import finders in `sys.meta_path`. Other
-changes are those of the packages themselves: torch._dynamo replaces functions of torch.optim.
+`collect_functions()` lists every function and class that is an attribute of a module, or of a class
+that the module defines. `find_replaced(before)` then returns the attributes that are gone or hold
+code of ours, also in modules that were imported later, and our import finders in `sys.meta_path`.
+Changes that the packages make themselves are ignored: torch._dynamo replaces functions of
+torch.optim.
 """
 
 import sys
@@ -18,8 +19,8 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl")
 _OURS = str(Path(hf_moe_ep.__file__).parent)
 
 
-def stock_names() -> dict[str, Any]:
-    """Return "module:name" or "module:Class.name" -> value of everything that can be called."""
+def collect_functions() -> dict[str, Any]:
+    """Return a dict: "module:name" or "module:Class.name" -> the function or class of this name."""
     found = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in PACKAGES or not isinstance(module, ModuleType):
@@ -29,17 +30,19 @@ def stock_names() -> dict[str, Any]:
                 found[f"{name}:{attribute}"] = value
             if isinstance(value, type) and value.__module__ == name:
                 for member, inner in list(vars(value).items()):
-                    function = getattr(inner, "__func__", inner)  # of static and class methods
+                    function = getattr(
+                        inner, "__func__", inner
+                    )  # a static or class method wraps it
                     if isinstance(function, FunctionType):
                         found[f"{name}:{attribute}.{member}"] = function
     return found
 
 
-def replaced(before: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of the module docstring, with the values that they have now."""
-    now = stock_names()
+def find_replaced(before: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes that the module docstring describes, with their current values."""
+    now = collect_functions()
     names = before.keys() - now.keys()
-    # The members of a class that is gone are not counted beside the class.
+    # A class that is gone is counted once, without its members.
     gone: dict[str, Any] = {n: None for n in names if n.rpartition(".")[0] not in names}
     ours = {name: value for name, value in now.items() if _is_ours(value)}
     finders: dict[str, Any] = {}
@@ -49,7 +52,7 @@ def replaced(before: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Return True for a function from a file of ours, and for an object of a class of ours."""
+    """Return True for a function from our files, and for an object of one of our classes."""
     if isinstance(value, partial):
         return _is_ours(value.func)
     if isinstance(value, FunctionType):

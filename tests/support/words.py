@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 PAD, EOS = 1, 2
 
 
-def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Make the tokenizer. Batches are padded on the left, because generation needs that."""
     words = {f"word{index}": index for index in range(vocab_size)}
     model = Tokenizer(WordLevel(words, unk_token="word0"))
@@ -22,6 +22,6 @@ def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def text(tokens: list[int]) -> str:
+def text_of_tokens(tokens: list[int]) -> str:
     """Return the text that the tokenizer turns into `tokens`."""
     return " ".join(f"word{token}" for token in tokens)

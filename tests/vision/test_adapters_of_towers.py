@@ -18,13 +18,13 @@ from support.architectures.inputs import loss_of
 from support.architectures.mixes import (
     COMPOSITES,
     TYPES,
-    Make,
+    MakeBatch,
     build,
-    image,
-    images,
-    parts,
-    sound,
-    text,
+    list_encoder_names,
+    make_image,
+    make_images,
+    make_sound,
+    make_text,
 )
 from support.architectures.pictures import takes_sound
 from support.architectures.precision import budget
@@ -54,7 +54,7 @@ def build_with_adapters_on_experts(name: str, seed: int) -> PeftModel:
 def build_with_trained_projector(name: str, seed: int) -> PeftModel:
     """Add adapters to experts, and let PEFT train a copy of the projector (modules_to_save)."""
     model = build(name)
-    *_, projector = parts(model)
+    *_, projector = list_encoder_names(model)
     return _add_adapters(model, seed, modules_to_save=[projector.rpartition(".")[2]])
 
 
@@ -79,9 +79,13 @@ def _compare_steps(build_adapted: Any, name: str, rank: int, world: int) -> list
     assert any("experts" in key for key in trained), trained
     apply_ep_fsdp2(model, ep_size=2)
     optimizers = adamw(model), adamw(stock)
-    steps: list[tuple[Make, Make]] = [(text, text), (images, text), (text, image)]
+    steps: list[tuple[MakeBatch, MakeBatch]] = [
+        (make_text, make_text),
+        (make_images, make_text),
+        (make_text, make_image),
+    ]
     if takes_sound(bare):
-        steps.append((sound, text))
+        steps.append((make_sound, make_text))
     errors = []
     for step, makes in enumerate(steps):
         where = f"{name}, step {step}, " + " and ".join(make.__name__ for make in makes)

@@ -15,14 +15,14 @@ from support.architectures.mixes import (
     COMPOSITES,
     TYPES,
     Batch,
-    Make,
-    both,
+    MakeBatch,
     build,
-    image,
-    images,
-    sound_and_image,
-    text,
-    video,
+    make_image,
+    make_image_and_video,
+    make_images,
+    make_sound_and_image,
+    make_text,
+    make_video,
 )
 from support.architectures.pictures import takes_sound
 from support.architectures.precision import budget
@@ -43,7 +43,7 @@ OWN_LOOP = {"diffusion_gemma"}
 NO_BEAMS = {"llama4"}
 
 
-def make_without_labels(make: Make, model: nn.Module, seed: int) -> Batch:
+def make_without_labels(make: MakeBatch, model: nn.Module, seed: int) -> Batch:
     return {name: x for name, x in make(model, seed).items() if name != "labels"}
 
 
@@ -65,7 +65,7 @@ def a_picture_on_rank_1(name: str, rank: int, world: int) -> None:
     """generate() is the first call of the model. The second call uses beam search."""
     with FP64():
         model, stock = build_sharded_and_stock(name, rank)
-        inputs = make_without_labels((text, image)[rank], stock, 5)
+        inputs = make_without_labels((make_text, make_image)[rank], stock, 5)
         assert_generates(model, stock, inputs, rank)
         if TOWER_IN_BLOCKS and name not in NO_BEAMS:
             assert_generates(model, stock, inputs, rank, num_beams=2, num_return_sequences=2)
@@ -74,16 +74,16 @@ def a_picture_on_rank_1(name: str, rank: int, world: int) -> None:
 def without_a_cache(name: str, rank: int, world: int) -> None:
     """Every forward gets the whole prompt with its pictures."""
     model, stock = build_sharded_and_stock(name, rank)
-    inputs = make_without_labels((text, image)[rank], stock, 5)
+    inputs = make_without_labels((make_text, make_image)[rank], stock, 5)
     assert_generates(model, stock, inputs, rank, use_cache=False)
 
 
 def every_kind_of_input(name: str, rank: int, world: int) -> None:
     """Ranks have images and videos, then both in one prompt, then sound if the model takes it."""
     model, stock = build_sharded_and_stock(name, rank)
-    makes = [(video, images), (both, text)]
+    makes = [(make_video, make_images), (make_image_and_video, make_text)]
     if takes_sound(stock):
-        makes.append((text, sound_and_image))
+        makes.append((make_text, make_sound_and_image))
     for seed, by_rank in enumerate(makes):
         assert_generates(model, stock, make_without_labels(by_rank[rank], stock, seed), rank)
 
@@ -91,13 +91,13 @@ def every_kind_of_input(name: str, rank: int, world: int) -> None:
 def between_steps_of_training(name: str, rank: int, world: int) -> None:
     """Forwards without a backward, with or without a graph, do not change later gradients."""
     model, stock = build_sharded_and_stock(name, rank)
-    by_rank: tuple[Make, Make] = (images, text)
+    by_rank: tuple[MakeBatch, MakeBatch] = (make_images, make_text)
     for seed, guard in enumerate((torch.no_grad, torch.enable_grad, torch.inference_mode)):
         inputs = make_without_labels(by_rank[rank], stock, seed)
         with guard():
             got, want = model(**inputs).logits, stock(**inputs).logits
         assert_close(f"{guard.__name__}: logits", got, want, 10 * FP32_INSIDE)
-    everyone = [make(stock, 7 + i) for i, make in enumerate((text, image))]
+    everyone = [make(stock, 7 + i) for i, make in enumerate((make_text, make_image))]
     (loss_of(model.train(), everyone[rank]) * world).backward()
     assert_generates(model.eval(), stock, make_without_labels(by_rank[rank], stock, 9), rank)
     for x in everyone:
@@ -107,7 +107,7 @@ def between_steps_of_training(name: str, rank: int, world: int) -> None:
 
 def pictures_that_do_not_fit_their_grid_stop_every_rank(rank: int, world: int) -> None:
     model, stock = build_sharded_and_stock("qwen3_vl_moe", rank)
-    inputs = make_without_labels((text, image)[rank], stock, 5)
+    inputs = make_without_labels((make_text, make_image)[rank], stock, 5)
     if rank == 1:
         inputs["pixel_values"] = inputs["pixel_values"][:-1]
     message = "has 8 patches, pixel_values has 7 rows" if rank == 1 else "another rank's images"

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from support.architectures import tiny
 from support.architectures.inputs import loss_of
 from support.architectures.mixes import (
-    Make,
+    MakeBatch,
     build,
-    image,
-    images,
-    parts,
-    sound,
-    sound_and_image,
-    text,
+    list_encoder_names,
+    make_image,
+    make_images,
+    make_sound,
+    make_sound_and_image,
+    make_text,
 )
 from support.architectures.pictures import takes_sound
 from support.checks import Check, Found
@@ -35,12 +35,12 @@ from torch.utils.checkpoint import checkpoint
 from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.upstream.graph import reached_parameters
 
-STEPS: list[tuple[Make, Make]] = [
-    (sound, image),
-    (image, sound),
-    (sound_and_image, text),
-    (text, sound),
-    (images, sound_and_image),
+STEPS: list[tuple[MakeBatch, MakeBatch]] = [
+    (make_sound, make_image),
+    (make_image, make_sound),
+    (make_sound_and_image, make_text),
+    (make_text, make_sound),
+    (make_images, make_sound_and_image),
 ]
 
 
@@ -92,12 +92,12 @@ def fewer_layers_than_features(name: str, mode: str, rank: int, world: int) -> N
     options = {"num_hidden_layers": 1, "mlp_only_layers": [], "output_router_logits": False}
     model = tiny(name, **options)
     CHECKPOINTING[mode](model)
-    steps = STEPS if takes_sound(model) else [(image, text), (text, images)]
+    steps = STEPS if takes_sound(model) else [(make_image, make_text), (make_text, make_images)]
     _assert_one_order(model, rank, steps, unused=False)
 
 
 def _assert_one_order(
-    model: Any, rank: int, steps: list[tuple[Make, Make]], *, unused: bool
+    model: Any, rank: int, steps: list[tuple[MakeBatch, MakeBatch]], *, unused: bool
 ) -> None:
     """Compare the order and the sizes of reduced units over ranks.
 
@@ -106,7 +106,7 @@ def _assert_one_order(
     """
     # FSDP2 warns of views among a module's outputs. Nothing modifies these views in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    towers = parts(model)
+    towers = list_encoder_names(model)
     everyone = [
         [make(model, 10 * step + i) for i, make in enumerate(makes)]
         for step, makes in enumerate(steps)
@@ -126,7 +126,9 @@ def _assert_one_order(
         reduced = [unit for unit, _ in records if unit in towers]
         assert reduced, f"{inputs}: no tower in {records}"
         if unused:
-            assert (len(reduced) < len(towers)) == (makes == (text, sound)), f"{inputs}: {reduced}"
+            assert (len(reduced) < len(towers)) == (makes == (make_text, make_sound)), (
+                f"{inputs}: {reduced}"
+            )
         model.zero_grad()
 
 

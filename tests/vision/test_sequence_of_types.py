@@ -14,7 +14,7 @@ import torch
 from support.architectures import recording, takes_sound
 from support.architectures.inputs import loss_of
 from support.architectures.mixers import gathered_names
-from support.architectures.mixes import TYPES, build, image, sound, text, video
+from support.architectures.mixes import TYPES, build, make_image, make_sound, make_text, make_video
 from support.architectures.pictures import mixed_batch
 from support.checks import Check, Found
 from support.close import FP64_MODEL, assert_close
@@ -53,12 +53,16 @@ def at_the_end(model: nn.Module, seed: int) -> Batch:
 
 def list_steps(model: nn.Module, groups: int) -> list[list[Any]]:
     """List the functions that make the batches of all sp groups, one list for each step."""
-    found: list[list[Any]] = [[one_and_none, text], [text, at_the_end], [text, text]]
+    found: list[list[Any]] = [
+        [one_and_none, make_text],
+        [make_text, at_the_end],
+        [make_text, make_text],
+    ]
     forward = {name for module in model.modules() for name in _list_arguments(module)}
     if "pixel_values_videos" in forward:
-        found.append([video, image])
+        found.append([make_video, make_image])
     if takes_sound(model):
-        found.append([sound, one_and_none])
+        found.append([make_sound, one_and_none])
     return [makes[:groups] for makes in found]
 
 

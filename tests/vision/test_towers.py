@@ -20,13 +20,13 @@ from support.architectures.inputs import loss_of
 from support.architectures.mixes import (
     COMPOSITES,
     TYPES,
-    Make,
+    MakeBatch,
     build,
-    image,
-    images,
-    mixes,
-    parts,
-    text,
+    list_encoder_names,
+    list_mixes,
+    make_image,
+    make_images,
+    make_text,
 )
 from support.architectures.precision import budget
 from support.architectures.steps import exactly
@@ -49,7 +49,7 @@ def assert_equals_stock(
     world: int,
     *,
     prepare: Callable[[nn.Module], Any] = lambda model: None,
-    data: Callable[[nn.Module], list[tuple[Make, Make]]] = mixes,
+    data: Callable[[nn.Module], list[tuple[MakeBatch, MakeBatch]]] = list_mixes,
     **config: Any,
 ) -> list[float]:
     """Compare losses and gradients of every mix with stock, and the weights after an SGD step."""
@@ -62,7 +62,7 @@ def _compare_steps(
     rank: int,
     world: int,
     prepare: Callable[[nn.Module], Any],
-    data: Callable[[nn.Module], list[tuple[Make, Make]]],
+    data: Callable[[nn.Module], list[tuple[MakeBatch, MakeBatch]]],
     config: dict[str, Any],
 ) -> list[float]:
     # FSDP2 warns of views among a module's outputs. Nothing modifies these views in place.
@@ -95,19 +95,19 @@ def _compare_steps(
 
 
 def freeze_towers(model: nn.Module) -> None:
-    for name in parts(model):
+    for name in list_encoder_names(model):
         model.get_submodule(name).requires_grad_(False)
 
 
 def freeze_all_but_the_projector(model: nn.Module) -> None:
     """Freeze all but the projector, as the first stage of many recipes does."""
     model.requires_grad_(False)
-    *_, projector = parts(model)
+    *_, projector = list_encoder_names(model)
     model.get_submodule(projector).requires_grad_(True)
 
 
 def freeze_text(model: nn.Module) -> None:
-    names = parts(model)
+    names = list_encoder_names(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(names))
 
@@ -118,15 +118,18 @@ def require_input_gradients(model: Any) -> None:
     model.enable_input_require_grads()
 
 
-def _list_image_mixes(model: nn.Module) -> list[tuple[Make, Make]]:
-    return [(image, text), (text, images)]
+def _list_image_mixes(model: nn.Module) -> list[tuple[MakeBatch, MakeBatch]]:
+    return [(make_image, make_text), (make_text, make_images)]
 
 
 def two_forwards_before_backward(rank: int, world: int) -> None:
     """The second forward's backward reshards the towers; the first forward's gathers them again."""
     model, stock = build("kimi_k25", seed=rank), build("kimi_k25")
     apply_ep_fsdp2(model, ep_size=2)
-    everyone = [[image(stock, 1), text(stock, 2)], [text(stock, 3), images(stock, 4)]]
+    everyone = [
+        [make_image(stock, 1), make_text(stock, 2)],
+        [make_text(stock, 3), make_images(stock, 4)],
+    ]
     losses = [loss_of(model, batches[rank]) for batches in everyone]
     for loss in reversed(losses):
         (loss * world).backward()
@@ -139,7 +142,7 @@ def two_forwards_before_backward(rank: int, world: int) -> None:
 
 def towers_are_gathered_only_while_they_are_needed(rank: int, world: int) -> None:
     model = build("kimi_k25", seed=rank)
-    batches = [make(model, 3) for make in (text, (image, text)[rank])]
+    batches = [make(model, 3) for make in (make_text, (make_image, make_text)[rank])]
     apply_ep_fsdp2(model, ep_size=2)
     units = [model.get_submodule(name) for name in ("model.vision_tower", "model.mm_projector")]
     gathered: list[list[bool]] = []
@@ -158,7 +161,7 @@ def towers_are_gathered_only_while_they_are_needed(rank: int, world: int) -> Non
 
 def a_tower_called_on_its_own_is_refused(rank: int, world: int) -> None:
     model = build("kimi_k25", seed=rank)
-    inputs = image(model, 1)
+    inputs = make_image(model, 1)
     apply_ep_fsdp2(model, ep_size=2)
     with pytest.raises(ValueError, match="Kimi_K25VisionModel of a sharded model was called on"):
         model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
@@ -173,14 +176,14 @@ def undeclared_towers_refuse_ranks_that_differ(rank: int, world: int) -> None:
     model, stock = build("kimi_k25", seed=rank), build("kimi_k25")
     patch(model, ep_size=2, plan=replace(derive_plan(model), encoders=()))
     apply_ep_fsdp2(model)
-    different = (image if rank == 1 else text)(stock, 5)
+    different = (make_image if rank == 1 else make_text)(stock, 5)
     message = "some ranks were given .*pixel_values and others were not"
     with pytest.raises(ValueError, match=message):
         model(**different)
     del different["labels"]
     with pytest.raises(ValueError, match=message):
         model.generate(**different, max_new_tokens=2)
-    everyone = [images(stock, 1), image(stock, 2)]
+    everyone = [make_images(stock, 1), make_image(stock, 2)]
     (loss_of(model, everyone[rank]) * world).backward()
     for x in everyone:
         loss_of(stock, x).backward()
@@ -213,7 +216,9 @@ def _list_checks() -> list[Any]:
     runs = {name: partial(_compare_mixes, name) for name in (*TYPES, *COMPOSITES)}
     for name in ("kimi_k25", "qwen3_omni_moe_thinker", "ernie4_5_vl_moe", "gemma4"):
         for kind, prepare in PREPARED.items():
-            runs[f"{name}: {kind}"] = partial(_compare_mixes, name, prepare=prepare, data=mixes)
+            runs[f"{name}: {kind}"] = partial(
+                _compare_mixes, name, prepare=prepare, data=list_mixes
+            )
         for kind, prepare in WITHOUT_TEXT.items():
             runs[f"{name}: {kind}"] = partial(
                 _compare_mixes, name, prepare=prepare, data=_list_image_mixes

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 from support.architectures.inputs import loss_of
-from support.architectures.mixes import Batch, Make, build, image, images, parts, text, video
+from support.architectures.mixes import (
+    Batch,
+    MakeBatch,
+    build,
+    list_encoder_names,
+    make_image,
+    make_images,
+    make_text,
+    make_video,
+)
 from support.architectures.pictures import mixed_batch
 from support.architectures.precision import budget
 from support.checks import Check, Found
@@ -32,13 +41,17 @@ def three_and_one(model: Any, seed: int) -> Batch:
     return mixed_batch(model, [3, 1], text=3, seed=seed)
 
 
-ROUNDS: list[list[tuple[Make, ...]]] = [
+ROUNDS: list[list[tuple[MakeBatch, ...]]] = [
     [
-        (images, text, three_and_one, video),
-        (text, image, text, text),
-        (image, three_and_one, images, text),
+        (make_images, make_text, three_and_one, make_video),
+        (make_text, make_image, make_text, make_text),
+        (make_image, three_and_one, make_images, make_text),
     ],
-    [(three_and_one, image, text, text), (text, images, image, text), (text, text, text, text)],
+    [
+        (three_and_one, make_image, make_text, make_text),
+        (make_text, make_images, make_image, make_text),
+        (make_text, make_text, make_text, make_text),
+    ],
 ]
 
 
@@ -47,12 +60,12 @@ def leave_unchanged(model: nn.Module) -> None:
 
 
 def freeze_tower(model: nn.Module) -> None:
-    for name in parts(model):
+    for name in list_encoder_names(model):
         model.get_submodule(name).requires_grad_(False)
 
 
 def cast_tower_to_fp32(model: nn.Module) -> None:
-    for name in parts(model):
+    for name in list_encoder_names(model):
         model.get_submodule(name).float()
 
 
@@ -91,7 +104,7 @@ def pictures_without_a_label(name: str, rank: int, world: int) -> None:
     """Only rank 1 has pictures, but all its labels are ignored, so tower gradients are zero."""
     model, stock = build(name, seed=rank), build(name)
     apply_ep_fsdp2(model, ep_size=2)
-    everyone = [text(stock, 1), images(stock, 2)]
+    everyone = [make_text(stock, 1), make_images(stock, 2)]
     everyone[1]["labels"] = torch.full_like(everyone[1]["labels"], -100)
     num_tokens = everyone[0]["labels"][:, 1:].ne(-100).sum()
     loss = model(**everyone[rank], num_items_in_batch=num_tokens).loss
@@ -117,7 +130,9 @@ def generate_in_low_precision(name: str, rank: int, world: int) -> None:
     The fp32 model computes in bf16, and gets fp32 pixels.
     """
     model = build(name, seed=rank)
-    inputs = {key: x for key, x in (text, image)[rank](model, 5).items() if key != "labels"}
+    inputs = {
+        key: x for key, x in (make_text, make_image)[rank](model, 5).items() if key != "labels"
+    }
     inputs = {key: x.float() if x.is_floating_point() else x for key, x in inputs.items()}
     model.float()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -131,7 +146,7 @@ def generate_in_low_precision(name: str, rank: int, world: int) -> None:
 def encoders_after_a_skipped_backward(name: str, rank: int, world: int) -> None:
     """If a forward without backward leaves encoders gathered, their old weights are not used."""
     model = build(name, seed=rank)
-    inputs = image(model, 2)
+    inputs = make_image(model, 2)
     apply_ep_fsdp2(model, ep_size=2)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)

@@ -1,8 +1,8 @@
-"""Batches of text, images, videos and sound for two ranks, for every model type that takes them.
+"""Make batches of text, images, videos and sound for two ranks, and models that take such batches.
 
-`mixes(model)` lists the batches of ranks 0 and 1 for each step. `build(name)` makes a tiny model of
-a type in `TYPES` or in `COMPOSITES`. A composite is a model whose own type is no MoE type, but
-whose text model is one.
+`list_mixes(model)` lists the batches of ranks 0 and 1 for each step. `build(name)` makes a tiny
+model of a type in `TYPES` or in `COMPOSITES`. A composite is a model whose own type is not a MoE
+type, but whose text model has a MoE type.
 """
 
 import inspect
@@ -21,35 +21,35 @@ from support.architectures.sizes import PLACEHOLDERS, tiny_config
 from support.architectures.types import MODEL_TYPES
 
 Batch = dict[str, Tensor]
-Make = Callable[[nn.Module, int], Batch]
+MakeBatch = Callable[[nn.Module, int], Batch]
 
 
-def text(model: Any, seed: int) -> Batch:
+def make_text(model: Any, seed: int) -> Batch:
     return mixed_batch(model, [0, 0], seed=seed)
 
 
-def image(model: Any, seed: int) -> Batch:
+def make_image(model: Any, seed: int) -> Batch:
     return mixed_batch(model, [1], seed=seed)
 
 
-def images(model: Any, seed: int) -> Batch:
+def make_images(model: Any, seed: int) -> Batch:
     return mixed_batch(model, [2, 0, 1], seed=seed)
 
 
-def sound(model: Any, seed: int) -> Batch:
+def make_sound(model: Any, seed: int) -> Batch:
     return mixed_batch(model, [0, 0], sounds=[1, 0], seed=seed)
 
 
-def sound_and_image(model: Any, seed: int) -> Batch:
+def make_sound_and_image(model: Any, seed: int) -> Batch:
     return mixed_batch(model, [0, 1], sounds=[1, 0], seed=seed)
 
 
-def video(model: Any, seed: int) -> Batch:
+def make_video(model: Any, seed: int) -> Batch:
     """Make a batch with one video: an image whose inputs have the names of a video's inputs.
 
-    If the tower merges several frames into one step in time, the image is repeated that often.
+    If the tower merges n frames into one step in time, the image is repeated n times.
     """
-    batch = image(model, seed)
+    batch = make_image(model, seed)
     config = model.config
     frames = getattr(config.vision_config, "temporal_merge_size", 1)
     if frames > 1:
@@ -62,23 +62,23 @@ def video(model: Any, seed: int) -> Batch:
     ):
         if name in batch:
             batch[new] = batch.pop(name)
-    if "num_frames_per_video" in _names_of_inputs(model):
+    if "num_frames_per_video" in _list_input_names(model):
         batch["num_frames_per_video"] = torch.tensor([1])
     kinds = ("mm_token_type_ids", "moe_mm_token_type_ids")
     batch |= {name: batch[name].masked_fill(batch[name] == 1, 2) for name in kinds if name in batch}
     ids = batch["input_ids"]
     if not config.model_type.startswith("glm"):  # GLM marks videos with image tokens
         batch["input_ids"] = ids.masked_fill(ids == config.image_token_id, config.video_token_id)
-    elif config.model_type == "glm5_next":  # it also marks both ends of a video
+    elif config.model_type == "glm5_next":  # GLM-5-Next also marks both ends of a video
         positions = (ids[0] == config.image_token_id).nonzero().flatten()
         ids[0, positions[0] - 1] = config.video_start_token_id
         ids[0, positions[-1] + 1] = config.video_end_token_id
     return batch
 
 
-def both(model: Any, seed: int) -> Batch:
+def make_image_and_video(model: Any, seed: int) -> Batch:
     """Make a batch of two rows: an image in the first row, a video in the second."""
-    rows = [image(model, seed), video(model, seed + 1)]
+    rows = [make_image(model, seed), make_video(model, seed + 1)]
     texts = [{n: x for n, x in row.items() if n in _TEXT} for row in rows]
     longest = max(row["input_ids"].shape[1] for row in texts)
     pad = partial(torch.nn.functional.pad, mode="constant")
@@ -95,37 +95,46 @@ def both(model: Any, seed: int) -> Batch:
 _TEXT = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
-def _names_of_inputs(model: nn.Module) -> set[str]:
+def _list_input_names(model: nn.Module) -> set[str]:
     forwards = (inspect.signature(module.forward) for module in model.modules())
     return {name for forward in forwards for name in forward.parameters}
 
 
-def mixes(model: nn.Module) -> list[tuple[Make, Make]]:
+def list_mixes(model: nn.Module) -> list[tuple[MakeBatch, MakeBatch]]:
     """List the functions that make the batches of rank 0 and rank 1, one pair for each step."""
-    found: list[tuple[Make, Make]] = [(text, text), (text, images), (image, text), (image, images)]
-    if "pixel_values_videos" in _names_of_inputs(model):
-        found.append((video, image))
+    found: list[tuple[MakeBatch, MakeBatch]] = [
+        (make_text, make_text),
+        (make_text, make_images),
+        (make_image, make_text),
+        (make_image, make_images),
+    ]
+    if "pixel_values_videos" in _list_input_names(model):
+        found.append((make_video, make_image))
         # glm4v_moe marks images and videos with the same token, so stock refuses a batch with both.
         if model.config.model_type != "glm4v_moe":
-            found.append((both, text))
+            found.append((make_image_and_video, make_text))
     if takes_sound(model):
-        found += [(sound, image), (text, sound), (sound_and_image, text)]
-    return [*found, (text, text)]
+        found += [
+            (make_sound, make_image),
+            (make_text, make_sound),
+            (make_sound_and_image, make_text),
+        ]
+    return [*found, (make_text, make_text)]
 
 
-def kimi_k25(seed: int) -> nn.Module:
+def build_kimi_k25(seed: int) -> nn.Module:
     """Build a Kimi-K2.5, whose text model is a DeepSeek-V3."""
     tower = {"pos_emb_height": 4, "pos_emb_width": 4, "intermediate_size": 20}
-    return _composite("Kimi_K25", "deepseek_v3", seed, tower, projection_hidden_size=16)
+    return _build_composite("Kimi_K25", "deepseek_v3", seed, tower, projection_hidden_size=16)
 
 
-def internvl(seed: int) -> nn.Module:
+def build_internvl(seed: int) -> nn.Module:
     """Build an InternVL, whose text model is a Qwen3-MoE."""
     tower = {"image_size": 16, "intermediate_size": 20}
-    return _composite("InternVL", "qwen3_moe", seed, tower, tie_word_embeddings=False)
+    return _build_composite("InternVL", "qwen3_moe", seed, tower, tie_word_embeddings=False)
 
 
-def _composite(name: str, text_type: str, seed: int, tower: Any, **fields: Any) -> nn.Module:
+def _build_composite(name: str, text_type: str, seed: int, tower: Any, **fields: Any) -> nn.Module:
     """Build a multimodal model `name` around a text model of an MoE type."""
     text_config = tiny_config(text_type).to_dict() | {"output_router_logits": False}
     tower = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, **tower}
@@ -146,21 +155,21 @@ TYPES = [
 # In older Transformers, the config of Kimi-K2.5 does not name the type of its text model.
 COMPOSITES = {
     name: make
-    for name, make in {"kimi_k25": kimi_k25, "internvl": internvl}.items()
+    for name, make in {"kimi_k25": build_kimi_k25, "internvl": build_internvl}.items()
     if name not in TYPES
 }
 
 
-# The norm after each expert of muse_spark, one for all experts of a layer. It is frozen here; the
-# tests that train it are in tests/architectures/test_shared_by_experts.py.
+# All experts of a layer of muse_spark share this norm. `build` freezes it. The tests in
+# tests/architectures/test_shared_by_experts.py train it.
 SHARED_BY_EXPERTS = "post_expert_norm"
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
     """Build a tiny model without a load-balancing loss.
 
-    That loss depends on the batches of all ranks together, so stock's losses of the single batches
-    would not add up to it. A norm that all experts of a layer share is frozen.
+    A load-balancing loss depends on the batches of all ranks together, so it is not the sum of
+    stock's losses of single batches. A norm that all experts of a layer share is frozen.
     """
     if name in COMPOSITES:
         return COMPOSITES[name](seed)
@@ -173,7 +182,7 @@ def build(name: str, seed: int = 0) -> nn.Module:
     return model
 
 
-def parts(model: nn.Module) -> tuple[str, ...]:
+def list_encoder_names(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the encoders (towers, projectors) of a model that is not sharded."""
     plan = parts_of(model).plan
     names = plan.encoders or (plan.vision.tower,)

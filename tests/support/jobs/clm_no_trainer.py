@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from transformers import default_data_collator, get_scheduler
 
 from support.tiny_models import tiny
-from support.words import text, tokenizer
+from support.words import make_tokenizer, text_of_tokens
 
 BLOCK = 16
 NUM_TEXTS = 60
@@ -64,7 +64,7 @@ class Lines(GeneralTracker):
 def texts() -> Dataset:
     """Make texts of 3 to 21 words whose numbers count upwards."""
     rows = [
-        {"text": text([3 + (i + position) % 9 for position in range(3 + 7 * i % 19)])}
+        {"text": text_of_tokens([3 + (i + position) % 9 for position in range(3 + 7 * i % 19)])}
         for i in range(NUM_TEXTS)
     ]
     return Dataset.from_list(rows)
@@ -72,7 +72,7 @@ def texts() -> Dataset:
 
 def blocks(vocab_size: int) -> Dataset:
     """Concatenate all texts and split them into blocks of BLOCK tokens."""
-    words = tokenizer(vocab_size)
+    words = make_tokenizer(vocab_size)
     tokenized = texts().map(lambda rows: words(rows["text"]), batched=True, remove_columns=["text"])
 
     def group(rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
@@ -190,7 +190,7 @@ def main() -> None:
         save_function=accelerator.save,
     )
     if accelerator.is_main_process:
-        tokenizer(model.config.vocab_size).save_pretrained(options.folder / "model")
+        make_tokenizer(model.config.vocab_size).save_pretrained(options.folder / "model")
         (options.folder / "run.json").write_text(json.dumps(log))
     accelerator.end_training()
 

@@ -29,7 +29,7 @@ from transformers import (
 
 from support.jobs.clm_no_trainer import blocks
 from support.tiny_models import tiny
-from support.words import tokenizer
+from support.words import make_tokenizer
 
 
 @dataclass
@@ -67,7 +67,7 @@ def main() -> None:
         from hf_moe_ep import patch
 
         patch(model, ep_size=model_options.ep_size)
-    words = tokenizer(model.config.vocab_size)
+    words = make_tokenizer(model.config.vocab_size)
     data = blocks(model.config.vocab_size)
     num_eval, num_train = data_options.max_eval_samples, data_options.max_train_samples
     trainer = Trainer(

@@ -25,7 +25,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from support.tiny_models import tiny
-from support.words import text, tokenizer
+from support.words import make_tokenizer, text_of_tokens
 
 TRAINERS: dict[str, tuple[Any, Any]] = {
     "grpo": (GRPOTrainer, GRPOConfig),
@@ -41,7 +41,7 @@ def prompts() -> Dataset:
     rows = [
         [3 + (index + position) % 11 for position in range(1 + index % 7)] for index in range(24)
     ]
-    return Dataset.from_list([{"prompt": text(row)} for row in rows])
+    return Dataset.from_list([{"prompt": text_of_tokens(row)} for row in rows])
 
 
 class RandomTable:
@@ -133,7 +133,7 @@ def main() -> None:
         reward_funcs=reward,
         args=arguments,
         train_dataset=prompts(),
-        processing_class=tokenizer(model.config.vocab_size),
+        processing_class=make_tokenizer(model.config.vocab_size),
         peft_config=adapters,
     )
     rank = trainer.accelerator.process_index

@@ -29,7 +29,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from trl import SFTConfig, SFTTrainer
 
 from support.tiny_models import tiny
-from support.words import tokenizer
+from support.words import make_tokenizer
 
 NUM_DOCUMENTS = 60
 
@@ -135,7 +135,7 @@ def main() -> None:
         model,
         args=arguments,
         train_dataset=documents(),
-        processing_class=tokenizer(model.config.vocab_size),
+        processing_class=make_tokenizer(model.config.vocab_size),
         callbacks=[steps],
     )
     trainer.train(resume_from_checkpoint=options.resume)
