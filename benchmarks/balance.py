@@ -19,7 +19,7 @@ The columns of the table:
 
     worst layer, held-out        the largest load of a layer, on text that was not used for training
     worst layer, last 20 steps   the largest load of a layer in the last 20 steps (`expert_load`)
-    in one of them               the largest load of a layer in the worst of these 20 steps
+    worst of these steps         the largest load of a layer in the worst of these 20 steps
     all layers                   the load of the sum of all layers' counts in the last 20 steps.
                                  Stock's loss balances only this sum (`moe/aux_loss.py`)
     loss                         nats per token on the held-out text, without the auxiliary loss
@@ -114,7 +114,7 @@ class Outcome:
     seconds: float
 
     @property
-    def of_last_steps(self) -> list[list[int]]:
+    def sum_of_last_steps(self) -> list[list[int]]:
         """The sum of the counts of the last steps, as [layer][expert]."""
         summed: list[list[int]] = torch.tensor(self.last_steps).sum(0).tolist()
         return summed
@@ -136,7 +136,7 @@ def load_data(vocab_size: int = 384) -> tuple[int, Blocks, Blocks]:
     return len(tokenizer), pack(tokenizer, train_text, BLOCK), held_out
 
 
-def build(method: Method, vocab_size: int, seed: int) -> PreTrainedModel:
+def build_model(method: Method, vocab_size: int, seed: int) -> PreTrainedModel:
     """Build and patch a model of the size and initialisation of `examples/make_small_model.py`."""
     set_seed(seed)
     config: Any = small_config(vocab_size)
@@ -157,8 +157,8 @@ def build(method: Method, vocab_size: int, seed: int) -> PreTrainedModel:
     return patch(model, **balance)
 
 
-class _LastSteps(TrainerCallback):
-    """Record the token counts of each of the last steps."""
+class _LastStepsRecorder(TrainerCallback):
+    """Records the token counts of each of the last steps."""
 
     def __init__(self) -> None:
         self.counts: list[list[list[int]]] = []
@@ -175,7 +175,7 @@ def get_layer_state(experts: nn.Module) -> MoELayer:
 
 def train(method: Method, seed: int, steps: int, data: tuple[int, Blocks, Blocks]) -> Outcome:
     vocab_size, blocks, held_out = data
-    model = build(method, vocab_size, seed)
+    model = build_model(method, vocab_size, seed)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
@@ -195,16 +195,16 @@ def train(method: Method, seed: int, steps: int, data: tuple[int, Blocks, Blocks
             report_to="none",
             disable_tqdm=True,
         )
-        last_steps = _LastSteps()
+        last_steps = _LastStepsRecorder()
         Trainer(model=model, args=args, train_dataset=blocks, callbacks=[last_steps]).train()
-    loss, counts = score(model, held_out)
+    loss, counts = evaluate(model, held_out)
     seconds = time.perf_counter() - begin
-    # The first entry counts all steps before the last steps.
+    # The first entry also has all steps before it, so it is left out.
     return Outcome(counts.tolist(), last_steps.counts[1:], loss, seconds)
 
 
 @torch.no_grad()
-def score(model: PreTrainedModel, held_out: Blocks) -> tuple[float, Tensor]:
+def evaluate(model: PreTrainedModel, held_out: Blocks) -> tuple[float, Tensor]:
     """Return the mean loss per token, and the number of tokens of each expert in each layer."""
     model.eval()
     experts = find_parts(model).experts.values()
@@ -231,16 +231,16 @@ def find_worst_load(counts: list[list[int]]) -> float:
     return max(max(row) * len(row) / sum(row) for row in counts)
 
 
-def summed(counts: list[list[int]]) -> list[int]:
-    """Sum the counts over all layers for each expert index."""
+def sum_over_layers(counts: list[list[int]]) -> list[int]:
+    """Return the sum of the counts over all layers, for each expert index."""
     return [sum(column) for column in zip(*counts, strict=True)]
 
 
-def report(outcomes: Outcomes, methods: tuple[Method, ...], seeds: list[int]) -> str:
+def format_report(outcomes: Outcomes, methods: tuple[Method, ...], seeds: list[int]) -> str:
     """Format the table, and a line for each method that says whether it reaches TARGET."""
     lines = [
-        "| model | method | worst layer, held-out | worst layer, last 20 steps | in one of them "
-        "| all layers | loss | loss - that without balance, seed by seed |",
+        "| model | method | worst layer, held-out | worst layer, last 20 steps "
+        "| worst of these steps | all layers | loss | loss minus loss without balancing, by seed |",
         "|---|---|---|---|---|---|---|---|",
     ]
     verdicts = []
@@ -249,9 +249,9 @@ def report(outcomes: Outcomes, methods: tuple[Method, ...], seeds: list[int]) ->
         losses = [run.loss for run in runs]
         plain_losses = [outcomes[Method(method.model), seed].loss for seed in seeds]
         held_out = [find_worst_load(run.held_out) for run in runs]
-        last = [find_worst_load(run.of_last_steps) for run in runs]
+        last = [find_worst_load(run.sum_of_last_steps) for run in runs]
         worst_steps = [run.worst_step for run in runs]
-        all_layers = [find_worst_load([summed(run.of_last_steps)]) for run in runs]
+        all_layers = [find_worst_load([sum_over_layers(run.sum_of_last_steps)]) for run in runs]
         deltas = [loss - plain for loss, plain in zip(losses, plain_losses, strict=True)]
         is_balanced = bool(method.aux or method.rate)
         delta_cell = ", ".join(f"{value:+.4f}" for value in deltas) if is_balanced else ""
@@ -265,7 +265,7 @@ def report(outcomes: Outcomes, methods: tuple[Method, ...], seeds: list[int]) ->
             verdicts.append(
                 f"{method.model}, {method.name}: the worst layer is "
                 f"{'below' if below else 'NOT below'} {TARGET} with every seed; the held-out loss "
-                f"minus that without balancing is {statistics.mean(deltas):+.4f}, the mean of "
+                f"minus the loss without balancing is {statistics.mean(deltas):+.4f}, the mean of "
                 f"{len(seeds)} seeds. Without balancing, the losses of the seeds differ by up to "
                 f"{max(plain_losses) - min(plain_losses):.4f}."
             )
@@ -295,7 +295,7 @@ def run_all(
             print(
                 f"{method.model}, {method.name}, seed {seed}: worst layer "
                 f"{find_worst_load(outcome.held_out):.2f} held-out, "
-                f"{find_worst_load(outcome.of_last_steps):.2f} in the last steps; loss "
+                f"{find_worst_load(outcome.sum_of_last_steps):.2f} in the last steps; loss "
                 f"{outcome.loss:.4f}; {outcome.seconds:.0f} s",
                 flush=True,
             )
@@ -315,11 +315,11 @@ def plot(outcomes: Outcomes, methods: tuple[Method, ...], seed: int, path: Path)
 def measure_overhead(pairs: int) -> str:
     """Time training steps of one rank of the demo, alternately with and without counting.
 
-    CPU seconds of a process with one thread are measured, which a busy machine disturbs least.
+    The times are CPU seconds of a process with one thread, which a busy machine changes least.
     """
     torch.set_num_threads(1)
     vocab_size, blocks, _ = load_data()
-    model = build(Method("Qwen3-MoE"), vocab_size, 0)
+    model = build_model(Method("Qwen3-MoE"), vocab_size, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     input_ids = torch.stack([block["input_ids"] for block in blocks[:4]])
 
@@ -330,21 +330,21 @@ def measure_overhead(pairs: int) -> str:
         optimizer.zero_grad()
         return 1e3 * (time.process_time() - begin)
 
-    def step_without() -> float:
+    def step_without_counting() -> float:
         with mock.patch.object(layer, "count_choice", lambda *args: None):
             return step()
 
     for _ in range(5):
-        step(), step_without()
-    with_counts, without = [], []
+        step(), step_without_counting()
+    times_with, times_without = [], []
     for index in range(pairs):
         if index % 2:
-            with_counts.append(step())
-            without.append(step_without())
+            times_with.append(step())
+            times_without.append(step_without_counting())
         else:
-            without.append(step_without())
-            with_counts.append(step())
-    ratios = sorted(a / b for a, b in zip(with_counts, without, strict=True))
+            times_without.append(step_without_counting())
+            times_with.append(step())
+    ratios = sorted(a / b for a, b in zip(times_with, times_without, strict=True))
     median_ratio = statistics.median(ratios)
     moe_layer = get_layer_state(next(iter(find_parts(model).experts.values())))
     ids = torch.randint(16, (input_ids.numel(), 4))
@@ -355,13 +355,13 @@ def measure_overhead(pairs: int) -> str:
             layer.count_choice(moe_layer, True, ids)
         times.append(1e3 * (time.process_time() - begin) / calls)
     per_step = 4 * statistics.median(times)
-    share = per_step / statistics.median(without)
+    share = per_step / statistics.median(times_without)
     return "\n".join(
         [
             f"A step of one rank of the demo, 4 x 128 tokens, {pairs} pairs of steps in one "
-            f"process: {spread(with_counts)} ms of CPU time with counting, {spread(without)} ms "
-            f"without; ratio of a pair, median: {median_ratio:.4f} (quartiles "
-            f"{ratios[len(ratios) // 4]:.4f} .. {ratios[3 * len(ratios) // 4]:.4f}).",
+            f"process: {spread(times_with)} ms of CPU time with counting, "
+            f"{spread(times_without)} ms without; ratio of a pair, median: {median_ratio:.4f} "
+            f"(quartiles {ratios[len(ratios) // 4]:.4f} .. {ratios[3 * len(ratios) // 4]:.4f}).",
             "",
             f"Counting alone, four layers of 512 tokens, top-4 of 16: {per_step:.3f} ms, "
             f"{share:.2%} of that step.",
@@ -386,12 +386,12 @@ def main() -> None:
     script = "benchmarks/balance.py"
     if args.overhead:
         text = measure_overhead(args.pairs)
-        head, name = "# What counting tokens per expert costs a step", "counting-cpu"
+        head, name = "# The CPU time that a step needs to count tokens per expert", "counting-cpu"
     else:
         methods = list_methods(args.aux, args.rate)
         seeds = list(range(args.seeds))
         outcomes = run_all(methods, seeds, args.steps, args.kept)
-        text = report(outcomes, methods, seeds)
+        text = format_report(outcomes, methods, seeds)
         head, name = "# Balance of experts, by method", "balance-cpu"
         text += "\n\nMedians (smallest .. largest). The top of the script explains the columns."
     print(text)

@@ -1,10 +1,10 @@
-"""Measure how much memory it takes to load and save a checkpoint in hub layout, on four CPU ranks.
+"""Measure the memory that four CPU ranks need to load and to save a checkpoint in hub layout.
 
     python benchmarks/checkpoint.py                              prints the tables
     python benchmarks/checkpoint.py --write benchmarks/results   also writes Markdown and a plot
 
 The checkpoint is a Qwen3-MoE with one key per expert, as on the hub. Its files are in the page
-cache. Three sides load it, and two of them save it:
+cache. Three methods load it, and two of them also save it:
 
     ours      `hf_moe_ep.from_pretrained(folder, ep_size=..)`, then our `save_pretrained`
     native    transformers' `from_pretrained(.., distributed_config=DistributedConfig(fsdp_size=4,
@@ -55,9 +55,9 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import Reader, read_index
 
 WORLD = 4
 MIB = 2**20
-SIDES = {"ours": "hf_moe_ep", "native": "transformers", "whole": "stock, then apply_ep_fsdp2"}
+METHODS = {"ours": "hf_moe_ep", "native": "transformers", "whole": "stock, then apply_ep_fsdp2"}
 SAVING = ("ours", "native")
-PROMISED = {"load": 1.5, "save": 2.0}  # sizes of the largest tensor
+PROMISED = {"load": 1.5, "save": 2.0}  # in multiples of the largest tensor
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ TINY = Sizes(hidden=32, layers=2, intermediate=16, vocab=64)
 
 @dataclass(frozen=True)
 class Figures:
-    """One rank's load or save.
+    """The figures of one load or save on one rank.
 
     `peak` (anonymous and shared memory) and `resident` (all memory) are bytes above the memory that
     the process had before, without its shards.
@@ -105,7 +105,7 @@ class Measured:
     save: Figures | None
 
 
-Results = dict[tuple[int, str], list[list[Measured]]]  # [ep, side][repeat][rank]
+Results = dict[tuple[int, str], list[list[Measured]]]  # [ep, method][repeat][rank]
 
 
 def write_model(_: int, sizes: Sizes, directory: str) -> None:
@@ -125,18 +125,18 @@ def write_model(_: int, sizes: Sizes, directory: str) -> None:
     model.save_pretrained(directory, max_shard_size=f"{sizes.file_mb}MB")
 
 
-def load(side: str, directory: str, ep: int) -> nn.Module:
-    if side == "ours":
+def load(method: str, directory: str, ep: int) -> nn.Module:
+    if method == "ours":
         return hf_moe_ep.from_pretrained(directory, ep_size=ep)
-    if side == "whole":
+    if method == "whole":
         model = Qwen3MoeForCausalLM.from_pretrained(directory)
         return hf_moe_ep.apply_ep_fsdp2(model, ep_size=ep)
     config = DistributedConfig(fsdp_size=WORLD, ep_size=ep)
     return Qwen3MoeForCausalLM.from_pretrained(directory, distributed_config=config)
 
 
-def save(side: str, model: Any, directory: str, sizes: Sizes) -> None:
-    write = hf_moe_ep.save_pretrained if side == "ours" else type(model).save_pretrained
+def save(method: str, model: Any, directory: str, sizes: Sizes) -> None:
+    write = hf_moe_ep.save_pretrained if method == "ours" else type(model).save_pretrained
     write(model, directory, max_shard_size=f"{sizes.file_mb}MB")
 
 
@@ -180,7 +180,7 @@ class Watch:
         self._update_peak()
         self._resident = int(peak_mib() * MIB)
 
-    def figures(self, shards: int) -> Figures:
+    def make_figures(self, shards: int) -> Figures:
         """Return the figures, without the local shards, whose size in bytes is `shards`."""
         (private, mapped, _), (peak, mapped_peak, _) = self._before, self._highest
         read = self._read - self._samples + mapped_peak - mapped
@@ -189,7 +189,7 @@ class Watch:
 
 
 def _read_memory() -> tuple[int, ...]:
-    """Return bytes of anonymous and shared memory, of file pages, and of the text that was read."""
+    """Return the bytes of anonymous and shared memory, of file pages, and of the text read here."""
     text = Path("/proc/self/status").read_text()
     kib = {line.split(":")[0]: line.split()[1] for line in text.splitlines() if "Rss" in line}
     private, mapped = int(kib["RssAnon"]) + int(kib["RssShmem"]), int(kib["RssFile"])
@@ -202,22 +202,22 @@ def _read_num_bytes_read() -> int:
 
 
 def measure_rank(
-    rank: int, sizes: Sizes, directories: tuple[str, str], output: str, ep: int, side: str
+    rank: int, sizes: Sizes, directories: tuple[str, str], output: str, ep: int, method: str
 ) -> Measured:
     tiny, directory = directories
-    model = load(side, tiny, ep)
-    if side in SAVING:
-        save(side, model, f"{output}/tiny", sizes)
+    model = load(method, tiny, ep)
+    if method in SAVING:
+        save(method, model, f"{output}/tiny", sizes)
     del model
     gc.collect()
     with Watch() as loading:
-        model = load(side, directory, ep)
+        model = load(method, directory, ep)
     shards = count_shard_bytes(model)
-    if side not in SAVING:
-        return Measured(shards, loading.figures(shards), None)
+    if method not in SAVING:
+        return Measured(shards, loading.make_figures(shards), None)
     with Watch() as saving:
-        save(side, model, f"{output}/model", sizes)
-    return Measured(shards, loading.figures(shards), saving.figures(0))
+        save(method, model, f"{output}/model", sizes)
+    return Measured(shards, loading.make_figures(shards), saving.make_figures(0))
 
 
 def check_equal(directory: str, saved: str) -> None:
@@ -234,30 +234,30 @@ def check_equal(directory: str, saved: str) -> None:
 
 
 def measure(sizes: Sizes, timeout: float = 600.0) -> Results:
-    """Measure all figures. The sides take turns."""
-    results: Results = {(ep, side): [] for ep in sizes.ep for side in SIDES}
+    """Measure every method with every ep size, `sizes.repeats` times in turn."""
+    results: Results = {(ep, method): [] for ep in sizes.ep for method in METHODS}
     with tempfile.TemporaryDirectory(prefix="checkpoint_benchmark_") as folder:
         directories = f"{folder}/tiny", f"{folder}/model"
         for model, directory in zip((TINY, sizes), directories, strict=True):
             spawn(write_model, 1, model, directory, timeout=timeout)
         for repeat in range(sizes.repeats):
-            for ep, side in results:
-                output = f"{folder}/{side} {ep} {repeat}"
-                arguments = sizes, directories, output, ep, side
-                results[ep, side].append(spawn(measure_rank, WORLD, *arguments, timeout=timeout))
-                if side in SAVING:
+            for ep, method in results:
+                output = f"{folder}/{method} {ep} {repeat}"
+                arguments = sizes, directories, output, ep, method
+                results[ep, method].append(spawn(measure_rank, WORLD, *arguments, timeout=timeout))
+                if method in SAVING:
                     check_equal(directories[1], f"{output}/model")
     return results
 
 
-def find_worst_peak(sizes: Sizes, results: Results, what: str, side: str = "ours") -> float:
+def find_worst_peak(sizes: Sizes, results: Results, what: str, method: str = "ours") -> float:
     """Return the highest peak of any rank, in multiples of the largest tensor."""
     peaks = [
         getattr(rank, what).peak
         for (_, name), repeats in results.items()
         for repeat in repeats
         for rank in repeat
-        if name == side
+        if name == method
     ]
     return max(peaks) / sizes.largest
 
@@ -272,11 +272,11 @@ def list_broken_promises(sizes: Sizes, results: Results) -> list[str]:
     ]
 
 
-def report(sizes: Sizes, results: Results, about: list[str]) -> str:
+def format_report(sizes: Sizes, results: Results, machine: list[str]) -> str:
     experts = sizes.layers * sizes.experts * 3 * sizes.hidden * sizes.intermediate * 4
     lines = [
         "# A checkpoint of the hub: memory to load and to save it\n",
-        *about,
+        *machine,
         f"- model: Qwen3-MoE, {sizes.layers} layers, hidden {sizes.hidden}, {sizes.experts} "
         f"experts of {sizes.intermediate}, fp32, {experts / MIB:.0f} MiB of experts; the largest "
         f"tensor is gate_up_proj of a layer, {sizes.largest / MIB:.0f} MiB; {WORLD} gloo ranks of "
@@ -289,9 +289,9 @@ def report(sizes: Sizes, results: Results, about: list[str]) -> str:
             "| other ranks | shards, MiB | read, MiB | seconds |",
             "|---|---|---|---|---|---|---|---|---|---|---|",
             *(
-                f"| {SIDES[side]} | {ep} | {_format_cells(sizes, repeats, what)} |"
-                for (ep, side), repeats in results.items()
-                if what == "load" or side in SAVING
+                f"| {METHODS[method]} | {ep} | {_format_cells(sizes, repeats, what)} |"
+                for (ep, method), repeats in results.items()
+                if what == "load" or method in SAVING
             ),
             "",
         ]
@@ -330,13 +330,13 @@ def plot(sizes: Sizes, results: Results, path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
     bars = [key for key in results if key[1] in SAVING]
     for axis, (what, promised) in zip(axes, PROMISED.items(), strict=True):
-        for number, (ep, side) in enumerate(bars):
+        for number, (ep, method) in enumerate(bars):
             heights = [
-                max(getattr(repeat[rank], what).peak for repeat in results[ep, side]) / MIB
+                max(getattr(repeat[rank], what).peak for repeat in results[ep, method]) / MIB
                 for rank in range(WORLD)
             ]
-            x = [rank + (number - (len(bars) - 1) / 2) * 0.8 / len(bars) for rank in range(4)]
-            axis.bar(x, heights, 0.8 / len(bars), label=f"{SIDES[side]}, ep {ep}")
+            x = [rank + (number - (len(bars) - 1) / 2) * 0.8 / len(bars) for rank in range(WORLD)]
+            axis.bar(x, heights, 0.8 / len(bars), label=f"{METHODS[method]}, ep {ep}")
         line = promised * sizes.largest / MIB
         axis.axhline(line, color="black", linestyle=":", label="promised of hf_moe_ep")
         axis.set(title=what, xlabel="rank", xticks=range(WORLD))
@@ -356,7 +356,9 @@ def main() -> None:
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())} | {"ep": tuple(args.ep)})
     load_before = os.getloadavg()[0]
     results = measure(sizes)
-    text = report(sizes, results, describe_machine("benchmarks/checkpoint.py", load_before, WORLD))
+    text = format_report(
+        sizes, results, describe_machine("benchmarks/checkpoint.py", load_before, WORLD)
+    )
     print(text)
     if args.write:
         args.write.mkdir(parents=True, exist_ok=True)

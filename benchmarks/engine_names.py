@@ -55,13 +55,14 @@ TYPES = (
 )
 # Types whose heads for multi-token prediction can be trained, and for which engines have classes.
 HEADS = ("qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe")
-HEAD = "head of "
+HEAD = "head of "  # begins the name of a row about a head
 # Fields of published configs that vLLM reads, but that transformers' config classes lack.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "glm4_moe": {"head_dim": lambda model: model.model.layers[0].self_attn.head_dim},
 }
-# The layer of a head has the number 0 in vLLM, and layer 0 of the tiny model is dense.
+# vLLM numbers the layer of a head 0. Layer 0 of the tiny model is dense, but the layer of the head
+# has experts, so these fields say that no layer is dense.
 FIELDS_OF_HEADS: dict[str, dict[str, Any]] = {"qwen3_next": {"mlp_only_layers": []}}
 # The errors that vLLM raises for a type that it cannot build or load.
 FAILURES = (
@@ -112,8 +113,8 @@ def make_model(
     return model
 
 
-def record(name: str, folder: Path) -> dict[str, Any]:
-    """Send the tensors of a tiny model to vLLM's class. Returns which keys it has loaded."""
+def record_keys(name: str, folder: Path) -> dict[str, Any]:
+    """Send the tensors of a tiny model to vLLM's class. Returns which keys the class has loaded."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
@@ -122,10 +123,10 @@ def record(name: str, folder: Path) -> dict[str, Any]:
 
     torch.set_default_dtype(torch.float32)
     options = {"dtype": "bfloat16", "max_model_len": 128, "skip_tokenizer_init": True}
-    head = name.startswith(HEAD)
-    fields = FIELDS_OF_HEADS.get(name.removeprefix(HEAD), {}) if head else {}
+    is_head = name.startswith(HEAD)
+    fields = FIELDS_OF_HEADS.get(name.removeprefix(HEAD), {}) if is_head else {}
     model = make_model(name, folder, **fields)
-    if head:
+    if is_head:
         options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
     config = EngineArgs(
         os.fspath(folder / "model"), enforce_eager=True, load_format="dummy", **options
@@ -136,20 +137,20 @@ def record(name: str, folder: Path) -> dict[str, Any]:
         init_distributed_environment(1, 0, f"file://{folder.parent}/rendezvous", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
         torch.set_default_dtype(torch.bfloat16)
-        drafts = config.speculative_config.draft_model_config if head else None
+        drafts = config.speculative_config.draft_model_config if is_head else None
         engine = initialize_model(config, model_config=drafts)
         keys, skipped = [], []
-        copies = find_head(model).copies if head else ()
+        copies = find_head(model).copies if is_head else ()
         unfilled = {name for name, _ in engine.named_parameters()}
         for key, tensor in hub_tensors(model):
-            if head and not is_of_head(key, model):
+            if is_head and not is_of_head(key, model):
                 continue
             keys.append(key)
             loaded = set(engine.load_weights([(key, tensor)]) or ())
             unfilled -= loaded
             if not loaded and key not in copies:
                 skipped.append(key)
-        if head:
+        if is_head:
             unfilled = {n for n in unfilled if "embed_tokens" not in n and "lm_head" not in n}
     return {
         "class": type(engine).__name__,
@@ -173,7 +174,7 @@ def main() -> None:
     parent = Path(tempfile.mkdtemp(prefix="engine_names_"))
     for name in options.types:
         try:
-            row = record(name, parent / name.replace(" ", "_"))
+            row = record_keys(name, parent / name.replace(" ", "_"))
         except FAILURES:
             print(f"{name}: {traceback.format_exc(limit=-2)}", flush=True)
             continue

@@ -1,6 +1,6 @@
-"""Measure how fast a save copies extra tensors, against `cp`.
+"""Measure how fast a save copies extra tensors, compared with `cp`.
 
-    python benchmarks/extra_tensors.py                  prints the figures
+    python benchmarks/extra_tensors.py                  prints seconds and ratios
     python benchmarks/extra_tensors.py --mib 4096       size of the extra tensors
 
 Extra tensors are tensors of a checkpoint that the model's class ignores (layers for multi-token
@@ -9,7 +9,8 @@ prediction). The benchmark writes a file of extra tensors, and then copies it in
     cp      with `cp`, and `sync` of the new file
     first   with the code of `save_pretrained`, which also hashes each tensor for the index, and
             syncs the file to disk
-    next    like the second and every later save of a run, which knows the hashes already
+    next    with the same code, as in the second and every later save of a run, which knows the
+            hashes already
 
 The source is in the page cache in all three cases. hf_moe_ep promises that a save has at least 0.8
 times the speed of `cp`.

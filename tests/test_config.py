@@ -130,7 +130,7 @@ def test_resolving_fills_none_with_one_and_keeps_the_rest() -> None:
     )
 
 
-def test_overrides_are_checked_like_fields() -> None:
+def test_options_of_a_call_are_checked_like_fields() -> None:
     with pytest.raises(
         ValueError, match=r"unknown option epsize \(did you mean ep_size\?\)"
     ) as error:
@@ -158,7 +158,7 @@ def test_the_most_similar_name_is_suggested() -> None:
 
 
 @pytest.mark.parametrize(("size", "meant"), [("8", 8), (2.0, 2), ("two", 1), (0, 1), (True, 1)])
-def test_a_size_of_a_wrong_type_names_the_size_that_works(size: object, meant: int) -> None:
+def test_the_error_of_a_wrong_size_suggests_a_size(size: object, meant: int) -> None:
     with pytest.raises(ValueError, match=f"got {size!r}; try ep_size={meant}$"):
         ParallelConfig(ep_size=size)  # type: ignore[arg-type]
 
@@ -202,7 +202,7 @@ def test_a_variable_with_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_node_size_is_the_launchers_local_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the hierarchical dispatcher reads it, and an option of the script has precedence."""
+    """Only the hierarchical dispatcher reads the variable, and an option of the script wins."""
     by_nodes = ParallelConfig(dispatcher="hierarchical")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert resolve_config(by_nodes, {}).node_size == 4
@@ -216,7 +216,9 @@ def test_node_size_is_the_launchers_local_world_size(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("text", ["abc", "0", "-2", "1.5", "8,", "0x8", "None"])
-def test_environment_must_be_a_size(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_a_variable_that_is_not_a_size_is_refused(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     monkeypatch.setenv("HF_MOE_EP_EP_SIZE", text)
     with pytest.raises(ValueError, match=f"HF_MOE_EP_EP_SIZE='{text}'.*HF_MOE_EP_EP_SIZE=8"):
         resolve_config(None, {})
@@ -235,7 +237,9 @@ def test_a_size_above_1_needs_sharding(name: str) -> None:
     assert ParallelConfig(**{name: 2}).needs_sharding  # type: ignore[arg-type]
 
 
-def test_world_size_and_rank_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_size_and_rank_are_read_from_the_launchers_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("WORLD_SIZE", "RANK", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
     assert (launched_world_size(), launched_rank(), launched_with_fsdp()) == (1, 0, False)
@@ -244,7 +248,9 @@ def test_world_size_and_rank_of_the_launcher(monkeypatch: pytest.MonkeyPatch) ->
     assert (launched_world_size(), launched_rank(), launched_with_fsdp()) == (8, 5, True)
 
 
-def test_layers_of_stages_from_a_list_and_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_stages_are_read_from_a_list_and_from_a_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert ParallelConfig(pp_layers=[3, 1]).pp_layers == (3, 1)
     assert resolve_config(None, {"pp_layers": [3, 1]}).pp_size == 2
     monkeypatch.setenv("HF_MOE_EP_PP_LAYERS", "2,1,1")
@@ -265,7 +271,7 @@ def test_layers_of_stages_from_a_list_and_from_a_variable(monkeypatch: pytest.Mo
 def test_a_variable_is_checked_together_with_the_call(
     name: str, text: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each variable needs the setting that the call passes."""
+    """Each of these variables is allowed only with the setting that the call passes."""
     monkeypatch.setenv(f"HF_MOE_EP_{name.upper()}", text)
     config = resolve_config(None, given)
     assert getattr(config, name) in (8, True)

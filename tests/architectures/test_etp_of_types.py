@@ -1,7 +1,8 @@
-"""Expert tensor parallelism of every model type: a training step equals stock's.
+"""With expert tensor parallelism a training step of every model type equals stock's step.
 
 Each of two ranks holds half of every expert. The loss, every gradient, the gradient norm and one
-step of AdamW are compared with stock, as in test_every_type.py. tests/test_etp.py tests the shapes.
+step of AdamW are compared with stock, as in test_every_type.py. tests/test_etp.py tests the shapes
+of the halves.
 """
 
 import warnings
@@ -20,9 +21,9 @@ from support.checks import Check, Found
 
 from hf_moe_ep import apply_ep_fsdp2, patch
 
-# Type -> a match of the error that refuses etp_size=2 in patch().
+# Type -> a regular expression for the error with which patch() refuses etp_size=2.
 REFUSED = {"muse_spark": r"norm after each expert.*etp_size \(2\)"}
-GRANTED = [name for name in MODEL_TYPES if name not in REFUSED]
+SUPPORTED = [name for name in MODEL_TYPES if name not in REFUSED]
 
 
 def _check_on_two_ranks(model_type: str, rank: int, world: int) -> None:
@@ -36,7 +37,8 @@ def _check_on_two_ranks(model_type: str, rank: int, world: int) -> None:
 
 
 TWO_RANKS = [
-    Check(name, 2, partial(_check_on_two_ranks, name), slow=True).as_parameter() for name in GRANTED
+    Check(name, 2, partial(_check_on_two_ranks, name), slow=True).as_parameter()
+    for name in SUPPORTED
 ]
 
 

@@ -21,18 +21,18 @@ def _measure_actions(rank: int, world: int, file: str) -> list[bench.Figures]:
             part = whole[: 16 * MIB // 4].clone()
             time.sleep(0.1)  # a peak shorter than the sampling interval can be missed
             del whole
-        return part, watch.figures(16 * MIB)
+        return part, watch.make_figures(16 * MIB)
 
     def map_file() -> Any:
         with bench.Watch() as watch:
             tensor = torch.from_file(file, size=32 * MIB, dtype=torch.uint8)
             tensor.max()  # reads every page; sum would allocate int64 values
-        return tensor, watch.figures(0)
+        return tensor, watch.make_figures(0)
 
     def read_file() -> Any:
         with bench.Watch() as watch:
             data = Path(file).read_bytes()
-        return data, watch.figures(32 * MIB)
+        return data, watch.make_figures(32 * MIB)
 
     for action in (allocate, map_file, read_file):
         action()  # the first call also loads pages of torch's libraries
@@ -56,10 +56,10 @@ def test_peaks_exclude_shards_and_mapped_files(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_benchmark_measures_and_draws(tmp_path: Path) -> None:
     results = bench.measure(SIZES, timeout=400)
-    assert set(results) == {(2, side) for side in bench.SIDES}
+    assert set(results) == {(2, method) for method in bench.METHODS}
     assert bench.list_broken_promises(SIZES, results) == []
     for rank in results[2, "ours"][0]:
         assert abs(rank.load.read - rank.shards) < 2 * MIB, "a rank reads only its shards"
-    assert "| hf_moe_ep | 2 |" in bench.report(SIZES, results, ["- about"])
+    assert "| hf_moe_ep | 2 |" in bench.format_report(SIZES, results, ["- machine"])
     bench.plot(SIZES, results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5000

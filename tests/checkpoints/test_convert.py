@@ -34,7 +34,7 @@ from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.cli import main as cli
 
 
-def _build_shifted(name: str) -> nn.Module:
+def _build_shifted_model(name: str) -> nn.Module:
     """Build a model whose values differ from the values in the folder that --config names."""
     model = tiny(name, dtype=torch.float32)
     with torch.no_grad():
@@ -43,17 +43,17 @@ def _build_shifted(name: str) -> nn.Module:
     return model
 
 
-def _save_all(rank: int, world: int, folder: str) -> None:
-    """Save both architectures, by save_checkpoint and by Accelerate, at two layouts."""
+def _save_checkpoints(rank: int, world: int, folder: str) -> None:
+    """Save both architectures by save_checkpoint and by Accelerate, a bf16 model, and adapters."""
     for name in ARCHITECTURES:
-        model = apply_ep_fsdp2(_build_shifted(name), ep_size=2)
+        model = apply_ep_fsdp2(_build_shifted_model(name), ep_size=2)
         save_checkpoint(f"{folder}/ours {name}", model, torch.optim.AdamW(model.parameters()))
         with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
-            accelerator, _, _ = prepared(_build_shifted(name), ep_size=2, expert_shard_dim=1)
+            accelerator, _, _ = prepared(_build_shifted_model(name), ep_size=2, expert_shard_dim=1)
             accelerator.save_state(f"{folder}/accelerate {name}")
-    low = apply_ep_fsdp2(_build_shifted("qwen3_moe").bfloat16(), ep_size=world)
-    save_checkpoint(f"{folder}/low", low, torch.optim.AdamW(low.parameters()))
-    adapted = apply_ep_fsdp2(with_lora(_build_shifted("qwen3_moe")), ep_size=2)
+    in_bf16 = apply_ep_fsdp2(_build_shifted_model("qwen3_moe").bfloat16(), ep_size=world)
+    save_checkpoint(f"{folder}/bf16", in_bf16, torch.optim.AdamW(in_bf16.parameters()))
+    adapted = apply_ep_fsdp2(with_lora(_build_shifted_model("qwen3_moe")), ep_size=2)
     trained = [p for p in adapted.parameters() if p.requires_grad]
     save_checkpoint(f"{folder}/adapters", adapted, torch.optim.AdamW(trained))
 
@@ -61,7 +61,7 @@ def _save_all(rank: int, world: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    run_ranks(_save_all, 4, str(folder))
+    run_ranks(_save_checkpoints, 4, str(folder))
     for name in ARCHITECTURES:
         write_hub(folder / f"base {name}", tiny(name, dtype=torch.float32))
     return folder
@@ -83,7 +83,7 @@ def test_a_training_checkpoint_becomes_a_model(
         _run_command("convert", saved / f"{kind} {name}", out, "--max-shard-size", "50KB", *config)
         == 0
     )
-    model = _build_shifted(name)
+    model = _build_shifted_model(name)
     tensors = hub_state(model)
     size = sum(tensor.nbytes for tensor in tensors.values())
     assert f"{size:,} bytes" in capsys.readouterr().out
@@ -95,11 +95,11 @@ def test_a_training_checkpoint_becomes_a_model(
     assert f"{len(tensors)}, files as long" in capsys.readouterr().out
 
 
-def test_masters_are_saved_in_the_dtype_of_the_option(saved: Path, tmp_path: Path) -> None:
-    tensors = hub_state(_build_shifted("qwen3_moe").bfloat16())
-    assert _run_command("convert", saved / "low", tmp_path / "low", "--dtype", "bfloat16") == 0
-    assert_equal(read_all(tmp_path / "low"), tensors)
-    assert _run_command("convert", saved / "low", tmp_path / "masters", "--dtype", "float32") == 0
+def test_master_weights_are_saved_in_the_dtype_of_the_option(saved: Path, tmp_path: Path) -> None:
+    tensors = hub_state(_build_shifted_model("qwen3_moe").bfloat16())
+    assert _run_command("convert", saved / "bf16", tmp_path / "bf16", "--dtype", "bfloat16") == 0
+    assert_equal(read_all(tmp_path / "bf16"), tensors)
+    assert _run_command("convert", saved / "bf16", tmp_path / "masters", "--dtype", "float32") == 0
     assert_equal(
         read_all(tmp_path / "masters"), {key: tensor.float() for key, tensor in tensors.items()}
     )
@@ -134,17 +134,17 @@ def test_another_dtype_rounds_no_tensor_that_stock_keeps_in_fp32(
     for name, bias in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             bias += 5 + 1e-3 * torch.arange(len(bias))
-    in_stock = auto.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).state_dict()
-    kept = {key for key, tensor in in_stock.items() if tensor.dtype == torch.float32}
-    own = model.state_dict()
-    assert any("e_score_correction_bias" in key for key in kept), "a name of the biases"
+    stock_state = auto.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).state_dict()
+    kept = {key for key, tensor in stock_state.items() if tensor.dtype == torch.float32}
+    model_state = model.state_dict()
+    assert any("e_score_correction_bias" in key for key in kept), "no bias is kept in fp32"
     save_checkpoint(tmp_path / "step-1", model, None)
     convert(tmp_path / "step-1", tmp_path / "converted", dtype=torch.bfloat16)
     save_pretrained(model, tmp_path / "saved", dtype=torch.bfloat16)
     yielded = dict(hub_tensors(model, dtype=torch.bfloat16))
     for tensors in (read_all(tmp_path / "converted"), read_all(tmp_path / "saved"), yielded):
         assert {key for key, tensor in tensors.items() if tensor.dtype == torch.float32} == kept
-        assert all(torch.equal(tensors[key], own[key]) for key in kept)
+        assert all(torch.equal(tensors[key], model_state[key]) for key in kept)
 
 
 @pytest.mark.skipif("diffusion_gemma" not in MODEL_TYPES, reason="needs transformers 5.23")
@@ -158,7 +158,10 @@ def test_two_towers_that_share_their_layers_are_converted(tmp_path: Path) -> Non
 
 
 def test_a_config_of_fewer_layers_is_refused(saved: Path, tmp_path: Path) -> None:
-    """save_state writes no config. A config with fewer layers must not drop trained layers."""
+    """Accelerate's save_state writes no config, and a config that the user names may be wrong.
+
+    A config with fewer layers must not drop trained layers.
+    """
     small = tiny(dtype=torch.float32, num_hidden_layers=1)
     small.save_pretrained(tmp_path / "small")
     with pytest.raises(ValueError, match=r"unexpected 11 tensors: model\.layers\.1\."):
@@ -171,7 +174,7 @@ def test_one_tensor_is_in_memory_at_a_time(saved: Path, tmp_path: Path) -> None:
     with alive_at_writes() as alive:
         convert(saved / "ours qwen3_moe", tmp_path / "model")
     largest = max(p.nbytes for p in tiny(dtype=torch.float32).parameters())
-    assert max(alive) < 0.25 * largest, "besides the tensor that is written"
+    assert max(alive) < 0.25 * largest, "more than the tensor that is written"
 
 
 def test_folders_that_cannot_be_converted_are_refused(

@@ -1,7 +1,7 @@
-"""A script like transformers' `run_clm.py`, with the Trainer, logs the same on 4 ranks as stock.
+"""A script like transformers' `run_clm.py` logs the same values on 4 ranks as stock in one process.
 
-Stock is one process, and the ranks use ep 2. Losses, gradient norms, accuracy and perplexity are
-compared, and stock loads the saved model.
+The script uses the Trainer, and the ranks use ep 2. Losses, gradient norms, accuracy and perplexity
+are compared, and stock loads the saved model.
 """
 
 import json
@@ -46,11 +46,11 @@ def run_job(folder: Path, *arguments: str) -> list[dict[str, Any]]:
         "report_to": "none",
         "disable_tqdm": "true",
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    option_words = [word for name, value in options.items() for word in (f"--{name}", value)]
     flags = ["--use_cpu", "--do_train", "--do_eval"]
     run_script(
         JOB,
-        *words,
+        *option_words,
         *flags,
         *arguments,
         output=folder / "output.txt",
@@ -78,8 +78,8 @@ def assert_same_results(folder: Path, stock: Path, num_eval: int) -> None:
         assert_close(key, *pair, budget)
 
 
-# With 12 blocks, half of the last batch is repeated blocks. The aux loss is computed for a whole
-# batch and would include them, so it is tested with 16 blocks.
+# With 12 blocks, half of the last batch consists of repeated blocks. The aux loss is computed for a
+# whole batch and would include the repeated blocks, so it is tested with 16 blocks.
 @pytest.mark.slow
 @pytest.mark.parametrize(("aux_loss", "num_eval"), [(False, 12), (True, 16)])
 def test_the_script_equals_stock(tmp_path: Path, aux_loss: bool, num_eval: int) -> None:

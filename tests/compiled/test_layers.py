@@ -42,7 +42,7 @@ from hf_moe_ep.upstream.modules import is_compiled
 
 # More layers than the eight recompilations that torch.compile allows. Two layers are dense.
 LAYERS = {"num_hidden_layers": 12, "mlp_only_layers": [0, 5]}
-# No length equals another size of the model: torch.compile gives equal sizes the same symbol.
+# No length equals another size of the model, because torch.compile gives equal sizes one symbol.
 LENGTHS = (9, 11, 13, 10)
 REENTRANT = {"no checkpoints": None, "checkpoints": False, "reentrant checkpoints": True}
 
@@ -120,7 +120,7 @@ AUX_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 @pytest.mark.slow
-def test_the_aux_loss_of_one_process() -> None:
+def test_the_aux_loss_equals_eager_in_one_process() -> None:
     """Hooks of transformers collect the router's logits, so the MoE block is not traced."""
     graphs = _assert_equal_to_eager({}, False, num_hidden_layers=3, **AUX_LOSS)
     assert graphs == [3] * len(LENGTHS)
@@ -131,7 +131,7 @@ def _check_aux_loss(config: dict[str, Any], rank: int, world: int) -> None:
     assert found == [3] * len(LENGTHS)
 
 
-def _check_on_ranks(
+def _check_number_of_graphs(
     ep_size: int, checkpoints: str, graphs: int, rank: int, world: int, **sizes: Any
 ) -> None:
     found = _assert_equal_to_eager({"ep_size": ep_size}, REENTRANT[checkpoints], rank, **sizes)
@@ -140,7 +140,7 @@ def _check_on_ranks(
 
 # A dense layer is one graph. The MoE block splits a MoE layer into two graphs if ep_size is 2.
 ON_RANKS = {
-    f"ep {ep}, {checkpoints}": partial(_check_on_ranks, ep, checkpoints, graphs)
+    f"ep {ep}, {checkpoints}": partial(_check_number_of_graphs, ep, checkpoints, graphs)
     for ep, checkpoints, graphs in (
         (1, "no checkpoints", 2),
         (2, "no checkpoints", 3),
@@ -182,7 +182,7 @@ def test_shared_experts_are_traced_with_their_layer_in_one_process() -> None:
     assert _count_graphs() == 2
 
 
-def _joined_experts_are_saved_and_read(rank: int, world: int, folder: str) -> None:
+def _experts_in_units_of_layers_are_saved_and_read(rank: int, world: int, folder: str) -> None:
     """With ep_size 1 the experts of compiled layers are shards of the layers' FSDP2 units."""
     inputs = batch(tiny(), 2, 9 + 8 * rank)
     model = apply_ep_fsdp2(tiny(**SMALL), compile_layers="aot_eager", expert_shard_dim=1)
@@ -202,11 +202,9 @@ def _joined_experts_are_saved_and_read(rank: int, world: int, folder: str) -> No
 
 @pytest.mark.parametrize(
     "claim",
-    on_ranks(
-        2, {"joined experts are saved and read": _joined_experts_are_saved_and_read}, slow=True
-    ),
+    on_ranks(2, _experts_in_units_of_layers_are_saved_and_read, slow=True),
 )
-def test_files_on_two_ranks(found: Found, claim: Check) -> None:
+def test_saved_files_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
@@ -225,7 +223,7 @@ def test_200_random_lengths_make_no_graph_after_the_second_step(checkpoints: str
     assert graphs[1:] == [graphs[1]] * (len(lengths) - 1)
 
 
-def _norm(self: Any, hidden_states: Tensor) -> Tensor:
+def _normalise(self: Any, hidden_states: Tensor) -> Tensor:
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
     return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
 
@@ -239,15 +237,15 @@ def _route(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _inductor_equals_stock(
     checkpoints: str, graphs: int, rank: int = 0, world: int = 1, **config: Any
 ) -> None:
-    """Stock norms and routers compute in fp32 even in an fp64 model, so both models get others.
+    """Compare the loss and the gradients of two steps with stock. All ranks have the same batch.
 
-    Inductor sums in another order, so an fp32 sum would differ by 1e-7. All ranks have the same
-    batch.
+    Stock norms and routers compute in fp32 even in an fp64 model. Inductor sums in another order,
+    so an fp32 sum would differ by 1e-7. Both models therefore get norms and routers in fp64.
     """
     torch.compiler.reset()
     counters.clear()
     with (
-        mock_patch.object(modeling_qwen3_moe.Qwen3MoeRMSNorm, "forward", _norm),
+        mock_patch.object(modeling_qwen3_moe.Qwen3MoeRMSNorm, "forward", _normalise),
         mock_patch.object(modeling_qwen3_moe.Qwen3MoeTopKRouter, "forward", _route),
     ):
         sizes: dict[str, Any] = {"num_hidden_layers": 2, "mlp_only_layers": [0]}
@@ -384,17 +382,17 @@ def test_the_method_compile_compiles_layers_only_of_a_model_that_is_sharded() ->
     assert hasattr(to_shard.model.layers[0], COMPILED)
 
 
-def test_layers_that_are_compiled_as_a_whole_under_checkpointing_are_warned_of() -> None:
+def test_a_warning_names_layers_that_are_compiled_with_their_checkpoints() -> None:
     model = patch(tiny(**SMALL))
     parity.checkpointing(model, use_reentrant=False)
     watch = CheckpointWatch(model._hf_moe_ep)
-    model._hf_moe_ep.meshes = SimpleNamespace(ep_size=2)  # as if it was sharded
+    model._hf_moe_ep.meshes = SimpleNamespace(ep_size=2)  # as if the model was sharded
     model.model.layers[1].compile()
     with pytest.warns(UserWarning, match=r"Qwen3MoeDecoderLayer.*hf_moe_ep\.compile_layers\(model"):
         watch.wrap_functions(model)
 
 
-BAD = [
+REFUSED_ARGUMENTS = [
     ({"backend": "inductr"}, "no backend 'inductr'.*inductor"),
     ({"bakend": "inductor"}, "no argument 'bakend'.*backend"),
     ({"disable": True}, "no argument 'disable'"),
@@ -408,7 +406,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("kwargs", "match"), BAD, ids=str)
+@pytest.mark.parametrize(("kwargs", "match"), REFUSED_ARGUMENTS, ids=str)
 def test_bad_arguments_are_refused_before_anything_is_compiled(
     kwargs: dict[str, Any], match: str
 ) -> None:
@@ -453,7 +451,7 @@ def test_a_backend_that_fails_names_the_layer() -> None:
 
 
 def test_a_layer_that_cannot_be_traced_is_named() -> None:
-    """Another package has kept torch.compile out of the class of the decoder layers."""
+    """Another package has disabled torch.compile for the class of the decoder layers."""
     torch.compiler.reset()
     model = _build_model({}, None, **SMALL)
     kind = type(model.model.layers[0])
@@ -463,8 +461,8 @@ def test_a_layer_that_cannot_be_traced_is_named() -> None:
             model(**batch(model, 2, 9))
 
 
-def _norm_by_mode(self: Any, hidden_states: Tensor) -> Tensor:
-    return _norm(self, hidden_states) * len(self.mode)
+def _normalise_by_mode(self: Any, hidden_states: Tensor) -> Tensor:
+    return _normalise(self, hidden_states) * len(self.mode)
 
 
 @pytest.mark.parametrize(
@@ -483,7 +481,7 @@ def test_a_layer_that_reaches_the_recompile_limit_is_named(name: str) -> None:
     inputs = batch(model, 2, 9)
     with (
         torch._dynamo.config.patch(recompile_limit=2),
-        mock_patch.object(modeling_qwen3_moe.Qwen3MoeRMSNorm, "forward", _norm_by_mode),
+        mock_patch.object(modeling_qwen3_moe.Qwen3MoeRMSNorm, "forward", _normalise_by_mode),
         mock_patch.object(modeling_qwen3_moe.Qwen3MoeRMSNorm, "mode", "x", create=True),
     ):
         with warnings.catch_warnings():
@@ -522,9 +520,9 @@ def test_mixers_are_called_without_tracing_and_named_once(caplog: Any) -> None:
         inputs = batch(eager, 2, length, seed=step)
         want, got = _compute_grads(eager, inputs), _compute_grads(compiled, inputs)
         for name in want:
-            # The gradient that a delta net receives has other strides, and is summed in this order.
+            # The gradient that a delta net receives has other strides, so sums have another order.
             assert_close(name, got[name], want[name], FP64_MODEL)
         graphs.append(_count_graphs())
-    # A layer with attention is one graph. A delta net splits a layer into two, and there are a
-    # dense layer and a MoE layer with one.
+    # A layer with attention is one graph. A delta net splits its layer into two graphs. A dense
+    # layer and a MoE layer have a delta net.
     assert graphs == [5] * 3, dict(counters["graph_break"])

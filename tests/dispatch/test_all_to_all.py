@@ -38,7 +38,7 @@ HEADER = Header(
 Group = dist.ProcessGroup
 
 
-class Arrived(NamedTuple):
+class DispatchedChunk(NamedTuple):
     """The dispatch of one chunk: its plan, its rows and the counts of local experts."""
 
     exchange: AllToAllExchange
@@ -48,18 +48,18 @@ class Arrived(NamedTuple):
 
 def dispatch(
     x_TH: Tensor, ids_TK: Tensor, w_TK: Tensor, *, num_experts: int, group: Group, header: Header
-) -> tuple[Tensor, Tensor, Tensor, Arrived]:
-    """Dispatch one chunk; return the received rows, their ids and weights, and the `Arrived`."""
+) -> tuple[Tensor, Tensor, Tensor, DispatchedChunk]:
+    """Dispatch one chunk. Returns the received rows, their ids and weights, and the chunk."""
     dispatcher, tokens = AllToAll(group, num_experts), Tokens(x_TH, w_TK, ids_TK)
     planning = dispatcher.start_plan(ids_TK, header)
     dispatcher.prepare(tokens)
     (exchange,) = planning.finish()
     arriving = exchange.start(tokens)
     rows_RH, w_RK, ids_RK = arriving.finish()
-    return rows_RH, ids_RK, w_RK, Arrived(exchange, arriving, arriving.counts_L)
+    return rows_RH, ids_RK, w_RK, DispatchedChunk(exchange, arriving, arriving.counts_L)
 
 
-def combine(rows_RH: Tensor, arrived: Arrived, group: Group) -> Tensor:
+def combine(rows_RH: Tensor, arrived: DispatchedChunk, group: Group) -> Tensor:
     return arrived.rows.start_combine(rows_RH).finish()
 
 
@@ -110,7 +110,7 @@ CASES = [
 
 def _check_example(rank: int, group: Group) -> None:
     """Check the example of all_to_all.py, with a token for experts 1 and 2 on rank 1."""
-    ids_TK = torch.tensor([[[0, 3], [2, 3]], [[1, 2]]][rank] if rank == 0 else [[1, 2]])
+    ids_TK = torch.tensor([[0, 3], [2, 3]] if rank == 0 else [[1, 2]])
     x_TH = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]] if rank == 0 else [[7.0, 8.0, 9.0]])
     w_TK = torch.tensor([[0.5, 0.25], [2.0, 4.0]] if rank == 0 else [[8.0, 16.0]])
     rows, ids, weights, arrived = dispatch(
@@ -145,11 +145,11 @@ def test_order_rows_gives_the_table_of_its_docstring() -> None:
     order = order_rows(sends_DT, rank=0, rows_per_token=2, constants=Constants())
     assert order.token_X.tolist()[:3] == [0, 1, 0]
     assert order.row_TJ.tolist() == [[0, 2], [1, 3]]
-    # If rank 1 had these tokens, t1 would have no row for rank 0, and an entry of 3 ("no row").
+    # On rank 1, token 1 has no row for rank 0. Its entry is 3 ("no row"), behind the rows 0 to 2.
     order = order_rows(sends_DT, rank=1, rows_per_token=2, constants=Constants())
     assert order.token_X.tolist()[:3] == [0, 0, 1]
     assert order.row_TJ.tolist() == [[0, 1], [3, 2]]
-    # With three ranks and at most two rows per token, an entry without a row is the last.
+    # With three ranks and at most two rows per token, "no row" (3) is the last entry of a token.
     sends_DT = torch.tensor([[True, False], [False, True], [True, False]])
     order = order_rows(sends_DT, rank=1, rows_per_token=2, constants=Constants())
     assert order.token_X.tolist()[:3] == [0, 0, 1]
@@ -162,12 +162,12 @@ def _count_rows() -> Iterator[list[tuple[int, int]]]:
     calls: list[tuple[int, int]] = []
     original = dist.all_to_all_single
 
-    def counted(out: Tensor, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def count_and_call(out: Tensor, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
         if rows.is_floating_point():
             calls.append((rows.shape[0], rows[:1].nbytes if rows.shape[0] else 0))
         return original(out, rows, *args, **kwargs)
 
-    dist.all_to_all_single = counted
+    dist.all_to_all_single = count_and_call
     try:
         yield calls
     finally:
@@ -309,8 +309,8 @@ def _check_headers(rank: int, group: Group) -> None:
         dist.barrier(group)
 
 
-Run = Callable[[Case, int, Group], None]
-CHECKS_OF_EVERY_CASE: dict[str, Run] = {
+CheckOfCase = Callable[[Case, int, Group], None]
+CHECKS_OF_EVERY_CASE: dict[str, CheckOfCase] = {
     "rows": _check_rows,
     "gradients": _check_gradients,
     "frozen": _check_frozen,
@@ -318,7 +318,7 @@ CHECKS_OF_EVERY_CASE: dict[str, Run] = {
 }
 
 
-def _run_check(check: Run, case: Case, rank: int, world: int) -> None:
+def _run_check(check: CheckOfCase, case: Case, rank: int, world: int) -> None:
     assert dist.group.WORLD is not None
     check(case, rank, dist.group.WORLD)
 
@@ -371,7 +371,7 @@ def only_one_operator_runs_between_counts_and_rows(rank: int, world: int) -> Non
 
 
 def an_exchange_keeps_two_integers_per_possible_row(rank: int, world: int) -> None:
-    """They are int32, and not views of a larger tensor.
+    """The integers are int32, and not in views of a larger tensor.
 
     An exchange also has one int64 for each expert, and one for "no expert".
     """

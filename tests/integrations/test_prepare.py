@@ -1,4 +1,4 @@
-"""Test `accelerator.prepare` with a model that `apply_ep_fsdp2` has sharded, and later models."""
+"""Test `accelerator.prepare` with sharded, patched and stock models, and which calls it refuses."""
 
 import importlib.util
 from types import MethodType, SimpleNamespace
@@ -38,7 +38,7 @@ def a_stock_model_prepared_after_ours_has_a_unit_per_layer(rank: int, world: int
 
 
 def accelerates_activation_checkpointing_is_refused_after_sharding(rank: int, world: int) -> None:
-    """The launch config, a plugin on all ranks, or only the plugin of rank 1 asks for it."""
+    """The launch config, all ranks' plugins, or only rank 1's plugin requests checkpointing."""
     ours = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
     optimizer = torch.optim.SGD(ours.parameters())
     remedies = r"gradient_checkpointing_enable\(\), or let Accelerate shard.*patch\(model\)"
@@ -55,7 +55,10 @@ def accelerates_activation_checkpointing_is_refused_after_sharding(rank: int, wo
 
 
 def a_model_with_empty_shards_is_prepared(rank: int, world: int) -> None:
-    """A gate of shared experts has one row. All empty shards have the address 0."""
+    """The gate of the shared experts has one row, so one rank has an empty shard of the gate.
+
+    Accelerate finds an optimizer's parameters by their addresses. All empty shards have address 0.
+    """
     losses = []
     for shard_first in (True, False):
         with launched():
@@ -93,7 +96,7 @@ def reshard_after_forward_of_patch_is_used(rank: int, world: int) -> None:
 
 
 def gradient_checkpointing_of_a_sharded_model_equals_stock(rank: int, world: int) -> None:
-    """The error in the test of Accelerate's own checkpointing recommends this method."""
+    """The error that refuses Accelerate's own checkpointing recommends this method."""
     with launched():
         ours = apply_ep_fsdp2(tiny(dtype=torch.float32, seed=rank), ep_size=2)
         ours.train().gradient_checkpointing_enable()
@@ -124,7 +127,7 @@ def the_chunked_loss_of_older_trl_is_refused_if_it_would_be_wrong(rank: int, wor
     for aux, sp, message in cases:
         model = patch(tiny(dtype=torch.float32), ep_size=1, sp_size=sp)
         model.config.output_router_logits = aux
-        _replace_by_chunked_loss(model)
+        _replace_forward_by_chunked_loss(model)
         with launched():
             accelerator = Accelerator(cpu=True)
             optimizer = torch.optim.SGD(model.parameters())
@@ -135,8 +138,11 @@ def the_chunked_loss_of_older_trl_is_refused_if_it_would_be_wrong(rank: int, wor
                 accelerator.prepare(model, optimizer)
 
 
-def _replace_by_chunked_loss(model: nn.Module) -> None:
-    """Replace the forward as older TRL does, or by a function of the same name."""
+def _replace_forward_by_chunked_loss(model: nn.Module) -> None:
+    """Replace the forward as older TRL does, or, if there is no older TRL, by an empty function.
+
+    Both functions have the same name.
+    """
     has_trl = importlib.util.find_spec("trl") is not None
     trainers = pytest.importorskip("trl.trainer.sft_trainer") if has_trl else None
     if (replace := getattr(trainers, "_patch_chunked_ce_lm_head", None)) is not None:

@@ -1,6 +1,6 @@
 """Test that ranks of an sp group get the same batches from Accelerate's loaders.
 
-With sp_size=2 an Accelerator loop runs on 4 ranks (2 groups), and the Trainer on 2 ranks (1 group).
+sp_size is 2. A loop with an Accelerator runs on 4 ranks (2 groups), the Trainer on 2 (1 group).
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def _make_rows() -> list[Row]:
     ]
 
 
-def _prepare(loader: DataLoader, accelerator: Accelerator | None = None, seed: int = 0):
+def _prepare_with_model(loader: DataLoader, accelerator: Accelerator | None = None, seed: int = 0):
     accelerator = accelerator or Accelerator(cpu=True)
     model = patch(tiny(dtype=torch.float32, seed=seed), ep_size=2, sp_size=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -50,9 +50,9 @@ def _prepare(loader: DataLoader, accelerator: Accelerator | None = None, seed: i
     return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
 
 
-def _compare_loop_with_one_process(rank: int) -> None:
+def _a_loop_equals_one_process(rank: int) -> None:
     """14 rows in batches of 2 for 2 groups are 4 steps. The last step repeats the first rows."""
-    accelerator, model, optimizer, loader, scheduler = _prepare(
+    accelerator, model, optimizer, loader, scheduler = _prepare_with_model(
         DataLoader(_make_rows(), batch_size=2), seed=rank
     )
     assert (data_parallel_rank(model), data_parallel_size(model)) == (rank // 2, DATA_RANKS)
@@ -62,8 +62,8 @@ def _compare_loop_with_one_process(rank: int) -> None:
     for step, inputs in enumerate(loader):
         picked = [rows[i % NUM_ROWS] for i in range(4 * step, 4 * step + 4)]
         whole = {name: torch.stack([row[name] for row in picked]) for name in picked[0]}
-        half = slice(2 * (rank // 2), 2 * (rank // 2) + 2)
-        assert torch.equal(inputs["input_ids"], whole["input_ids"][half]), f"step {step}"
+        own_rows = slice(2 * (rank // 2), 2 * (rank // 2) + 2)
+        assert torch.equal(inputs["input_ids"], whole["input_ids"][own_rows]), f"step {step}"
         num_tokens = global_token_count(model, inputs["labels"])
         loss = model(**inputs, num_items_in_batch=num_tokens).loss * data_parallel_size(model)
         accelerator.backward(loss)
@@ -84,7 +84,9 @@ def _compare_loop_with_one_process(rank: int) -> None:
 def _ranks_of_a_group_shuffle_alike(rank: int) -> None:
     """Ranks of a group get the same order despite different seeds. Groups get different rows."""
     torch.manual_seed(rank)
-    accelerator, _, _, loader, _ = _prepare(DataLoader(range(16), batch_size=2, shuffle=True))
+    accelerator, _, _, loader, _ = _prepare_with_model(
+        DataLoader(range(16), batch_size=2, shuffle=True)
+    )
     orders = []
     for _ in range(2):
         rows = torch.cat(list(loader))
@@ -105,7 +107,7 @@ class _Stream(IterableDataset):
 
 def _a_stream_repeats_rows_at_its_end(rank: int) -> None:
     """With 9 rows the last batch repeats rows; `gather_for_metrics` drops the repeated rows."""
-    accelerator, _, _, loader, _ = _prepare(DataLoader(_Stream(9), batch_size=2))
+    accelerator, _, _, loader, _ = _prepare_with_model(DataLoader(_Stream(9), batch_size=2))
     rows, gathered = [], []
     for batch_of_rank in loader:
         rows += batch_of_rank.tolist()
@@ -118,14 +120,16 @@ def _a_weighted_sampler_draws_every_row_once(rank: int) -> None:
     """A sampler without replacement draws every row once, although ranks have different seeds."""
     torch.manual_seed(rank)
     sampler = WeightedRandomSampler(torch.ones(16), 16, replacement=False)
-    accelerator, _, _, loader, _ = _prepare(DataLoader(range(16), batch_size=2, sampler=sampler))
+    accelerator, _, _, loader, _ = _prepare_with_model(
+        DataLoader(range(16), batch_size=2, sampler=sampler)
+    )
     by_rank = accelerator.gather(torch.cat(list(loader))).view(WORLD, -1)
     assert torch.equal(by_rank[::2], by_rank[1::2])
     assert by_rank[::2].flatten().sort().values.tolist() == list(range(16))
 
 
-def _a_sampler_draws_alike_from_other_seeds(rank: int) -> None:
-    """After a resume on another number of ranks, for example, the seeds of ranks differ."""
+def _a_sampler_draws_the_same_rows_on_ranks_with_other_seeds(rank: int) -> None:
+    """The seeds of ranks differ, for example after a resume on another number of ranks."""
     accelerator = Accelerator(cpu=True)
     sampler = LengthGroupedSampler(2, lengths=[3 * i % 7 for i in range(16)])
     loader = accelerator.prepare(DataLoader(range(16), batch_size=2, sampler=sampler))
@@ -141,15 +145,15 @@ class _StreamOfLength(_Stream):
 
 
 def _a_stream_keeps_its_length(rank: int) -> None:
-    *_, loader, _ = _prepare(DataLoader(_StreamOfLength(9), batch_size=2))
+    *_, loader, _ = _prepare_with_model(DataLoader(_StreamOfLength(9), batch_size=2))
     assert len(loader) == 3
-    *_, loader, _ = _prepare(DataLoader(_Stream(9), batch_size=2))
+    *_, loader, _ = _prepare_with_model(DataLoader(_Stream(9), batch_size=2))
     with pytest.raises(TypeError, match="no len"):
         len(loader)
 
 
 def _gather_for_metrics_drops_repeated_rows(rank: int) -> None:
-    accelerator, _, _, loader, _ = _prepare(DataLoader(range(9), batch_size=2))
+    accelerator, _, _, loader, _ = _prepare_with_model(DataLoader(range(9), batch_size=2))
     tensors, objects, keys = [], [], []
     for rows in loader:
         tensors += accelerator.gather_for_metrics({"x": rows})["x"].tolist()
@@ -158,19 +162,19 @@ def _gather_for_metrics_drops_repeated_rows(rank: int) -> None:
         keys += accelerator.gather_for_metrics(by_sample, use_gather_object=True)
     assert tensors == list(range(9))
     assert objects == [f"sample {x}" for x in range(9)]
-    assert keys == list(range(9)), "objects of which no part can be taken"
+    assert keys == list(range(9)), "a dict that cannot be cut to its real samples"
 
 
 def _loaders_that_cannot_be_shared_are_refused(rank: int) -> None:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(range(8)))
     with pytest.raises(ValueError, match="prepared a data loader before it saw the model"):
-        _prepare(loader, accelerator)
+        _prepare_with_model(loader, accelerator)
     options = DataLoaderConfiguration(dispatch_batches=True)
     with pytest.raises(ValueError, match="dispatch_batches=True sends each rank a batch"):
-        _prepare(DataLoader(range(8)), Accelerator(cpu=True, dataloader_config=options))
+        _prepare_with_model(DataLoader(range(8)), Accelerator(cpu=True, dataloader_config=options))
     with pytest.raises(ValueError, match=r"makes its own batches \(batch_size=None\)"):
-        _prepare(DataLoader(_Stream(8), batch_size=None), Accelerator(cpu=True))
+        _prepare_with_model(DataLoader(_Stream(8), batch_size=None), Accelerator(cpu=True))
 
 
 def _create_trainer(folder: str, arguments: dict[str, Any], **options: Any) -> Trainer:
@@ -214,7 +218,7 @@ def _workers_of_a_group_draw_the_same_numbers(rank: int, folder: str) -> None:
     assert torch.equal(by_rank[0], by_rank[1])
 
 
-def _a_model_from_model_init(rank: int, folder: str) -> None:
+def _a_model_that_model_init_builds_shares_batches(rank: int, folder: str) -> None:
     """`train` builds a new model. It creates the data loader before it prepares the model."""
     trainer = _create_trainer(
         folder,
@@ -261,14 +265,14 @@ def _run_launched(check: Callable[..., None], rank: int, world: int, folder: str
         check(rank, folder) if "folder" in signature(check).parameters else check(rank)
 
 
-BY_NAME = {
+CHECKS_BY_WORLD = {
     world: {check.__name__.strip("_"): partial(_run_launched, check) for check in checks}
     for world, checks in {
         WORLD: (
-            _compare_loop_with_one_process,
+            _a_loop_equals_one_process,
             _ranks_of_a_group_shuffle_alike,
             _a_weighted_sampler_draws_every_row_once,
-            _a_sampler_draws_alike_from_other_seeds,
+            _a_sampler_draws_the_same_rows_on_ranks_with_other_seeds,
             _a_stream_repeats_rows_at_its_end,
             _a_stream_keeps_its_length,
             _gather_for_metrics_drops_repeated_rows,
@@ -276,7 +280,7 @@ BY_NAME = {
         ),
         2: (
             _workers_of_a_group_draw_the_same_numbers,
-            _a_model_from_model_init,
+            _a_model_that_model_init_builds_shares_batches,
             _flops_equal_one_process,
             _a_sampler_that_divides_rows_over_all_ranks_is_refused,
         ),
@@ -284,13 +288,13 @@ BY_NAME = {
 }
 
 
-@pytest.mark.parametrize("claim", on_ranks(WORLD, BY_NAME[WORLD]))
+@pytest.mark.parametrize("claim", on_ranks(WORLD, CHECKS_BY_WORLD[WORLD]))
 def test_on_four_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, BY_NAME[2], slow=True))
-def test_the_trainer_on_two_ranks_that_share(found: Found, claim: Check) -> None:
+@pytest.mark.parametrize("claim", on_ranks(2, CHECKS_BY_WORLD[2], slow=True))
+def test_the_trainer_on_two_ranks_that_share_batches(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
@@ -311,7 +315,7 @@ def test_trainers_that_generate_on_each_rank_are_refused() -> None:
 def test_a_loss_gets_its_arguments_as_the_trainer_passes_them(
     wrapper: Callable[..., Any], pp_size: int
 ) -> None:
-    """A user's method may accept only some of the arguments, as the method of this test does."""
+    """A user's method may accept only some of the arguments, like `user_loss` in this test."""
     trainer: Any = SimpleNamespace(
         model=patch(tiny(num_hidden_layers=2), pp_size=pp_size),
         accelerator=SimpleNamespace(num_processes=1),
@@ -331,7 +335,7 @@ def test_a_loss_gets_its_arguments_as_the_trainer_passes_them(
     assert wrapper(user_loss, trainer, "model", "inputs", True)[1]
 
 
-def test_attributes_that_accelerate_sets_are_the_schedulers() -> None:
+def test_attributes_that_accelerate_sets_are_set_on_the_inner_scheduler() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     inner = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
     shared = shared_batches._EveryNthStep(inner, 2)

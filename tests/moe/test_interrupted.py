@@ -1,10 +1,10 @@
 """Ctrl-C at any line of a forward, a backward or an optimizer step does not change later steps.
 
-The interrupted line is in hf_moe_ep, in the model's file or in the optimizer's file. Then the
-weights and the optimizer's state are loaded again, as in a notebook. An evaluation and ten more
-steps must have the results of a run without the interrupt. A stock model of the same class must
-also keep its loss. Copies of the interrupted model, and the model after `unpatch` or another
-`patch`, must have stock's logits.
+The interrupted line is in hf_moe_ep, in the model's file or in the optimizer's file. After the
+interrupt the tests load the weights and the optimizer's state again, as a user does in a notebook.
+An evaluation and ten more steps must have the results of a run without the interrupt. A stock model
+of the same class must also keep its loss. Copies of the interrupted model, and the model after
+`unpatch` or another `patch`, must have stock's logits.
 """
 
 import copy
@@ -31,7 +31,7 @@ from hf_moe_ep.state import replace_attribute, restore_attributes
 MODEL = {"router_aux_loss_coef": 2.0, "output_router_logits": True}
 STEPS = 10
 FILES = ("/hf_moe_ep/", "/modeling_qwen3_moe.py", "/torch/optim/adam.py")
-REPLACING = [
+CODE_THAT_REPLACES = [
     function.__code__
     for function in (
         BeginFusedLoss._begin,
@@ -73,7 +73,7 @@ def _is_in_files(frame: FrameType) -> bool:
 
 def _replaces_functions(frame: FrameType) -> bool:
     """Return True for the code that replaces and restores functions for a fused loss."""
-    return frame.f_code in REPLACING
+    return frame.f_code in CODE_THAT_REPLACES
 
 
 @contextmanager
@@ -116,7 +116,7 @@ class _TrainingRun:
         self.inputs = [batch(self.stock, 2, 7, seed=step, pad=2) for step in range(STEPS)]
         self.step(0)
         self.start = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
-        # As many tokens as the batches of training, without padding.
+        # This batch has as many tokens as a batch of training, but no padding.
         self.evaluated = batch(self.stock, 2, 7, seed=STEPS)
         self.loss: Tensor | None = None
 
@@ -166,8 +166,8 @@ def _split_at_phase(
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "update"])
-@pytest.mark.parametrize("points", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_an_interrupt_changes_no_later_step(phase: str, points: int) -> None:
+@pytest.mark.parametrize("num_interrupts", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_an_interrupt_changes_no_later_step(phase: str, num_interrupts: int) -> None:
     run = _TrainingRun()
     evaluation, want = run.evaluate(), run.compute_losses()
     assert torch.equal(run.compute_losses(), want)
@@ -176,7 +176,7 @@ def test_an_interrupt_changes_no_later_step(phase: str, points: int) -> None:
         earlier()
     with _interrupt_at(None) as num_lines:
         interrupted()
-    for line in sorted(random.Random(0).sample(range(1, num_lines[0] + 1), points)):
+    for line in sorted(random.Random(0).sample(range(1, num_lines[0] + 1), num_interrupts)):
         run.optimizer.zero_grad()
         for earlier in before:
             earlier()
@@ -195,7 +195,7 @@ def test_an_interrupt_changes_no_later_step(phase: str, points: int) -> None:
 @pytest.mark.parametrize("change", ["copy", "unpatch", "patch"])
 @pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_model_can_be_changed_after_an_interrupt(change: str, step: int) -> None:
-    """No forward runs after the interrupt, because a forward would restore the functions itself."""
+    """The model is changed before its next forward, which would restore the replaced functions."""
     model, stock = tiny(), tiny()
     inputs = batch(stock, 1, 3)
     unlabelled = {name: x for name, x in inputs.items() if name != "labels"}
@@ -219,7 +219,12 @@ def test_a_model_can_be_changed_after_an_interrupt(change: str, step: int) -> No
     _assert_same_functions(unpatch(model), stock)
 
 
-POINTS = ("model.layers.0", "model.layers.1.mlp", "model.layers.1.mlp.experts", "lm_head")
+INTERRUPTED_MODULES = (
+    "model.layers.0",
+    "model.layers.1.mlp",
+    "model.layers.1.mlp.experts",
+    "lm_head",
+)
 
 
 def an_interrupt_of_all_ranks_changes_no_later_step(rank: int, world: int) -> None:
@@ -246,7 +251,7 @@ def an_interrupt_of_all_ranks_changes_no_later_step(rank: int, world: int) -> No
 
     want = compute_results()
     assert torch.equal(compute_results(), want)
-    for name in POINTS:
+    for name in INTERRUPTED_MODULES:
         hook = model.get_submodule(name).register_forward_pre_hook(_interrupt)
         with pytest.raises(KeyboardInterrupt):
             model(**inputs[0])

@@ -36,9 +36,10 @@ Named = dict[str, Tensor | None]
 FROZEN_BASE = ("rows", "weights", *ADAPTERS)
 SMALL = Case(draw_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True)
 RANKS = (1, 8, 16, 40, 64, 200)
-# With these formulas a kernel reads an adapter differently: concatenated, transposed, interleaved
-# with a bias, and without a gate. All other formulas differ only in the steps after the sum.
-USUAL = {"silu": 8, "transposed": 16, "gpt-oss": 40, "no gate, bias": 1}
+# The formulas for which a kernel reads an adapter in another way (concatenated, transposed,
+# interleaved with a bias, and without a gate), and the rank that fast tests use for each of them.
+# All other formulas differ only in the steps after the sum.
+FAST_RANKS = {"silu": 8, "transposed": 16, "gpt-oss": 40, "no gate, bias": 1}
 
 
 def _run(
@@ -115,11 +116,12 @@ def test_fp64_equals_merged_weights(name: str, rank: int, recompute: bool, postp
     _assert_close(got, _compute_truth(case, named, grad_RH, FROZEN_BASE), 1e-12)
 
 
-def _list_low_precision_cases() -> Iterator[Any]:
-    """Yield the cases. On the CPU all of them are slow, except "gpt-oss" with its rank in USUAL.
+def _list_triton_cases() -> Iterator[Any]:
+    """Yield the cases, most of which are marked as slow.
 
-    The interpreter needs seconds per case. On a GPU each case compiles its kernels for half a
-    minute, so only these cases are not slow: "silu" with each rank, the other formulas with one.
+    On the CPU the interpreter needs seconds per case, so only "gpt-oss" with its rank in FAST_RANKS
+    is not slow. On a GPU each case compiles its kernels for half a minute, so only "silu" with each
+    rank and the other formulas with one rank are not slow.
     """
     on_cpu = TRITON[0].marks
 
@@ -129,18 +131,20 @@ def _list_low_precision_cases() -> Iterator[Any]:
 
     for name, rank in itertools.product(FORMULAS, RANKS):
         marks = (
-            on_cpu if (name, rank) == ("gpt-oss", USUAL["gpt-oss"]) else [*on_cpu, pytest.mark.slow]
+            on_cpu
+            if (name, rank) == ("gpt-oss", FAST_RANKS["gpt-oss"])
+            else [*on_cpu, pytest.mark.slow]
         )
         yield make_case(name, rank, "cpu", torch.float32, marks)
         on_gpu = [pytest.mark.gpu]
-        if name != "silu" and rank != USUAL.get(name, 16):
+        if name != "silu" and rank != FAST_RANKS.get(name, 16):
             on_gpu.append(pytest.mark.slow)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             yield make_case(name, rank, "cuda", dtype, on_gpu)
     yield make_case("gpt-oss", 40, "cpu", torch.float16, [*on_cpu, pytest.mark.slow])
 
 
-@pytest.mark.parametrize(("name", "rank", "device", "dtype"), list(_list_low_precision_cases()))
+@pytest.mark.parametrize(("name", "rank", "device", "dtype"), list(_list_triton_cases()))
 def test_triton_is_no_worse_than_the_torch_path(
     name: str, rank: int, device: str, dtype: torch.dtype
 ) -> None:
@@ -151,7 +155,8 @@ def test_triton_is_no_worse_than_the_torch_path(
     """
     case = FORMULAS[name]
     draws = []
-    # Rounding can move a value over a clamp's limit, where the gradient jumps to zero.
+    # Rounding can move a value over a clamp's limit, where the gradient jumps to zero. A clamped
+    # formula therefore needs more draws.
     for _ in range(30 if case.formula.clamped and device == "cuda" else 6):
         named = draw_with_adapters(case, rank, dtype, device)
         grad_RH = torch.randn_like(named["rows"])
@@ -188,10 +193,10 @@ def test_triton_equals_merged_weights_on_edge_cases(name: str, backend: str, dev
 @pytest.mark.parametrize("left_out", [pytest.param("up", marks=pytest.mark.slow), "down"])
 @pytest.mark.parametrize(("backend", "device"), BOTH)
 def test_one_of_the_matrices_may_lack_an_adapter(backend: str, device: str, left_out: str) -> None:
-    for base in (False, True):
+    for trains_base in (False, True):
         named = _remove_adapter(draw_with_adapters(SMALL, 3, torch.float32, device), left_out)
         grad_RH = torch.randn_like(named["rows"])
-        wanted = tuple(name for name in _list_names(named) if base or name in FROZEN_BASE)
+        wanted = tuple(name for name in _list_names(named) if trains_base or name in FROZEN_BASE)
         got = _run_ours(SMALL, named, grad_RH, wanted, backend)
         _assert_close(got, _compute_truth(SMALL, named, grad_RH, wanted), 2e-6)  # short fp32 sums
 
@@ -203,8 +208,8 @@ def test_frozen_tensors_get_no_gradient_and_change_no_other_gradient(
     named = draw_with_adapters(SMALL, 3, torch.float32, device)
     grad_RH = torch.randn_like(named["rows"])
     want = _run_ours(SMALL, named, grad_RH, _list_names(named), backend)
-    some = [FROZEN_BASE, ADAPTERS, ("rows",), ("weights", "up_b", "down_a"), ("up_a", "down_b")]
-    for wanted in some:
+    subsets = [FROZEN_BASE, ADAPTERS, ("rows",), ("weights", "up_b", "down_a"), ("up_a", "down_b")]
+    for wanted in subsets:
         got = _run_ours(SMALL, named, grad_RH, wanted, backend)
         assert_equal(got, {name: want[name] for name in ("out", *wanted)})
 
@@ -221,8 +226,8 @@ def test_frozen_tensors_get_no_gradient_and_change_no_other_gradient(
 def test_postponed_and_recomputed_calls_have_the_same_bits(
     backend: str, device: str, wanted: tuple[str, ...] | None
 ) -> None:
-    nothing_here = Case([[3, 3]] * 4, 3, 11, 7, GPT_OSS, bias=True)
-    for case in (SMALL, nothing_here):
+    no_local_experts = Case([[3, 3]] * 4, 3, 11, 7, GPT_OSS, bias=True)
+    for case in (SMALL, no_local_experts):
         named = draw_with_adapters(case, 5, torch.float32, device)
         grad_RH = torch.randn_like(named["rows"])
         names = wanted or _list_names(named)
@@ -299,7 +304,7 @@ def test_kernels_of_unneeded_gradients_are_not_launched(
 def test_no_tensor_is_as_large_as_the_experts(implementation: ModuleType) -> None:
     """With a frozen base the kernels make neither merged weights nor their gradients."""
     if implementation is triton_mlp and not triton_mlp.interpreted():
-        pytest.skip("here the kernels run on the CPU, in the interpreter")
+        pytest.skip("needs Triton's interpreter, because the tensors are on the CPU")
     case = Case(draw_ids(40, 2, 6, seed=3), 6, hidden=64, ffn=48)
     named = draw_with_adapters(case, 2, torch.float32)
     smallest = min(named["up"].numel(), named["down"].numel())

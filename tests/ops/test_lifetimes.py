@@ -10,8 +10,8 @@ from expert_cases import ADAPTERS, FORMULAS, TRITON, draw_with_adapters
 from hf_moe_ep.ops import triton_mlp
 from hf_moe_ep.ops.interface import ExpertWeights
 
-# For each tensor that a launcher returns: True if the gradients of experts are computed from it.
-MADE_BY = {"grouped_mm": (False,), "up": (False, False), "dgated": (True, True, False)}
+# For each tensor that a launcher returns: True if the gradients of the experts need the tensor.
+NEEDED_FOR_EXPERTS = {"grouped_mm": (False,), "up": (False, False), "dgated": (True, True, False)}
 
 
 @pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -19,7 +19,7 @@ MADE_BY = {"grouped_mm": (False,), "up": (False, False), "dgated": (True, True, 
 def test_tensors_that_the_experts_gradients_do_not_need_are_freed(
     backend: str, device: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients of rows [A, H] and recomputed pre-activations [A, 2F] take about 1 GB each."""
+    """In training, gradients of rows [A, H] and pre-activations [A, 2F] take about 1 GB each."""
     case = FORMULAS["silu, bias"]
     inputs = draw_with_adapters(case, 2, torch.float32, device)
     rows_RH, weights_RK = inputs.pop("rows"), inputs.pop("weights")
@@ -36,7 +36,9 @@ def test_tensors_that_the_experts_gradients_do_not_need_are_freed(
         def run(*args: Any, **kwargs: Any) -> Any:
             out = original(*args, **kwargs)
             parts = out if isinstance(out, tuple) else (out,)
-            for number, (part, needed) in enumerate(zip(parts, MADE_BY[name], strict=True)):
+            for number, (part, needed) in enumerate(
+                zip(parts, NEEDED_FOR_EXPERTS[name], strict=True)
+            ):
                 if not needed:
                     watched_tensors.append((f"{name} {number}", weakref.ref(part)))
             return out
@@ -49,7 +51,7 @@ def test_tensors_that_the_experts_gradients_do_not_need_are_freed(
         alive.extend(name for name, ref in watched_tensors if ref() is not None)
         original_outer(*args, **kwargs)
 
-    for name in MADE_BY:
+    for name in NEEDED_FOR_EXPERTS:
         monkeypatch.setattr(triton_mlp, name, watch(name))
     monkeypatch.setattr(triton_mlp, "outer", outer)
     pre_AG = None if recompute else pre_AG

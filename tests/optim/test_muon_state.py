@@ -1,4 +1,4 @@
-"""Test Muon's state in checkpoints, with moved experts and Accelerate, and Muon's refusals."""
+"""Test Muon's state in checkpoints, with moved experts and Accelerate, and what Muon refuses."""
 
 import re
 from datetime import timedelta
@@ -50,19 +50,19 @@ def _train(model: nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.zero_grad()
 
 
-def _start(seed: int = 0, **layout: Any) -> tuple[nn.Module, Muon]:
+def _build_sharded(seed: int = 0, **layout: Any) -> tuple[nn.Module, Muon]:
     model = tiny(seed=seed)
     apply_ep_fsdp2(model, **layout)
     return model, Muon(model, LR)
 
 
-def resumes_at_another_layout(rank: int, world: int, folder: str) -> None:
-    model, optimizer = _start(ep_size=4)
+def a_run_resumes_at_another_layout(rank: int, world: int, folder: str) -> None:
+    model, optimizer = _build_sharded(ep_size=4)
     _train(model, optimizer, range(2))
     save_checkpoint(Path(folder) / "step-2", model, optimizer)
     _train(model, optimizer, range(2, 4))
     want = whole_parameters(model)
-    other, other_optimizer = _start(seed=1, ep_size=2, expert_shard_dim=1)
+    other, other_optimizer = _build_sharded(seed=1, ep_size=2, expert_shard_dim=1)
     load_checkpoint(folder, other, other_optimizer)
     _train(other, other_optimizer, range(2, 4))
     for name, got in whole_parameters(other).items():
@@ -72,22 +72,22 @@ def resumes_at_another_layout(rank: int, world: int, folder: str) -> None:
         load_checkpoint(folder, other, adamw)
 
 
-def resumes_with_stages(rank: int, world: int, folder: str) -> None:
-    """The run continues from ep 4 with two stages and ep 2, and then with ep 4 again."""
-    model, optimizer = _start(ep_size=4)
+def a_run_resumes_with_stages_and_again_without(rank: int, world: int, folder: str) -> None:
+    """A run with ep 4 continues with two stages and ep 2, and then with ep 4 again."""
+    model, optimizer = _build_sharded(ep_size=4)
     _train(model, optimizer, range(2))
     save_checkpoint(Path(folder) / "step-2", model, optimizer)
     _train(model, optimizer, range(2, 4))
-    in_stages, other_optimizer = _start(seed=1, pp_size=2, ep_size=2)
+    in_stages, other_optimizer = _build_sharded(seed=1, pp_size=2, ep_size=2)
     load_checkpoint(Path(folder) / "step-2", in_stages, other_optimizer)
     _train(in_stages, other_optimizer, range(2, 4))
-    _compare(in_stages, model)
+    _compare_with_whole_model(in_stages, model)
     save_checkpoint(Path(folder) / "step-4", in_stages, other_optimizer)
-    again, last_optimizer = _start(seed=2, ep_size=4)
+    again, last_optimizer = _build_sharded(seed=2, ep_size=4)
     load_checkpoint(Path(folder) / "step-4", again, last_optimizer)
     for run in ((again, last_optimizer), (model, optimizer)):
         _train(*run, range(4, 6))
-    _compare(again, model)
+    _compare_with_whole_model(again, model)
 
 
 def groups_of_stages_keep_their_options(rank: int, world: int, folder: str) -> None:
@@ -107,25 +107,25 @@ def groups_of_stages_keep_their_options(rank: int, world: int, folder: str) -> N
         ]
         return model, Muon(model, LR, param_groups=groups)
 
-    def lr_by_name(model: nn.Module, optimizer: Muon) -> dict[str, float]:
+    def read_lr_by_name(model: nn.Module, optimizer: Muon) -> dict[str, float]:
         names = {p: name for name, p in model.named_parameters()}
         return {names[p]: g["lr"] for g in optimizer.param_groups for p in g["params"]}
 
     model, optimizer = start(0)
-    want = lr_by_name(model, optimizer)
+    want = read_lr_by_name(model, optimizer)
     assert set(want.values()) == {LR, 1e-3 if rank == 0 else 1e-4}
     _train(model, optimizer, range(1))
     save_checkpoint(Path(folder) / "step-1", model, optimizer)
     resumed, other_optimizer = start(1)
     load_checkpoint(folder, resumed, other_optimizer)
-    assert lr_by_name(resumed, other_optimizer) == want
+    assert read_lr_by_name(resumed, other_optimizer) == want
     for run in ((model, optimizer), (resumed, other_optimizer)):
         _train(*run, range(1, 2))
     for name, parameter in whole_parameters(resumed).items():
         assert torch.equal(parameter, whole_parameters(model)[name]), name
 
 
-def a_frozen_stage_has_the_groups_of_the_others(rank: int, world: int, folder: str) -> None:
+def a_frozen_stage_has_the_groups_of_other_stages(rank: int, world: int, folder: str) -> None:
     def start(**layout: Any) -> tuple[nn.Module, Muon]:
         model = tiny()
         model.model.embed_tokens.requires_grad_(False)
@@ -142,19 +142,19 @@ def a_frozen_stage_has_the_groups_of_the_others(rank: int, world: int, folder: s
     load_checkpoint(folder, resumed, other_optimizer)
     for run in ((model, optimizer), (resumed, other_optimizer)):
         _train(*run, range(1, 2))
-    _compare(model, resumed)
+    _compare_with_whole_model(model, resumed)
 
 
-def _compare(model: nn.Module, whole: nn.Module) -> None:
+def _compare_with_whole_model(model: nn.Module, whole: nn.Module) -> None:
     """Compare the parameters of this rank's stage with a model that has no stages."""
     want = whole_parameters(whole)
     for name, got in whole_parameters(model).items():
         assert_close(name, got, want[name], FP64_MODEL)
 
 
-def gradient_scalers_unscale_and_skip(rank: int, world: int) -> None:
+def a_gradient_scaler_unscales_gradients_and_skips_a_step(rank: int, world: int) -> None:
     """A scale that is a power of two changes no bit. All ranks skip a step with an infinity."""
-    (model, optimizer), (twin, other_optimizer) = (_start(ep_size=2) for _ in range(2))
+    (model, optimizer), (twin, other_optimizer) = (_build_sharded(ep_size=2) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     _train(twin, other_optimizer, range(2))
     for step in range(3):
@@ -175,8 +175,8 @@ def gradient_scalers_unscale_and_skip(rank: int, world: int) -> None:
 
 def non_finite_gradients_change_only_their_matrix(rank: int, world: int) -> None:
     """As in torch.optim.Muon, an infinity turns its matrix into NaN, and no other matrix."""
-    model, optimizer = _start(expert_shard_dim=1)
-    twin, other_optimizer = _start(expert_shard_dim=1)
+    model, optimizer = _build_sharded(expert_shard_dim=1)
+    twin, other_optimizer = _build_sharded(expert_shard_dim=1)
     for trained in (model, twin):
         inputs = batch(model, world, 9, seed=0)
         mine = {name: value.chunk(world)[rank] for name, value in inputs.items()}
@@ -198,8 +198,8 @@ def non_finite_gradients_change_only_their_matrix(rank: int, world: int) -> None
         assert torch.equal(got.nan_to_num(), expected.nan_to_num()), name
 
 
-def adamws_checkpoint_is_refused(rank: int, world: int, folder: str) -> None:
-    model, optimizer = _start(ep_size=2)
+def a_checkpoint_of_adamw_is_refused(rank: int, world: int, folder: str) -> None:
+    model, optimizer = _build_sharded(ep_size=2)
     adamw = torch.optim.AdamW(model.parameters(), lr=LR)
     _train(model, adamw, range(1))
     save_checkpoint(Path(folder) / "step-1", model, adamw)
@@ -208,7 +208,7 @@ def adamws_checkpoint_is_refused(rank: int, world: int, folder: str) -> None:
 
 
 def moved_experts_take_their_momentum_along(rank: int, world: int) -> None:
-    (model, optimizer), (twin, other_optimizer) = (_start(ep_size=2) for _ in range(2))
+    (model, optimizer), (twin, other_optimizer) = (_build_sharded(ep_size=2) for _ in range(2))
     for run in ((model, optimizer), (twin, other_optimizer)):
         _train(*run, range(2))
     before = expert_load(model)
@@ -231,7 +231,7 @@ def _list_other_fields(load: ExpertLoad) -> list[Any]:
     return [getattr(load, name) for name in names]
 
 
-def accelerate_shards_after_the_optimizer_was_made(rank: int, world: int) -> None:
+def accelerate_shards_a_model_that_already_has_an_optimizer(rank: int, world: int) -> None:
     from accelerate import Accelerator
 
     with launched():
@@ -240,7 +240,7 @@ def accelerate_shards_after_the_optimizer_was_made(rank: int, world: int) -> Non
         patch(model, ep_size=2)
         optimizer = Muon(model, LR)
         model, optimizer = accelerator.prepare(model, optimizer)
-        twin, other_optimizer = _start(ep_size=2)
+        twin, other_optimizer = _build_sharded(ep_size=2)
         _train(model, optimizer, range(2))
         _train(twin, other_optimizer, range(2))
         wanted = whole_parameters(twin)
@@ -261,9 +261,9 @@ def an_optimizer_from_before_sharding_is_refused(rank: int, world: int) -> None:
 
 
 def adapter_factors_can_be_given_to_muon(rank: int, world: int) -> None:
-    """Each expert's factors are matrices, as in one process, in which PEFT packs the factors."""
+    """Each expert's factors are matrices, although PEFT packs the factors of all experts."""
 
-    def group(model: nn.Module) -> list[dict[str, Any]]:
+    def make_groups(model: nn.Module) -> list[dict[str, Any]]:
         return [{"params": [p for p in model.parameters() if p.requires_grad], "use_muon": True}]
 
     model, alone = (with_lora(tiny(), r=3, seed=0) for _ in range(2))
@@ -271,8 +271,8 @@ def adapter_factors_can_be_given_to_muon(rank: int, world: int) -> None:
     patch(alone)
     default = Muon(model, LR)
     assert [g["use_muon"] for g in default.param_groups] == [False]
-    optimizer = Muon(model, LR, param_groups=group(model))
-    optimizer_alone = Muon(alone, LR, param_groups=group(alone))
+    optimizer = Muon(model, LR, param_groups=make_groups(model))
+    optimizer_alone = Muon(alone, LR, param_groups=make_groups(alone))
     for step in range(2):
         inputs = batch(model, world, 9, seed=step)
         tokens = inputs["labels"][:, 1:].ne(-100).sum()
@@ -293,7 +293,7 @@ def factors_that_etp_splits_in_two_are_refused(rank: int, world: int) -> None:
     """lora_B of gate and up is one matrix per expert, and a rank has two ranges of its rows."""
     from accelerate import Accelerator
 
-    def groups(model: nn.Module, *, is_cut: bool) -> list[dict[str, Any]]:
+    def make_groups(model: nn.Module, *, is_cut: bool) -> list[dict[str, Any]]:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         factors = [p for name, p in named if ("base_layer.lora_B" in name) == is_cut]
         return [{"params": factors, "use_muon": True}]
@@ -301,20 +301,20 @@ def factors_that_etp_splits_in_two_are_refused(rank: int, world: int) -> None:
     message = r"etp_size=2 gives a rank two ranges of the rows .*set 'use_muon': False for it"
     model = apply_ep_fsdp2(with_lora(tiny(), modules=()), etp_size=2)
     with pytest.raises(ValueError, match=message):
-        Muon(model, LR, param_groups=groups(model, is_cut=True))
-    _train(model, Muon(model, LR, param_groups=groups(model, is_cut=False)), range(1))
+        Muon(model, LR, param_groups=make_groups(model, is_cut=True))
+    _train(model, Muon(model, LR, param_groups=make_groups(model, is_cut=False)), range(1))
     with launched():
         accelerator = Accelerator(cpu=True)
         later = patch(with_lora(tiny(), modules=()), etp_size=2)
-        optimizer = Muon(later, LR, param_groups=groups(later, is_cut=True))
+        optimizer = Muon(later, LR, param_groups=make_groups(later, is_cut=True))
         prepared, optimizer = accelerator.prepare(later, optimizer)
         with pytest.raises(ValueError, match=message):
             _train(prepared, optimizer, range(1))
 
 
 def change_gradients_on_one_rank(rank: int, world: int) -> None:
-    """Rank 0 would wait in an exchange that rank 1 never starts."""
-    model, optimizer = _start(ep_size=2)
+    """On rank 1 a gradient is missing. Without an error, rank 0 would wait for rank 1 forever."""
+    model, optimizer = _build_sharded(ep_size=2)
     _train(model, optimizer, range(1))
     inputs = batch(model, 1, 9, seed=rank)
     model(**inputs).loss.backward()
@@ -340,17 +340,22 @@ def _pack_as_peft(name: str, factor: Tensor) -> Tensor:
             adapter_factors_can_be_given_to_muon,
             factors_that_etp_splits_in_two_are_refused,
             groups_of_stages_keep_their_options,
-            a_frozen_stage_has_the_groups_of_the_others,
+            a_frozen_stage_has_the_groups_of_other_stages,
         ),
         *on_ranks(
             2,
-            accelerate_shards_after_the_optimizer_was_made,
-            adamws_checkpoint_is_refused,
-            gradient_scalers_unscale_and_skip,
+            accelerate_shards_a_model_that_already_has_an_optimizer,
+            a_checkpoint_of_adamw_is_refused,
+            a_gradient_scaler_unscales_gradients_and_skips_a_step,
             non_finite_gradients_change_only_their_matrix,
             slow=True,
         ),
-        *on_ranks(4, resumes_at_another_layout, resumes_with_stages, slow=True),
+        *on_ranks(
+            4,
+            a_run_resumes_at_another_layout,
+            a_run_resumes_with_stages_and_again_without,
+            slow=True,
+        ),
     ],
 )
 def test_on_ranks(found: Found, claim: Check) -> None:
@@ -362,7 +367,9 @@ def _check_refusal(model: nn.Module, message: str, **options: Any) -> None:
         Muon(model, **({"lr": LR} | options))
 
 
-def test_torchs_muon_is_refused_in_checkpoints(tmp_path: Path) -> None:
+def test_a_checkpoint_with_torchs_muon_is_saved_with_a_warning_and_not_loaded(
+    tmp_path: Path,
+) -> None:
     model = patch(tiny())
     stock = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=LR)
     with pytest.warns(UserWarning, match=r"will refuse this optimizer: .* use hf_moe_ep.Muon"):
@@ -438,7 +445,7 @@ def test_heads_are_trained_as_single_matrices() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_with_other_gradients_raises() -> None:
+def test_ranks_raise_an_error_if_one_rank_lacks_a_gradient() -> None:
     outcomes = run_ranks(change_gradients_on_one_rank, 2, expect_errors=True)
     assert [outcome[0] for outcome in outcomes] == ["error", "error"]
     assert outcomes[1][1] == "RuntimeError"

@@ -1,4 +1,4 @@
-"""Test that each sharded matrix has one owner, that ranks own equal shares, and bucket sizes."""
+"""Test the owners of sharded matrices, the sizes of buckets, and the formulas of Newton-Schulz."""
 
 import itertools
 import random
@@ -26,7 +26,7 @@ from hf_moe_ep.optim.owners import (
 QWEN3_30B = [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096)]
 
 
-def _describe_sharded(
+def _make_sharded_matrices(
     shape: tuple[int, int], ranks: int, experts: int = 1, parts: int = 1
 ) -> Matrices:
     rows = shape[0] * parts
@@ -40,7 +40,7 @@ def _describe_sharded(
 @pytest.mark.parametrize("ranks", [2, 8, 16, 32])
 @pytest.mark.parametrize("layers", [48])
 def test_dense_matrices_of_a_30b_model_are_balanced(ranks: int, layers: int) -> None:
-    matrices = [_describe_sharded(shape, ranks) for shape in QWEN3_30B * layers]
+    matrices = [_make_sharded_matrices(shape, ranks) for shape in QWEN3_30B * layers]
     buckets = assign_owners(matrices)
     flops = [0] * ranks
     assigned: Counter[tuple[int, int, int]] = Counter()
@@ -61,8 +61,11 @@ def test_dense_matrices_of_a_30b_model_are_balanced(ranks: int, layers: int) -> 
 
 
 def test_ranks_own_equal_numbers_of_experts() -> None:
-    """7 experts of 2 parts on 3 ranks: each rank owns 2 of each part. The last 2 are single."""
-    matrices = [_describe_sharded((24, 32), 3, experts=7, parts=2)]
+    """7 experts with 2 parts each on 3 ranks: each rank owns 2 experts of each part.
+
+    The two matrices of the last expert are assigned to single ranks.
+    """
+    matrices = [_make_sharded_matrices((24, 32), 3, experts=7, parts=2)]
     (bucket,) = assign_owners(matrices)
     owned = [
         [
@@ -76,7 +79,7 @@ def test_ranks_own_equal_numbers_of_experts() -> None:
     assert sorted(map(len, owned)) == [4, 5, 5]
 
 
-def test_whole_experts_are_divided_into_ranges_of_a_bucket() -> None:
+def test_whole_experts_are_divided_into_ranges_that_fit_in_a_bucket() -> None:
     entry = Matrices("w", MatrixLayout(True, parts=2), (4, 6), MatrixSharding(None, 1, (), 7), 5, 2)
     ranges = divide_whole_matrices([entry], bucket_bytes=3 * 4 * 6 * 2)
     assert [
@@ -99,8 +102,8 @@ def test_blocks_of_all_ranks_make_up_each_part(interleaved: bool, transposed: bo
             want = whole[:, part::parts] if interleaved else whole.chunk(parts, 1)[part]
             blocks = []
             for start, stop in cuts:
-                mine = stored.narrow(layout.out_dim, start, stop - start)
-                blocks.append(layout.view_block(mine, start, stop, part, rows))
+                shard = stored.narrow(layout.out_dim, start, stop - start)
+                blocks.append(layout.view_block(shard, start, stop, part, rows))
                 low, high = layout.part_bounds(start, stop, part, rows)
                 assert blocks[-1].shape[1] == high - low
             assert torch.equal(torch.cat(blocks, 1), want)

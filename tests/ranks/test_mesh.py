@@ -1,4 +1,4 @@
-"""The meshes of 8 ranks have the expected groups, for example those in the docstring of mesh.py.
+"""The meshes of 8 ranks have the expected groups, such as the groups in the docstring of mesh.py.
 
 With torch's fake process group every rank builds its meshes, and the ranks in its groups are
 compared. The parity tests show that collectives in these groups give the right numbers.
@@ -67,9 +67,7 @@ LAYOUTS = {
         fsdp=[ALL],
         replicate=SINGLES,
     ),
-    "nothing asked": Layout(
-        ParallelConfig(), ep=SINGLES, ep_fsdp=[ALL], fsdp=[ALL], replicate=SINGLES
-    ),
+    "no sizes": Layout(ParallelConfig(), ep=SINGLES, ep_fsdp=[ALL], fsdp=[ALL], replicate=SINGLES),
     "ep over all": Layout(
         ParallelConfig(ep_size=8), ep=[ALL], ep_fsdp=SINGLES, fsdp=[ALL], replicate=SINGLES
     ),
@@ -94,7 +92,7 @@ LAYOUTS = {
         fsdp=[[0, 1, 2, 3], [4, 5, 6, 7]],
         replicate=[[0, 4], [1, 5], [2, 6], [3, 7]],
     ),
-    "replicas alone": Layout(
+    "only replicas": Layout(
         ParallelConfig(dp_replicate_size=8),
         ep=SINGLES,
         ep_fsdp=SINGLES,
@@ -126,7 +124,7 @@ def _check_rank(layout: Layout, meshes: Meshes, rank: int) -> None:
         names = ("dp_replicate", "fsdp"), ("dp_replicate", "ep_fsdp")
     assert (meshes.dense.mesh_dim_names, meshes.ep_fsdp.mesh_dim_names) == names
     assert meshes.ep.mesh_dim_names == ("ep",)
-    if meshes.experts is not None:  # up to torch 2.11 it cannot be created with ep_outside
+    if meshes.experts is not None:  # up to torch 2.11, ep_outside does not allow this mesh
         replica = next(group for group in layout.fsdp if rank in group)
         assert sorted(_list_members(meshes.experts, 0)) == replica
     else:
@@ -204,8 +202,8 @@ def test_sp_is_the_innermost_axis_and_cp_the_next() -> None:
             assert meshes.fit(config, CPU)
             assert not meshes.fit(replace(config, cp_size=1), CPU)
     with _as_rank(3, 4):
-        alone = build_meshes(ParallelConfig(cp_size=2), CPU)
-        assert _list_members(alone.sequence, 0) == _list_members(alone.cp, 0) == [2, 3]
+        meshes = build_meshes(ParallelConfig(cp_size=2), CPU)
+        assert _list_members(meshes.sequence, 0) == _list_members(meshes.cp, 0) == [2, 3]
 
 
 CP_REFUSED = [
@@ -358,7 +356,7 @@ def test_every_rank_has_the_expected_node_groups(name: str) -> None:
             assert meshes.ep_rank == node * meshes.nodes.inside.size() + local_rank
 
 
-NO_NODES = [
+REFUSED_NODES = [
     (
         _make_hierarchical(4, ep_size=6),
         r"node_size \(4\) .* ranks 0, 1, 2, 3, 4, 5 into 4 \+ 2 ranks.*try node_size 1, 2, 3, 6,",
@@ -374,7 +372,7 @@ NO_NODES = [
 ]
 
 
-@pytest.mark.parametrize(("config", "match"), NO_NODES)
+@pytest.mark.parametrize(("config", "match"), REFUSED_NODES)
 def test_nodes_that_split_an_ep_group_unevenly_are_refused(
     config: ParallelConfig, match: str
 ) -> None:
@@ -384,21 +382,21 @@ def test_nodes_that_split_an_ep_group_unevenly_are_refused(
 
 
 def test_groups_have_the_timeout_of_the_default_group() -> None:
-    """torch gives new groups 30 minutes, and ignores `ddp_timeout` and `init_process_group`."""
+    """torch gives new groups a timeout of 30 minutes, whatever timeout the default group has."""
 
-    def timeouts(mesh: DeviceMesh) -> set[timedelta]:
+    def list_timeouts(mesh: DeviceMesh) -> set[timedelta]:
         return {group._get_backend(CPU).options._timeout for group in mesh.get_all_groups()}
 
     timeout = timedelta(seconds=7)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         mesh = DeviceMesh.from_group(dist.new_group([0]), "cpu")
-        assert timeout not in timeouts(mesh)
+        assert timeout not in list_timeouts(mesh)
         take_default_timeout(mesh)
-        assert timeouts(mesh) == {timeout}
+        assert list_timeouts(mesh) == {timeout}
         with warnings.catch_warnings(action="error"):
             meshes = build_meshes(ParallelConfig(), CPU)
-        assert timeouts(meshes.dense) | timeouts(meshes.ep) == {timeout}
+        assert list_timeouts(meshes.dense) | list_timeouts(meshes.ep) == {timeout}
     finally:
         dist.destroy_process_group()
 
@@ -414,8 +412,8 @@ def test_groups_are_described_by_their_axis() -> None:
         }
         axes = ("dp_replicate", "fsdp", "ep_fsdp", "ep", "sp", "ep_fsdp_ep")
         assert described == {axis: f"mesh_{axis}" for axis in axes}
-        whole = build_meshes(ParallelConfig(ep_size=8), CPU).ep.get_group()
-        assert whole.group_desc == "mesh_of_all_ranks"
+        all_ranks = build_meshes(ParallelConfig(ep_size=8), CPU).ep.get_group()
+        assert all_ranks.group_desc == "mesh_of_all_ranks"
 
 
 def _count_new_groups(world: int, config: ParallelConfig) -> int:

@@ -35,31 +35,34 @@ pytestmark = pytest.mark.skipif(
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]
 
 
-def canvas_loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+def compute_canvas_loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Return the sum of the canvas tokens' losses, divided by a fixed number of tokens."""
     given = {name: value for name, value in inputs.items() if name != "labels"}
     logits = model(**given).logits.flatten(0, 1)
     return F.cross_entropy(logits, inputs["labels"].flatten(), reduction="sum") / 10
 
 
-def prompt_loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+def compute_prompt_loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Return a loss that depends on the output of the first tower only."""
     given = {name: value for name, value in inputs.items() if name != "labels"}
     return model(**given).encoder_last_hidden_state.square().sum() / 10
 
 
-def cached_loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+def compute_cached_loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Return the loss of a forward that runs the second tower alone."""
     given = {name: value for name, value in inputs.items() if name != "labels"}
     with torch.no_grad():
         cache = model(**given).cache
     prompt = ("input_ids", "attention_mask")
     given = {name: value for name, value in given.items() if name not in prompt}
-    return canvas_loss(model, {**given, "cache": cache, "labels": inputs["labels"]})
+    return compute_canvas_loss(model, {**given, "cache": cache, "labels": inputs["labels"]})
 
 
 def assert_equals_stock(
-    rank: int, world: int, losses: tuple[Loss, ...] = (canvas_loss, canvas_loss), **config: Any
+    rank: int,
+    world: int,
+    losses: tuple[Loss, ...] = (compute_canvas_loss, compute_canvas_loss),
+    **config: Any,
 ) -> None:
     """Compare the gradients of several forwards and backwards, which are added up, with stock."""
     with FP64():
@@ -73,7 +76,7 @@ def assert_equals_stock(
         assert_same_grads(str(config), model, stock, FP64_MODEL)
 
 
-def list_towers(model: Any) -> tuple[list[nn.Module], list[nn.Module]]:
+def list_layers_of_towers(model: Any) -> tuple[list[nn.Module], list[nn.Module]]:
     return [*model.model.encoder.language_model.layers], [*model.model.decoder.layers]
 
 
@@ -83,7 +86,7 @@ def layers_are_gathered_one_after_the_other(rank: int, world: int) -> None:
     (inputs,) = batches(model, 1)
     apply_ep_fsdp2(model)
     gathered: list[list[int]] = []
-    first, second = list_towers(model)
+    first, second = list_layers_of_towers(model)
 
     def record(*_: Any) -> None:
         for tower in (first, second):
@@ -91,21 +94,25 @@ def layers_are_gathered_one_after_the_other(rank: int, world: int) -> None:
 
     for layer in chain(first, second):
         layer.register_forward_pre_hook(record)
-    canvas_loss(model, inputs).backward()
-    once = [[0], [1], [2], [3]]
-    again = [[0, 3], [1, 3], [2, 3], [3]]
-    assert gathered == [*chain(*zip(once, once)), *chain(*zip(again, again))]
+    compute_canvas_loss(model, inputs).backward()
+    in_first_tower = [[0], [1], [2], [3]]
+    in_second_tower = [[0, 3], [1, 3], [2, 3], [3]]
+    want = [[i, i] for i in (*in_first_tower, *in_second_tower)]  # a layer and its tied layer
+    assert gathered == [*chain(*want)]
 
 
-def both_towers_are_trained_and_saved_in_the_loaded_dtype(
+def towers_share_parameters_and_are_saved_in_the_loaded_dtype(
     rank: int, world: int, folder: str
 ) -> None:
-    """Master weights are fp32. Files have the names of the second tower, as in stock."""
+    """Master weights are fp32. As in stock, the files have the names of the second tower."""
     model = build(MODEL_TYPE).to(torch.bfloat16)
     model.save_pretrained(Path(folder, "stock"))  # rank 0 writes
     apply_ep_fsdp2(model, ep_size=2)
     assert all(
-        a is b for a, b in zip(*(chain(*map(nn.Module.parameters, x)) for x in list_towers(model)))
+        a is b
+        for a, b in zip(
+            *(chain(*map(nn.Module.parameters, x)) for x in list_layers_of_towers(model))
+        )
     )
     save_pretrained(model, Path(folder, "ours"))
     stock = load_file(Path(folder, "stock", "model.safetensors"))
@@ -131,7 +138,7 @@ def padding_of_the_prompt_is_not_padding_of_the_canvas(rank: int, world: int) ->
         assert_close("logits", model(**inputs).logits, stock(**inputs).logits, FP64_MODEL)
 
 
-def experts_of_two_layers_are_not_moved(rank: int, world: int) -> None:
+def balancing_refuses_experts_that_two_layers_share(rank: int, world: int) -> None:
     model = build(MODEL_TYPE)
     apply_ep_fsdp2(model, ep_size=2)
     with pytest.raises(ValueError, match="two layers with loads of their own share the same exp"):
@@ -142,9 +149,9 @@ CHECKS = [
     *on_ranks(
         2,
         layers_are_gathered_one_after_the_other,
-        both_towers_are_trained_and_saved_in_the_loaded_dtype,
+        towers_share_parameters_and_are_saved_in_the_loaded_dtype,
         padding_of_the_prompt_is_not_padding_of_the_canvas,
-        experts_of_two_layers_are_not_moved,
+        balancing_refuses_experts_that_two_layers_share,
         {
             "ep 1": partial(assert_equals_stock, ep_size=1),
             "ep 2": partial(assert_equals_stock, ep_size=2),
@@ -152,10 +159,10 @@ CHECKS = [
             "fixed buffers": partial(assert_equals_stock, ep_size=1, fsdp_double_buffer=True),
             "compiled": partial(assert_equals_stock, ep_size=1, compile_layers=True),
             "a loss of the prompt": partial(
-                assert_equals_stock, losses=(prompt_loss, canvas_loss), ep_size=2
+                assert_equals_stock, losses=(compute_prompt_loss, compute_canvas_loss), ep_size=2
             ),
             "a given cache": partial(
-                assert_equals_stock, losses=(cached_loss, canvas_loss), ep_size=1
+                assert_equals_stock, losses=(compute_cached_loss, compute_canvas_loss), ep_size=1
             ),
         },
         slow=True,
@@ -184,7 +191,7 @@ def test_tokens_of_the_canvas_are_counted_whatever_the_mask_of_the_prompt() -> N
     assert expert_load(model).counts.sum(1).tolist() == [CANVAS * top_k] * 8
 
 
-def test_a_given_plan_names_the_tied_layers() -> None:
+def test_a_plan_of_the_user_must_name_the_tied_layers() -> None:
     model = build(MODEL_TYPE)
     plan = replace(find_plan(model), origin="given")
     assert (plan.layers, plan.tied_layers) == (

@@ -1,4 +1,4 @@
-"""`NoHostNumbers` finds the copies of numbers to a device, and no other tensors."""
+"""`NoHostNumbers` refuses copies of numbers from the host to a device, and nothing else."""
 
 import pytest
 import torch
