@@ -313,7 +313,7 @@ def factors_that_etp_splits_in_two_are_refused(rank: int, world: int) -> None:
 
 
 def change_gradients_on_one_rank(rank: int, world: int) -> None:
-    """On rank 1 a gradient is missing. Without an error, rank 0 would wait for rank 1 forever."""
+    """A gradient is missing on rank 1. Without an error, rank 0 would wait for rank 1."""
     model, optimizer = _build_sharded(ep_size=2)
     _train(model, optimizer, range(1))
     inputs = batch(model, 1, 9, seed=rank)
