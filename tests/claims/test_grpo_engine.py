@@ -56,7 +56,7 @@ def _check_sends_small_parts(model: Any) -> Iterator[None]:
 def grpo(lora: bool, rank: int, world: int, folder: str) -> None:
     """Every sync transfers all tensors with the values that the last step gave them."""
     from datasets import Dataset
-    from support.jobs.sft import tokenizer
+    from support.words import make_tokenizer
     from trl import GRPOTrainer
     from trl.trainer import grpo_trainer
 
@@ -96,7 +96,7 @@ def grpo(lora: bool, rank: int, world: int, folder: str) -> None:
             reward_funcs=reward,
             args=settings("GRPO", folder, STEPS, 3e-3),
             train_dataset=rows,
-            processing_class=tokenizer(model.config.vocab_size),
+            processing_class=make_tokenizer(model.config.vocab_size),
             peft_config=LORA if lora else None,
         )
         trainer.train()

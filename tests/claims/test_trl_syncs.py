@@ -71,7 +71,7 @@ def syncs(kind: str, mode: str, lora: bool, rank: int, world: int, folder: str) 
     """Every sync sends all tensors of the step's checkpoint. Only the first sends extra tensors."""
     import trl
     from datasets import Dataset
-    from support.jobs.sft import tokenizer
+    from support.words import make_tokenizer
 
     root, engine = Path(folder), Recorder()
     if rank == 0:
@@ -108,7 +108,7 @@ def syncs(kind: str, mode: str, lora: bool, rank: int, world: int, folder: str) 
             reward_funcs=reward,
             args=settings(kind, folder, STEPS, 3e-2),
             train_dataset=rows,
-            processing_class=tokenizer(model.config.vocab_size),
+            processing_class=make_tokenizer(model.config.vocab_size),
             peft_config=LORA if lora else None,
         )
         trainer.train()
