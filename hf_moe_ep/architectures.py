@@ -180,7 +180,7 @@ class Differences:
         )
 
 
-def differences(model_type: str) -> Differences:
+def read_differences(model_type: str) -> Differences:
     """Return the changes in an architecture's file in `model_patches`, if there is a file."""
     file_name = model_type.replace("-", "_")
     name = f"hf_moe_ep.model_patches.{file_name}"
@@ -201,7 +201,7 @@ def find_block(model: nn.Module, given: ModelPlan | None = None) -> MoEBlock | N
     """
     if given is not None:
         return given.block
-    return differences(_model_type(model)).fields.get("block")
+    return read_differences(_model_type(model)).fields.get("block")
 
 
 def _model_type(model: nn.Module) -> str:
@@ -221,7 +221,7 @@ def find_plan(model: nn.Module, named: _Named | None = None) -> ModelPlan:
     """
     named = named or _Named(model)
     model_type = _model_type(model)
-    changes = differences(model_type)
+    changes = read_differences(model_type)
     if changes.refused:
         raise ValueError(
             f"{type(model).__name__} ({model_type}) cannot be patched: {changes.refused} "
@@ -367,7 +367,7 @@ def _check_weights(name: str, experts: nn.Module, plan: ModelPlan, config: Any) 
         )
 
 
-def experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
+def read_experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
     """Return the number of experts per token: `top_k` of a router, or a field of the text config.
 
     An MoE block may have `top_k` instead of its router.
@@ -391,7 +391,7 @@ def experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
     )
 
 
-def groups_of_router(model: nn.Module, plan: ModelPlan) -> tuple[int, int]:
+def count_router_groups(model: nn.Module, plan: ModelPlan) -> tuple[int, int]:
     """Return how many groups of experts the routers have, and how many of them a token uses.
 
     The result is (1, 1) if a token may choose among all experts. DeepSeek-V2 uses its groups only

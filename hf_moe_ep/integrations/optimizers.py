@@ -43,7 +43,7 @@ _FOLLOWED = "_hf_moe_ep_followed"
 
 # The optimizers of torch.optim that train a sharded model with the same results as one process
 # (tests/integrations/test_sharded_optimizers.py).
-WORKING = (
+SUPPORTED_OPTIMIZERS = (
     "Adadelta",
     "Adagrad",
     "Adam",
@@ -189,7 +189,7 @@ def _name_optimizer(optimizer: Optimizer, error: RuntimeError) -> ValueError:
     return ValueError(
         f"{kind.__module__}.{kind.__qualname__} cannot train a sharded model: its state or "
         f"its operators do not support FSDP2's DTensors ({first_line}). "
-        f"Use one of these optimizers of torch.optim: {', '.join(WORKING)}"
+        f"Use one of these optimizers of torch.optim: {', '.join(SUPPORTED_OPTIMIZERS)}"
     )
 
 

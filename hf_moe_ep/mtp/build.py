@@ -26,7 +26,7 @@ _CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 _LAYER = re.compile(rf"(?:^|\.){MTP_HEAD}\.(?:model\.)?layers\.(\d+)\.")
 
 
-def check_type(parts: Parts, num_layers: int) -> None:
+def check_head_is_supported(parts: Parts, num_layers: int) -> None:
     """Raise ValueError if a head for this model was not tested, or cannot be trained."""
     model_type = parts.plan.model_type
     if model_type not in MTP_HEADS:

@@ -35,7 +35,7 @@ from hf_moe_ep.ranks.all_ranks import (
     check_everyone_calls,
     run_on_all,
 )
-from hf_moe_ep.routing.load import ExpertLoad, slots_of_layers
+from hf_moe_ep.routing.load import ExpertLoad, list_slots
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, patched_state
 from hf_moe_ep.upstream.module_names import unwrap
@@ -119,7 +119,7 @@ def balance_experts(
             None if in_hub_order else torch.tensor(slots_E, device=state.device)
         )
     move_layers(tensors, placements, state, optimizers)
-    return replace(load, ep_size=ranks, slots=slots_of_layers(state))
+    return replace(load, ep_size=ranks, slots=list_slots(state))
 
 
 def check_has_ep(state: ModelState, what: str) -> None:

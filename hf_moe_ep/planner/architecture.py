@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hf_moe_ep.architectures import Parts, experts_per_token, find_block, find_parts
+from hf_moe_ep.architectures import Parts, find_block, find_parts, read_experts_per_token
 from hf_moe_ep.moe.stacked import stack_experts
 from hf_moe_ep.patch import patch
 from hf_moe_ep.plan import ModelPlan
@@ -103,7 +103,7 @@ def inspect_architecture(name: str) -> Architecture:
         layers=len(parts.layers),
         moe_layers=len(parts.adapted_experts),
         num_experts=parts.num_experts,
-        experts_per_token=experts_per_token(model, parts.plan, parts.config),
+        experts_per_token=read_experts_per_token(model, parts.plan, parts.config),
         tied=parts.tied,
         ep_sizes=tuple(divisors) if granted["ep"] == YES else (),
         gathered={

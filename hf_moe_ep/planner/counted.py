@@ -34,7 +34,7 @@ from hf_moe_ep.sharding.stages import find_parts_of_stage
 from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.dispatch_modes import dtensor_shapes
-from hf_moe_ep.upstream.host_copies import host_copies
+from hf_moe_ep.upstream.host_copies import intercept_host_copies
 from hf_moe_ep.upstream.replaced import replaced
 
 OPTIMIZER = "optimizer"
@@ -158,7 +158,7 @@ def _count_copies(
         return out
 
     work.set_host_test(memory.is_on_host)
-    return host_copies(copy)
+    return intercept_host_copies(copy)
 
 
 def make_counter(model: nn.Module, fusion: Fusion | None = None) -> WorkCounter:

@@ -51,9 +51,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.architectures import experts_per_token, find_parts
+from hf_moe_ep.architectures import find_parts, read_experts_per_token
 from hf_moe_ep.config import ParallelConfig, check_choice
-from hf_moe_ep.mtp.build import build_head, check_no_adapters, check_type
+from hf_moe_ep.mtp.build import build_head, check_head_is_supported, check_no_adapters
 from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE
 from hf_moe_ep.patch import patch
 from hf_moe_ep.planner.config import attach_lora, find_config, meta_model
@@ -239,7 +239,7 @@ class Unsharded:
         model = meta_model(request.config, request.dtype)
         if request.mtp_layers:
             parts = find_parts(model)
-            check_type(parts, request.mtp_layers)
+            check_head_is_supported(parts, request.mtp_layers)
             build_head(parts, request.mtp_layers)
         patch(model, request.parallel, pp_size=1)  # 1 overrides HF_MOE_EP_PP_SIZE
         state: ModelState = getattr(model, STATE)
@@ -289,7 +289,7 @@ class _Sharded:
         unsharded = Unsharded.of(request)
         model, self.state, self.units = unsharded.model, unsharded.state, unsharded.units
         self.policy = unsharded.options.mp_policy
-        self.top_k = experts_per_token(model, self.state.plan, text_config(request.config))
+        self.top_k = read_experts_per_token(model, self.state.plan, text_config(request.config))
         with fake_group(rank, request.world_size):
             meshes = unsharded.shard()
             self.ep_fsdp_size = meshes.ep_fsdp_size

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_moe_ep.architectures import experts_per_token, groups_of_router
+from hf_moe_ep.architectures import count_router_groups, read_experts_per_token
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.moe.dispatch.make_dispatcher import make_dispatcher
 from hf_moe_ep.planner.choices import Choices
@@ -274,9 +274,11 @@ def _find_text_token(config: Any) -> int:
 
 def _make_choices(built: Unsharded, request: PlanRequest, load: ExpertLoad | None) -> Choices:
     state = built.state
-    top_k = experts_per_token(built.model, state.plan, text_config(request.config))
+    top_k = read_experts_per_token(built.model, state.plan, text_config(request.config))
     if load is None:
-        return Choices.evenly(state.num_experts, top_k, *groups_of_router(built.model, state.plan))
+        return Choices.evenly(
+            state.num_experts, top_k, *count_router_groups(built.model, state.plan)
+        )
     return Choices.of_load(load, top_k, len(state.moe_layers))
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hf_moe_ep.ranks.all_ranks import one_line, this_rank, world_size
 from hf_moe_ep.ranks.missing import explain_timeout
 from hf_moe_ep.upstream.gloo import one_worker_thread
-from hf_moe_ep.upstream.process_groups import default_timeout
+from hf_moe_ep.upstream.process_groups import get_default_timeout
 
 _logger = logging.getLogger("hf_moe_ep")
 
@@ -91,7 +91,7 @@ def _create_group_of_saves(directory: Path, device: torch.device) -> dist.Proces
     failure = ": its process group could not be created"
     with explain_timeout(place, None, failure, goal="this save"), one_worker_thread():
         group: dist.ProcessGroup = dist.new_group(
-            backend="gloo", timeout=default_timeout(device), group_desc="hf_moe_ep_saves"
+            backend="gloo", timeout=get_default_timeout(device), group_desc="hf_moe_ep_saves"
         )
     return group
 

@@ -68,8 +68,8 @@ from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.ranks.interpreter_end import let_threads_finish
 from hf_moe_ep.upstream.gloo import one_worker_thread
 from hf_moe_ep.upstream.process_groups import (
-    default_timeout,
     flatten_axes,
+    get_default_timeout,
     take_default_timeout,
 )
 
@@ -426,7 +426,7 @@ def _make_stages(pipeline: DeviceMesh, device: torch.device) -> Stages:
         # The timeout is set here, because a gloo group uses the timeout of its creation.
         group: dist.ProcessGroup = dist.new_group(
             column.mesh.tolist(),
-            timeout=default_timeout(device),
+            timeout=get_default_timeout(device),
             use_local_synchronization=True,
             group_desc=f"pipeline_{direction}",
         )

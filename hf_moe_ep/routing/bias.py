@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.routing.counts import reset_counts, sum_counts
-from hf_moe_ep.routing.load import check_counts
+from hf_moe_ep.routing.load import check_tokens_are_counted
 from hf_moe_ep.state import CorrectionBias, ModelState, patched_state
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
 from hf_moe_ep.upstream.models import is_correction_bias
@@ -43,7 +43,7 @@ def check(parts: Parts, state: ModelState) -> None:
     rate = state.config.bias_update_rate
     if rate is None:
         return
-    check_counts(state, f"bias_update_rate={rate}")
+    check_tokens_are_counted(state, f"bias_update_rate={rate}")
     if any(map(wraps_for_adapters, parts.root.modules())):
         refuse_adapters(state)
     biases = _find_biases(parts)

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_moe_ep.architectures import experts_per_token
+from hf_moe_ep.architectures import read_experts_per_token
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer
@@ -127,7 +127,7 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
         model_type=plan.model_type,
         num_layers=len(layers),
         num_experts=state.num_experts,
-        top_k=experts_per_token(root, plan, text_config(root.config)),
+        top_k=read_experts_per_token(root, plan, text_config(root.config)),
         with_experts=tuple(with_experts),
         keys=tuple(routed),
         routed=tuple(routed.values()),

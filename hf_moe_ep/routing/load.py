@@ -153,15 +153,15 @@ def expert_load(model: nn.Module, reset: bool = True) -> ExpertLoad:
     """
     check_choice("reset", reset, (True, False))
     state = patched_state(model)
-    return load_of_reader(model, state, "expert_load", reset)
+    return read_load(model, state, "expert_load", reset)
 
 
-def load_of_reader(model: nn.Module, state: ModelState, reader: str, reset: bool) -> ExpertLoad:
+def read_load(model: nn.Module, state: ModelState, reader: str, reset: bool) -> ExpertLoad:
     """Return the load since the last reset of `reader`. It raises the errors of `expert_load`.
 
     `reader` is a name for the caller; a reset does not change the counts of other readers.
     """
-    check_counts(state, "expert_load")
+    check_tokens_are_counted(state, "expert_load")
     if state.meshes is not None:
         check_everyone_calls("expert_load", patience_of_rank_0=PATIENCE_OF_RANK_0)
     counts, (resets,) = sum_counts(state, reader, int(reset))
@@ -175,10 +175,10 @@ def load_of_reader(model: nn.Module, state: ModelState, reader: str, reset: bool
         reset_counts(state, reader)
     ep_size = 1 if state.meshes is None else state.meshes.ep_size
     names = _list_layer_names(model, state)
-    return ExpertLoad(counts.cpu(), names, ep_size, slots_of_layers(state))
+    return ExpertLoad(counts.cpu(), names, ep_size, list_slots(state))
 
 
-def slots_of_layers(state: ModelState) -> Tensor | None:
+def list_slots(state: ModelState) -> Tensor | None:
     """Return the slots of the experts of all layers, [L, E] on the host; None in hub order."""
     placements = [layer.placement for layer in state.moe_layers]
     if all(placement is None for placement in placements):
@@ -187,7 +187,7 @@ def slots_of_layers(state: ModelState) -> Tensor | None:
     return torch.stack([hub_order if slots is None else slots.cpu() for slots in placements])
 
 
-def check_counts(state: ModelState, what: str) -> None:
+def check_tokens_are_counted(state: ModelState, what: str) -> None:
     """Raise ValueError if the experts run in the model's own loop, which counts no tokens."""
     if state.config.experts_backend == "eager":
         raise ValueError(

@@ -71,7 +71,7 @@ from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.attention_interface import (
     check_attention,
     flash_aligns_first_query,
-    own_attention_config,
+    make_attention_config,
 )
 from hf_moe_ep.upstream.causal_loss import passes_arguments_to_loss
 from hf_moe_ep.upstream.models import attention_heads
@@ -314,6 +314,8 @@ def select_attention(
     picture, or one picture of a video.
     """
     stock = {id(module.config): module.config for module in modules}  # layers may differ
-    ours = {key: own_attention_config(config, wrap, frames=frames) for key, config in stock.items()}
+    ours = {
+        key: make_attention_config(config, wrap, frames=frames) for key, config in stock.items()
+    }
     for module in modules:
         state.replace(module, "config", ours[id(module.config)])

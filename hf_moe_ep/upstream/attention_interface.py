@@ -29,7 +29,7 @@ _WRAPPED_NAME = "_hf_moe_ep_wrapped_attention"
 _OWN_MASKS = "_hf_moe_ep_masks"
 
 
-def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool = False) -> Any:
+def make_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool = False) -> Any:
     """Return a copy of `config`, for attention modules only, that selects `wrap(stock function)`.
 
     The result of `wrap` is registered under a new name for attention. The name is also registered
@@ -67,7 +67,7 @@ def builds_dense_masks(config: Any) -> bool:
     return getattr(config, "_attn_implementation", None) in (_EAGER, "sdpa")
 
 
-def config_with_own_masks(config: Any, build: Any) -> Any:
+def make_mask_config(config: Any, build: Any) -> Any:
     """Return a view of `config`, for modules that build masks, that selects `build`.
 
     The view has the same attributes as `config`, including attributes that are set later, except
@@ -94,7 +94,7 @@ def config_with_own_masks(config: Any, build: Any) -> Any:
         def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
             text = super().get_text_config(*args, **kwargs)
             is_view = text is self or not builds_dense_masks(text)
-            return text if is_view else config_with_own_masks(text, getattr(self, _OWN_MASKS))
+            return text if is_view else make_mask_config(text, getattr(self, _OWN_MASKS))
 
     view = object.__new__(ConfigView)
     object.__setattr__(view, "__dict__", vars(config))
@@ -148,7 +148,7 @@ def uses_flex_attention(module: Any) -> bool:
 def is_eager(module: Any) -> bool:
     """Return True if an attention module calls the eager function of its file.
 
-    This is also true if `own_attention_config` made the module's config: our function then calls
+    This is also true if `make_attention_config` made the module's config: our function then calls
     the eager function.
     """
     return bool(_get_stock_implementation(module) == _EAGER)
@@ -168,7 +168,7 @@ def flash_aligns_first_query(module: Any) -> bool:
     return uses_flash_attention(module) and check is not None and bool(check())
 
 
-def stock_attention(module: nn.Module) -> Any:
+def copy_with_stock_config(module: nn.Module) -> Any:
     """Return a copy of an attention module with the stock config.
 
     A stock attention function reads the name of its flash attention kernel from the module's config

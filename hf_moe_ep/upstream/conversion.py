@@ -29,7 +29,7 @@ T = TypeVar("T")
 _QUANTIZERS = "transformers.integrations."
 
 
-def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
+def convert_to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
     """Convert a model's tensors to the tensors that `save_pretrained` writes.
 
     Args:
@@ -70,7 +70,7 @@ def map_to_model_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
     return {key: rename_source_key(key, renamings, [])[0] for key in keys}
 
 
-def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
+def find_other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
     """Map each of a checkpoint's `keys` to the key in `wanted` that names the same tensor.
 
     Two keys name the same tensor if `map_to_model_names` maps both to the same name. The result has

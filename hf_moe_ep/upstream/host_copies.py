@@ -21,7 +21,7 @@ _TO_HOST = {"all_gather_inputs": False, "foreach_reduce": True}
 
 
 @contextmanager
-def host_copies(copy: Callable[[Tensor, bool], Tensor]) -> Iterator[None]:
+def intercept_host_copies(copy: Callable[[Tensor, bool], Tensor]) -> Iterator[None]:
     """Inside the block, make FSDP2 call `copy(x, to_host)` for its copies between host and device.
 
     On a CPU rank FSDP2's own calls would copy nothing, because host and device are the same. This

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def default_store() -> Any:
+def get_default_store() -> Any:
     """Return the store of the default process group (distributed_c10d.py)."""
     return dist.distributed_c10d._get_default_store()
 
 
-def device_of_objects(group: dist.ProcessGroup | None) -> torch.device:
+def choose_device_of_objects(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device for small tensors that `group` exchanges, such as sizes and flags.
 
     This is the CPU if the group has a backend for CPU tensors (distributed_c10d.py).
@@ -43,7 +43,7 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
         return None
 
 
-def default_timeout(device: torch.device) -> timedelta | None:
+def get_default_timeout(device: torch.device) -> timedelta | None:
     """Return the timeout of the default group, or None if its backend has no timeout.
 
     torch ignores this timeout when it creates other groups: they get torch's own default, 30
@@ -56,7 +56,7 @@ def default_timeout(device: torch.device) -> timedelta | None:
 
 def take_default_timeout(mesh: DeviceMesh) -> None:
     """Give the groups of `mesh` the timeout of the default group (distributed_c10d.py)."""
-    timeout = default_timeout(torch.device(mesh.device_type))
+    timeout = get_default_timeout(torch.device(mesh.device_type))
     if timeout is None:
         return
     # torch 2.15 makes this function public and deprecates the private name.

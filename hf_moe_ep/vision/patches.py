@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
 from hf_moe_ep.sequence.ulysses import exchange_for_heads, exchange_for_tokens
 from hf_moe_ep.state import Ours
-from hf_moe_ep.upstream.attention_interface import stock_attention
+from hf_moe_ep.upstream.attention_interface import copy_with_stock_config
 from hf_moe_ep.upstream.towers import tower_tables
 
 
@@ -137,7 +137,7 @@ def patch_attention(
         The output (1, patches of this rank, heads, head width), and None for the weights.
     """
     part: PatchSlice | None = kwargs.pop(SLICE, None)
-    module = stock_attention(module)
+    module = copy_with_stock_config(module)
     if part is not None:
         query, key, value = exchange_for_heads([query, key, value], part)
     if varlen:

@@ -56,7 +56,7 @@ from hf_moe_ep.ranks.mesh import Stages
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapters import adapter_names, has_adapters, keys_of_adapters
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
-from hf_moe_ep.upstream.process_groups import device_of_objects
+from hf_moe_ep.upstream.process_groups import choose_device_of_objects
 
 # Tensors of at most this many bytes (norms, routers) are gathered whole instead of shard by shard.
 SMALL = 2**20
@@ -151,7 +151,7 @@ def _gather_stages(
 def _send_to_first(own: Any, stages: Stages) -> list[Any]:
     """Return the values of all stages on rank 0, and [] on the first ranks of other stages."""
     group, (_, *others) = stages.column.get_group(), stages.first_ranks
-    device = device_of_objects(group)
+    device = choose_device_of_objects(group)
     if not is_first():
         dist.send_object_list([own], 0, group=group, device=device)
         return []

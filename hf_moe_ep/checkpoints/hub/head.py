@@ -24,7 +24,7 @@ from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.model_patches.standard import MTP_HEADS
 from hf_moe_ep.mtp.build import (
     build_head,
-    check_type,
+    check_head_is_supported,
     count_stored_layers,
     count_trained_layers,
 )
@@ -61,8 +61,8 @@ def add_head(
     if not wanted:
         return
     parts = find_parts(model, plan)
-    check_type(parts, wanted)
-    folder, tensors = _find_source(model, config, weights)
+    check_head_is_supported(parts, wanted)
+    folder, tensors = _find_checkpoint(model, config, weights)
     stored = count_stored_layers(parts, tensors)
     if stored < wanted and (stored or not config.mtp_from_scratch):
         announced = f"; try mtp_layers={stored}" if stored else ""
@@ -97,7 +97,7 @@ def remove_head(model: nn.Module) -> None:
             return
 
 
-def _find_source(
+def _find_checkpoint(
     model: nn.Module, config: ParallelConfig, weights: Path | None
 ) -> tuple[Path | None, Mapping[str, FileTensor]]:
     """Return the folder of a model's checkpoint, and the tensors in it by key."""

@@ -6,7 +6,7 @@ transformers' own conversion, in four steps:
 
     Tracer (`traced.py`)          makes a tensor per parameter that records the origin of elements
     as_stock (`moe/stacked.py`)   turns our stacked weights into the stock parameters
-    to_hub                        lets transformers convert all tensors as in `save_pretrained`
+    convert_to_hub                lets transformers convert all tensors as in `save_pretrained`
     PieceFinder (`derived.py`)    computes the pieces from the results
 
 A plan can override the layout of stacked expert weights (`ModelPlan.stored`).
@@ -38,7 +38,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
 from hf_moe_ep.moe.stacked import as_stock
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import ModelPlan, matches
-from hf_moe_ep.upstream.conversion import to_hub
+from hf_moe_ep.upstream.conversion import convert_to_hub
 from hf_moe_ep.upstream.hub import checkpoint_name, names_of_copies
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import canonical_name
@@ -130,7 +130,7 @@ def _derive_layout(model: Any, shapes: Mapping[str, Shape]) -> Layout:
     padding: list[Piece] = []
     key = "its conversion"
     try:
-        for key, tensor in to_hub(model, as_stock(model, tensors)).items():
+        for key, tensor in convert_to_hub(model, as_stock(model, tensors)).items():
             name = originals.get(id(tensor))
             if name is not None:
                 layout[name].append(whole_piece(key, shapes[name]))

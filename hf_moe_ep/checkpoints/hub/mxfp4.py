@@ -91,13 +91,13 @@ def join_blocks(
         return tensors
     joined = dict(tensors)
     for weight in weights:
-        joined[weight.key] = _pack_weight(weight.key, weight.shape, tensors)
+        joined[weight.key] = _join_blocks_and_scales(weight.key, weight.shape, tensors)
         joined.pop(weight.key + _BLOCKS_SUFFIX, None)
         joined.pop(weight.key + _SCALES_SUFFIX, None)
     return joined
 
 
-def _pack_weight(
+def _join_blocks_and_scales(
     key: str, shape: tuple[int, ...], tensors: Mapping[str, FileTensor]
 ) -> Mxfp4Tensor:
     blocks_key, scales_key = key + _BLOCKS_SUFFIX, key + _SCALES_SUFFIX

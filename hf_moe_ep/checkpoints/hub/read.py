@@ -51,7 +51,7 @@ from hf_moe_ep.ranks.all_ranks import differing, gather, is_first, run_on_all
 from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.conversion import other_names
+from hf_moe_ep.upstream.conversion import find_other_names
 from hf_moe_ep.upstream.hub import (
     base_prefix,
     checkpoint_name,
@@ -276,7 +276,7 @@ def _rename_keys(
     if model_keys <= tensors.keys():
         return {key: key for key in tensors}
     unknown, missing = sorted(tensors.keys() - model_keys), sorted(model_keys - tensors.keys())
-    new_name = other_names(stock, unknown, missing)
+    new_name = find_other_names(stock, unknown, missing)
     return {new_name.get(key, key): key for key in tensors}
 
 

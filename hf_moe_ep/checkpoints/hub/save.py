@@ -41,7 +41,7 @@ from hf_moe_ep.checkpoints.hub.write import (
     split_files,
     write_checkpoint,
 )
-from hf_moe_ep.checkpoints.storage.atomic import check_is_no_file
+from hf_moe_ep.checkpoints.storage.atomic import check_is_not_a_file
 from hf_moe_ep.checkpoints.storage.switch import switch_files
 from hf_moe_ep.etp import slabs_in_stock_shape, split_dims_by_id
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
@@ -158,7 +158,7 @@ def _save_weights(
 
     def prepare() -> tuple[Path, list[str]]:
         extra_files.extend(_list_extra_files(state, groups, max_shard_size, extra_tensors))
-        check_is_no_file(folder)
+        check_is_not_a_file(folder)
         folder.mkdir(parents=True, exist_ok=True)
         configs = prepare_configs(model, folder, first_dtype(groups), processors)
         return configs, choose_file_names(len(files) + len(extra_files))
@@ -238,7 +238,7 @@ def save_state_dict(
     max_bytes = parse_size(max_shard_size)
     files = split_files(groups, max_bytes)
     files += _list_extra_files(state, groups, max_bytes, extra_tensors)
-    check_is_no_file(folder)
+    check_is_not_a_file(folder)
     folder.mkdir(parents=True, exist_ok=True)
     configs = prepare_configs(model, folder, first_dtype(groups), ())
     follow_copies(state, folder, write_checkpoint(folder, files, configs=configs))
@@ -250,7 +250,7 @@ def _save_adapters(
     state_dict = gather_state_dict(model, kwargs.get("save_embedding_layers", "auto"))
 
     def write() -> None:
-        check_is_no_file(folder)
+        check_is_not_a_file(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with stage_files(folder) as staged:
             if (folder / _CARD).is_file():  # PEFT updates an existing model card

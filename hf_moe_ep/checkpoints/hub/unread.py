@@ -150,7 +150,7 @@ def shard_and_read(
     if unread is None:
         return shard_model(model, state, options, device)
     parameters = _find_unread_parameters(model, unread)
-    shard_model(model, state, _with_empty(options, parameters), device)
+    shard_model(model, state, _keep_on_meta(options, parameters), device)
     parameters = {name: p for name, p in model.named_parameters() if name in parameters}
     check_same_weights(unread.fingerprint, unread.folder)
     stored = {name: unread.stored[checkpoint_name(name)] for name in parameters}
@@ -171,11 +171,11 @@ def cut_before_sharding(
     unread: Unread | None = state.unread
     parameters = {} if unread is None else _find_unread_parameters(model, unread)
     state.meshes_of_stage = build_meshes_and_cut_stages(
-        model, state, _with_empty(options, parameters), device
+        model, state, _keep_on_meta(options, parameters), device
     )
 
 
-def _with_empty(options: ShardOptions, parameters: Mapping[str, nn.Parameter]) -> ShardOptions:
+def _keep_on_meta(options: ShardOptions, parameters: Mapping[str, nn.Parameter]) -> ShardOptions:
     """Return options with which sharding leaves these parameters on meta."""
     return replace(options, empty_params=options.empty_params | frozenset(parameters.values()))
 

@@ -12,14 +12,14 @@ from pathlib import Path
 _CHUNK_BYTES = 4 << 20
 
 
-def partial_name(path: Path) -> Path:
+def make_partial_path(path: Path) -> Path:
     """Return the name under which `write_atomically` writes before its rename."""
     return path.with_name(f".{path.name}.partial")
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file under another name and rename it; two processes must not do so at once."""
-    partial = partial_name(path)
+    partial = make_partial_path(path)
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -28,7 +28,7 @@ def write_atomically(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def check_is_no_file(folder: Path) -> None:
+def check_is_not_a_file(folder: Path) -> None:
     """Raise ValueError if a folder cannot be made, because it or a folder above it is a file."""
     paths = (folder.absolute(), *folder.absolute().parents)
     lowest = next(path for path in paths if path.exists())
@@ -43,7 +43,7 @@ def check_folder_can_be_made(target: Path) -> None:
     """Raise ValueError if `make_folder_atomically` cannot make the folder `target`."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"target {target} exists and is not empty; name another folder")
-    check_is_no_file(target)
+    check_is_not_a_file(target)
     if target.is_mount():
         raise ValueError(
             f"target {target} is a mount point, to which no folder can be renamed; name a folder "

@@ -36,7 +36,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_moe_ep.checkpoints.storage.atomic import (
-    partial_name,
+    make_partial_path,
     sha256_of,
     sync_folder,
     write_atomically,
@@ -54,7 +54,7 @@ from hf_moe_ep.upstream.requirements import installed_version
 MANIFEST = "manifest.json"
 # This file is written first. It marks a checkpoint of this package, even an unfinished one.
 STARTED = "hf_moe_ep.json"
-PARTIAL = partial_name(Path(MANIFEST)).name
+PARTIAL = make_partial_path(Path(MANIFEST)).name
 # On NFS, a deleted file that a process still has open gets a name with this prefix.
 _DELETED_ON_NFS = ".nfs"
 _FORMAT = 1

@@ -28,7 +28,7 @@ from torch import nn
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIGS, TEMPORARY_CONFIGS, save_configs
 from hf_moe_ep.checkpoints.storage import manifest
-from hf_moe_ep.checkpoints.storage.atomic import check_is_no_file
+from hf_moe_ep.checkpoints.storage.atomic import check_is_not_a_file
 from hf_moe_ep.checkpoints.storage.part_files import (
     Parts,
     Shards,
@@ -70,7 +70,7 @@ def layout_of(state: ModelState) -> dict[str, Any]:
 
 def check_free(path: Path) -> None:
     """Raise ValueError unless `path` is missing, empty, or has only files of an unfinished save."""
-    check_is_no_file(path)
+    check_is_not_a_file(path)
     if is_written(path):
         raise ValueError(
             f"another model is being saved to {path}; save each model to its own directory"
