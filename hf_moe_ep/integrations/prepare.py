@@ -1,9 +1,10 @@
 """Check the launch and shard the model when `accelerator.prepare` is given a patched model.
 
-The only function for FSDP2 that is replaced is `fsdp2_prepare_model`, with which `prepare` shards a
-model. If Accelerate is configured to compile a model that it shards, `compile_layers` compiles the
-model's layers instead. All other code for FSDP2 is Accelerate's own: it gives the optimizer the
-sharded parameters, clips, accumulates and saves. `enable_fsdp_on_cpu` lets it run on CPU ranks.
+Of the functions with which Accelerate shards a model, only `fsdp2_prepare_model` is replaced.
+Accelerate's own code then gives the sharded parameters to the optimizer, and accumulates gradients.
+If Accelerate is configured to compile a model, `compile_layers` compiles the model's layers
+instead. `enable_fsdp_on_cpu` lets Accelerate use FSDP2 on CPU ranks. Other files wrap the clipping
+of gradients (`optimizers.py`) and the saves (`accelerate_states.py`, `saving.py`).
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def enable_fsdp_on_cpu(
 ) -> None:
     """Let FSDP2 run on CPU ranks if the launch config asks for FSDP.
 
-    With `distributed_type: FSDP` and `use_cpu: true` stock Accelerate runs plain multi-process
-    training instead. After this call sharding, clipping and checkpoints work as on GPUs.
+    With `distributed_type: FSDP` and `use_cpu: true`, stock Accelerate trains on several CPU
+    processes without FSDP. After this call sharding, clipping and checkpoints work as on GPUs.
     """
     if state.distributed_type != DistributedType.MULTI_CPU or not launched_with_fsdp():
         return
@@ -156,7 +157,7 @@ def _remove_other_stages(accelerator: Accelerator, model: nn.Module, args: tuple
 
 @contextmanager
 def without_dynamo(accelerator: Accelerator) -> Iterator[dict[str, Any] | None]:
-    """Switch off Accelerate's own compilation inside the block, in which it prepares a model.
+    """Switch off Accelerate's own compilation inside the block, which prepares a model.
 
     Accelerate compiles a model before it shards the model, either the whole model or the modules of
     every list of layers. Our layers are compiled by `compile_layers` instead.
@@ -195,9 +196,9 @@ def _compile_as_configured(model: nn.Module) -> None:
 def _check_no_activation_checkpointing(
     models: Iterable[nn.Module], plugin: FullyShardedDataParallelPlugin
 ) -> None:
-    """Raise ValueError if Accelerate is to insert activation checkpointing into sharded layers.
+    """Raise ValueError if Accelerate would insert activation checkpointing into sharded layers.
 
-    A model that Accelerate has prepared before is accepted, because it has the wrappers already.
+    A model that Accelerate has prepared before is accepted, because its layers are wrapped already.
     """
     if plugin.activation_checkpointing and not all(map(was_prepared, models)):
         raise ValueError(
@@ -227,7 +228,7 @@ def fsdp2_prepare_model(
 def move_to_device(
     original: Callable[..., None], self: Any, model: nn.Module, device: torch.device
 ) -> None:
-    """Wrap `Trainer._move_model_to_device`: leave a model to sharding, which moves it by units.
+    """Wrap `Trainer._move_model_to_device`: do not move a model that sharding moves by units.
 
     With `bf16_full_eval` the Trainer calls this function before the model is sharded.
     """
@@ -246,7 +247,7 @@ def build_options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
         mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         offload_policy=_choose_offload_policy(plugin.cpu_offload, accelerator.device),
         fp32_masters=accelerator.mixed_precision != "no" and not quantized,
-        # Both settings are True by default, so each of them can switch it off.
+        # Both settings are True by default, so each of them can switch resharding off.
         reshard_after_forward=plugin.reshard_after_forward
         and (state is None or state.config.reshard_after_forward),
         ignored_params=frozenset(ignored),
@@ -353,7 +354,7 @@ def take_over_sizes(parallelism: ParallelismConfig | None, objects: Iterable[Any
 
 
 def check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) -> None:
-    """Raise ValueError if the launch or a framework splits a model in another way than `patch`."""
+    """Raise ValueError if the launch or a framework contradicts the sizes in a patched model."""
     check_sequence_parallelism()
     if parallelism is None:
         return

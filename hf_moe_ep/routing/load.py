@@ -1,9 +1,9 @@
-"""`expert_load(model)` returns an `ExpertLoad`: the tokens that each expert had in training.
+"""Count the tokens that each expert received in training: `expert_load` returns an `ExpertLoad`.
 
 An example with 4 experts on 2 ep ranks, top-2, and 8 tokens on all ranks together:
 
     counts           [7, 5, 3, 1]        mean 4
-    busiest / mean   7 / 4 = 1.75        1 if all experts have equally many tokens
+    busiest / mean   7 / 4 = 1.75        the ratio is 1 if all experts have equally many tokens
     busiest rank     (7 + 5) / 8 = 1.5   the busiest ep rank / the mean of the ep ranks; each of
                                          the two ranks owns 2 experts
     dead             0                   the number of experts that no token chose
@@ -31,9 +31,9 @@ from hf_moe_ep.upstream.module_names import stock_name, unwrap
 class ExpertLoad:
     """The tokens of each expert on all ranks together; `print(load)` prints a table.
 
-    The model has L layers with E experts each, which are divided among the D ranks of an ep group.
-    A pair is a token and one of the experts that the token chose. Ratios and entropies of a layer
-    without tokens are nan.
+    The model has L MoE layers. The E experts of a layer are divided among the D ranks of an ep
+    group. A pair is a token and one of the experts that the token chose. Ratios and entropies of a
+    layer without tokens are nan.
 
     Attributes:
         counts: [L, E] int64 on the host, the number of pairs of each expert.
@@ -80,7 +80,7 @@ class ExpertLoad:
 
     @property
     def relative_entropy(self) -> Tensor:
-        """`entropy` / ln E: [L] float64, 1 if all experts have the same load, otherwise less."""
+        """`entropy` / ln E: [L] float64, at most 1. It is 1 if all experts have the same load."""
         num_experts = self.counts.shape[1]
         if num_experts == 1:
             return self.entropy + 1
@@ -117,7 +117,7 @@ class ExpertLoad:
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw a heat map of layers x experts (tokens / mean of the layer) into a PNG file.
+        """Write a heat map of layers x experts to a PNG file: tokens / mean of the layer.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -133,11 +133,11 @@ def expert_load(model: nn.Module, reset: bool = True) -> ExpertLoad:
         trainer.train()
         print(expert_load(model))
 
-    Only forwards in training mode with gradients are counted. A forward is counted once, even if
-    checkpointing recomputes it. A token counts once for each expert that it chose. Padding tokens,
-    which a mask (B, S) hides, do not count.
+    Only forwards in training mode with gradients are counted, without their recompute in backward.
+    A token counts once for each expert that the token chose. Padding tokens, which a mask (B, S)
+    hides, do not count.
 
-    Every rank calls this function. It costs one all-reduce and a host sync.
+    Every rank calls this function. A call costs one all-reduce and a host sync.
 
     Args:
         model: a patched model, sharded or not.
@@ -157,9 +157,10 @@ def expert_load(model: nn.Module, reset: bool = True) -> ExpertLoad:
 
 
 def read_load(model: nn.Module, state: ModelState, reader: str, reset: bool) -> ExpertLoad:
-    """Return the load since the last reset of `reader`. It raises the errors of `expert_load`.
+    """Return the load since the last reset of `reader`, and raise the errors of `expert_load`.
 
-    `reader` is a name for the caller; a reset does not change the counts of other readers.
+    `reader` is a name for the caller. A reset by one reader does not change the counts that other
+    readers get.
     """
     check_tokens_are_counted(state, "expert_load")
     if state.meshes is not None:

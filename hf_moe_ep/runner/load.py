@@ -92,7 +92,7 @@ class Load:
             return None
         tensors = {
             key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for key, tensor in self.unread.keys.items()
+            for key, tensor in self.unread.file_tensors.items()
         }
         return OnMeta(module, tensors)
 

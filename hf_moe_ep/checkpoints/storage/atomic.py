@@ -13,12 +13,12 @@ _CHUNK_BYTES = 4 << 20
 
 
 def make_partial_path(path: Path) -> Path:
-    """Return the name under which `write_atomically` writes before its rename."""
+    """Return the path at which `write_atomically` writes a file before the rename."""
     return path.with_name(f".{path.name}.partial")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file under another name and rename it; two processes must not do so at once."""
+    """Write a file under another name, then rename it; only one process may write the file."""
     partial = make_partial_path(path)
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -29,7 +29,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def check_is_not_a_file(folder: Path) -> None:
-    """Raise ValueError if a folder cannot be made, because it or a folder above it is a file."""
+    """Raise ValueError if a folder cannot be made because its path, or a parent's, is a file."""
     paths = (folder.absolute(), *folder.absolute().parents)
     lowest = next(path for path in paths if path.exists())
     if lowest.is_dir():
