@@ -1,6 +1,6 @@
-"""`find_plan` and `find_parts`: the plan of a model, and the modules that the plan describes.
+"""Find the plan of a model, and the modules that the plan describes.
 
-No other file searches a model for its modules:
+`Parts` lists the modules, so that other files need not know how an architecture names them:
 
     parts = find_parts(model)
     parts.plan                  the plan, derived from the model and changed by `model_patches`
@@ -8,7 +8,7 @@ No other file searches a model for its modules:
     parts.experts               name -> experts module of every MoE layer, in order
     parts.tower                 the vision tower and the module whose forward runs it, or None
 
-Modules are found by the names that they had before anything wrapped them. A model that PEFT,
+Modules are found by their stock names, without the components that wrappers add. A model that PEFT,
 torch.compile or activation checkpointing has wrapped therefore has the same parts. If a module is
 wrapped or an embedding is replaced later, the `Parts` are out of date, so sharding calls
 `find_parts` again.
@@ -101,20 +101,20 @@ class Parts:
         config: the config of the model's language model (its text config).
         root: the model whose forward always runs. In a PeftModel this is the inner model, because
             some callers bypass the forward of the PeftModel.
-        layers: the decoder layers, in order, followed by the decoder layers of `mtp`. If a wrapper
-            checkpoints a layer, the wrapper is listed.
+        layers: the decoder layers, in order, followed by the decoder layers of `mtp`. For a layer
+            inside a checkpoint wrapper, the tuple has the wrapper.
         experts: the experts modules of all MoE layers, by name, in order, without wrappers.
-        adapted_experts: the experts modules with PEFT's wrappers, by the index of their decoder
-            layer, which may have several. Each one is an FSDP2 unit: FSDP2 all-gathers its
-            parameters together.
-        tied_modules: for each layer and each experts module of the first tower, the module of the
-            second tower with the same parameters. PEFT's wrappers are included. Empty if the model
-            has no tied layers.
+        adapted_experts: the experts modules of each decoder layer, by the index of the layer. A
+            module that PEFT wraps is listed with its wrapper. Each module is an FSDP2 unit: FSDP2
+            all-gathers its parameters together.
+        tied_modules: for models with tied layers (`ModelPlan.tied_layers`), maps each layer and
+            each experts module of the first tower to the module of the second tower that has the
+            same parameters. Experts modules that PEFT wraps are listed with their wrappers.
         attention: the modules in decoder layers that call transformers' attention interface.
         mixers: for each decoder layer, the direct children that need whole sequences, by name:
-            children that are or contain a mixer, or that take the tokens which the indexer of an
-            earlier layer has chosen.
-        final_norm: the norm in front of the head; empty if there is none.
+            children that are or contain a mixer, or whose input includes the tokens that the
+            indexer of an earlier layer has chosen.
+        final_norm: the norm before the head; an empty tuple if there is none.
         causal_lm: the module that owns `head`; None if the model has no language model head.
         classifier: the model if it classifies tokens; None if it does not.
         tied: True if head and embedding share a parameter.
@@ -181,7 +181,7 @@ class Differences:
 
 
 def read_differences(model_type: str) -> Differences:
-    """Return the changes in an architecture's file in `model_patches`, if there is a file."""
+    """Read the changes in the architecture's file in `model_patches`, if this file exists."""
     file_name = model_type.replace("-", "_")
     name = f"hf_moe_ep.model_patches.{file_name}"
     if not file_name.isidentifier() or importlib.util.find_spec(name) is None:
@@ -197,7 +197,8 @@ def read_differences(model_type: str) -> Differences:
 def find_block(model: nn.Module, given: ModelPlan | None = None) -> MoEBlock | None:
     """Return the description of MoE blocks outside of transformers' experts interface, or None.
 
-    It is a field of the `given` plan, or of the architecture's file in `model_patches`.
+    The description is a field of the `given` plan, or of the architecture's file in
+    `model_patches`.
     """
     if given is not None:
         return given.block
@@ -212,7 +213,7 @@ def find_plan(model: nn.Module, named: _Named | None = None) -> ModelPlan:
     """Derive the plan of a model that is not sharded, and apply the changes of `model_patches`.
 
     Args:
-        model: stock or wrapped.
+        model: a stock or wrapped model.
         named: the modules of `model`, if the caller has collected them already.
 
     Raises:
@@ -244,8 +245,8 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
     """Find the parts of a model that is not sharded yet, and compare them with its config.
 
     Args:
-        model: stock or wrapped.
-        given: the plan of the user; None derives the plan.
+        model: a stock or wrapped model.
+        given: the user's plan; if it is None, the plan is derived.
         complete: False if other pipeline stages hold a part of the model.
 
     Raises:
@@ -413,15 +414,15 @@ def _read_number(module: nn.Module, name: str) -> int | None:
 
 
 class _Named:
-    """The modules of a model by their stock names, the names before anything wrapped the modules.
+    """The modules of a model by their stock names, without the components that wrappers add.
 
-    A head for multi-token prediction and the modules in it are left out. Each attribute maps every
-    stock name to one module:
+    The modules of a head for multi-token prediction are left out. Each attribute maps every stock
+    name to one module:
 
-        outermost: the outermost wrapper of the module, or the module if it has no wrapper.
-        unadapted: the outermost wrapper that is not PEFT's (a checkpoint wrapper, for example), or
-            the module if it has no such wrapper.
-        stock: the module itself.
+        outermost: the outermost wrapper of the stock module; without wrappers, the stock module.
+        unadapted: the outermost wrapper that is not PEFT's (a checkpoint wrapper, for example);
+            without such a wrapper, the stock module.
+        stock: the stock module.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -500,9 +501,10 @@ def _find_mixers(named: _Named, plan: ModelPlan) -> tuple[dict[str, nn.Module], 
 def _needs_whole_sequences(name: str, module: nn.Module, plan: ModelPlan) -> bool:
     """Return True if a module in a layer needs whole sequences.
 
-    Such a module matches `ModelPlan.whole_sequences`, or is a mixer, or takes the tokens that the
-    indexer of an earlier layer has chosen. The names of mixers in a derived plan are not enough: a
-    module with such a name may be attention, or may not mix tokens.
+    This is a module that matches `ModelPlan.whole_sequences`, a mixer, or a module whose input
+    includes the tokens that the indexer of an earlier layer has chosen. A name that matches
+    `ModelPlan.mixers` in a derived plan is not enough: the module may be attention, or may not mix
+    tokens.
     """
     if any(matches(pattern, name) for pattern in plan.whole_sequences):
         return True

@@ -46,7 +46,7 @@ from hf_moe_ep.sequence.partial_attention import (
     attend_to_part,
     compute_once,
     compute_part_grads,
-    merge,
+    merge_parts,
 )
 from hf_moe_ep.sequence.slices import Slice
 
@@ -107,7 +107,7 @@ class _Ring(torch.autograd.Function):
                     context.computed,
                 )
                 so_far = out[:, :, pair.queries], lse[:, :, pair.queries]
-                out[:, :, pair.queries], lse[:, :, pair.queries] = merge(*so_far, *part)
+                out[:, :, pair.queries], lse[:, :, pair.queries] = merge_parts(*so_far, *part)
         ctx.scores, ctx.context = scores, context
         out_BSQW = out_BSQW.to(query.dtype)
         ctx.save_for_backward(query, key, value, out_BSQW, lse)

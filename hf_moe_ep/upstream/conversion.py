@@ -33,11 +33,12 @@ def convert_to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
     """Convert a model's tensors to the tensors that `save_pretrained` writes.
 
     Args:
-        model: the model. The conversions that loaded its weights are reversed. If there were none,
-            or if one of them decoded quantized weights, the conversions of the model's class are
-            reversed instead. A model of another library has no conversions.
-        tensors: the tensors by their names in a stock model. Other objects are possible too, if
-            transformers' operations accept them.
+        model: the model. If conversions were applied when its weights were loaded, they are
+            reversed. If no conversion was applied, or if one of them decoded quantized weights, the
+            conversions of the model's class are reversed instead. A model of another library has no
+            conversions.
+        tensors: the tensors by their names in a stock model. The values may also be other objects,
+            if transformers' operations accept these objects.
     """
     stock = without_adapters(unwrap(model))
     if not isinstance(stock, PreTrainedModel):
@@ -57,9 +58,9 @@ def convert_to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def map_to_model_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Map keys of a checkpoint to the names that the renamings in from_pretrained give them.
+    """Map keys of a checkpoint to the names in the model, by the renamings of from_pretrained.
 
-    The renamings for older checkpoints are included.
+    These include the renamings for older checkpoints.
     """
     # Some renamings depend on the names to which they were applied before. Each call therefore
     # creates new renamings, and applies them in the order of from_pretrained.

@@ -25,7 +25,7 @@ def get_default_store() -> Any:
 def choose_device_of_objects(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device for small tensors that `group` exchanges, such as sizes and flags.
 
-    This is the CPU if the group has a backend for CPU tensors (distributed_c10d.py).
+    torch chooses the CPU if the group has a backend for CPU tensors (distributed_c10d.py).
     """
     return torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
@@ -34,8 +34,8 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
     """Return a mesh with one axis that joins `axes` of `mesh`, or None if torch cannot create it.
 
     After this call DTensor uses the new mesh to reduce over these axes (device_mesh.py). torch up
-    to 2.11 cannot create the mesh if neighbours along the first axis have closer ranks than
-    neighbours along a later axis.
+    to 2.11 can join axes only if their strides decrease. For example, it cannot join an axis with
+    the ranks 0, 1, 2, 3 (stride 1) and a later axis with the ranks 0, 4 (stride 4).
     """
     try:
         return mesh[axes]._flatten("_".join(axes))
@@ -46,7 +46,7 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
 def get_default_timeout(device: torch.device) -> timedelta | None:
     """Return the timeout of the default group, or None if its backend has no timeout.
 
-    torch ignores this timeout when it creates other groups: they get torch's own default, 30
+    torch ignores this timeout when it creates other groups. Such groups get torch's own default: 30
     minutes with gloo and 10 minutes with NCCL (distributed_c10d.py).
     """
     backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)

@@ -38,7 +38,7 @@ from hf_moe_ep.sequence.partial_attention import (
     QueryKeyRange,
     Scores,
     attend_to_part,
-    merge,
+    merge_parts,
     slice_block_mask,
 )
 from hf_moe_ep.sequence.ring import attend_by_ring
@@ -235,7 +235,7 @@ def test_plain_attention_to_a_part_equals_flex_attention() -> None:
 
 def test_a_query_that_sees_no_key_in_both_parts_gets_zeros() -> None:
     zeros, nothing = torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf)
-    out, lse = merge(zeros, nothing, zeros, nothing)
+    out, lse = merge_parts(zeros, nothing, zeros, nothing)
     assert torch.equal(out, zeros) and torch.equal(lse, nothing)
 
 

@@ -80,7 +80,7 @@ def _find_differences(name: str, tensor: StateTensor, saved: SavedTensor) -> Ite
 def check_optimizer(
     model: nn.Module, optimizer: Any, saved: OptimizerState | None, where: str
 ) -> None:
-    """Raise ValueError if the optimizer's class, groups or parameters differ."""
+    """Raise ValueError if the class, groups or parameters of the optimizer were not saved."""
     if saved is None:
         raise ValueError(f"{where} was saved without an optimizer; call with optimizer=None")
     _check_class(optimizer, saved, where)
@@ -106,7 +106,10 @@ def check_optimizer(
 
 
 def _check_class(optimizer: Any, saved: OptimizerState, where: str) -> None:
-    """Accept the saved class, a class derived from it, or one of its bases."""
+    """Raise ValueError unless the optimizer can use the saved state.
+
+    The class must be the saved class, or a derived or a base class that has the same options.
+    """
     saved_kind, kind = saved.kind, class_name_of(optimizer)
     if saved_kind in (None, kind):
         return
@@ -126,7 +129,7 @@ def _check_class(optimizer: Any, saved: OptimizerState, where: str) -> None:
 
 
 def join_names(names: Iterable[str]) -> str:
-    """List the first names as text, with the number of the others."""
+    """Join the first names with commas, followed by the number of the other names."""
     ordered = sorted(names)
     return ", ".join(ordered[:_MAX_NAMES]) + _count_others(ordered) if ordered else "none"
 
