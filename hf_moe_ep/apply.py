@@ -74,9 +74,9 @@ def apply_ep_fsdp2(
         weights: a folder with a safetensors checkpoint, for a model with parameters on the meta
             device. Each rank reads its shards of these parameters. All other parameters, such as
             adapters, start with the values of rank 0.
-        mp_policy: FSDP2's policy. None computes in the dtype in which the model was loaded. If this
-            dtype is bf16 or fp16, master weights and gradient reduction use fp32.
-        offload_policy: FSDP2's policy. None keeps the parameters on the device.
+        mp_policy: FSDP2's policy. If it is None, the model computes in the dtype in which it was
+            loaded. If this dtype is bf16 or fp16, master weights and gradient reduction use fp32.
+        offload_policy: FSDP2's policy. If it is None, the parameters stay on the device.
         ignore_unexpected: regular expressions. Tensors of `weights` that do not belong to the model
             raise an error unless the model's class ignores them or a pattern is found in their
             keys. Ignored tensors are not loaded, but `save_pretrained` copies them.
@@ -196,7 +196,7 @@ def from_pretrained(
     Args:
         name_or_dir: a folder that all ranks can read, or the name of a model on the hub, which the
             first rank of each machine downloads into the cache of that machine.
-        model_class: a model class of transformers; None uses the class that the config names.
+        model_class: a model class of transformers; by default, the class that the config names.
         config: as in `patch`; its fields may also be passed by name, such as `ep_size=8`.
         peft_config: a LoraConfig, whose adapters are attached before sharding. Other kinds of
             adapters, and initial values that are computed from the weights, are only possible for a

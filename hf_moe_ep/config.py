@@ -77,8 +77,8 @@ class ParallelConfig:
         pp_schedule: the order of the micro-batches. "1f1b" keeps the activations of at most
             `pp_size` micro-batches, "gpipe" the activations of all micro-batches. The router's aux
             loss is computed for each micro-batch with "1f1b", and for the whole batch with "gpipe".
-        pp_layers: the number of layers of each stage, such as (13, 11). None divides the layers
-            evenly.
+        pp_layers: the number of layers of each stage, such as (13, 11). By default, the layers are
+            divided evenly.
         experts_backend: the code that computes the experts. "triton" is this package's Triton
             kernels, "torch" its PyTorch code, and "eager" the model's own loop (only with
             `ep_size` 1). "auto" chooses "triton" where the kernels can run, otherwise "torch";

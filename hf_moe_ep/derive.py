@@ -79,7 +79,7 @@ def derive_plan(
 
     Args:
         model: stock, or wrapped by PEFT, torch.compile or activation checkpointing.
-        modules: the modules by their stock names, without wrappers; None takes
+        modules: the modules by their stock names, without wrappers; by default,
             `model.named_modules()`.
         num_layers: the field of the text config that holds the number of decoder layers.
 

@@ -24,10 +24,10 @@ their decoder layer. FSDP2 averages their gradients over all ranks, so etp has n
 
 In gate_up_proj [E, 2F, H] a rank has two ranges of rows, and no public placement of DTensor
 describes two ranges. A sharded model therefore *splits* the dim 2F into the two dims (2, F). This
-is a view of the same values, in which Shard describes exactly what a rank has. So DTensor, FSDP2,
-gradient norms and optimizers need no special case, and code that expects the stock shape fails
-instead of reading wrong rows. `stock_parts` and `in_stock_shape` convert a shard or a whole tensor
-back. All files have stock shapes, so they can be loaded with any etp_size.
+is a view of the same values, in which Shard describes exactly what a rank has. DTensor, FSDP2,
+gradient norms and optimizers therefore need no special case, and code that expects the stock shape
+fails instead of reading wrong rows. `stock_parts` and `in_stock_shape` convert a shard or a whole
+tensor back. All files have stock shapes, so they can be loaded with any etp_size.
 """
 
 from __future__ import annotations
@@ -269,10 +269,10 @@ def slabs_in_stock_shape(
 def for_each_half(
     change: Callable[[Box, Tensor], Tensor], split_dim: int | None, size: int
 ) -> Callable[[Box, Tensor], Tensor]:
-    """Return `change` for boxes and values of a held tensor.
+    """Return `change` as a function of boxes and values of the split tensor.
 
-    `change(box, values)` takes those of the stock tensor, so it is called once per half. `size` is
-    the length of the dim after `split_dim`.
+    `change(box, values)` takes a box and values of the stock tensor, so it is called once per half.
+    `size` is the length of the dim after `split_dim`.
     """
     if split_dim is None:
         return change

@@ -4,7 +4,7 @@
 of the model (`architectures.py`). Then all features check that they can do what the config asks
 for. If no check fails, the features attach themselves:
 
-    mtp        with mtp_layers, a head for multi-token prediction runs behind the model in training
+    mtp        with mtp_layers, a head for multi-token prediction runs after the model in training
                                                                               (`mtp/attach.py`)
     moe        every experts module calls our forward; a model that needs sharding raises an error
                if it runs before it is sharded; the router's aux loss counts the tokens of all ranks

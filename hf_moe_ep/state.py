@@ -277,7 +277,7 @@ class ModelState:
     frame: Any = None
     # True if `compile_layers` has compiled the layers (compiled/layers.py).
     layers_are_compiled: bool = False
-    # True if compiled layers include their MoE blocks. It is set before every forward.
+    # True if compiled layers include their MoE blocks. The flag is set before each forward.
     blocks_are_traced: bool = False
     # A tensor of one boolean: whether compiled layers count tokens in the current forward. None
     # before the first forward of compiled layers.
@@ -525,8 +525,8 @@ class RoutingSession:
 
     Attributes:
         route_source: the source of the expert ids of the current forward.
-        refusal: the error of routes that cannot be replayed. It is raised after the other ranks
-            have received `route_source`, so that all ranks raise an error.
+        refusal: the error of routes that cannot be replayed. This error is raised after the other
+            ranks have received `route_source`, so that all ranks raise an error.
     """
 
     refusal: ValueError | None = None

@@ -88,9 +88,10 @@ def convert(
         target: a folder that is missing or empty; it appears complete or not at all.
         config: the folder of the model that was trained, which has the config and the tokenizer;
             None if `source` has a config.json.
-        dtype: the dtype of the saved weights; None saves each tensor in the dtype in which
-            `from_pretrained` loads it: the dtype that the config names, or fp32 for tensors that
-            the class keeps in fp32, such as correction biases. No `dtype` rounds these tensors.
+        dtype: the dtype of the saved weights. By default, each tensor is saved in the dtype in
+            which `from_pretrained` loads it: the dtype that the config names, or fp32 for tensors
+            that the class keeps in fp32, such as correction biases. No `dtype` rounds these
+            tensors.
         max_shard_size: the largest size of a file, in bytes or as text like "5GB".
         check_hashes: compare the files with the hashes in the manifest of `source` before they are
             converted. Each file is then read twice. A source without a manifest is not checked.

@@ -8,9 +8,9 @@
 If the base stores the experts of a stack in several files, the whole merged stack is written to the
 first of these files. A file that becomes empty is not written.
 
-The model is built on the meta device, and PEFT attaches its layers there. So PEFT decides which
-modules have an adapter, with which rank and scale. Then `merge_adapter` reads each parameter, a few
-experts or rows at a time (a slab), adds the product of its factors, and writes the sum. Keys,
+The model is built on the meta device, and PEFT attaches its layers there. PEFT therefore decides
+which modules have an adapter, with which rank and scale. Then `merge_adapter` reads each parameter,
+a few experts or rows at a time (a slab), adds the product of its factors, and writes the sum. Keys,
 dtypes and rounding are the same as with `merge_and_unload()` and `save_pretrained()` on a CPU:
 
     base fp32    W + scale * B A, all in fp32

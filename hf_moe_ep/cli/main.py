@@ -2,9 +2,9 @@
 
 Each command is a module with `add_parser(subparsers)` and `run(options)`, which returns the exit
 code. A module is imported only when its command is used, and `run` imports the modules that need
-torch. So help and mistyped commands do not wait for torch, and `doctor` starts even if the rest of
-the package cannot be imported. A wrong argument or folder gives one line on stderr (after the usage
-if argparse refuses it) and exit code 2. Ctrl-C gives exit code 130.
+torch. Help and mistyped commands therefore do not wait for torch, and `doctor` starts even if the
+rest of the package cannot be imported. A wrong argument or folder gives one line on stderr (after
+the usage if argparse refuses it) and exit code 2. Ctrl-C gives exit code 130.
 """
 
 from __future__ import annotations

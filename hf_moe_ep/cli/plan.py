@@ -211,7 +211,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_nothing_is_missing(options: argparse.Namespace) -> None:
-    """Raise an error that names all missing arguments at once."""
+    """Raise one error that names all missing arguments."""
     needed = {"gpus": "--gpus N", "seq": "--seq S", "batch": "--batch B"}
     missing = [flag for name, flag in needed.items() if getattr(options, name) is None]
     if options.gpu is None and options.gpu_memory is None:

@@ -61,9 +61,9 @@ class ExpertLoadCallback(transformers.TrainerCallback):
         every: the minimum number of steps between two logs. With 1 the values are logged whenever
             the Trainer logs its loss (`logging_steps`).
         heat_map: the path of a PNG that rank 0 writes with every checkpoint and at the end of
-            training. It shows the load of layers x experts in at most 12 panels; each panel covers
-            the steps since the previous panel. A resumed run starts with the first step after the
-            resume.
+            training. The PNG shows the load of layers x experts in at most 12 panels; each panel
+            covers the steps since the previous panel. A resumed run starts with the first step
+            after the resume.
         rebalance_every: the number of steps between two calls of `balance_experts`, which gets the
             load of these steps. With None the function is never called.
         threshold: experts of a layer are moved if the busiest rank of the layer has more than

@@ -9,8 +9,8 @@ of one chunk of tokens exist at a time:
     at the end        the sum of the losses; backward multiplies the stored gradients
 
 A chunk runs the same operators as stock: the head's own forward, `float()`, and `cross_entropy`.
-The gradient of a weight is a sum over chunks. It is added up in fp32 and then rounded once, because
-n roundings to bf16 would make its error about sqrt(n) times larger than stock's.
+The gradient of a weight is a sum over chunks. The sum is computed in fp32 and rounded once, because
+n roundings to bf16 would make the error about sqrt(n) times larger than stock's.
 
 `torch.nn.functional.linear_cross_entropy` also works in chunks, but it rounds the loss to the dtype
 of its input, and in bf16 the error of the weight's gradient is larger

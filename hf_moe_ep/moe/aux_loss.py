@@ -163,7 +163,8 @@ def _sum_over_tokens(
 ) -> Tensor:
     """Sum pairs and probabilities of each expert over the tokens of this rank: [layers, 2, E].
 
-    All layers are computed at once, because on a GPU kernel launches dominate the time of the loss.
+    All layers are computed together, because on a GPU kernel launches dominate the time of the
+    loss.
     """
     logits_XTE = torch.stack(layers)
     num_layers, num_tokens, _ = logits_XTE.shape

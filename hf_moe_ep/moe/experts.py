@@ -5,8 +5,8 @@ transposes (`moe/layer.py` explains the letters). FSDP2 has already all-gathered
 experts of this rank. Quantised weights are bytes with scales (`ops/quantised.py`).
 
 `grad_scale` multiplies the experts' gradients where they are computed, in `ops/torch_mlp.py` and
-`ops/triton_mlp.py`, because FSDP2 adds up these gradients without a division. It is 1 divided by
-the first divisor of `sharding/options.py`, `grad_divisors`.
+`ops/triton_mlp.py`, because FSDP2 adds up these gradients without a division. `grad_scale` is the
+reciprocal of the first result of `grad_divisors` (`sharding/options.py`).
 
 `choose_compute` decides once, when the model is patched, how a module is computed. To find the
 formula, it runs the module's own gate on numbers, and compares the results with the results of the
@@ -154,8 +154,8 @@ def collect_weights(
 ) -> ExpertWeights:
     """Collect the weights of this rank's experts for rows with the dtype of `like`.
 
-    `first_expert` is the number of this rank's first expert. It selects this rank's experts in
-    adapters that are not sharded.
+    `first_expert` is the number of this rank's first expert. The number selects this rank's experts
+    in adapters that are not sharded.
     """
     dtype = compute_dtype(like)
     quantised = compute.quantisation is not None

@@ -26,7 +26,7 @@ The dtypes of a layer. Experts compute in the dtype c: the dtype of autocast, or
     weights      routing weights are sent in fp32, or in a wider dtype if c or the router's dtype is
                  wider (`dispatcher.Tokens`). FSDP2 does not cast them. They are multiplied in the
                  wider dtype of both factors (by the Triton kernels in fp32)
-    ids          expert ids are sent behind the weights, in the same dtype (DeepEP: as int64)
+    ids          expert ids are sent after the weights, in the same dtype (DeepEP: as int64)
     parameters   FSDP2 casts the experts' parameters to `param_dtype` when it all-gathers them.
                  `collect_weights` casts them under autocast, or if FSDP2 leaves them as they are
 

@@ -16,7 +16,7 @@ loss may depend on a padding token if
   predicts the text's first token, unless the label of this first token is -100;
 - the forward has no labels, so another loss may read the output of every token;
 - modules other than attention mix the tokens of a sequence (`ModelPlan.mixers`), and padding stands
-  in front of a text. Padding behind a text does not matter, because all modules of a causal LM are
+  before a text. Padding after a text does not matter, because all modules of a causal LM are
   causal.
 
 The recompute of a checkpointed layer must leave out the same tokens as its first run, so
@@ -67,7 +67,7 @@ class RealTokens:
     _padding: list[Tensor] = field(default_factory=list)
 
     def padding_T1(self, device: torch.device) -> Tensor:
-        """Return a mask [T, 1] of all other tokens. It is computed once per forward."""
+        """Return a mask [T, 1] of all other tokens. The mask is computed once per forward."""
         if not self._padding or self._padding[0].device != device:
             self._padding[:] = [(~self.mask_T).to(device).unsqueeze(1)]
         return self._padding[0]

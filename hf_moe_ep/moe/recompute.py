@@ -250,8 +250,8 @@ class CheckpointWatch:
 
     Only a module on a path from the root to an experts module can hold such a function. Users
     switch checkpointing on and off between forwards, so `wrap_functions` checks the modules on
-    these paths in each forward. It searches the paths again if a module on them was replaced, for
-    example a layer by torch's CheckpointWrapper.
+    these paths in each forward. The function searches the paths again if a module on them was
+    replaced, for example a layer by torch's CheckpointWrapper.
     """
 
     def __init__(self, state: ModelState) -> None:

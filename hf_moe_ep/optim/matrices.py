@@ -57,7 +57,7 @@ class MatrixLayout:
         interleaved: True if row r of `out` belongs to part r % parts, False if the parts follow
             each other.
         stack: converts a packed LoRA factor of experts to a stacked view, or None.
-        has_part_dim: True if the parts have a dim of their own in front of `out` (`etp.py`).
+        has_part_dim: True if the parts have a dim of their own before `out` (`etp.py`).
     """
 
     stacked: bool = False

@@ -89,7 +89,7 @@ class Muon(Optimizer):
         adamw_eps: the `eps` of torch.optim.AdamW.
         param_groups: the parameters to train, as dicts with "params" and options of their own, as
             in torch.optim. "use_muon": True or False chooses Muon or AdamW for a group. Without
-            this key the rules above choose. None trains all parameters that require gradients.
+            this key the rules above choose. By default, all parameters that require gradients.
 
     Raises:
         ValueError: the model is not patched; an option is invalid; no rule covers a parameter.
@@ -481,7 +481,7 @@ class _BucketExchange:
             self._joined[positions] = joined
 
     def orthogonalise(self) -> None:
-        """Orthogonalise the matrices that this rank owns, all matrices of one shape at once."""
+        """Orthogonalise the matrices that this rank owns, all matrices of one shape together."""
         for (_, steps), positions in self._group_by_shape().items():
             # Nothing else refers to these matrices, so they are freed in the first step.
             result = orthogonalise(self._joined.pop(positions), steps)

@@ -1,4 +1,4 @@
-"""Orthogonalise many matrices at once, by the Newton-Schulz iteration of torch.optim.Muon.
+"""Orthogonalise many matrices together, by the Newton-Schulz iteration of torch.optim.Muon.
 
 torch's function (torch/optim/_muon.py) takes one matrix. A rank with 16 experts has 48 matrices of
 two shapes in each layer, so here all matrices of one shape are computed as a batch.

@@ -134,8 +134,8 @@ class _PipelineCall:
         divisor: the number by which the sum of the losses of all tokens is divided: a number of
             tokens, or `ModelState.loss_divisor`.
         losses_are_summed: True if the caller has passed `num_items_in_batch`.
-        key: a part of the key of each transfer (`ranks/neighbours.py`). It differs between calls
-            whose hidden states may differ in shape or dtype.
+        key: a part of the key of each transfer (`ranks/neighbours.py`). The key differs between
+            calls whose hidden states may differ in shape or dtype.
         received: the hidden states of each micro-batch, until its backward has run.
         produced: the tensors for the next stage, or on the last stage the loss.
         forms: the shapes and dtypes of the tensors for the next stage, and of their gradients.

@@ -138,7 +138,7 @@ def move_layers(
     for layer_tensors in tensors:
         placement = placements[layer_tensors.layer.index]
         move_experts(layer_tensors, placement, state.meshes, optimizers)
-    for layer in state.moe_layers:  # also those whose experts other pipeline stages have moved
+    for layer in state.moe_layers:  # also layers whose experts other stages have moved
         layer.placement = placements[layer.index]
 
 

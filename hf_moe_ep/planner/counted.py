@@ -87,7 +87,7 @@ def count_step(
     Args:
         model: a sharded model. Train a real model for one step before this call, because an
             optimizer allocates its state in its first step.
-        work: the `WorkCounter` to use; None makes one with `make_counter`.
+        work: the `WorkCounter` to use; by default, a new one from `make_counter`.
         offload: True if the model was sharded with a CPUOffloadPolicy.
     """
     work = work or make_counter(model)
@@ -207,7 +207,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the optimizer `name` of `options.OPTIMIZERS` for the trainable parameters.
 
-    The optimizer updates all parameters at once (foreach), which is torch's default on a GPU. With
+    The optimizer updates all parameters together (foreach), which is torch's default on a GPU. With
     `on_host` the parameters are on the host, where torch updates one parameter after the other.
     """
     trained = [p for p in parameters if p.requires_grad]

@@ -13,7 +13,7 @@ not have:
                              all-to-all of integers returns copies of the part that this rank sends
                              to itself.
 
-So this rank receives from each other rank as many rows as it sends to itself.
+Therefore this rank receives from each other rank as many rows as it sends to itself.
 
 Two shortcuts keep a plan fast. First, the torch path computes the experts in blocks. The experts of
 a block run one after the other and free their memory, so only three of them run: the two experts

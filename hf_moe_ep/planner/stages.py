@@ -11,7 +11,7 @@ stands for all stages, so it takes the worst case of each part:
     layers      The plan has as many layers as the largest stage. They are the last layers of the
                 model, because the first layers may be dense.
     embedding   The first stage has the embedding. The last stage has the head, which is as large
-                (with tied weights, a copy of the embedding). So the plan counts only one of them.
+                (with tied weights, a copy of the embedding). The plan therefore counts only one.
     activations The first stage keeps the activations of min(pp_size, micro_batches) micro-batches
                 ("1f1b"), and no activations during the optimizer step. Only the last stage computes
                 logits, and it keeps only one micro-batch.
@@ -107,8 +107,8 @@ def _estimate_kept_bytes(step: StepPlan) -> int:
     """Estimate the bytes that all layers keep of a micro-batch for backward.
 
     When the forward of the last of n layers begins, the n - 1 layers before it keep their
-    activations. So the peaks of the first and the last layer differ by the activations of n - 1
-    layers. A single layer keeps at most its peak.
+    activations. The peaks of the first and the last layer therefore differ by the activations of
+    n - 1 layers. A single layer keeps at most its peak.
     """
     names = [name for name in step.peaks if name.startswith("forward, layer ")]
     first, last = (step.made_of[name].get(TRANSIENT, 0) for name in (names[0], names[-1]))

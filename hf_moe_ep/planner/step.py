@@ -80,8 +80,8 @@ class Batch:
         checkpointing: True for activation checkpointing: backward recomputes the layers.
         accumulates: True if gradients of an earlier micro-batch exist already.
         fused_head: True for the loss of TRL's SFTTrainer, which never holds the logits of all
-            tokens at once. The plan runs TRL's code without Triton, which needs more memory than
-            TRL's Triton kernels.
+            tokens at the same time. The plan runs TRL's code without Triton, which needs more
+            memory than TRL's Triton kernels.
         only_loss_is_read: True for the Trainer, in which `fused_loss="auto"` computes no logits.
             False for label smoothing, and for a loss or a loop of your own.
     """
@@ -168,12 +168,12 @@ def plan_step(
     Args:
         parallel: the settings of the model. `dispatch_chunks="auto"` is planned as one chunk.
         batch: the micro-batch of each data rank.
-        optimizer: "adamw_fused" is the Trainer's default. "adamw" updates all parameters at once
+        optimizer: "adamw_fused" is the Trainer's default. "adamw" updates all parameters together
             (foreach), as torch does by default on a GPU, and needs memory for temporary tensors.
         offload: keep parameters, gradients and optimizer state on the host.
         load: how often each expert was chosen in a run of this model (`expert_load`). The plan is
-            for the rank with most tokens, and all layers run. None plans rank 0 with evenly chosen
-            experts.
+            for the rank with most tokens, and all layers run. If it is None, the plan is for rank
+            0, with evenly chosen experts.
         like_gpu: True plans a GPU, on which Triton kernels compute the experts. False plans a CPU.
         all_layers: run all layers instead of extrapolating.
         layers_run: the result of `choose_layers_to_run` for this model; several plans can share it.

@@ -71,7 +71,7 @@ class SaveHandle:
     def wait(self) -> None:
         """Wait until the checkpoint is complete, or raise the error of the save.
 
-        Every rank raises the same error. A second call returns at once, and raises nothing.
+        Every rank raises the same error. A second call returns immediately, and raises nothing.
         """
         thread, self._thread = self._thread, None
         if thread is None:

@@ -49,8 +49,8 @@ def number_elements(outer: Tensor, box: Sequence[tuple[int, int]], shape: Sequen
     The box (1, 3), (0, 2) of a tensor [3, 5] has the numbers 5, 6, 10, 11.
 
     Args:
-        outer: the positions along dims in front of the dims of the box, such as the numbers of
-            experts; 0 if there are no such dims.
+        outer: the positions along dims before the dims of the box, such as the numbers of experts;
+            0 if there are no such dims.
     """
     for (start, stop), size in zip(box, shape, strict=True):
         outer = outer.unsqueeze(-1) * size + torch.arange(start, stop, device=outer.device)

@@ -62,7 +62,7 @@ def explain_timeout(
         place: names the collective, by the same text on every rank that has reached it. The text is
             made only for an error.
         group: None for the default group.
-        failure: begins with a space or with the punctuation behind the place.
+        failure: begins with a space or with the punctuation after PLACE.
     """
     try:
         yield
@@ -166,7 +166,7 @@ def _exchange_lines(key: str, place: str, ranks: list[int]) -> dict[int, str]:
     began = last_change = time.monotonic()
     while True:
         # A rank that has read all lines still waits a little, because the other ranks could not
-        # read any more if the rank that hosts the store exited at once.
+        # read any more if the rank that hosts the store exited immediately.
         is_known = any(line.startswith(_ERROR) for line in lines.values())
         quiet = _QUIET if set(ranks) - lines.keys() and not is_known else _QUIET / 4
         if time.monotonic() > min(last_change + quiet, began + _LONGEST):

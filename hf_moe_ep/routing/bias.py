@@ -99,10 +99,10 @@ def update_router_bias(model: nn.Module) -> None:
         update_router_bias(model)
 
     Patch the model with `patch(model, bias_update_rate=0.001)`. The update uses the tokens of all
-    micro-batches and ranks since the last call. It costs one all-reduce of one number per expert
-    and layer, without a host sync. Without new tokens no bias changes, so a second call does no
-    harm. Under Accelerate and the Trainer no call is needed: their optimizers make the update, and
-    drop the counts of a step that a gradient scaler skips. This function never drops counts.
+    micro-batches and ranks since the last call. A call costs one all-reduce of one number per
+    expert and layer, without a host sync. Without new tokens no bias changes, so a second call does
+    no harm. Under Accelerate and the Trainer no call is needed: their optimizers make the update,
+    and drop the counts of a step that a gradient scaler skips. This function never drops counts.
 
     This function does not check that every rank calls it, because the check would need a host sync.
     If only some ranks call it, for example inside `if is_main_process:`, they wait for the other

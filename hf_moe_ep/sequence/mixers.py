@@ -146,7 +146,7 @@ class MixerSplit(Enum):
     HEADS: the mixer keeps its slice, except in its recurrence. The recurrence gets some heads of
         whole sequences, or its slice and the state before it, or all heads of whole sequences
         (recurrences.py).
-    HALO: the mixer keeps its slice, and its convolution also gets the last tokens in front of each
+    HALO: the mixer keeps its slice, and its convolution also gets the last tokens before each
         piece.
     """
 

@@ -174,7 +174,7 @@ class Slice:
         return x.index_select(dim, self._find_indices(x.device)[1])
 
     def arrange(self, x: Tensor, dim: int) -> Tensor:
-        """Undo `join`: return the slices of all ranks, one behind the other, padded with zeros."""
+        """Undo `join`: return the slices of all ranks, one after the other, padded with zeros."""
         missing = self.local * self.size - self.length
         padded = functional.pad(x, (*(0, 0) * (x.ndim - 1 - dim % x.ndim), 0, missing))
         if self.is_in_order:

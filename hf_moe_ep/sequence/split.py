@@ -206,7 +206,7 @@ def _find_packed_documents(
     Rows with a mask (B, S) are padded and not packed. A mask of the caller with another shape, such
     as (B, 1, S, S), may separate documents in attention, but not in mixers. With such a mask, or
     with flash attention, a document begins only where positions do not increase. Otherwise a
-    document also begins behind a gap between positions.
+    document also begins after a gap between positions.
 
     Raises:
         ValueError: flash attention would mix the documents of several rows.
@@ -456,9 +456,9 @@ def _check_axes(given: dict[str, Any], *, separates: bool) -> None:
 
     Stock code finds documents only by the positions of the text. Positions (3, B, S) lack them, so
     stock code would mix the documents silently. Only the first token of a document has position 0
-    on every axis, because a picture or video has larger positions than the text in front of it.
-    A batch that describes its documents by lengths, or by a mask of queries and keys, is accepted
-    if no hook has to separate documents.
+    on every axis, because a picture or video has larger positions than the text before it. A batch
+    that describes its documents by lengths, or by a mask of queries and keys, is accepted if no
+    hook has to separate documents.
     """
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     if positions is None or text_positions(positions) is not None:

@@ -5,7 +5,7 @@ assigns the collective's name to a string that all workers of the group share, w
 (ProcessGroupGloo::runLoop in torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). Two workers that
 do this at the same time free the string's buffer twice. The process then aborts, or crashes later
 in other code. Only names of more than 15 characters have a buffer that can be freed. Such a name is
-ALLGATHER_COALESCED, the all-gather behind `DTensor.full_tensor()` and `redistribute()`.
+ALLGATHER_COALESCED, the all-gather of `DTensor.full_tensor()` and `redistribute()`.
 
 With one worker thread, the collectives of a group run one after another, in the order in which
 every rank starts them. Collectives of different groups still overlap.

@@ -428,7 +428,7 @@ def ignored_patterns(model: Any) -> list[str]:
 
     The class lists patterns for stock's from_pretrained (modeling_utils.py). Some of them contain
     the number of a layer that only the largest published model has (DeepSeek-V3: layer 61). This
-    function therefore adds patterns for all layers behind the last layer. The config has the number
+    function therefore adds patterns for all layers after the last layer. The config has the number
     of these layers (`num_nextn_predict_layers` or `num_mtp_layers`).
     """
     stock = without_adapters(model)

@@ -85,8 +85,8 @@ def base_model_prefix(model: Any) -> str:
 def aux_loss_coefficient(causal_lm: Any) -> str | None:
     """Return the attribute that stores the coefficient of the router's load-balancing loss.
 
-    The result is a path of attributes from the causal LM, such as "config.router_aux_loss_coef". It
-    is None if the model's forward does not compute this loss (models/*/modeling_*.py).
+    The result is a path of attributes from the causal LM, such as "config.router_aux_loss_coef".
+    The result is None if the model's forward does not compute this loss (models/*/modeling_*.py).
     """
     forward = inspect.unwrap(type(causal_lm).forward)
     if _AUX_LOSS not in forward.__code__.co_names:

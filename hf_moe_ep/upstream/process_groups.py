@@ -69,7 +69,7 @@ def take_default_timeout(mesh: DeviceMesh) -> None:
 def fake_group(rank: int, world_size: int) -> Iterator[None]:
     """Inside the block, make this process rank `rank` of a default group of `world_size` ranks.
 
-    The other ranks do not exist. Collectives return at once and transfer nothing.
+    The other ranks do not exist. Collectives return immediately and transfer nothing.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

@@ -71,7 +71,7 @@ class Wrap:
 
     @property
     def why(self) -> str:
-        """The reason of the wrapper: the first line of its docstring, behind the colon."""
+        """The reason of the wrapper: the first line of its docstring, after the colon."""
         function = getattr(self.wrapper, "func", self.wrapper)  # of a functools.partial
         first_line = (function.__doc__ or "").partition("\n")[0]
         return first_line.partition(": ")[2].removesuffix(".")

@@ -30,7 +30,7 @@ def save_configs(model: Any, folder: Path, dtype: torch.dtype | None = None) -> 
     new version of each file.
 
     Args:
-        dtype: the dtype to write into config.json; None writes the dtype of the model's config.
+        dtype: the dtype to write into config.json; by default, the dtype of the model's config.
     """
     publish(prepare_configs(model, folder, dtype, ()), folder)
 

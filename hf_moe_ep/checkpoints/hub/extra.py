@@ -1,7 +1,7 @@
 """Keep references to extra tensors, which a checkpoint has and the model's class ignores.
 
 Checkpoints of Qwen3-Next, Qwen3.5, DeepSeek-V3, GLM-4.5 and MiMo have layers for multi-token
-prediction (`mtp.layers.0..`, or `model.layers.61..` behind the last layer). transformers ignores
+prediction (`mtp.layers.0..`, or `model.layers.61..` after the last layer). transformers ignores
 these layers, so checkpoints that stock saves lack them, and an inference engine that drafts tokens
 with these layers cannot use such checkpoints.
 

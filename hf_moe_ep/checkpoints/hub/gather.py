@@ -4,9 +4,9 @@ A box is the index range of a shard in each dim of the tensor. A slab is the par
 range of dim 0 selects.
 
 `slabs_of` sends a tensor to rank 0, one shard after the other. It broadcasts a shard along one mesh
-axis, then along the next. So besides its own shards a rank needs memory for one shard of another
-rank; if experts are sharded along dim 1, rank 0 needs memory for the experts of one ep rank. For a
-stacked weight on a mesh (ep_fsdp 2, ep 2), with ranks [[0, 1], [2, 3]]:
+axis, then along the next. Besides its own shards, a rank therefore needs memory for one shard of
+another rank; if experts are sharded along dim 1, rank 0 needs memory for the experts of one ep
+rank. For a stacked weight on a mesh (ep_fsdp 2, ep 2), with ranks [[0, 1], [2, 3]]:
 
     quarter of the experts   owner      sent along ep_fsdp   sent along ep
     first                    rank 0     -                    -
@@ -168,8 +168,8 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
     """Yield (box, values) of a parameter in host memory of its first rank.
 
     Every rank that holds a part of the parameter iterates to the end. The first of these ranks is
-    rank 0, or the first rank of a pipeline stage. On the other ranks the values are None or those
-    of the whole tensor, or no slab is yielded.
+    rank 0, or the first rank of a pipeline stage. On the other ranks the values are None or the
+    values of the whole tensor, or no slab is yielded.
     """
     if not isinstance(tensor, DTensor):
         yield from whole(tensor.detach().cpu())

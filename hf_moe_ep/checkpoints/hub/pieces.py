@@ -122,7 +122,7 @@ def cut_pieces(pieces: Iterable[Piece], box: Box) -> dict[str, list[Piece]]:
 def find_filled_box(pieces: Sequence[Piece]) -> Box | None:
     """Return the box of the view that several pieces fill together.
 
-    Interleaved rows that fill a box can be read and written at once instead of row by row. The
+    Interleaved rows that fill a box can be read and written together instead of row by row. The
     result is None for a single piece, and for pieces that do not fill a box.
     """
     if len(pieces) == 1 or any(piece.view != pieces[0].view for piece in pieces):

@@ -162,7 +162,7 @@ def match_checkpoint(
 ) -> Match:
     """Find where a checkpoint stores parameters, on this rank alone; see `find_weights`.
 
-    `file_tensors` are the tensors of the checkpoint in `directory`; None reads them from its files.
+    `file_tensors` are the tensors of the checkpoint; by default, they are read from `directory`.
 
     Raises:
         ValueError: the folder is not a complete checkpoint; tensors are missing or have another

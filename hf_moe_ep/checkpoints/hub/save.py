@@ -83,10 +83,10 @@ def save_pretrained(
         directory: created if it is missing. Only rank 0 writes. With pipeline stages all nodes must
             share the folder, because the first rank of each stage writes.
         max_shard_size: the largest size of a file, in bytes or as text like "5GB".
-        dtype: the dtype of the saved weights; None saves in the dtype in which the model was
-            loaded. torch.float32 saves the fp32 master weights of a bf16 model. torch.bfloat16 does
-            not round tensors that `from_pretrained` keeps in fp32 in a bf16 model, such as
-            correction biases. Adapters are saved in their own dtype.
+        dtype: the dtype of the saved weights; by default, the dtype in which the model was loaded.
+            torch.float32 saves the fp32 master weights of a bf16 model. torch.bfloat16 does not
+            round tensors that `from_pretrained` keeps in fp32 in a bf16 model, such as correction
+            biases. Adapters are saved in their own dtype.
         processor: a tokenizer or processor to save with the model, a list of them, or None.
         extra_tensors: copy the tensors of the loaded checkpoint that the model's class ignores,
             such as layers for multi-token prediction, byte for byte and under their own keys. They

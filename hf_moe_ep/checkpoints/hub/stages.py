@@ -78,7 +78,7 @@ def files_of_stage(
 ) -> StageFiles | None:
     """Return the files that this rank's stage writes; None for a model without stages.
 
-    Stage 0 also writes the files of extra tensors, which are numbered behind `files`.
+    Stage 0 also writes the files of extra tensors, which are numbered after `files`.
     """
     stage: Stage | None = state.stage
     if stage is None:

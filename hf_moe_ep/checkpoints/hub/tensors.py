@@ -118,16 +118,15 @@ def hub_tensors(
         merge_adapters: add LoRA, on experts and other modules, to the yielded tensors, as PEFT's
             `merge_adapter` adds it to the model: all active adapters are added with their scales,
             and modules_to_save replace the originals. A model without adapters has the same keys.
-        dtype: the dtype of the tensors, as in `save_pretrained`; None yields the dtype in which the
-            model was loaded. "fp8" yields the weights of experts and Linear layers in E4M3
-            with one fp32 scale per block of 128 x 128, as published FP8 checkpoints store them
-            (`x.weight`, then `x.weight_scale_inv`). `HubTensors.quantization_config` describes this
-            format.
+        dtype: the dtype of the tensors, as in `save_pretrained`; by default, the dtype in which the
+            model was loaded. "fp8" yields the weights of experts and Linear layers in E4M3 with one
+            fp32 scale per block of 128 x 128, as published FP8 checkpoints store them (`x.weight`,
+            then `x.weight_scale_inv`). `HubTensors.quantization_config` describes this format.
         max_bytes: the limit of the memory needed besides the shards, including the tensor that was
             yielded last. A larger tensor (the embedding, or all experts of a layer if the hub
             stores them in one tensor) is yielded all the same, but assembled from small slabs. In
             addition each rank holds the whole factors of one parameter's adapters.
-        extra_tensors: yield, behind all others, the tensors of the loaded checkpoint that the
+        extra_tensors: yield, after all others, the tensors of the loaded checkpoint that the
             model's class ignores (layers for multi-token prediction), in their own dtypes. They do
             not change, so an engine needs to load them only once.
         since: a `SyncToken`, which each rank makes for each engine. Tensors that have not changed
@@ -277,7 +276,7 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
         """Send an engine one tensor per call, and raise one error for all keys that it refuses.
 
         In a sync, an engine stops at the first unknown key, or skips the key without a message.
-        Call this method on every rank before the first sync. It exhausts this iterator.
+        Call this method on every rank before the first sync. The call exhausts this iterator.
 
         Args:
             load_weights: the engine's method; None on ranks without an engine. The method skips a

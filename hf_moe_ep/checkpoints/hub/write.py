@@ -90,8 +90,8 @@ class TensorGroup:
             checkpoint tensor are listed like a parameter.
         dtype: the dtype in the checkpoint.
         names: the names of the parameters in the model.
-        source: None, or a tensor in another file that is copied byte for byte. It is then the
-            group's only tensor, and no slabs are read.
+        source: None, or a tensor in another file that is copied byte for byte. A group with a
+            source has only this tensor, and no slabs are read.
         sha256: the hash of `source`, if it is known.
         stage: the pipeline stage that holds the parameters.
     """
@@ -198,7 +198,7 @@ def choose_dtypes(
 
     Args:
         model: the model, stock or patched.
-        dtype: None saves each tensor in the dtype in which it was loaded.
+        dtype: the dtype of all tensors; by default, the dtype in which each tensor was loaded.
         loaded: the dtypes in which tensors were loaded, by name, if the model has fp32 masters.
     """
     kept = [] if dtype is None else kept_in_fp32(model, dtype)

@@ -8,8 +8,9 @@ Rank 0 writes `manifest.json` last. The manifest names every other file of the f
      "layout": {"world_size": 8, "ep_size": 4, ...},
      "files": {"tensors/shard-00001-...": {"size": 1234, "sha256": "..."}, ...}}
 
-The folder counts as unfinished until the manifest is renamed to its final name. So if a rank is
-killed at any moment, the previous checkpoint stays the newest. Each file is synced to disk (fsync)
+The folder counts as unfinished until the manifest is renamed to its final name. If a rank is killed
+at any moment, the previous checkpoint therefore stays the newest. Each file is synced to disk
+(fsync)
 before the manifest is written: if the manifest survives a power failure, so do its files. A rank
 may hash a file while it writes the file. Every other file is read and hashed by one rank.
 
@@ -99,7 +100,7 @@ def write(
             other files are synced and hashed by `write`, each by one rank.
         belongs: returns True if a path in the folder is part of the checkpoint; None means that
             all files are.
-        group: the process group for the exchange; None is the default group.
+        group: the process group for the exchange; by default, torch's default group.
 
     Raises:
         RuntimeError: a rank failed; every rank raises the error, which names that rank and the

@@ -306,7 +306,7 @@ class Reader:
 
         Args:
             box: index ranges in the shape `view`.
-            view: the shape in which the tensor is viewed; None is the tensor's own shape.
+            view: the shape in which the tensor is viewed; by default, the tensor's own shape.
         """
         shape = tensor.shape if view is None else view
         sizes = box_sizes(box)

@@ -6,9 +6,9 @@
 
 `describe_base` computes the hashes, `check_base` compares them. A hash is two 64-bit sums over the
 words (of 1 to 8 bytes) of a stacked matrix or of its scales (`storage/checksums.py`). Each summand
-depends on a word and on the position of the word in the whole tensor. So the sums of the ranks add
-up to the sum of the whole tensor: no tensor is gathered, and every layout of ranks gives the same
-hash.
+depends on a word and on the position of the word in the whole tensor. The sums of the ranks
+therefore add up to the sum of the whole tensor: no tensor is gathered, and every layout of ranks
+gives the same hash.
 
 If `balance_experts` has moved experts to other rows, the hash uses their positions in hub order, in
 which row e is expert e.

@@ -93,7 +93,7 @@ def check_free(path: Path) -> None:
 def _is_known(name: str) -> bool:
     """Return True if a save may have written a file of this name."""
     known = (TENSORS, STATE, BASE, EXTRA, *CONFIGS, manifest.STARTED, manifest.PARTIAL)
-    # Python files are those of a model that was loaded with trust_remote_code=True.
+    # A model that was loaded with trust_remote_code=True has Python files.
     if Path(name).suffix == ".py":
         return True
     return name in known or name.startswith(TEMPORARY_CONFIGS) or Path(name).match("random-*.json")

@@ -72,9 +72,9 @@ def load_checkpoint(
         directory: a checkpoint, or a folder of checkpoints, whose newest complete checkpoint is
             loaded.
         model: has the saved architecture and adapters; patched, sharded or not.
-        optimizer: has the saved parameters in its groups. Its state and options are replaced. None
-            ignores the saved optimizer.
-        scheduler: its state is replaced; None ignores the saved scheduler.
+        optimizer: has the saved parameters in its groups. Its state and options are replaced. If it
+            is None, the saved optimizer is ignored.
+        scheduler: its state is replaced. If it is None, the saved scheduler is ignored.
         verify: compare every file with its hash first; False compares only sizes.
 
     Returns:

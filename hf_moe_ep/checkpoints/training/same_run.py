@@ -1,7 +1,7 @@
 """Check that a checkpoint belongs to this model and this optimizer, before anything is changed.
 
-If only a part of a checkpoint were loaded, training would continue with a mixture of two runs. So
-`check_model` and `check_optimizer` raise an error that names the differences.
+If only a part of a checkpoint were loaded, training would continue with a mixture of two runs.
+Therefore `check_model` and `check_optimizer` raise an error that names the differences.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ def save_checkpoint(
             holds the files of an unfinished save, they are removed.
         model: patched; sharded, or not sharded in a single process.
         optimizer: the optimizer of the model's current parameters. Its state must consist of
-            tensors of the parameter's shape and of single numbers. None saves only the model.
+            tensors of the parameter's shape and of single numbers. If it is None, only the model is
+            saved.
         scheduler: an object with `state_dict()`, or None.
         progress: the position of the training (step, epoch, position in the data), as a dict of
             numbers, strings, lists, tuples, dicts and small tensors. Rank 0's dict is saved.
@@ -103,7 +104,7 @@ def save_checkpoint(
             process ends.
 
     Returns:
-        A handle; its `wait()` returns at once if `asynchronous` is False.
+        A handle; its `wait()` returns immediately if `asynchronous` is False.
 
     Raises:
         ValueError: on every rank: `directory` holds a complete checkpoint or other files, the model

@@ -61,8 +61,8 @@ class StateTensor:
     Attributes:
         to_file, from_file: the conversions of a packed LoRA factor, whose form is (E * r, in) in
             the model and [E, r, in] in a file; None for all other tensors.
-        split_dim: the dim in the file that the model splits into two dims (`etp.py`). It needs no
-            conversion, because a rank writes its shard as two boxes.
+        split_dim: the dim in the file that the model splits into two dims (`etp.py`). The split
+            needs no conversion, because a rank writes its shard as two boxes.
     """
 
     tensor: Tensor
@@ -122,7 +122,7 @@ class NamedState:
         """Return the shards that this rank writes, by file.
 
         All `ranks` return the same number of files; some files are empty. If a shard has a second
-        box, this box is in a file behind all others.
+        box, this box is in a file after all others.
 
         Args:
             saved_tensors: the result of `describe_tensors`.

@@ -8,9 +8,9 @@ The calls for one layer in one forward, if all tokens are in one chunk:
     returning = arriving.start_combine(...)  starts to send the experts' results back
     out_TH = returning.finish()              waits for the results, and returns one row per token
 
-Functions named "start" return at once, functions named "finish" wait. Each of the last four calls
-is an autograd node, and each has a method of the `Wire` for forward and one for backward. Forward
-runs from left to right, and backward from right to left:
+Functions named "start" do not wait, functions named "finish" do. Each of the last four calls is an
+autograd node, and each has a method of the `Wire` for forward and one for backward. Forward runs
+from left to right, and backward from right to left:
 
     node        _StartDispatch       _FinishDispatch           _StartCombine    _FinishCombine
     forward     send_tokens        > wait             experts  send_results   > wait, add_results
@@ -87,7 +87,7 @@ class ArrivingRows(Protocol):
 
 
 class RunningTransfer(Protocol):
-    """A transfer that has started. It keeps the tensors alive that it reads and writes."""
+    """A transfer that has started. This object keeps the sent and received tensors alive."""
 
     def wait(self) -> object:
         """Make later kernels on this device wait for the transfer."""
