@@ -39,7 +39,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from hf_moe_ep.ranks.collectives import send_to_next
 from hf_moe_ep.sequence import ring
-from hf_moe_ep.sequence.partial_attention import Scores
+from hf_moe_ep.sequence.partial_attention import ScoreOptions
 from hf_moe_ep.sequence.slices import Slice, zigzag_order
 
 PAGE = "ring-overlap-cpu.md"
@@ -95,7 +95,7 @@ def measure(sizes: Sizes) -> Figures:
     rank, world = dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD is not None
     context = Slice(dist.group.WORLD, rank, world, sizes.seq, order=zigzag_order(world))
-    scores = Scores(create_block_mask(_causal, 1, 1, sizes.seq, sizes.seq, device="cpu"))
+    scores = ScoreOptions(create_block_mask(_causal, 1, 1, sizes.seq, sizes.seq, device="cpu"))
     generator = torch.Generator().manual_seed(rank)
     query, key, value = (
         torch.randn(1, heads, context.local, sizes.head_dim, generator=generator).requires_grad_()

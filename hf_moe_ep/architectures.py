@@ -209,7 +209,7 @@ def _model_type(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "model_type", ""))
 
 
-def find_plan(model: nn.Module, named: _Named | None = None) -> ModelPlan:
+def find_plan(model: nn.Module, named: _NamedModules | None = None) -> ModelPlan:
     """Derive the plan of a model that is not sharded, and apply the changes of `model_patches`.
 
     Args:
@@ -220,7 +220,7 @@ def find_plan(model: nn.Module, named: _Named | None = None) -> ModelPlan:
         ValueError: the plan cannot be derived, or the architecture is refused; the message says
             why.
     """
-    named = named or _Named(model)
+    named = named or _NamedModules(model)
     model_type = _model_type(model)
     changes = read_differences(model_type)
     if changes.refused:
@@ -253,7 +253,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
         ValueError: the plan cannot be derived; the number of layers differs from the config; a
             module of the `given` plan does not exist; PEFT trains a copy of experts.
     """
-    named = _Named(model)
+    named = _NamedModules(model)
     _check_not_copied(named, find_block(model, given))
     model_config = getattr(model, "config", None)
     config = None if model_config is None else text_config(model_config)
@@ -288,7 +288,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
     return parts if (mtp := find_head(model)) is None else _add_head(parts, mtp)
 
 
-def _check_not_copied(named: _Named, block: MoEBlock | None) -> None:
+def _check_not_copied(named: _NamedModules, block: MoEBlock | None) -> None:
     """Raise ValueError if PEFT trains copies of experts, or of MoE blocks that a plan describes."""
     described = () if block is None else (block.name, f"{block.name}.{block.experts}")
     for name, module in named.stock.items():
@@ -321,7 +321,7 @@ def _add_head(parts: Parts, mtp: MtpHead) -> Parts:
     )
 
 
-def _check_given_plan(model: nn.Module, named: _Named, plan: ModelPlan, config: Any) -> None:
+def _check_given_plan(model: nn.Module, named: _NamedModules, plan: ModelPlan, config: Any) -> None:
     """Raise ValueError if modules of a given plan do not exist, or differ from the config."""
     kind = type(model).__name__
     for part in ("layers", "experts", "router", "attention", "final_norm"):
@@ -413,7 +413,7 @@ def _read_number(module: nn.Module, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-class _Named:
+class _NamedModules:
     """The modules of a model by their stock names, without the components that wrappers add.
 
     The modules of a head for multi-token prediction are left out. Each attribute maps every stock
@@ -464,7 +464,7 @@ class _Named:
         return sorted(self.matching(pattern), key=lambda name: name.count("."))[:1]
 
 
-def _find_experts(model: nn.Module, named: _Named, plan: ModelPlan) -> dict[str, nn.Module]:
+def _find_experts(model: nn.Module, named: _NamedModules, plan: ModelPlan) -> dict[str, nn.Module]:
     experts = {name: named.stock[name] for name in named.matching(plan.experts)}
     unsupported = [name for name, module in experts.items() if not is_experts_module(module)]
     if unsupported:
@@ -478,13 +478,13 @@ def _find_experts(model: nn.Module, named: _Named, plan: ModelPlan) -> dict[str,
     return experts
 
 
-def _find_attention(named: _Named, plan: ModelPlan) -> tuple[nn.Module, ...]:
+def _find_attention(named: _NamedModules, plan: ModelPlan) -> tuple[nn.Module, ...]:
     """Return the attention modules; a derived plan's pattern may match other modules as well."""
     modules = (named.stock[name] for name in named.matching(plan.attention))
     return tuple(m for m in modules if plan.origin == "given" or is_attention(m))
 
 
-def _find_mixers(named: _Named, plan: ModelPlan) -> tuple[dict[str, nn.Module], ...]:
+def _find_mixers(named: _NamedModules, plan: ModelPlan) -> tuple[dict[str, nn.Module], ...]:
     """Return, for each decoder layer, the direct children that need whole sequences, by name."""
     layers = named.matching(plan.layers)
     by_layer: dict[str, dict[str, nn.Module]] = {name: {} for name in layers}
@@ -514,7 +514,7 @@ def _needs_whole_sequences(name: str, module: nn.Module, plan: ModelPlan) -> boo
 
 
 def _find_adapted_experts(
-    named: _Named, plan: ModelPlan, layers: str
+    named: _NamedModules, plan: ModelPlan, layers: str
 ) -> dict[int, tuple[nn.Module, ...]]:
     experts = named.matching(plan.experts)
     experts_by_layer = {
@@ -524,7 +524,7 @@ def _find_adapted_experts(
     return {index: modules for index, modules in experts_by_layer.items() if modules}
 
 
-def _find_tied_modules(named: _Named, plan: ModelPlan) -> dict[nn.Module, nn.Module]:
+def _find_tied_modules(named: _NamedModules, plan: ModelPlan) -> dict[nn.Module, nn.Module]:
     towers = [
         (
             *(named.unadapted[name] for name in named.matching(layers)),
@@ -535,7 +535,7 @@ def _find_tied_modules(named: _Named, plan: ModelPlan) -> dict[nn.Module, nn.Mod
     return dict(zip(*towers, strict=True)) if plan.tied_layers else {}
 
 
-def _find_tower(model: nn.Module, named: _Named, plan: ModelPlan) -> Tower | None:
+def _find_tower(model: nn.Module, named: _NamedModules, plan: ModelPlan) -> Tower | None:
     if plan.vision is None:
         return None
     names = named.matching(plan.vision.tower)
@@ -561,7 +561,7 @@ def _find_tower(model: nn.Module, named: _Named, plan: ModelPlan) -> Tower | Non
     )
 
 
-def _find_encoders(model: nn.Module, named: _Named, plan: ModelPlan) -> Encoders | None:
+def _find_encoders(model: nn.Module, named: _NamedModules, plan: ModelPlan) -> Encoders | None:
     if not plan.encoders:
         return None
     names = [name for pattern in plan.encoders for name in named.shortest_matching(pattern)]
@@ -582,7 +582,7 @@ def _find_encoders(model: nn.Module, named: _Named, plan: ModelPlan) -> Encoders
     )
 
 
-def _find_decoder_name(named: _Named, plan: ModelPlan) -> str:
+def _find_decoder_name(named: _NamedModules, plan: ModelPlan) -> str:
     return named.matching(plan.layers)[0].rpartition(".")[0].rpartition(".")[0]
 
 

@@ -221,7 +221,7 @@ def _print_fit(step: StepPlan, settings: Mapping[str, Any]) -> None:
         return step.peak if dict(changed) == dict(settings) else _plan_one_step(changed).peak
 
     # TRL's chunked loss needs a causal language model of transformers. The loss does not work with
-    # a # head for multi-token prediction, which needs the labels.
+    # a head for multi-token prediction, which needs the labels.
     has_head = has_fused_head() and is_causal_lm(find_config(settings["model"]))
     has_head &= not settings["mtp_layers"]
     without = () if has_head else ("fused_head",)

@@ -89,7 +89,8 @@ class Muon(Optimizer):
         adamw_eps: the `eps` of torch.optim.AdamW.
         param_groups: the parameters to train, as dicts with "params" and options of their own, as
             in torch.optim. "use_muon": True or False chooses Muon or AdamW for a group. Without
-            this key the rules above choose. By default, all parameters that require gradients.
+            this key the rules above choose. If `param_groups` is None, all parameters that require
+            gradients are trained.
 
     Raises:
         ValueError: the model is not patched; an option is invalid; no rule covers a parameter.

@@ -35,7 +35,7 @@ from torch.nn.attention.flex_attention import (
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreOptions:
     """The options with which scores are computed from queries and keys.
 
     Attributes:
@@ -65,21 +65,21 @@ def attend_to_part(
     query: Tensor,  # (B, Q, queries, W)
     key: Tensor,  # (B, K, keys, W)
     value: Tensor,
-    scores: Scores,
+    scores: ScoreOptions,
     box: QueryKeyRange,
-    known: dict[Any, Any],
+    computed: dict[Any, Any],
 ) -> tuple[Tensor, Tensor]:
     """Return the attention (B, Q, queries, W) to the keys of a box, and its log-sum-exp.
 
     If a query sees no key of the box, its attention is zero and its log-sum-exp is -inf.
 
     Args:
-        known: a dict that stores the masks of boxes for all layers of one forward.
+        computed: a dict that stores the masks of boxes for all layers of one forward.
     """
     if query.device.type == "cpu":
-        return _attend_plainly(query, key, value, scores, box, known)
+        return _attend_plainly(query, key, value, scores, box, computed)
     mask = compute_once(
-        known, ("flex", box), scores.mask, lambda: slice_block_mask(scores.mask, box)
+        computed, ("flex", box), scores.mask, lambda: slice_block_mask(scores.mask, box)
     )
     out, aux = _compiled_flex_attention()(
         query,
@@ -99,16 +99,16 @@ def _attend_plainly(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scores: Scores,
+    scores: ScoreOptions,
     box: QueryKeyRange,
-    known: dict[Any, Any],
+    computed: dict[Any, Any],
 ) -> tuple[Tensor, Tensor]:
-    def make() -> Tensor:
+    def make_visible() -> Tensor:
         rows, heads, *_ = scores.mask.shape
         sizes = box.q_stop - box.q_start, box.k_stop - box.k_start
         return create_mask(_shift(scores.mask, box), rows, heads, *sizes, device=query.device)
 
-    visible = compute_once(known, ("plain", box), scores.mask, make)
+    visible = compute_once(computed, ("plain", box), scores.mask, make_visible)
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
@@ -202,15 +202,15 @@ def _compiled_flex_attention() -> Any:
     return torch.compile(flex_attention)
 
 
-def compute_once(known: dict[Any, Any], key: Any, mask: Any, compute: Callable[[], Any]) -> Any:
-    """Return the value that `known` has for `key` and `mask`; compute and store it if missing.
+def compute_once(computed: dict[Any, Any], key: Any, mask: Any, compute: Callable[[], Any]) -> Any:
+    """Return the value that `computed` has for `key` and `mask`; compute and store it if missing.
 
-    `known` stores the id of the mask, and a weak reference that does not keep the mask alive. The
-    reference reveals a new mask that has got the id of a deleted mask. `mask` may be None.
+    `computed` stores the id of the mask, and a weak reference that does not keep the mask alive.
+    The reference reveals a new mask that has got the id of a deleted mask. `mask` may be None.
     """
     key = (*key, id(mask))
-    found = known.get(key)
+    found = computed.get(key)
     if found is None or (mask is not None and found[0]() is not mask):
         reference = None if mask is None else weakref.ref(mask)
-        found = known[key] = reference, compute()
+        found = computed[key] = reference, compute()
     return found[1]

@@ -36,7 +36,7 @@ from hf_moe_ep.sequence import ring
 from hf_moe_ep.sequence.context import attend
 from hf_moe_ep.sequence.partial_attention import (
     QueryKeyRange,
-    Scores,
+    ScoreOptions,
     attend_to_part,
     merge_parts,
     slice_block_mask,
@@ -168,7 +168,7 @@ def ring_equals_dense(name: str, rank: int, world: int) -> None:
         mock.patch.object(ring, "send_to_next", counted),
         mock.patch.object(ring, "attend_to_part", side_effect=attend) as calls,
     ):
-        out = attend_by_ring(*own, Scores(mask, softcap=kind.softcap), own_sinks, context)
+        out = attend_by_ring(*own, ScoreOptions(mask, softcap=kind.softcap), own_sinks, context)
         forward_sent, forward_calls = sum(sent), calls.call_count
         (out * context.take(grad, 2).transpose(1, 2)).sum().backward()
     whole = [x.requires_grad_() for x in (query, key, value)]
@@ -225,7 +225,7 @@ def test_plain_attention_to_a_part_equals_flex_attention() -> None:
         mask = create_block_mask(kind.mask, ROWS, 1, 24, 24, device="cpu", BLOCK_SIZE=2)
         box = QueryKeyRange(7, 15, 2, 11)
         part = query[:, :, 7:15], key[:, :, 2:11], value[:, :, 2:11]
-        got = attend_to_part(*part, Scores(mask), box, {})
+        got = attend_to_part(*part, ScoreOptions(mask), box, {})
         rows = slice_block_mask(mask, box)
         options = {"block_mask": rows, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
         out, aux = flex_attention(*part, **options)

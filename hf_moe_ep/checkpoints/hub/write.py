@@ -198,7 +198,7 @@ def choose_dtypes(
 
     Args:
         model: the model, stock or patched.
-        dtype: the dtype of all tensors; by default, the dtype in which each tensor was loaded.
+        dtype: the dtype of the saved tensors; None for the dtypes in which they were loaded.
         loaded: the dtypes in which tensors were loaded, by name, if the model has fp32 masters.
     """
     kept = [] if dtype is None else kept_in_fp32(model, dtype)
