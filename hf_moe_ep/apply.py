@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from hf_moe_ep.checkpoints.hub.extra import check_patterns, refer_to
 from hf_moe_ep.checkpoints.hub.read import dtype_of_weights, find_weights, load_weights
 from hf_moe_ep.checkpoints.hub.unread import shard_and_read
-from hf_moe_ep.config import ParallelConfig, launched_local_rank, resolve_config
+from hf_moe_ep.config import ParallelConfig, get_launched_local_rank, resolve_config
 from hf_moe_ep.integrations.install import wrap_adapters
 from hf_moe_ep.patch import check_unsharded, patch_model
 from hf_moe_ep.ranks.all_ranks import (
@@ -42,8 +42,8 @@ from hf_moe_ep.state import STATE, ModelState
 from hf_moe_ep.upstream.adapter_files import check_attachable
 from hf_moe_ep.upstream.adapters import attach_adapters, without_adapters
 from hf_moe_ep.upstream.hub import (
+    build_empty_model,
     download_options,
-    empty_model,
     forget_quantization,
     local_folder,
 )
@@ -223,7 +223,7 @@ def from_pretrained(
         try:
             if peft_config is not None:
                 check_attachable(peft_config)
-            is_first_on_machine = launched_local_rank() in (None, 0)
+            is_first_on_machine = get_launched_local_rank() in (None, 0)
             return local_folder(name_or_dir, download) if is_first_on_machine else None
         finally:
             # A download may take longer than the timeout of a collective.
@@ -231,7 +231,7 @@ def from_pretrained(
 
     def build() -> tuple[Path, nn.Module]:
         folder = downloaded or local_folder(name_or_dir, download, after_another=True)
-        model = empty_model(folder, model_class, partial(dtype_of_weights, folder), options)
+        model = build_empty_model(folder, model_class, partial(dtype_of_weights, folder), options)
         # PEFT writes the source into adapter configs, so it must not be the folder of the cache.
         set_source(model, os.fspath(name_or_dir))
         if peft_config is not None:

@@ -45,12 +45,12 @@ from hf_moe_ep.plan import ModelPlan, MoEBlock, as_pattern, matches
 from hf_moe_ep.upstream.adapters import copied_experts_error, without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.experts_interface import is_experts_module
 from hf_moe_ep.upstream.models import (
-    input_embedding,
-    output_head,
+    get_input_embedding,
+    get_output_head,
+    get_token_classifier,
     text_config,
-    token_classifier,
 )
-from hf_moe_ep.upstream.module_names import stock_name, without_copies
+from hf_moe_ep.upstream.module_names import get_stock_name, without_copies
 from hf_moe_ep.upstream.towers import takes_tower_outputs
 
 # The names that fields of configs have for the number of experts per token.
@@ -230,7 +230,7 @@ def find_plan(model: nn.Module, named: _NamedModules | None = None) -> ModelPlan
         )
     inner = without_adapters(model)
     prefix = next((name for name, module in model.named_modules() if module is inner), "")
-    start = f"{stock_name(prefix)}." if prefix else ""
+    start = f"{get_stock_name(prefix)}." if prefix else ""
     modules = {
         name[len(start) :]: module
         for name, module in named.stock.items()
@@ -260,7 +260,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
     plan = find_plan(model, named) if given is None else given
     if given is not None and complete:
         _check_given_plan(model, named, plan, config)
-    embedding, head = input_embedding(model), output_head(model)
+    embedding, head = get_input_embedding(model), get_output_head(model)
     owners = (module for module in model.modules() if any(x is head for x in module.children()))
     parts = Parts(
         plan=plan,
@@ -278,7 +278,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
         embedding=embedding,
         head=head,
         causal_lm=None if head is None else next(owners, None),
-        classifier=token_classifier(without_adapters(model)),
+        classifier=get_token_classifier(without_adapters(model)),
         # Head and embedding are tied even if they share only one of their parameters: PEFT's
         # modules_to_save adds a copy to a tied head, and this copy is not tied.
         tied=head is not None and embedding is not None and _share_parameters(head, embedding),
@@ -376,7 +376,7 @@ def read_experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> in
     Raises:
         ValueError: no router or block has a `top_k`, and the config has no such field.
     """
-    named = {stock_name(name): module for name, module in model.named_modules()}
+    named = {get_stock_name(name): module for name, module in model.named_modules()}
     routers = [name for name in named if plan.router and matches(plan.router, name)]
     blocks = [name.rpartition(".")[0] for name in named if matches(plan.experts, name)]
     for name in (*routers, *blocks):
@@ -399,7 +399,7 @@ def count_router_groups(model: nn.Module, plan: ModelPlan) -> tuple[int, int]:
     if `topk_method` is "group_limited_greedy".
     """
     for name, module in model.named_modules():
-        if not plan.router or not matches(plan.router, stock_name(name)):
+        if not plan.router or not matches(plan.router, get_stock_name(name)):
             continue
         groups = next((n for n in map(partial(_read_number, module), _GROUPS) if n is not None), 1)
         used = _read_number(module, "topk_group") or 1
@@ -440,7 +440,7 @@ class _NamedModules:
                 in_head = (f"{wrapped_name}.",)
             if wrapped_name in adapters or f"{wrapped_name}.".startswith((*skipped, *in_head)):
                 continue
-            name = stock_name(wrapped_name)
+            name = get_stock_name(wrapped_name)
             self.outermost.setdefault(name, module)
             if wraps_for_adapters(module):
                 names = (part for part, _ in module.named_children() if part != "base_layer")

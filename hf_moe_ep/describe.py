@@ -13,7 +13,7 @@ from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.ranks.mesh import Meshes, ranks_in_node
 from hf_moe_ep.sequence.kv_exchange import KeyValueExchange
 from hf_moe_ep.state import Compute, ModelState, experts_modules, find_state, quantised_matrices
-from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 
 
 def describe(model: nn.Module) -> str:
@@ -60,7 +60,7 @@ def _describe_model(model: nn.Module, state: ModelState) -> str:
 
 def _describe_experts(model: nn.Module, state: ModelState) -> str:
     """Return the line about the MoE layers: number, names, and the backend of the experts."""
-    layers = {canonical_name(name): layer for name, _, layer in experts_modules(model)}
+    layers = {get_canonical_name(name): layer for name, _, layer in experts_modules(model)}
     names = list(layers)
     if not names:
         return "  experts    none: all layers of this pipeline stage are dense"

@@ -51,7 +51,7 @@ from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.state import STATE, Compute, experts_modules, find_state
 from hf_moe_ep.upstream.adapters import has_adapters, keys_of_adapters, learns_prompts
 from hf_moe_ep.upstream.experts_interface import post_expert_norm
-from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 
 _BIAS = "_bias"
 
@@ -175,8 +175,8 @@ def split_dims_by_name(model: nn.Module) -> dict[str, int]:
     if not split_dims:
         return {}
     inner = unwrap(model)
-    parameters = {canonical_name(name): p.detach() for name, p in inner.named_parameters()}
-    ids = {canonical_name(name): id(p) for name, p in inner.named_parameters()}
+    parameters = {get_canonical_name(name): p.detach() for name, p in inner.named_parameters()}
+    ids = {get_canonical_name(name): id(p) for name, p in inner.named_parameters()}
     names = {name: split_dims[ids[name]] for name in parameters if ids[name] in split_dims}
     if has_adapters(inner) and not learns_prompts(inner):
         adapters = keys_of_adapters(inner, parameters, save_embedding_layers=False)
@@ -202,7 +202,7 @@ def in_stock_shapes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     split_dims = split_dims_by_id(model)
     result = dict(tensors)
     for name, parameter in model.named_parameters() if split_dims else ():
-        for key in {name, canonical_name(name)} & result.keys():
+        for key in {name, get_canonical_name(name)} & result.keys():
             if id(parameter) in split_dims and result[key] is not None:
                 result[key] = in_stock_shape(result[key], split_dims[id(parameter)])
     return result

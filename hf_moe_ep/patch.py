@@ -62,8 +62,8 @@ from hf_moe_ep.compiled import attach as compiled
 from hf_moe_ep.compiled.subclasses import restore_classes
 from hf_moe_ep.config import (
     ParallelConfig,
-    launched_local_world_size,
-    launched_rank,
+    get_launched_local_world_size,
+    get_launched_rank,
     resolve_config,
 )
 from hf_moe_ep.integrations.install import install
@@ -81,9 +81,9 @@ from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.routing import bias
 from hf_moe_ep.sequence import attach as sequence
 from hf_moe_ep.state import STATE, ModelState, Ours, check_is_model, experts_modules
-from hf_moe_ep.upstream.modules import forward_hooks, remove_hooks
+from hf_moe_ep.upstream.modules import list_forward_hooks, remove_hooks
 from hf_moe_ep.upstream.requirements import warn_of_versions
-from hf_moe_ep.upstream.sharded_models import devices_of_parts, is_distributed_by_transformers
+from hf_moe_ep.upstream.sharded_models import is_distributed_by_transformers, list_devices_of_parts
 from hf_moe_ep.vision import attach as vision
 
 _logger = logging.getLogger("hf_moe_ep")
@@ -298,7 +298,7 @@ def _detach(model: nn.Module, state: ModelState) -> None:
 def _end_interrupted(model: nn.Module) -> None:
     """Let our hooks restore what a forward had changed when Ctrl-C ended it."""
     for module in model.modules():
-        for hook in forward_hooks(module):
+        for hook in list_forward_hooks(module):
             if isinstance(hook, Ours):
                 hook.end_interrupted(module)
 
@@ -308,7 +308,7 @@ def check_unsharded(model: nn.Module) -> None:
     fix = "pass the model as from_pretrained returns it, patch it, then shard it once"
     if isinstance(model, DistributedDataParallel | nn.DataParallel):
         raise ValueError(f"the model is wrapped in {type(model).__name__}; {fix}")
-    if devices := devices_of_parts(model):
+    if devices := list_devices_of_parts(model):
         raise ValueError(
             f"from_pretrained(device_map=...) placed parts of this model on {', '.join(devices)}, "
             f"but every rank needs the whole model; load it without device_map=, patch it, then "
@@ -341,7 +341,7 @@ def _warn_of_whole_model(model: nn.Module) -> None:
     process reads all weights, even with Accelerate's `cpu_ram_efficient_loading`.
     """
     world_size = world_size_of_launch()
-    processes = launched_local_world_size() or world_size
+    processes = get_launched_local_world_size() or world_size
     num_bytes = sum(p.nbytes for p in model.parameters() if not p.is_meta)
     if world_size == 1 or num_bytes <= LARGE_MODEL_BYTES:
         return
@@ -357,7 +357,7 @@ def _warn_of_whole_model(model: nn.Module) -> None:
 
 
 def _log_summary(parts: Parts, state: ModelState) -> None:
-    if launched_rank() != 0:
+    if get_launched_rank() != 0:
         return
     names = list(parts.experts)
     compute = state.moe_layers[0].compute

@@ -96,7 +96,7 @@ the row above.
     ops/quantised.py | _nested_codes | values of the bytes of nested scales, by device
     sequence/partial_attention.py | _compiled_flex_attention | the compiled kernel of FlexAttention
     plan.py | _compiled | patterns of module names
-    upstream/models.py | cache_methods | names of the methods of Transformers' caches
+    upstream/models.py | list_cache_methods | names of the methods of Transformers' caches
     upstream/requirements.py | _problems_of_versions | packages outside their allowed ranges
     upstream/code.py | _names_used _arguments | names and arguments in the code of a class
     upstream/causal_loss.py | _other_use _passes_arguments | logits and loss of a forward

@@ -7,11 +7,11 @@ import pytest
 
 from hf_moe_ep import ParallelConfig
 from hf_moe_ep.config import (
-    launched_rank,
-    launched_with_fsdp,
-    launched_world_size,
+    get_launched_rank,
+    get_launched_world_size,
+    is_launched_with_fsdp,
+    read_settings,
     resolve_config,
-    settings_from_environment,
     suggestion,
 )
 
@@ -238,20 +238,24 @@ def test_a_size_above_1_needs_sharding(name: str) -> None:
 def test_world_size_and_rank_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "RANK", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
-    assert (launched_world_size(), launched_rank(), launched_with_fsdp()) == (1, 0, False)
+    assert (get_launched_world_size(), get_launched_rank(), is_launched_with_fsdp()) == (
+        1,
+        0,
+        False,
+    )
     for name, value in {"WORLD_SIZE": "8", "RANK": "5", "ACCELERATE_USE_FSDP": "TRUE"}.items():
         monkeypatch.setenv(name, value)
-    assert (launched_world_size(), launched_rank(), launched_with_fsdp()) == (8, 5, True)
+    assert (get_launched_world_size(), get_launched_rank(), is_launched_with_fsdp()) == (8, 5, True)
 
 
 def test_layers_of_stages_from_a_list_and_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ParallelConfig(pp_layers=[3, 1]).pp_layers == (3, 1)
     assert resolve_config(None, {"pp_layers": [3, 1]}).pp_size == 2
     monkeypatch.setenv("HF_MOE_EP_PP_LAYERS", "2,1,1")
-    assert settings_from_environment(ParallelConfig).pp_layers == (2, 1, 1)
+    assert read_settings(ParallelConfig).pp_layers == (2, 1, 1)
     monkeypatch.setenv("HF_MOE_EP_PP_LAYERS", "2,x")
     with pytest.raises(ValueError, match=r"PP_LAYERS=2,x is no whole number; try .*13,11"):
-        settings_from_environment(ParallelConfig)
+        read_settings(ParallelConfig)
 
 
 @pytest.mark.parametrize(

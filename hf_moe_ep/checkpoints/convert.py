@@ -50,8 +50,8 @@ from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.extra import EXTRA, read_extra
 from hf_moe_ep.checkpoints.training.folder import STATE, TENSORS, read_state
 from hf_moe_ep.ranks.boxes import Box, whole
-from hf_moe_ep.upstream.hub import progress_bar
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.hub import make_progress_bar
+from hf_moe_ep.upstream.module_names import get_canonical_name
 
 _ACCELERATE_TENSORS = "pytorch_model_fsdp_0"
 _PREFIX = "model."
@@ -170,7 +170,7 @@ def _check_files_read(folder: Path, other_names: list[str]) -> None:
         if name.startswith(weights) or name in other_names
     }
     size = sum(entry["size"] for entry in files.values())
-    with progress_bar(size, f"checking {folder}", True) as progress:
+    with make_progress_bar(size, f"checking {folder}", True) as progress:
         for name, entry in files.items():
             actual = sha256_of(folder / name, progress.update)
             if actual != entry["sha256"]:
@@ -232,7 +232,7 @@ def _find_keys(model: nn.Module, metadata: Metadata) -> dict[str, str]:
     """
     key_of: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        key = _find_key(canonical_name(name), metadata)
+        key = _find_key(get_canonical_name(name), metadata)
         if key is not None:
             key_of.setdefault(id(tensor), key)
     named = distinct_tensors(model).items()
@@ -267,7 +267,7 @@ def _check_fits(
             f"{folder} holds no experts, because its run held them quantised; load it into a model "
             f"that is patched as in that run, or take the experts from the run's base checkpoint"
         )
-    known = {canonical_name(name) for name in model.state_dict(keep_vars=True)} | scalars.keys()
+    known = {get_canonical_name(name) for name in model.state_dict(keep_vars=True)} | scalars.keys()
     used = {_find_key(name, metadata) for name in known}
     unexpected = [
         key.removeprefix(_PREFIX)

@@ -77,7 +77,7 @@ from hf_moe_ep.upstream.adapters import (
     updates_of,
 )
 from hf_moe_ep.upstream.hub import local_folder, read_object
-from hf_moe_ep.upstream.models import persistent_buffers
+from hf_moe_ep.upstream.models import iterate_persistent_buffers
 from hf_moe_ep.upstream.named_weights import FIELD
 
 _SLAB_BYTES = 2**28  # the part of a parameter that is merged at a time
@@ -232,7 +232,7 @@ def _find_base(
         For the `id` of each parameter or buffer, where its values are stored; and the tensors that
         do not belong to the model.
     """
-    tensors = dict(model.named_parameters()) | dict(persistent_buffers(model))
+    tensors = dict(model.named_parameters()) | dict(iterate_persistent_buffers(model))
     names = [name for name, _ in model.named_parameters()]
     weights = find_weights(model, folder, plan, names, ignore_unexpected)
     return {id(tensors[name]): stored for name, stored in weights.stored.items()}, weights.extra

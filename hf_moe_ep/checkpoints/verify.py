@@ -21,7 +21,7 @@ from hf_moe_ep.checkpoints.storage.atomic import sha256_of
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, read_index, sha256_of_tensors
 from hf_moe_ep.checkpoints.training.extra import EXTRA, read_extra
 from hf_moe_ep.lora.adapter_config import CONFIG as ADAPTER_CONFIG
-from hf_moe_ep.upstream.hub import progress_bar
+from hf_moe_ep.upstream.hub import make_progress_bar
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _verify_manifest(path: Path) -> Found:
     """Compare the files of a training checkpoint, and its tensors in other files, with hashes."""
     files = manifest.read(path)["files"]
     size = sum(entry["size"] for entry in files.values())
-    with progress_bar(size, f"reading {path}", True) as progress:
+    with make_progress_bar(size, f"reading {path}", True) as progress:
         manifest.check(path, on_read=progress.update)
     facts = {"files": f"{len(files)}, all hashes right", "bytes": f"{size:,}"}
     if (extra := read_extra(path / EXTRA)) is not None:
@@ -101,7 +101,7 @@ def _compare_hashes(path: Path, used: set[str]) -> int:
             in_index = metadata.get(kind, {})
             hashes |= {name: (in_index[name], hash_file) for name in in_index if name in used}
     size = sum((path / name).stat().st_size for name in hashes)
-    with progress_bar(size, f"reading {path}", bool(hashes)) as progress:
+    with make_progress_bar(size, f"reading {path}", bool(hashes)) as progress:
         for name, (digest, hash_file) in hashes.items():
             actual = hash_file(path / name, progress.update)
             if actual != digest:

@@ -65,8 +65,8 @@ from hf_moe_ep.upstream.compiler import (
     is_compile_error,
 )
 from hf_moe_ep.upstream.models import CACHE_NAMES
-from hf_moe_ep.upstream.module_names import stock_name
-from hf_moe_ep.upstream.modules import forward_hooks
+from hf_moe_ep.upstream.module_names import get_stock_name
+from hf_moe_ep.upstream.modules import list_forward_hooks
 
 _logger = logging.getLogger("hf_moe_ep")
 
@@ -245,7 +245,9 @@ class BeginForward(Ours):
         if state.meshes is not None and not state.experts_in_layer_units:
             return False
         inside = (module for block in self._blocks for module in block.modules())
-        return not any(forward_hooks(module) or wraps_for_adapters(module) for module in inside)
+        return not any(
+            list_forward_hooks(module) or wraps_for_adapters(module) for module in inside
+        )
 
 
 def _find_modules(root: nn.Module) -> dict[str, nn.Module]:
@@ -256,7 +258,7 @@ def _find_modules(root: nn.Module) -> dict[str, nn.Module]:
     """
     head_modules = set() if (head := find_head(root)) is None else set(head.modules())
     named = root.named_modules()
-    return {stock_name(name): module for name, module in named if module not in head_modules}
+    return {get_stock_name(name): module for name, module in named if module not in head_modules}
 
 
 def _select(modules: dict[str, nn.Module], pattern: str) -> dict[str, nn.Module]:

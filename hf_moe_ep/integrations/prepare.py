@@ -35,7 +35,7 @@ from torch.distributed.fsdp import (
 from hf_moe_ep.checkpoints.hub.unread import cut_before_sharding, shard_and_read
 from hf_moe_ep.compiled.layers import compile_layers
 from hf_moe_ep.compiled.options import check_compile_kwargs
-from hf_moe_ep.config import launched_with_fsdp, launched_world_size
+from hf_moe_ep.config import get_launched_world_size, is_launched_with_fsdp
 from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.uneven_loaders import check_even
 from hf_moe_ep.ranks.all_ranks import run_on_all
@@ -55,7 +55,7 @@ from hf_moe_ep.upstream.frameworks import (
     how_to_shard,
     option_of_size,
 )
-from hf_moe_ep.upstream.models import packed_parameters, text_config
+from hf_moe_ep.upstream.models import list_packed_parameters, text_config
 from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.replaced import replaced
 
@@ -68,7 +68,7 @@ def enable_fsdp_on_cpu(
     With `distributed_type: FSDP` and `use_cpu: true`, stock Accelerate trains on several CPU
     processes without FSDP. After this call sharding, clipping and checkpoints work as on GPUs.
     """
-    if state.distributed_type != DistributedType.MULTI_CPU or not launched_with_fsdp():
+    if state.distributed_type != DistributedType.MULTI_CPU or not is_launched_with_fsdp():
         return
     plugin = plugin or FullyShardedDataParallelPlugin()
     if state.mixed_precision != "no":
@@ -241,7 +241,7 @@ def build_options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
     plugin = accelerator.state.fsdp_plugin
     state = find_state(model)
     ignored = get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device)
-    quantized = packed_parameters(model)
+    quantized = list_packed_parameters(model)
     ignored |= kept_whole(model)
     return ShardOptions(
         mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
@@ -262,7 +262,7 @@ def _choose_offload_policy(policy: OffloadPolicy | None, device: torch.device) -
 
 def check_launch(accelerator: Accelerator) -> None:
     """Raise ValueError if this launch would leave a patched model unsharded."""
-    kind, processes = accelerator.distributed_type, launched_world_size()
+    kind, processes = accelerator.distributed_type, get_launched_world_size()
     if kind == DistributedType.NO and processes > 1:
         raise ValueError(
             f"{processes} processes were launched but this Accelerator sees 1, so each process "

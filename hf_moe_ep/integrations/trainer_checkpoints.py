@@ -78,8 +78,8 @@ from hf_moe_ep.upstream.adapters import (
     learns_prompts,
     restores_adapters_of_full_state,
 )
-from hf_moe_ep.upstream.models import persistent_buffers
-from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+from hf_moe_ep.upstream.models import iterate_persistent_buffers
+from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 # This is `transformers.trainer.TRAINER_STATE_NAME`, but the import of that module takes seconds.
@@ -366,12 +366,14 @@ def _list_names_saved_by_stock(trainer: transformers.Trainer) -> set[str] | None
     if not is_peft_model(model):
         return None
     if trainer.is_fsdp_enabled and get_state_dict_type(trainer.accelerator) == "FULL_STATE_DICT":
-        trained = {canonical_name(n) for n, p in model.named_parameters() if p.requires_grad}
-        return trained | {canonical_name(name) for name, _ in persistent_buffers(model)}
+        trained = {get_canonical_name(n) for n, p in model.named_parameters() if p.requires_grad}
+        return trained | {get_canonical_name(name) for name, _ in iterate_persistent_buffers(model)}
     if learns_prompts(model):
         return set()  # PEFT saves the prompts that its encoder computes, not the encoder.
-    tensors = {canonical_name(name): p.detach() for name, p in model.named_parameters()}
-    tensors |= {canonical_name(name): buffer for name, buffer in persistent_buffers(model)}
+    tensors = {get_canonical_name(name): p.detach() for name, p in model.named_parameters()}
+    tensors |= {
+        get_canonical_name(name): buffer for name, buffer in iterate_persistent_buffers(model)
+    }
     by_adapter = keys_of_adapters(model, tensors, save_embedding_layers=False)
     if trainer.is_fsdp_enabled:
         return set(by_adapter.get(model.active_adapter, {}).values())

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.ranks.boxes import local_tensor
 from hf_moe_ep.upstream.adapters import parameter_factors
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.module_names import get_canonical_name
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def pack_factors(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, T
     """Convert the LoRA factors in a state dict of unsharded tensors to PEFT's layout, in a copy."""
     packed = dict(state_dict)
     for name, factor in parameter_factors(model):
-        for key in {name, canonical_name(name)} & packed.keys():
+        for key in {name, get_canonical_name(name)} & packed.keys():
             if is_stacked(packed[key]):
                 packed[key] = (pack_b if factor.is_b else pack_a)(packed[key])
     return packed

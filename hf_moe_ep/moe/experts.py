@@ -36,11 +36,11 @@ from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, Quantisation, che
 from hf_moe_ep.state import STATE, Compute, MoELayer
 from hf_moe_ep.upstream.experts_interface import (
     ExpertsFlags,
-    experts_flags,
-    experts_gate,
-    experts_gate_caps,
-    experts_gate_constants,
+    get_experts_flags,
+    get_experts_gate,
     hides_transposition,
+    list_gate_caps,
+    list_gate_constants,
     post_expert_norm,
 )
 
@@ -67,7 +67,7 @@ def choose_compute(
             `quantisation` cannot divide them into blocks; Triton is requested and cannot run.
     """
     _check_weights(module)
-    flags = experts_flags(module)
+    flags = get_experts_flags(module)
     _check_layout(module, flags)
     formula = _find_formula(module, flags, model_type)
     required = requested == "triton"
@@ -229,7 +229,7 @@ def _collect_factors(
 
 def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> ExpertFormula:
     """Return the formula that gives the same results as the module's own gate."""
-    _, limits = experts_gate_constants(module)
+    _, limits = list_gate_constants(module)
     edge = 2 * max(limits, default=10.0)
     # A stride of 197, which has no common divisor with 512, shuffles the values; a random order
     # would advance the user's random generator. The device is the CPU even if the model is patched
@@ -237,7 +237,7 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
     values = torch.linspace(-edge, edge, 512, dtype=torch.float64, device="cpu")
     pre_AG = values[torch.arange(512, device="cpu") * 197 % 512].view(32, 16)
     try:
-        gate_out_AF = experts_gate(module)(pre_AG)
+        gate_out_AF = get_experts_gate(module)(pre_AG)
     except AttributeError as error:
         raise ValueError(
             f"the gate of {type(module).__name__} does not run: {error}; transformers' experts "
@@ -260,13 +260,13 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
 def _list_formulas(module: nn.Module, flags: ExpertsFlags) -> Iterator[ExpertFormula]:
     """Yield every formula that fits the flags of a module and the constants of its gate."""
     gated, interleaved = flags.has_gate, not flags.is_concatenated
-    alphas, limits = experts_gate_constants(module)
+    alphas, limits = list_gate_constants(module)
     activations = [("swish", alpha) for alpha in sorted({1.0, *alphas})]
     activations += [(name, 1.0) for name in ACTIVATIONS if name != "swish"]
     limits_and_offsets = itertools.product([math.inf, *sorted(limits)], (0.0, 1.0))
     for (name, alpha), (limit, offset) in itertools.product(activations, limits_and_offsets):
         yield ExpertFormula(gated, interleaved, name, alpha, limit, offset)
-    caps = sorted(experts_gate_caps(module)) if gated else []
+    caps = sorted(list_gate_caps(module)) if gated else []
     for gate_cap, up_cap in itertools.product([*caps, math.inf], repeat=2):
         yield ExpertFormula(gated, interleaved, gate_cap=gate_cap, up_cap=up_cap)
 

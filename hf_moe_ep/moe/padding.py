@@ -48,7 +48,7 @@ from hf_moe_ep.architectures import Parts
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours, StateHook
 from hf_moe_ep.upstream.autograd_modes import saved_tensors_are_hooked
-from hf_moe_ep.upstream.models import IGNORED_LABEL, asks_for, bind_forward, given_cache
+from hf_moe_ep.upstream.models import IGNORED_LABEL, asks_for, bind_forward, find_cache
 
 
 @dataclass
@@ -156,7 +156,7 @@ def find_real_tokens(given: dict[str, Any], *, has_mixers: bool = False) -> Tens
     mask, shifted, labels = (
         given.get(name) for name in ("attention_mask", "shift_labels", "labels")
     )
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or given_cache(given) is not None:
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or find_cache(given) is not None:
         return None
     ignored = given.get("ignore_index", IGNORED_LABEL)
     if shifted is None and isinstance(labels, Tensor) and labels.shape == mask.shape:

@@ -47,8 +47,8 @@ from hf_moe_ep.upstream.models import (
     CACHE_NAMES,
     IGNORED_LABEL,
     bind_forward,
+    get_output_head,
     is_fused_head,
-    output_head,
     text_config,
 )
 
@@ -251,7 +251,7 @@ class AddMtpLoss(Ours):
     def _compute_depth_loss(
         self, model: Any, hidden: Tensor, labels: Tensor, divisor: Any, forward: _Forward
     ) -> Tensor:
-        output_layer: Any = output_head(model)
+        output_layer: Any = get_output_head(model)
         # The main model has just called this module, so FSDP2 has gathered its parameters. Here the
         # forward is called without hooks. If another forward reshards the parameters before
         # backward, they must be gathered again.

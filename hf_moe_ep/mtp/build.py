@@ -17,8 +17,8 @@ from hf_moe_ep.model_patches.standard import MTP_HEADS
 from hf_moe_ep.mtp_head import MtpHead, OwnProjectionHead, SharedProjectionHead
 from hf_moe_ep.plan import MTP_HEAD
 from hf_moe_ep.state import ModelState
-from hf_moe_ep.upstream.adapters import adapter_layers
-from hf_moe_ep.upstream.hub import checkpoint_name, empty_module
+from hf_moe_ep.upstream.adapters import iterate_adapter_layers
+from hf_moe_ep.upstream.hub import build_empty_module, checkpoint_name
 
 _SHARED_LAYOUT = "shared"  # the other layout is "own" (mtp_head.py)
 # The attributes of a decoder layer that switch its activation checkpointing on.
@@ -47,7 +47,7 @@ def check_head_is_supported(parts: Parts, num_layers: int) -> None:
 
 def check_no_adapters(model: nn.Module, num_layers: int) -> None:
     """Raise ValueError if a model has adapters, because a saved adapter has no MTP head."""
-    if any(True for _ in adapter_layers(model)):
+    if any(True for _ in iterate_adapter_layers(model)):
         raise ValueError(
             f"mtp_layers={num_layers} trains the head for multi-token prediction, but this model "
             f"has adapters, which are saved without the head; leave mtp_layers out, or train "
@@ -98,7 +98,7 @@ def build_head(parts: Parts, num_layers: int) -> MtpHead:
             head=head,
         )
 
-    mtp: MtpHead = empty_module(build, next(norm.parameters()).dtype)
+    mtp: MtpHead = build_empty_module(build, next(norm.parameters()).dtype)
     _set_dtypes(mtp, stock)
     for block in mtp.blocks:
         for name in _CHECKPOINTING:

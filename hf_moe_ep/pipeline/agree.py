@@ -30,8 +30,8 @@ from hf_moe_ep.sequence.same_batch import batch_numbers, check_sizes, find_other
 from hf_moe_ep.sequence.split import FindDocuments, SplitSequence, check_packed_rows
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.autograd_modes import has_gradient_hooks
-from hf_moe_ep.upstream.models import asks_for, find_tokens, given_cache, is_fused_head, text_config
-from hf_moe_ep.upstream.modules import pre_forward_hooks
+from hf_moe_ep.upstream.models import asks_for, find_cache, find_tokens, is_fused_head, text_config
+from hf_moe_ep.upstream.modules import list_pre_forward_hooks
 from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 
 # What a call computes. All ranks must agree.
@@ -200,7 +200,7 @@ def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode
             )
     if False in (given.get("return_dict"), getattr(model.config, "return_dict", None)):
         raise ValueError("return_dict=False is not supported with pp_size > 1; leave it out")
-    if given_cache(given) is not None:
+    if find_cache(given) is not None:
         raise ValueError(
             f"a KV cache was given to a model with pp_size={size}, as generate() does; "
             f"generation needs all layers on a rank: save the model with save_pretrained, and "
@@ -259,7 +259,7 @@ def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode
             f"labels computes the logits of all tokens, and so does one in training mode with "
             f"sp_size or cp_size > 1; leave logits_to_keep out"
         )
-    for hook in pre_forward_hooks(model):
+    for hook in list_pre_forward_hooks(model):
         if isinstance(hook, FindDocuments | SplitSequence):
             check_packed_rows(given, separates=hook.separates)
     has_aux_loss = asks_for("output_router_logits", given, text_config(model.config))

@@ -32,8 +32,8 @@ from hf_moe_ep.pipeline.stage import (
 )
 from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
-from hf_moe_ep.upstream.module_names import canonical_name, stock_name
-from hf_moe_ep.upstream.modules import own_children_by_name
+from hf_moe_ep.upstream.module_names import get_canonical_name, get_stock_name
+from hf_moe_ep.upstream.modules import get_own_children
 
 
 def layers_of_stages(num_layers: int, config: ParallelConfig) -> list[range]:
@@ -117,7 +117,7 @@ def cut_model(
     boundary = Boundary(index == size - 1)
     names = {id(module): name for name, module in model.named_modules()}
     stage = Stage(index, size, own, len(parts.layers), boundary)
-    stock_names = {id(module): stock_name(name) for name, module in parts.root.named_modules()}
+    stock_names = {id(module): get_stock_name(name) for name, module in parts.root.named_modules()}
     stage.moe_names = tuple(stock_names[id(module)] for module in parts.experts.values())
     stage.has_adapters = any(map(wraps_for_adapters, model.modules()))
     stage.tensors = _list_tensors(model, stage_of_names(model, parts, stages))
@@ -151,7 +151,7 @@ def _list_tensors(model: nn.Module, stage_of: dict[str, int | None]) -> dict[str
             seen.add(id(tensor))
             stage = stage_of[name] or 0
             is_parameter = isinstance(tensor, nn.Parameter)
-            tensors[canonical_name(name)] = WholeTensor(
+            tensors[get_canonical_name(name)] = WholeTensor(
                 tuple(tensor.shape), tensor.dtype, stage, is_parameter
             )
     return tensors
@@ -170,13 +170,13 @@ def _record_tied_weight(model: nn.Module, stage: Stage, parts: Parts, owner: Any
     first_names = {id(p): name for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in shared and name != first_names[id(parameter)]:
-            stage.aliases[canonical_name(name)] = canonical_name(first_names[id(parameter)])
+            stage.aliases[get_canonical_name(name)] = get_canonical_name(first_names[id(parameter)])
 
 
 def _replace_children(model: nn.Module, stand_ins: dict[int, nn.Module]) -> None:
     """Replace each child whose id is in `stand_ins`. The new module gets its training mode."""
     for module in list(model.modules()):
-        children = own_children_by_name(module)
+        children = get_own_children(module)
         for name, child in list(children.items()):
             if child is not None and id(child) in stand_ins:
                 children[name] = stand_ins[id(child)].train(child.training)

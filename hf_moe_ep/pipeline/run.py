@@ -76,7 +76,7 @@ from hf_moe_ep.upstream.models import (
     IGNORED_LABEL,
     bind_forward,
     find_tokens,
-    fused_head_coefficient,
+    get_fused_head_coefficient,
     is_fused_head,
 )
 from hf_moe_ep.upstream.modules import runs_compiled
@@ -347,7 +347,7 @@ class Pipeline:
         if caller_loss is not None and stage.is_last:
             output = caller_loss.add_loss(output, labels)
         if is_fused:
-            coefficient = fused_head_coefficient(self.model)
+            coefficient = get_fused_head_coefficient(self.model)
             output = add_known_loss(output, run.divisor, coefficient, batch.share)
         if channels.to_next is not None:
             key = (*run.key, *_read_batch_shape(batch))
@@ -426,7 +426,7 @@ class Pipeline:
                 values["aux_loss"] = aux_loss.to(_LOSS_DTYPES[int(dtypes[1])])
             if run.has_fused_head:
                 joined = join_outputs(run.outputs, source, group, meshes.device)
-                coefficient = fused_head_coefficient(self.model)
+                coefficient = get_fused_head_coefficient(self.model)
                 return make_output(
                     joined, values.get("aux_loss"), gradients, run.divisor, coefficient
                 )

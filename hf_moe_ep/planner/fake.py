@@ -51,7 +51,7 @@ from hf_moe_ep.upstream.dispatch_modes import (
     is_fake,
     on_real_tensors,
 )
-from hf_moe_ep.upstream.graph import tensors_in
+from hf_moe_ep.upstream.graph import list_tensors_in
 from hf_moe_ep.upstream.operators import efficient_attention
 from hf_moe_ep.upstream.replaced import replaced
 
@@ -80,7 +80,7 @@ class DrawnChoicesMode(OperatorMode):
         kwargs = kwargs or {}
         if func in (_CAT, _CAT_OUT) and _are_same_chunk(args[0]):
             return _join_copies(args[0], *args[1:], **kwargs)
-        inputs = tensors_in((args, kwargs))
+        inputs = list_tensors_in((args, kwargs))
         if any(is_fake(tensor) or tensor.is_meta for tensor in inputs):
             out = func(*args, **kwargs)
             if func is _TOPK and self._is_router_choice(*args):

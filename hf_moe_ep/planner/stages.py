@@ -39,7 +39,7 @@ from hf_moe_ep.planner.extrapolate import describe_layers, keep_layers
 from hf_moe_ep.planner.hardware import Hardware
 from hf_moe_ep.planner.seconds import StepTime, plan_phase_parts, plan_step_time, plan_work_time
 from hf_moe_ep.planner.step import StepPlan
-from hf_moe_ep.upstream.models import input_embedding, output_head, text_config
+from hf_moe_ep.upstream.models import get_input_embedding, get_output_head, text_config
 
 IN_FLIGHT = "activations of other micro-batches"
 
@@ -97,7 +97,7 @@ def _compute_embedding_share(config: Any) -> float:
     model = meta_model(config, torch.bfloat16)
     embedding, head = (
         {id(p) for p in module.parameters()} if module is not None else set()
-        for module in (input_embedding(model), output_head(model))
+        for module in (get_input_embedding(model), get_output_head(model))
     )
     sizes = {id(p): p.numel() for p in model.parameters()}
     return 0.0 if embedding & head else sum(sizes[key] for key in embedding) / sum(sizes.values())

@@ -66,7 +66,7 @@ from hf_moe_ep.upstream.models import (
     takes_images,
     text_config,
 )
-from hf_moe_ep.upstream.modules import own_buffers
+from hf_moe_ep.upstream.modules import get_own_buffers
 from hf_moe_ep.upstream.process_groups import fake_group
 
 
@@ -306,7 +306,7 @@ def _make_optimizer_with_state(model: nn.Module, request: PlanRequest) -> LocalO
 
 def _materialise(model: nn.Module) -> None:
     """Move parameters from the meta device to the (fake) CPU; buffers keep their values."""
-    values = [(module, dict(own_buffers(module))) for module in model.modules()]
+    values = [(module, dict(get_own_buffers(module))) for module in model.modules()]
     model.to_empty(device="cpu")
     for module, buffers in values:
-        own_buffers(module).update(buffers)
+        get_own_buffers(module).update(buffers)

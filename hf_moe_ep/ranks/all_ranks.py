@@ -45,7 +45,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hf_moe_ep.config import launched_rank, launched_world_size
+from hf_moe_ep.config import get_launched_rank, get_launched_world_size
 from hf_moe_ep.ranks.missing import explain_timeout
 from hf_moe_ep.upstream.process_groups import choose_device_of_objects, get_default_store
 
@@ -373,12 +373,12 @@ def is_distributed() -> bool:
 
 def world_size_of_launch() -> int:
     """Return the number of ranks, also before torch.distributed is initialised."""
-    return dist.get_world_size() if is_distributed() else launched_world_size()
+    return dist.get_world_size() if is_distributed() else get_launched_world_size()
 
 
 def rank_of_launch() -> int:
     """Return the rank of this process, also before torch.distributed is initialised."""
-    return dist.get_rank() if is_distributed() else launched_rank()
+    return dist.get_rank() if is_distributed() else get_launched_rank()
 
 
 def one_line(error: BaseException) -> str:

@@ -32,8 +32,8 @@ from hf_moe_ep.routing.load import check_tokens_are_counted
 from hf_moe_ep.state import CorrectionBias, ModelState, patched_state
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
 from hf_moe_ep.upstream.models import is_correction_bias
-from hf_moe_ep.upstream.module_names import stock_name
-from hf_moe_ep.upstream.modules import own_buffers
+from hf_moe_ep.upstream.module_names import get_stock_name
+from hf_moe_ep.upstream.modules import get_own_buffers
 
 _READER = "bias"
 
@@ -164,11 +164,11 @@ def _list_correction_biases(root: nn.Module) -> Iterator[tuple[str, CorrectionBi
     """Yield (name, bias) of every parameter and buffer that is named like a correction bias."""
     for module_name, module in root.named_modules():
         parameters = (name for name, _ in module.named_parameters(recurse=False))
-        for name in [*own_buffers(module), *parameters]:
+        for name in [*get_own_buffers(module), *parameters]:
             bias = getattr(module, name)
             if is_correction_bias(name) and isinstance(bias, Tensor):
                 correction_bias = CorrectionBias(module, name, bias.dtype)
-                yield f"{stock_name(module_name)}.{name}", correction_bias
+                yield f"{get_stock_name(module_name)}.{name}", correction_bias
 
 
 def _check_bias(

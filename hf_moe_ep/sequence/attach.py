@@ -74,8 +74,8 @@ from hf_moe_ep.upstream.attention_interface import (
     make_attention_config,
 )
 from hf_moe_ep.upstream.causal_loss import passes_arguments_to_loss
-from hf_moe_ep.upstream.models import attention_heads
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.models import list_attention_heads
+from hf_moe_ep.upstream.module_names import get_canonical_name
 from hf_moe_ep.upstream.recurrences import has_convolution, has_recurrence
 
 
@@ -115,7 +115,7 @@ def check(parts: Parts, state: ModelState) -> None:
             f"(ALL_ATTENTION_FUNCTIONS); {leave}"
         )
     if attention:
-        for heads, kv_heads in sorted(attention_heads(parts.config)):
+        for heads, kv_heads in sorted(list_attention_heads(parts.config)):
             check_heads(heads, kv_heads, sp_size)
         check_attention(attention[0], parts.root, sizes)
         if cp_size > 1 and flash_aligns_first_query(attention[0]):
@@ -262,7 +262,7 @@ def _attach_context(parts: Parts, state: ModelState, zigzag: bool) -> None:
     for module in filter(caches_latents, attention):
         module.register_forward_pre_hook(GatherLatents(), with_kwargs=True)
     names = {id(module): name for name, module in parts.root.named_modules()}
-    named = [(canonical_name(names[id(module)]), module) for module in attention]
+    named = [(get_canonical_name(names[id(module)]), module) for module in attention]
     for name, module in named:
         state.replace(module, MODULE_PATH, name)
     state.context = (zigzag, list_exchanges(named, state.config.sp_size or 1))

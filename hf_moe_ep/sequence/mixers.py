@@ -39,7 +39,7 @@ from hf_moe_ep.sequence.mixer_arguments import Call, Document, MixerArguments, d
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
 from hf_moe_ep.state import Ours
 from hf_moe_ep.upstream.models import CACHE_NAMES, compress_rate
-from hf_moe_ep.upstream.recurrences import convolution_width
+from hf_moe_ep.upstream.recurrences import get_convolution_width
 
 # This attribute of a layer has the function that checkpoints it (modeling_layers.py).
 _CHECKPOINT = "_gradient_checkpointing_func"
@@ -203,7 +203,7 @@ class GatherArguments(Ours):
             return MixerSplit.WHOLE
         if self.split == MixerSplit.QUERIES and not _can_split_queries(part, kwargs):
             return MixerSplit.WHOLE
-        if self.split in (MixerSplit.HEADS, MixerSplit.HALO) and part.piece < convolution_width(
+        if self.split in (MixerSplit.HEADS, MixerSplit.HALO) and part.piece < get_convolution_width(
             module
         ):
             return MixerSplit.WHOLE  # The halo would come from more than one piece.

@@ -55,7 +55,7 @@ from hf_moe_ep.upstream.recurrences import (
     RECURRENCES,
     Layout,
     Recurrence,
-    forward_with,
+    copy_forward_with,
 )
 
 
@@ -70,7 +70,7 @@ def run_slice(
     if gather.current_split == MixerSplit.HEADS:
         replaced |= {name: partial(run_recurrence, part, r) for name, r in RECURRENCES.items()}
         replaced[FUSED] = lambda *args, **kwargs: None
-    return forward_with(module, replaced)(module, *args, **kwargs)
+    return copy_forward_with(module, replaced)(module, *args, **kwargs)
 
 
 def convolve_slice(

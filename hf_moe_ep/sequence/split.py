@@ -42,8 +42,8 @@ from hf_moe_ep.upstream.models import (
     IGNORED_LABEL,
     asks_for,
     bind_forward,
+    find_cache,
     find_tokens,
-    given_cache,
     is_fused_head,
 )
 from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
@@ -92,7 +92,7 @@ class SplitSequence(Ours):
         selects_positions = isinstance(keep, Tensor) or bool(keep)
         always_split = model.training or given.get("labels") is not None
         split = always_split or (given.get("use_cache") is False and not selects_positions)
-        if given_cache(given) is not None:
+        if find_cache(given) is not None:
             return None
         if not split:
             return _with_documents(model, given) if self.separates else None
@@ -170,7 +170,7 @@ class FindDocuments(Ours):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = bind_forward(model, args, kwargs)
-        if given.get("position_ids") is None or given_cache(given) is not None:
+        if given.get("position_ids") is None or find_cache(given) is not None:
             return None
         return _with_documents(model, given)
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from hf_moe_ep.config import launched_local_rank
+from hf_moe_ep.config import get_launched_local_rank
 from hf_moe_ep.ranks.all_ranks import check_own_gpu
-from hf_moe_ep.upstream.models import packed_parameters
+from hf_moe_ep.upstream.models import list_packed_parameters
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
     reduction. An fp32 or fp64 model has no mixed precision. The dtype in which 4-bit weights are
     packed does not matter.
     """
-    packed = set(packed_parameters(model))
+    packed = set(list_packed_parameters(model))
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() and p not in packed}
     half_dtypes = sorted(dtypes & {torch.bfloat16, torch.float16}, key=str)
     if not half_dtypes:
@@ -78,7 +78,7 @@ def kept_whole(model: nn.Module) -> frozenset[nn.Parameter]:
 
     These weights are stored as bytes, which some torch versions cannot shard.
     """
-    packed = packed_parameters(model)
+    packed = list_packed_parameters(model)
     return frozenset(p for p in packed if not p.requires_grad and not p.is_floating_point())
 
 
@@ -134,7 +134,7 @@ def _choose_gpu() -> int:
     group_device: torch.device | None = dist.group.WORLD.bound_device_id
     if group_device is not None and group_device.index is not None:
         return group_device.index
-    local_rank = launched_local_rank()
+    local_rank = get_launched_local_rank()
     # The current device is 0 until a script chooses another device, so 0 is not taken as a choice.
     # LOCAL_RANK is not a valid index if the launcher shows each rank a single GPU.
     was_chosen = torch.cuda.is_initialized() and torch.cuda.current_device() != 0

@@ -128,9 +128,9 @@ from hf_moe_ep.sharding.values import (
 from hf_moe_ep.sharding.whole_experts import can_stay_whole
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import refuse_unmerge, without_adapters
-from hf_moe_ep.upstream.hub import kept_in_fp32
+from hf_moe_ep.upstream.hub import list_kept_in_fp32
 from hf_moe_ep.upstream.models import keep_packing
-from hf_moe_ep.upstream.module_names import canonical_name, stock_name, without_copies
+from hf_moe_ep.upstream.module_names import get_canonical_name, get_stock_name, without_copies
 from hf_moe_ep.upstream.sharded_models import (
     fully_shard_tied,
     keep_recorded_outputs,
@@ -198,7 +198,7 @@ def shard_units(
         check_shared(experts, entries, state)
         check_expert_shard_dim(experts, entries, state, meshes)
     named = model.named_parameters(remove_duplicate=False)
-    dtypes = {canonical_name(name): parameter.dtype for name, parameter in named}
+    dtypes = {get_canonical_name(name): parameter.dtype for name, parameter in named}
     others = {} if state.stage is None else state.stage.tensors
     state.dtypes = {name: tensor.dtype for name, tensor in others.items()} | dtypes
     broadcast_unsharded(model, meshes, options)
@@ -351,7 +351,7 @@ def _is_kept_in_fp32(
     `name` is the name of the module in `model`.
     """
     dtype = options.mp_policy.param_dtype
-    kept = kept_in_fp32(model, dtype) if dtype in (torch.bfloat16, torch.float16) else []
+    kept = list_kept_in_fp32(model, dtype) if dtype in (torch.bfloat16, torch.float16) else []
     own = {
         parameter: _find_stock_name(f"{name}.{own_name}", state)
         for own_name, parameter in module.named_parameters()
@@ -363,7 +363,7 @@ def _is_kept_in_fp32(
 
 def _find_stock_name(name: str, state: ModelState) -> str:
     """Return the name in the stock model; a module of an MTP head gets its name in layer 0."""
-    return name_in_layer(without_copies(stock_name(name)), state.plan)
+    return name_in_layer(without_copies(get_stock_name(name)), state.plan)
 
 
 def _make_fp32_kwargs(options: ShardOptions) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.routing.layers import RoutedLayers, find_routed_layers
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.state import ModelState
-from hf_moe_ep.upstream.modules import own_buffers, replace_call
+from hf_moe_ep.upstream.modules import get_own_buffers, replace_call
 
 
 def cut_into_stages(
@@ -111,14 +111,14 @@ def _send_values(
                 if value is not None and parameter not in received:
                     received[parameter] = value.cpu()
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in own_buffers(module).items():
+        for name, buffer in get_own_buffers(module).items():
             if buffer is None:
                 continue
             for receiver in _list_receivers(f"{prefix}.{name}".lstrip("."), stage_of, stages.size):
                 target = first_ranks[receiver]
                 value = _transfer(buffer.detach(), target, rank, group, meshes.device)
                 if value is not None:
-                    own_buffers(module)[name] = value
+                    get_own_buffers(module)[name] = value
     return received
 
 

@@ -39,7 +39,7 @@ from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.state import Compute, experts_modules
 from hf_moe_ep.upstream.models import is_correction_bias
-from hf_moe_ep.upstream.modules import own_buffers
+from hf_moe_ep.upstream.modules import get_own_buffers
 
 
 @dataclass(frozen=True)
@@ -231,6 +231,6 @@ def broadcast_unsharded(model: nn.Module, meshes: Meshes, options: ShardOptions)
         if parameter in options.ignored_params and type(parameter) is nn.Parameter:
             parameter.data = broadcast_from_first(parameter.detach(), meshes)
     for module in model.modules():
-        for name, buffer in own_buffers(module).items():
+        for name, buffer in get_own_buffers(module).items():
             if buffer is not None:
-                own_buffers(module)[name] = broadcast_from_first(buffer.detach(), meshes)
+                get_own_buffers(module)[name] = broadcast_from_first(buffer.detach(), meshes)

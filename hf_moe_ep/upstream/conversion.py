@@ -22,8 +22,8 @@ from transformers.core_model_loading import (
 )
 
 from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.module_names import stock_name, unwrap
-from hf_moe_ep.upstream.sharded_models import stock_class
+from hf_moe_ep.upstream.module_names import get_stock_name, unwrap
+from hf_moe_ep.upstream.sharded_models import get_stock_class
 
 T = TypeVar("T")
 _QUANTIZERS = "transformers.integrations."
@@ -111,7 +111,7 @@ def _find_conversions(model: PreTrainedModel, **options: Any) -> list[Any]:
     stand_in = SimpleNamespace(
         base_model_prefix=model.base_model_prefix,
         named_modules=lambda: [
-            (stock_name(name), _make_config_holder(module))
+            (get_stock_name(name), _make_config_holder(module))
             for name, module in model.named_modules()
             if isinstance(module, PreTrainedModel)
         ],
@@ -121,7 +121,7 @@ def _find_conversions(model: PreTrainedModel, **options: Any) -> list[Any]:
 
 def _make_config_holder(module: PreTrainedModel) -> PreTrainedModel:
     """Make an object of the module's stock class that has only the module's config."""
-    holder: Any = object.__new__(stock_class(type(module)))
+    holder: Any = object.__new__(get_stock_class(type(module)))
     holder.__dict__["config"] = module.config
     assert isinstance(holder, PreTrainedModel)
     return holder

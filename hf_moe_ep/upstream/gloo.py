@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_moe_ep.config import gloo_interfaces
+from hf_moe_ep.config import list_gloo_interfaces
 from hf_moe_ep.upstream.replaced import replaced
 
 # torch has no public way to set the number of workers: new_group() and init_process_group() ignore
@@ -69,7 +69,7 @@ def _make_one_worker_class(stock: Any) -> Any:
 
 def _list_devices(stock: Any) -> list[Any]:
     """List the network devices in GLOO_SOCKET_IFNAME or, if it is empty, torch's default device."""
-    interfaces = gloo_interfaces()
+    interfaces = list_gloo_interfaces()
     if not interfaces:
         return [stock.create_default_device()]
     return [stock.create_device(interface=name) for name in interfaces]

@@ -28,7 +28,7 @@ from hf_moe_ep.checkpoints.hub.read import find_weights, model_from_config
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader, read_index
 from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.ranks.boxes import Box
-from hf_moe_ep.upstream.hub import empty_model
+from hf_moe_ep.upstream.hub import build_empty_model
 
 # These blocks divide SIZES. If they do not divide the columns, stock assumes smaller blocks.
 BLOCK = (32, 32)
@@ -314,7 +314,7 @@ def test_other_quantisations_are_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(saved))
     words = f"quantized by {kind}, which cannot be trained here; use a bf16 checkpoint of this "
     with pytest.raises(ValueError, match=words + "model, or one quantized by mxfp4 or fp8, whose"):
-        empty_model(tmp_path, None, torch.get_default_dtype, {})
+        build_empty_model(tmp_path, None, torch.get_default_dtype, {})
 
 
 @pytest.mark.slow

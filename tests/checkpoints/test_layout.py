@@ -29,7 +29,7 @@ from hf_moe_ep.checkpoints.hub.traced import Tracer, Untraceable
 from hf_moe_ep.checkpoints.hub.write import group_tensors, split_files, write_checkpoint
 from hf_moe_ep.plan import ModelPlan, Stored
 from hf_moe_ep.ranks.boxes import Box
-from hf_moe_ep.upstream.hub import empty_model
+from hf_moe_ep.upstream.hub import build_empty_model
 
 # Without `stored` and stacked weights, each layout comes from transformers' conversion alone.
 PLAN = ModelPlan("no_expert_weights", expert_weights=())
@@ -59,7 +59,7 @@ def _save_slab_by_slab(
 
 def _load_model(model_class: Any, folder: Path, plan: ModelPlan = PLAN) -> PreTrainedModel:
     """Build the model that the config in a folder describes, and load its weights."""
-    model = empty_model(folder, model_class, torch.get_default_dtype, {})
+    model = build_empty_model(folder, model_class, torch.get_default_dtype, {})
     names = {parameter: name for name, parameter in model.named_parameters()}
     tied = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False)}
     stored = find_weights(model, folder, plan, names.values()).stored

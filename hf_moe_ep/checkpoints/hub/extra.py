@@ -52,19 +52,19 @@ from hf_moe_ep.ranks.all_ranks import StillHere, is_first, rank_of_launch
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import (
-    base_prefix,
     checkpoint_name,
-    folders_of_loaded,
-    ignored_patterns,
+    find_old_buffers,
+    find_unexpected_keys,
+    get_base_prefix,
     is_base_model,
-    old_buffers,
-    unexpected_keys,
+    list_folders_of_loaded,
+    list_ignored_patterns,
 )
 from hf_moe_ep.upstream.models import (
     OUTPUT_HEAD,
+    get_output_head,
+    get_source,
     is_quantized,
-    output_head,
-    source_of,
 )
 
 _logger = logging.getLogger("hf_moe_ep")
@@ -97,9 +97,9 @@ def refer_to(
 ) -> FileReferences | None:
     """Return references to the extra tensors of a checkpoint; None without any."""
     stock = without_adapters(model)
-    if output_head(stock) is None:
+    if get_output_head(stock) is None:
         tensors = {key: t for key, t in tensors.items() if not key.startswith(OUTPUT_HEAD)}
-    return FileReferences.of(folder, tensors, source_of(stock)) if tensors else None
+    return FileReferences.of(folder, tensors, get_source(stock)) if tensors else None
 
 
 def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
@@ -116,7 +116,7 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
         return None
     # A base model saves other keys than the checkpoint of a model with a head has, and a quantised
     # model is not saved.
-    if not ignored_patterns(stock) or is_base_model(stock) or is_quantized(stock):
+    if not list_ignored_patterns(stock) or is_base_model(stock) or is_quantized(stock):
         return None
     try:
         loaded = find_loaded(stock)
@@ -132,10 +132,14 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     if loaded is None:
         return None
     folder, tensors = loaded
-    candidates = tensors.keys() - set(unexpected_keys(stock, tensors)) - old_buffers(stock, tensors)
+    candidates = (
+        tensors.keys()
+        - set(find_unexpected_keys(stock, tensors))
+        - find_old_buffers(stock, tensors)
+    )
     if not candidates:
         return None
-    keys = list_possible_keys(hub_layout(model, plan, list_shapes(model)), base_prefix(stock))
+    keys = list_possible_keys(hub_layout(model, plan, list_shapes(model)), get_base_prefix(stock))
     candidates -= {part for key in keys for part in list_fp8_keys(key)}
     extra = {key: t for key, t in tensors.items() if key in candidates}
     _check_stored_once(extra, _get_loaded_files(stock))
@@ -180,7 +184,7 @@ def find_loaded(stock: nn.Module) -> tuple[Path, dict[str, FileTensor]] | None:
     """
     if files := _get_loaded_files(stock):
         return files[0].parent, read_files(files)
-    folders = folders_of_loaded(stock)
+    folders = list_folders_of_loaded(stock)
     if len(folders) > 1:
         return _choose_commit(stock, folders)
     return _choose_weights(stock, folders[0]) if folders else None

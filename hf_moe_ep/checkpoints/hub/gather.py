@@ -55,7 +55,7 @@ from hf_moe_ep.ranks.boxes import (
 from hf_moe_ep.ranks.mesh import Stages
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapters import adapter_names, has_adapters, keys_of_adapters
-from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 from hf_moe_ep.upstream.process_groups import choose_device_of_objects
 
 # Tensors of at most this many bytes (norms, routers) are gathered whole instead of shard by shard.
@@ -94,7 +94,7 @@ def _gather_named(
     for name in state_dict if names is None else names:
         gathered = gather_tensor(state_dict[name])
         if keep:
-            full[canonical_name(name)] = gathered.detach().cpu()
+            full[get_canonical_name(name)] = gathered.detach().cpu()
     return as_stock(model, pack_factors(model, in_stock_shapes(model, full)))
 
 
@@ -130,7 +130,7 @@ def _gather_stages(
     own = {name: tensor for name, tensor in full.items() if name not in first_name}
     own_keys = {
         adapter: {
-            key: first_name.get(canonical_name(name), canonical_name(name))
+            key: first_name.get(get_canonical_name(name), get_canonical_name(name))
             for key, name in by_key.items()
         }
         for adapter, by_key in keys.items()

@@ -33,7 +33,12 @@ from hf_moe_ep.plan import MTP_HEAD, ModelPlan
 from hf_moe_ep.ranks.boxes import whole_box
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import initialise
-from hf_moe_ep.upstream.modules import allocate_meta, own_buffers, own_child, own_children_by_name
+from hf_moe_ep.upstream.modules import (
+    allocate_meta,
+    get_own_buffers,
+    get_own_child,
+    get_own_children,
+)
 
 
 def add_head(
@@ -92,8 +97,8 @@ def add_empty_head(model: nn.Module, plan: ModelPlan, names: Mapping[str, object
 def remove_head(model: nn.Module) -> None:
     """Remove the head of a model, if it has one."""
     for module in model.modules():
-        if isinstance(own_child(module, MTP_HEAD), MtpHead):
-            del own_children_by_name(module)[MTP_HEAD]
+        if isinstance(get_own_child(module, MTP_HEAD), MtpHead):
+            del get_own_children(module)[MTP_HEAD]
             return
 
 
@@ -146,7 +151,7 @@ def _read_head(
     allocate_meta(head, device)
     with Reader() as reader, torch.no_grad():
         for path, module in head.named_modules(prefix=prefix):
-            own_tensors = dict(module.named_parameters(recurse=False)) | own_buffers(module)
+            own_tensors = dict(module.named_parameters(recurse=False)) | get_own_buffers(module)
             for name, tensor in own_tensors.items():
                 source = stored.get(f"{path}.{name}")
                 if tensor is not None and source is not None:

@@ -40,8 +40,8 @@ from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.conversion import convert_to_hub
 from hf_moe_ep.upstream.hub import checkpoint_name, names_of_copies
-from hf_moe_ep.upstream.models import persistent_buffers
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.models import iterate_persistent_buffers
+from hf_moe_ep.upstream.module_names import get_canonical_name
 
 _MAX_LISTED_NAMES = 5  # in an error
 
@@ -61,7 +61,7 @@ def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Ten
     by_id: dict[int, tuple[str, Tensor]] = {}
     copies = names_of_copies(model)
     for key, tensor in model.state_dict(keep_vars=True).items():
-        name, earlier = canonical_name(key), by_id.get(id(tensor))
+        name, earlier = get_canonical_name(key), by_id.get(id(tensor))
         if name not in without and (earlier is None or checkpoint_name(earlier[0]) in copies):
             by_id[id(tensor)] = name, tensor
     return dict(by_id.values())
@@ -69,7 +69,7 @@ def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Ten
 
 def list_shapes(model: nn.Module) -> dict[str, Shape]:
     """Return the shapes of parameters and persistent buffers, by their names in checkpoints."""
-    named = (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model))
+    named = (*model.named_parameters(remove_duplicate=False), *iterate_persistent_buffers(model))
     return {checkpoint_name(name): tuple(tensor.shape) for name, tensor in named}
 
 

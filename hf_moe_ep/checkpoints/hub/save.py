@@ -55,7 +55,7 @@ from hf_moe_ep.ranks.all_ranks import (
 from hf_moe_ep.ranks.boxes import whole
 from hf_moe_ep.state import ModelState, find_state, refuse_quantised_experts
 from hf_moe_ep.upstream.adapters import has_adapters
-from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 
 # The model card, which PEFT saves with adapters.
 _CARD = "README.md"
@@ -216,8 +216,8 @@ def save_state_dict(
     assert state is not None
     refuse_quantised_experts(model, "save_pretrained")
     folder, names = Path(directory), distinct_tensors(model).keys()
-    by_name = {canonical_name(name): tensor for name, tensor in state_dict.items()}
-    with_tied = {canonical_name(name) for name in model.state_dict(keep_vars=True)}
+    by_name = {get_canonical_name(name): tensor for name, tensor in state_dict.items()}
+    with_tied = {get_canonical_name(name) for name in model.state_dict(keep_vars=True)}
     problems = [
         list_names("missing", sorted(names - by_name.keys())),
         list_names("unexpected", sorted(by_name.keys() - with_tied)),

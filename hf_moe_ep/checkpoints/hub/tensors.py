@@ -68,8 +68,8 @@ from hf_moe_ep.upstream.adapters import (
     LowRank,
     active_adapters,
     active_updates,
-    adapter_layers,
     check_mergeable,
+    iterate_adapter_layers,
     left_out_by_merging,
     updates_of,
 )
@@ -179,7 +179,7 @@ def _check_adapters(model: nn.Module, merge_adapters: bool) -> None:
     With pipeline stages each rank checks the adapters of its own stage.
     """
     if not merge_adapters:
-        if any(True for _ in adapter_layers(model)):
+        if any(True for _ in iterate_adapter_layers(model)):
             raise ValueError(
                 "this model has adapters, which are not part of its own weights; pass "
                 "merge_adapters=True, or save the adapters with save_pretrained(model, directory)"

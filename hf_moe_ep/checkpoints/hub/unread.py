@@ -41,15 +41,15 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     fingerprint,
     read_files,
 )
-from hf_moe_ep.config import launched_local_rank
+from hf_moe_ep.config import get_launched_local_rank
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.boxes import local_tensor, whole_box
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.shard import build_meshes_and_cut_stages, shard_model
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.hub import checkpoint_name
-from hf_moe_ep.upstream.models import persistent_buffers
-from hf_moe_ep.upstream.modules import own_buffers
+from hf_moe_ep.upstream.models import iterate_persistent_buffers
+from hf_moe_ep.upstream.modules import get_own_buffers
 from hf_moe_ep.upstream.sharded_models import times_written
 
 
@@ -98,7 +98,7 @@ def find_unread(
     names = set(names)
     folder = files[0].parent
     found = match_checkpoint(model, folder, plan, names, file_tensors=read_files(files))
-    for name, _ in persistent_buffers(model):
+    for name, _ in iterate_persistent_buffers(model):
         if name not in found.stored:  # only stock's code knows the initial value
             raise ValueError(f"{name} is not in {os.fspath(folder)}")
     key_of = {id(tensor): key for key, tensor in found.file_tensors.items()}
@@ -121,13 +121,13 @@ def finish_loading(model: nn.Module, unread: Unread) -> Unread:
     """
     with Reader() as reader:
         for prefix, module in model.named_modules():
-            for name, buffer in own_buffers(module).items():
+            for name, buffer in get_own_buffers(module).items():
                 full_name = f"{prefix}.{name}".lstrip(".")
                 if buffer is None or not buffer.is_meta or full_name not in unread.buffers:
                     continue
                 values = torch.empty(buffer.shape, dtype=buffer.dtype)
                 unread.buffers[full_name].read_into(values, whole_box(buffer.shape), reader)
-                own_buffers(module)[name] = values
+                get_own_buffers(module)[name] = values
     parameters = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
     stored = {
         name: StoredParameter(parameter.pieces, parameters[name].dtype)
@@ -207,7 +207,7 @@ def _find_unread_parameters(model: nn.Module, unread: Unread) -> dict[str, nn.Pa
     Raises:
         ValueError: an unread parameter was written.
     """
-    is_first_on_machine = launched_local_rank() in (None, 0)
+    is_first_on_machine = get_launched_local_rank() in (None, 0)
     for name, parameter in list(model.named_parameters()):
         is_allocated = checkpoint_name(name) in unread.stored and not parameter.is_meta
         if is_allocated and not is_first_on_machine:

@@ -54,7 +54,7 @@ from hf_moe_ep.etp import split_dims_by_id, stock_shape
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.all_ranks import gather_on_first, is_first
 from hf_moe_ep.ranks.boxes import Box, box_sizes, slices
-from hf_moe_ep.upstream.hub import checkpoint_name, kept_in_fp32, progress_bar
+from hf_moe_ep.upstream.hub import checkpoint_name, list_kept_in_fp32, make_progress_bar
 from hf_moe_ep.upstream.models import is_correction_bias
 
 _logger = logging.getLogger("hf_moe_ep")
@@ -201,7 +201,7 @@ def choose_dtypes(
         dtype: the dtype of the saved tensors; None for the dtypes in which they were loaded.
         loaded: the dtypes in which tensors were loaded, by name, if the model has fp32 masters.
     """
-    kept = [] if dtype is None else kept_in_fp32(model, dtype)
+    kept = [] if dtype is None else list_kept_in_fp32(model, dtype)
     loaded = {checkpoint_name(name): own for name, own in loaded.items()}
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
@@ -306,7 +306,7 @@ def write_checkpoint(
     total = sum(group.num_bytes for number in own for group in files[number])
     what = what or f"saving to {folder}"
     try:
-        with progress_bar(total, what, commits) as progress:
+        with make_progress_bar(total, what, commits) as progress:
             for number in own:
                 run_on_all(what, partial(_write_file, writer, number, files[number], progress))
             for _ in range(num_waits):

@@ -50,7 +50,7 @@ from hf_moe_ep.ranks.all_ranks import (
     this_rank,
     world_size,
 )
-from hf_moe_ep.upstream.requirements import installed_version
+from hf_moe_ep.upstream.requirements import get_installed_version
 
 MANIFEST = "manifest.json"
 # This file is written first. It marks a checkpoint of this package, even an unfinished one.
@@ -302,7 +302,7 @@ def _neighbour_numbers(folder: Path) -> Iterator[int]:
 def versions() -> dict[str, str]:
     """Return the versions of the packages that a checkpoint depends on."""
     packages = ("hf_moe_ep", "torch", "transformers")
-    return {package: installed_version(package) or "from source" for package in packages}
+    return {package: get_installed_version(package) or "from source" for package in packages}
 
 
 def _list_files_to_hash(

@@ -35,8 +35,8 @@ from hf_moe_ep.placement.hub_order import placement_by_tensor
 from hf_moe_ep.ranks.all_ranks import run_on_first
 from hf_moe_ep.ranks.boxes import local_box, local_tensor, number_elements
 from hf_moe_ep.state import KnownSums, find_state, quantised_matrices
-from hf_moe_ep.upstream.models import source_of
-from hf_moe_ep.upstream.module_names import stock_name, unwrap
+from hf_moe_ep.upstream.models import get_source
+from hf_moe_ep.upstream.module_names import get_stock_name, unwrap
 from hf_moe_ep.upstream.sharded_models import times_written
 
 BASE = "quantised_base.json"
@@ -67,7 +67,7 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
     config = state.config
     return {
         "format": _FORMAT,
-        "model": source_of(model),
+        "model": get_source(model),
         "experts_dtype": config.experts_dtype,
         "experts_double_quant": config.experts_double_quant,
         "hashes": hashes,
@@ -77,7 +77,7 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
 def _hash_experts(model: nn.Module, known: dict[str, KnownSums]) -> dict[str, str]:
     """Return the hashes of the quantised experts of a model, or of this rank's pipeline stage."""
     tensors = {
-        f"{stock_name(name)}{suffix}": tensor
+        f"{get_stock_name(name)}{suffix}": tensor
         for name, matrix, _ in quantised_matrices(model)
         for suffix, tensor in matrix.by_name("").items()
     }

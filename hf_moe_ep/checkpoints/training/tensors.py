@@ -41,8 +41,8 @@ from hf_moe_ep.ranks.all_ranks import this_rank, world_size
 from hf_moe_ep.ranks.boxes import Box
 from hf_moe_ep.state import find_state, quantised_matrices
 from hf_moe_ep.upstream.adapters import adapter_parameters, wraps_for_adapters
-from hf_moe_ep.upstream.models import persistent_buffers
-from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+from hf_moe_ep.upstream.models import iterate_persistent_buffers
+from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 
 _WHY_NOT_TORCH_MUON = (
     "it leaves stacked experts to another optimizer, and gathers sharded matrices on every rank; "
@@ -172,8 +172,8 @@ def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
         for name, p in inner.named_parameters()
         if id(p) not in quantised and (p.requires_grad or id(p) in adapter_ids or not has_adapters)
     }
-    buffers = persistent_buffers(inner)
-    return parameters | {canonical_name(name): StateTensor(b.detach()) for name, b in buffers}
+    buffers = iterate_persistent_buffers(inner)
+    return parameters | {get_canonical_name(name): StateTensor(b.detach()) for name, b in buffers}
 
 
 def find_trained_names(model: nn.Module) -> set[str]:
@@ -229,7 +229,7 @@ def _name_in_whole_model(model: nn.Module, name: str) -> str:
 
     On the last stage, a head that is tied to the embedding gets the embedding's name.
     """
-    name, state = canonical_name(name), find_state(model)
+    name, state = get_canonical_name(name), find_state(model)
     return name if state is None or state.stage is None else state.stage.aliases.get(name, name)
 
 
