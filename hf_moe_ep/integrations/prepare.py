@@ -105,7 +105,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         for model in models:
             _check_loss(model)
     shared_batches.share_batches(self, state)
-    # In one CPU process the state has no such attribute (accelerate 1.15).
+    # In a single CPU process the state has no fsdp_plugin (accelerate 1.15).
     plugin = getattr(self.state, "fsdp_plugin", None)
     if plugin is not None and self.is_fsdp2:
         for model in models:
@@ -308,7 +308,7 @@ _SHARED_SIZES = ("cp_size", "sp_size")
 # This attribute of a ParallelismConfig has the sizes that models have taken over. Models that are
 # prepared later get these sizes too.
 _TAKEN_SIZES = "_hf_moe_ep_taken_sizes"
-# If an error asks to set a size to 1, this text at its end names our own setting for the size.
+# The ends of errors that ask to set a size to 1, by the name of the size.
 _REMEDIES = {"ep_size": ", and use ep_size of hf_moe_ep"}
 
 

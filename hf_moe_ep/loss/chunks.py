@@ -1,4 +1,4 @@
-"""Compute head and cross-entropy for some tokens at a time.
+"""Compute the head and the cross-entropy chunk by chunk, never the logits of all tokens.
 
 For 8192 tokens a head with a vocabulary of 152k makes logits of 2.3 GiB in bf16. transformers' loss
 copies them to fp32 (4.6 GiB), and backward makes gradients of both. In this module only the logits

@@ -18,15 +18,17 @@ the attention function:
     others without a mask       The call gets the rows of a causal mask. A model that is not causal
                                 gets no mask.
     eager without a mask        The call gets all keys and no mask.
-    flash attention             The call gets no mask. Flash attention aligns the last query with
-                                the last key, so causal masks and windows are right if the keys end
-                                with the queries. Padding masks (B, S) are sliced. For a packed row
-                                the call gets, for each document with some of its queries, these
-                                queries and the document's keys up to the last of these queries.
+    flash attention             The call gets the padding mask (B, S) of its keys, if there is one.
+                                Flash attention aligns the last query with the last key, so causal
+                                masks and windows are right if the keys end with the queries. For a
+                                packed row the call gets, for each document with some of its
+                                queries, these queries and the document's keys up to the last of
+                                these queries.
     flash attention that is     The queries are padded to the length of the keys, because the last
     not causal, and has a       query does not belong to the last key.
     window, a mask or documents
 
+Without a mask, stock code itself makes the causal mask of the piece at the start of the sequence.
 Every rank plans the calls of all ranks, so it knows which keys and values the other ranks need.
 """
 

@@ -41,7 +41,8 @@ from hf_moe_ep.state import Ours
 from hf_moe_ep.upstream.models import CACHE_NAMES, compress_rate
 from hf_moe_ep.upstream.recurrences import get_convolution_width
 
-# This attribute of a layer has the function that checkpoints it (modeling_layers.py).
+# The attribute of a layer that holds its function for activation checkpointing
+# (modeling_layers.py).
 _CHECKPOINT = "_gradient_checkpointing_func"
 
 
