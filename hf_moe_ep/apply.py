@@ -36,7 +36,12 @@ from hf_moe_ep.ranks.all_ranks import (
     is_distributed,
     run_on_all,
 )
-from hf_moe_ep.sharding.options import ShardOptions, default_device, default_policy, kept_whole
+from hf_moe_ep.sharding.options import (
+    ShardOptions,
+    choose_default_device,
+    choose_default_policy,
+    list_kept_whole,
+)
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
 from hf_moe_ep.upstream.adapter_files import check_attachable
@@ -86,9 +91,9 @@ def apply_ep_fsdp2(
             different models or settings, or share a GPU; weights are missing; the checkpoint is
             incomplete or does not fit the model; or `patch` raises a ValueError.
     """
-    # If ranks share a GPU, NCCL's collectives fail. default_device checks this, so this call comes
-    # before any collective.
-    device = default_device() if is_distributed() else torch.device("cpu")
+    # If ranks share a GPU, NCCL's collectives fail. choose_default_device checks this, so this call
+    # comes before any collective.
+    device = choose_default_device() if is_distributed() else torch.device("cpu")
 
     def prepare() -> tuple[ModelState, ShardOptions, list[str]]:
         patterns = check_patterns(ignore_unexpected)
@@ -149,7 +154,7 @@ def _shard_options(
     mp_policy: MixedPrecisionPolicy | None,
     offload_policy: OffloadPolicy | None,
 ) -> ShardOptions:
-    policy, fp32_masters = default_policy(model)
+    policy, fp32_masters = choose_default_policy(model)
     if mp_policy is not None:
         policy, fp32_masters = mp_policy, mp_policy.param_dtype is not None
     return ShardOptions(
@@ -157,7 +162,7 @@ def _shard_options(
         offload_policy=offload_policy or OffloadPolicy(),
         fp32_masters=fp32_masters,
         reshard_after_forward=state.config.reshard_after_forward,
-        ignored_params=kept_whole(model),
+        ignored_params=list_kept_whole(model),
         empty_params=frozenset(empty),
     )
 
@@ -212,7 +217,7 @@ def from_pretrained(
         ValueError: as in `apply_ep_fsdp2`.
     """
     _check_group("from_pretrained")
-    default_device()  # chooses the GPU of this rank, before any collective
+    choose_default_device()  # chooses the GPU of this rank, before any collective
     settings = {f.name for f in fields(ParallelConfig)}
     overrides = {name: options.pop(name) for name in settings & options.keys()}
 

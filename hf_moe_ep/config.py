@@ -39,7 +39,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "pp_schedule": ("1f1b", "gpipe"),
     "expert_shard_dim": ("auto", 0, 1),
 }
-# `suggestion` proposes a known name if difflib's similarity reaches this value (1: equal names).
+# `suggest_name` proposes a known name if difflib's similarity reaches this value (1: equal names).
 _MIN_SIMILARITY = 0.7
 
 
@@ -433,7 +433,7 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
+def suggest_name(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Return " (did you mean ep_size?)" for a misspelt `name`, or "" if no known name is similar.
 
     A size may also be named without its ending: "ep" stands for "ep_size".
@@ -460,7 +460,7 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
     unknown = sorted(set(overrides) - known)
     if unknown:
         raise ValueError(
-            f"unknown option {unknown[0]}{suggestion(unknown[0], known)}; options are: "
+            f"unknown option {unknown[0]}{suggest_name(unknown[0], known)}; options are: "
             f"{', '.join(sorted(known))}"
         )
     if config is not None and not isinstance(config, ParallelConfig):
@@ -535,7 +535,7 @@ def list_gloo_interfaces() -> list[str]:
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
-def launch_environment() -> dict[str, str]:
+def read_launch_environment() -> dict[str, str]:
     """Return the launch variables that are set, and all variables that begin with HF_MOE_EP_."""
     prefixed = sorted(name for name in os.environ if name.startswith(_PREFIX))
     names = (*_LAUNCH_VARIABLES, *prefixed)
@@ -546,10 +546,10 @@ def check_variable_names() -> None:
     """Raise ValueError if a variable HF_MOE_EP_... has an unknown name."""
     kinds = (ParallelConfig, RunOptions)
     known = [get_variable(field.name) for kind in kinds for field in fields(kind)]
-    for name in launch_environment():
+    for name in read_launch_environment():
         if name.startswith(_PREFIX) and name not in known:
             raise ValueError(
-                f"{name} is set{suggestion(name, known, _PREFIX)}, but only {', '.join(known)} "
+                f"{name} is set{suggest_name(name, known, _PREFIX)}, but only {', '.join(known)} "
                 f"exist; correct its name"
             )
 

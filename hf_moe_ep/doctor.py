@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hf_moe_ep.config import check_environment, launch_environment
+from hf_moe_ep.config import check_environment, read_launch_environment
 from hf_moe_ep.upstream.launch_config import default_launch_config
 from hf_moe_ep.upstream.requirements import (
     DISTRIBUTION,
@@ -184,10 +184,10 @@ def _report_gpus() -> list[Finding]:
 
 def _report_kernels() -> Finding:
     """Report whether experts_backend="auto" runs the Triton kernels or the torch path."""
-    from hf_moe_ep.moe.experts import why_no_kernels
+    from hf_moe_ep.moe.experts import explain_missing_kernels
 
     name = "Triton kernels"
-    reason = why_no_kernels()
+    reason = explain_missing_kernels()
     if reason:
         return Finding(NOTE, name, f"{reason}: experts run on the torch path")
     return Finding(OK, name, "the experts use them (experts_backend='auto')")
@@ -247,7 +247,7 @@ def _check_flash_attention() -> Finding:
 
 
 def _check_launch() -> list[Finding]:
-    variables = launch_environment()
+    variables = read_launch_environment()
     findings = [Finding(OK, name, value) for name, value in variables.items()]
     _, error = _attempt(check_environment)
     if error:

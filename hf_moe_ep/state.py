@@ -634,7 +634,7 @@ def find_state(model: nn.Module) -> ModelState | None:
     return None
 
 
-def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, MoELayer]]:
+def iterate_experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, MoELayer]]:
     """Yield (name, module, state) of every experts module of a patched model, without wrappers."""
     for name, module in model.named_modules():
         layer = vars(module).get(STATE)
@@ -642,9 +642,9 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, MoELayer
             yield name, module, layer
 
 
-def quantised_matrices(model: nn.Module) -> Iterator[tuple[str, Quantised, Quantisation]]:
+def iterate_quantised_matrices(model: nn.Module) -> Iterator[tuple[str, Quantised, Quantisation]]:
     """Yield (name, tensors, format) of the quantised stacked matrices of a sharded model."""
-    for path, module, layer in experts_modules(model):
+    for path, module, layer in iterate_experts_modules(model):
         compute = layer.compute
         if compute is None or compute.quantisation is None:
             continue
@@ -678,7 +678,7 @@ def refuse_quantised_experts(model: nn.Module, function_name: str) -> None:
         )
 
 
-def computing_device(model: nn.Module) -> torch.device:
+def get_computing_device(model: nn.Module) -> torch.device:
     """Return the device on which this rank computes.
 
     This is the device of the parameters if the model is not sharded.

@@ -12,7 +12,7 @@ from hf_moe_ep.config import (
     is_launched_with_fsdp,
     read_settings,
     resolve_config,
-    suggestion,
+    suggest_name,
 )
 
 NO_SIZES = [0, -1, 1.5, 2.0, True, "2", "auto", [2]]
@@ -149,12 +149,12 @@ def test_the_most_similar_name_is_suggested() -> None:
     names = [field.name for field in dataclasses.fields(ParallelConfig)]
     similar = {"ep": "ep_size", "ep_sise": "ep_size", "expert_backend": "experts_backend"}
     for name, meant in similar.items():
-        assert suggestion(name, names) == f" (did you mean {meant}?)"
-    assert suggestion("expert_parallel_degree", names) == suggestion("dtype", names) == ""
+        assert suggest_name(name, names) == f" (did you mean {meant}?)"
+    assert suggest_name("expert_parallel_degree", names) == suggest_name("dtype", names) == ""
     # The prefix does not make names similar.
     known = ["--gpu-memory", "--batch"]
-    assert suggestion("--gpu-memori", known, "--") == " (did you mean --gpu-memory?)"
-    assert suggestion("--xyz", known, "--") == suggestion("HF_X", ["HF_Y"], "HF_") == ""
+    assert suggest_name("--gpu-memori", known, "--") == " (did you mean --gpu-memory?)"
+    assert suggest_name("--xyz", known, "--") == suggest_name("HF_X", ["HF_Y"], "HF_") == ""
 
 
 @pytest.mark.parametrize(("size", "meant"), [("8", 8), (2.0, 2), ("two", 1), (0, 1), (True, 1)])

@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from hf_moe_ep.checkpoints.hub.configs import CONFIG, save_configs
 from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, known_digests
 from hf_moe_ep.checkpoints.hub.head import add_empty_head
-from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
-from hf_moe_ep.checkpoints.hub.read import model_from_config
+from hf_moe_ep.checkpoints.hub.layout import list_distinct_tensors, list_names
+from hf_moe_ep.checkpoints.hub.read import build_model_from_config
 from hf_moe_ep.checkpoints.hub.write import (
     choose_dtypes,
-    first_dtype,
+    get_first_dtype,
     group_tensors,
     parse_size,
     split_files,
@@ -41,8 +41,8 @@ from hf_moe_ep.checkpoints.hub.write import (
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.atomic import (
     check_folder_can_be_made,
+    get_partial_folder_prefix,
     make_folder_atomically,
-    partial_folder_prefix,
     sha256_of,
 )
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, ValuesPlanner
@@ -122,9 +122,9 @@ def convert(
     reader, metadata = _open_checkpoint(folder)
     has_state = manifest.is_ours(folder) and (folder / STATE).is_file()
     scalars = read_state(folder).scalars if has_state else {}
-    model, plan = model_from_config(config_folder, trust_remote_code=trust_remote_code)
+    model, plan = build_model_from_config(config_folder, trust_remote_code=trust_remote_code)
     add_empty_head(model, plan, metadata.state_dict_metadata)
-    tensors = distinct_tensors(model)
+    tensors = list_distinct_tensors(model)
     keys = _find_keys(model, metadata)
     groups = group_tensors(
         model,
@@ -149,7 +149,7 @@ def convert(
     with make_folder_atomically(out) as new_folder:
         for file in small_files:
             shutil.copy2(file, new_folder)
-        save_configs(model, new_folder, first_dtype(groups))
+        save_configs(model, new_folder, get_first_dtype(groups))
         for file in new_folder.iterdir():
             with file.open("rb") as copied:
                 os.fsync(copied.fileno())
@@ -195,7 +195,7 @@ def check_room(out: Path, needed: int) -> None:
 def list_leftovers(out: Path) -> str:
     """List the folders that killed runs left next to `out`, as text; "" if there are none."""
     names = os.listdir(out.parent) if out.parent.is_dir() else []
-    leftovers = [name for name in names if name.startswith(partial_folder_prefix(out))]
+    leftovers = [name for name in names if name.startswith(get_partial_folder_prefix(out))]
     return ", ".join(os.fspath(out.parent / name) for name in sorted(leftovers))
 
 
@@ -235,7 +235,7 @@ def _find_keys(model: nn.Module, metadata: Metadata) -> dict[str, str]:
         key = _find_key(get_canonical_name(name), metadata)
         if key is not None:
             key_of.setdefault(id(tensor), key)
-    named = distinct_tensors(model).items()
+    named = list_distinct_tensors(model).items()
     return {name: key_of[id(tensor)] for name, tensor in named if id(tensor) in key_of}
 
 
@@ -247,7 +247,7 @@ def _check_fits(
     keys: Mapping[str, str],
 ) -> None:
     missing, misshapen = [], []
-    for name, tensor in distinct_tensors(model).items():
+    for name, tensor in list_distinct_tensors(model).items():
         if name in scalars and not tensor.ndim:
             continue
         if name not in keys:

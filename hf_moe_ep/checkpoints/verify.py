@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIG
 from hf_moe_ep.checkpoints.hub.extra import check_patterns, find_to_copy
-from hf_moe_ep.checkpoints.hub.read import find_weights, model_from_config
+from hf_moe_ep.checkpoints.hub.read import build_model_from_config, find_weights
 from hf_moe_ep.checkpoints.hub.write import HASHES, HASHES_OF_COPIES
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.atomic import sha256_of
@@ -59,7 +59,7 @@ def verify(
     tensors = read_index(path)
     facts = {"tensors": f"{len(tensors)}, files as long as their headers say"}
     if (path / CONFIG).is_file():
-        model, plan = model_from_config(path, trust_remote_code=trust_remote_code)
+        model, plan = build_model_from_config(path, trust_remote_code=trust_remote_code)
         names = [name for name, _ in model.named_parameters()]
         weights = find_weights(model, path, plan, names, patterns)
         facts["shapes"] = f"those of {type(model).__name__}"

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from hf_moe_ep.config import suggestion
+from hf_moe_ep.config import suggest_name
 from hf_moe_ep.version import __version__
 
 # Command -> its line in the help. The module of "export-adapter" is `export_adapter.py`.
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _explain_unknown_argument(command: str, unknown: Sequence[str], usage: str) -> str:
     """Return the text of the error for arguments that are not in the command's usage."""
     name = unknown[0].partition("=")[0]
-    meant = suggestion(name, re.findall(r"--[a-z][\w-]*", usage), "--")
+    meant = suggest_name(name, re.findall(r"--[a-z][\w-]*", usage), "--")
     return f'unknown argument {name}{meant}; "hf-moe-ep {command} --help" lists the arguments'
 
 

@@ -24,7 +24,7 @@ from hf_moe_ep.cli.layout_options import (
     add_sizes,
     add_training,
     check_adapters,
-    parallel_fields,
+    select_parallel_fields,
 )
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.planner.options import (
@@ -158,7 +158,7 @@ def _layout_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
         sp_size=settings["sp"],
         cp_size=settings["cp"],
         dp_replicate_size=settings["dp_replicate"],
-        **parallel_fields(settings),
+        **select_parallel_fields(settings),
     )
     return {
         "parallel": parallel,

@@ -21,7 +21,7 @@ from hf_moe_ep.cli.layout_options import (
     add_sizes,
     add_training,
     check_adapters,
-    parallel_fields,
+    select_parallel_fields,
 )
 from hf_moe_ep.cli.progress import Progress
 from hf_moe_ep.planner.hardware import (
@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
         assert hardware is not None
         memory = {"gpu_memory": hardware.memory_bytes / GIB}
         options = argparse.Namespace(**(vars(options) | memory))
-    extra = parallel_fields(vars(options))
+    extra = select_parallel_fields(vars(options))
     extra |= {"compile_layers": True} if options.compile_layers else {}
     import torch
 

@@ -42,7 +42,7 @@ from hf_moe_ep.compiled.options import check_compile_kwargs, how_to_raise_recomp
 from hf_moe_ep.compiled.subclasses import (
     check_class_forward,
     exclude_from_tracing,
-    inner_forward,
+    get_inner_forward,
     override_forward,
 )
 from hf_moe_ep.moe.counting import reserve_counts
@@ -50,7 +50,7 @@ from hf_moe_ep.moe.recompute import Frame
 from hf_moe_ep.moe.stacked import StackedExperts
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import as_pattern, matches
-from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, computing_device, patched_state
+from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, get_computing_device, patched_state
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
 from hf_moe_ep.upstream.captured_outputs import (
     collected_outputs,
@@ -140,7 +140,7 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
     for name, module in (layers | towers | shared).items():
         key = (type(module), *(type(child) for child in module.children()))
         if key not in kinds:
-            forward = inner_forward(type(module))
+            forward = get_inner_forward(type(module))
             compiled = torch.compile(forward, **options)
             kinds[key] = _Kind(compiled, forward, options.get("recompile_limit"))
         state.replace(module, COMPILED, partial(_call_compiled, kinds[key], state, name))
@@ -232,7 +232,7 @@ class BeginForward(Ours):
         if not root.training:
             return None
         if state.blocks_are_traced:
-            reserve_counts(state, computing_device(root))
+            reserve_counts(state, get_computing_device(root))
         given = any(kwargs.get(name) is not None for name in ("use_cache", *_CACHES))
         if given or not self._takes_use_cache:
             return None

@@ -39,7 +39,7 @@ from hf_moe_ep.config import get_launched_world_size, is_launched_with_fsdp
 from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.uneven_loaders import check_even
 from hf_moe_ep.ranks.all_ranks import run_on_all
-from hf_moe_ep.sharding.options import ShardOptions, kept_whole
+from hf_moe_ep.sharding.options import ShardOptions, list_kept_whole
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import (
     count_as_shards,
@@ -242,7 +242,7 @@ def build_options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
     state = find_state(model)
     ignored = get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device)
     quantized = list_packed_parameters(model)
-    ignored |= kept_whole(model)
+    ignored |= list_kept_whole(model)
     return ShardOptions(
         mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         offload_policy=_choose_offload_policy(plugin.cpu_offload, accelerator.device),

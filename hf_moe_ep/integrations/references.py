@@ -38,8 +38,8 @@ from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.prepare import build_options, check_parallelism, without_dynamo
 from hf_moe_ep.moe.stacked import count_blocks
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
-from hf_moe_ep.ranks.all_ranks import differing, rank_of_launch, run_on_all
-from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.all_ranks import differing, get_rank_of_launch, run_on_all
+from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.models import get_output_head
@@ -76,7 +76,7 @@ def hash_weights(original: Callable[[nn.Module], str], module: nn.Module) -> str
     """
     state = find_state(module)
     if state is not None and state.unread is not None:
-        if rank_of_launch() == 0:
+        if get_rank_of_launch() == 0:
             _logger.info("every process reads the whole model, because TRL hashes its weights")
         state.unread.read_whole(module)
     return original(module)
@@ -273,7 +273,9 @@ def _mix_resharded(model: nn.Module, target_model: nn.Module, alpha: float) -> N
             )
     with torch.no_grad():
         for name, target in targets.items():
-            local_tensor(target).mul_(1.0 - alpha).add_(local_tensor(sources[name]), alpha=alpha)
+            get_local_tensor(target).mul_(1.0 - alpha).add_(
+                get_local_tensor(sources[name]), alpha=alpha
+            )
 
 
 def _get_parameters_by_name(model: nn.Module) -> dict[str, Tensor]:

@@ -41,9 +41,9 @@ from hf_moe_ep.checkpoints.hub.configs import save_configs
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
 from hf_moe_ep.checkpoints.newest import (
     check_resumable,
-    in_series,
+    find_newest_resumable,
     is_verifiable,
-    newest_resumable,
+    list_series,
 )
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.planner import use_split_load_planner, use_spread_planner
@@ -194,7 +194,7 @@ def train(
 
     def choose() -> tuple[Path, bool]:
         if resume_from_checkpoint is True:
-            return newest_resumable(Path(self.args.output_dir), _CHECKPOINT)
+            return find_newest_resumable(Path(self.args.output_dir), _CHECKPOINT)
         named_folder = Path(os.fspath(resume_from_checkpoint))
         verifiable = is_verifiable(named_folder)
         _check_is_of_trainer(named_folder)
@@ -252,7 +252,7 @@ def _check_is_of_trainer(folder: Path) -> None:
     if (folder / _TRAINER_STATE).is_file():
         return
     advice = "name a folder that the Trainer has written, such as out/checkpoint-100"
-    if checkpoints := in_series(folder, _CHECKPOINT):
+    if checkpoints := list_series(folder, _CHECKPOINT):
         advice = f"name a checkpoint in it, such as {checkpoints[-1]}"
     elif (folder / STATE).is_file():
         advice = "it was written by save_checkpoint, so load it with load_checkpoint"

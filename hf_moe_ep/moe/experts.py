@@ -6,7 +6,7 @@ experts of this rank. Quantised weights are bytes with scales (`ops/quantised.py
 
 `grad_scale` multiplies the experts' gradients where they are computed, in `ops/torch_mlp.py` and
 `ops/triton_mlp.py`, because FSDP2 adds up these gradients without a division. `grad_scale` is the
-reciprocal of the first result of `grad_divisors` (`sharding/options.py`).
+reciprocal of the first result of `choose_grad_divisors` (`sharding/options.py`).
 
 `choose_compute` decides once, when the model is patched, how a module is computed. To find the
 formula, it runs the module's own gate on numbers, and compares the results with the results of the
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.etp import in_stock_shape, sum_factor_gradients, whole_bias
+from hf_moe_ep.etp import pad_bias, sum_factor_gradients, view_in_stock_shape
 from hf_moe_ep.lora.factors import join
 from hf_moe_ep.ops.dtypes import compute_dtype
 from hf_moe_ep.ops.expert_mlp import expert_mlp
@@ -172,7 +172,7 @@ def collect_weights(
             return tensor
         # Gate and up are two dims (2, F) of the tensor (`etp.py`).
         has_transposed_matrices = compute.transposed and not quantised and num_dims == 3
-        return in_stock_shape(tensor, 2 if has_transposed_matrices else 1)
+        return view_in_stock_shape(tensor, 2 if has_transposed_matrices else 1)
 
     def cast(tensor: Tensor | None) -> Tensor | None:
         target = dtype if must_cast else whole_dtype
@@ -200,7 +200,7 @@ def collect_weights(
         options |= _collect_factors(layer, compute, local_experts, factor_dtype)
     up_bias, down_bias = cast(get_local(f"{up_name}_bias", 2)), cast(get_local("down_proj_bias", 2))
     if meshes is not None and meshes.etp_size > 1 and down_bias is not None:
-        down_bias = whole_bias(down_bias, like.shape[1], meshes)
+        down_bias = pad_bias(down_bias, like.shape[1], meshes)
     return ExpertWeights(up, up_bias, down, down_bias, **options)
 
 
@@ -330,10 +330,10 @@ def _why_not_triton(
     ffn //= etp_size
     if hidden % ALIGNMENT or ffn % ALIGNMENT:
         return f"sizes {hidden} and {ffn} are not both multiples of {ALIGNMENT}"
-    return why_no_kernels(interpreted_too=required)
+    return explain_missing_kernels(interpreted_too=required)
 
 
-def why_no_kernels(*, interpreted_too: bool = False) -> str:
+def explain_missing_kernels(*, interpreted_too: bool = False) -> str:
     """Return the reason why no Triton kernel can run on this machine, or "" if kernels can run.
 
     If `interpreted_too`, it is enough that Triton's interpreter can run kernels.

@@ -58,7 +58,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.dispatcher import Header, Planning, RouteSource, Tokens
-from hf_moe_ep.etp import ids_of_parts, weights_of_parts
+from hf_moe_ep.etp import repeat_part_weights, replace_by_part_ids
 from hf_moe_ep.moe.counting import count_choice
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
 from hf_moe_ep.moe.dispatch.auto_chunks import AUTO, apply_choice, choose_at_first_forward
@@ -179,8 +179,8 @@ def _dispatch_and_compute(
             slots_TK = leave_out_padding(state, slots_TK)
         if meshes.etp_size > 1:
             num_local = len(meshes.local_experts(state.num_experts))
-            slots_TK = ids_of_parts(slots_TK, num_local, state.num_experts, meshes.etp_size)
-            weights_TK = weights_of_parts(weights_TK, meshes.etp_size, x_TH.dtype)
+            slots_TK = replace_by_part_ids(slots_TK, num_local, state.num_experts, meshes.etp_size)
+            weights_TK = repeat_part_weights(weights_TK, meshes.etp_size, x_TH.dtype)
         tokens = Tokens(x_TH, weights_TK, slots_TK)
         planning = _start_plan(layer, experts.training, tokens)
     count_choice(layer, experts.training, expert_ids_TK, planning)

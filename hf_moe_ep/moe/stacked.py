@@ -15,9 +15,9 @@ stacked weight:
                        experts.mlp.v1 [4F, H]
                        experts.mlp.w2 [4F, H]     experts.down_proj    [4, H, F]
 
-Hub checkpoints have the stock parameters. `as_stock` computes them from the stacked weights by
-operations that `checkpoints/hub/traced.py` can trace, so the hub's layout is derived as for every
-other model. The state dict of a model that is not sharded has the stock parameters, too.
+Hub checkpoints have the stock parameters. `replace_by_stock` computes them from the stacked weights
+by operations that `checkpoints/hub/traced.py` can trace, so the hub's layout is derived as for
+every other model. The state dict of a model that is not sharded has the stock parameters, too.
 
 Identity experts return their input, so no token is sent to them: the module adds the input, times
 the routing weights of these experts, to the sum of the other experts.
@@ -195,7 +195,7 @@ def unstack_experts(model: nn.Module) -> None:
         _unstack_block(experts)
 
 
-def as_stock(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:
+def replace_by_stock(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:
     """Replace the stacked weights among `tensors` by the parameters of the stock blocks.
 
     Args:
@@ -212,11 +212,11 @@ def as_stock(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:
     return result
 
 
-def as_stacked(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def replace_by_stacked(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Replace the parameters of stock blocks among `tensors` by stacked weights.
 
-    This is the inverse of `as_stock`. A stacked weight may have the name of a stock parameter of
-    another shape, so `tensors` must have no stacked weights yet.
+    This is the inverse of `replace_by_stock`. A stacked weight may have the name of a stock
+    parameter of another shape, so `tensors` must have no stacked weights yet.
     """
     result = dict(tensors)
     for module_name, module in model.named_modules():

@@ -40,7 +40,7 @@ from hf_moe_ep.mtp.build import check_no_adapters, find_template, set_layers_in_
 from hf_moe_ep.mtp_head import MtpHead
 from hf_moe_ep.ranks.all_ranks import PATIENCE_OF_RANK_0, check_everyone_calls
 from hf_moe_ep.ranks.collectives import sum_over_ranks
-from hf_moe_ep.sequence.packed_rows import text_positions
+from hf_moe_ep.sequence.packed_rows import find_text_positions
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours, patched_state
 from hf_moe_ep.upstream.models import (
@@ -316,7 +316,7 @@ def _select_labels(next_labels: Tensor, depth: int, forward: _Forward) -> Tensor
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         labels = labels.masked_fill((mask == 0).to(labels.device), ignored)
-    text = text_positions(positions) if isinstance(positions, Tensor) else None
+    text = find_text_positions(positions) if isinstance(positions, Tensor) else None
     if text is not None:
         in_document = _shift_numbers(text, depth + 1, -1) - text == depth + 1
         labels = labels.masked_fill(~in_document.to(labels.device), ignored)

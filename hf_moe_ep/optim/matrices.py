@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.lora.computed import stack_conversion, stacked_factors
+from hf_moe_ep.lora.computed import iterate_stacked_factors, stack_conversion
 from hf_moe_ep.lora.factors import is_stacked
 from hf_moe_ep.plan import ModelPlan, matches, name_in_layer
 from hf_moe_ep.state import patched_state
@@ -185,7 +185,7 @@ def find_requested_layout(model: nn.Module, parameter: nn.Parameter) -> MatrixLa
     """
     if parameter.ndim == 4:
         return None
-    for factor in stacked_factors(unwrap(model)):
+    for factor in iterate_stacked_factors(unwrap(model)):
         if factor.parameter is parameter:
             stack = None if is_stacked(parameter) else stack_conversion(factor)
             return MatrixLayout(stacked=True, stack=stack)

@@ -1,9 +1,9 @@
 """Cut a model into pipeline stages: choose the layers of each stage, and remove all others.
 
-    layers_of_stages    the layers of each stage, from the config or divided evenly
-    stage_of_names      the stage that holds each parameter and each buffer
-    cut_model           replaces the parts of other stages by stand-ins (`stage.py`)
-    parts_of_stage      the `Parts` (`architectures.py`) of the modules that are left
+    assign_layers_to_stages  returns the layers of each stage, from the config or divided evenly
+    map_names_to_stages      returns the stage that holds each parameter and each buffer
+    cut_model                replaces the parts of other stages by stand-ins (`stage.py`)
+    select_parts_of_stage    returns the `Parts` (`architectures.py`) of the modules that are left
 
 Every stage gets consecutive layers. The first stage also holds the embedding, the last stage the
 final norm and the head. All other modules, such as rotary embeddings, have no parameters and stay
@@ -36,7 +36,7 @@ from hf_moe_ep.upstream.module_names import get_canonical_name, get_stock_name
 from hf_moe_ep.upstream.modules import get_own_children
 
 
-def layers_of_stages(num_layers: int, config: ParallelConfig) -> list[range]:
+def assign_layers_to_stages(num_layers: int, config: ParallelConfig) -> list[range]:
     """Return the indices of the layers of each stage.
 
     If the layers are divided evenly, the first stages get one layer more than the others, because
@@ -54,7 +54,7 @@ def layers_of_stages(num_layers: int, config: ParallelConfig) -> list[range]:
         )
     counts = config.pp_layers
     if counts is None:
-        counts = even_counts(num_layers, pp_size)
+        counts = divide_evenly(num_layers, pp_size)
     if len(counts) != pp_size or sum(counts) != num_layers:
         raise ValueError(
             f"pp_layers={counts} gives {sum(counts)} layers to {len(counts)} stages, but the model "
@@ -65,13 +65,15 @@ def layers_of_stages(num_layers: int, config: ParallelConfig) -> list[range]:
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
-def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
+def divide_evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Divide layers over stages; the first stages get one layer more than the others."""
     count, more = divmod(num_layers, num_stages)
     return tuple(count + (stage < more) for stage in range(num_stages))
 
 
-def stage_of_names(model: nn.Module, parts: Parts, stages: list[range]) -> dict[str, int | None]:
+def map_names_to_stages(
+    model: nn.Module, parts: Parts, stages: list[range]
+) -> dict[str, int | None]:
     """Return the stage that holds each parameter and buffer, by name; None if every stage holds it.
 
     A tied weight is listed under each of its names.
@@ -102,9 +104,9 @@ def _find_stage(name: str, prefixes: dict[str, int]) -> int | None:
     return None
 
 
-def parameters_outside(model: nn.Module, parts: Parts) -> list[str]:
+def list_parameters_outside(model: nn.Module, parts: Parts) -> list[str]:
     """Return the names of the parameters that belong to no layer, embedding, final norm or head."""
-    stages = stage_of_names(model, parts, [range(len(parts.layers))])
+    stages = map_names_to_stages(model, parts, [range(len(parts.layers))])
     parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
     return [name for name in parameters if stages[name] is None]
 
@@ -120,7 +122,7 @@ def cut_model(
     stock_names = {id(module): get_stock_name(name) for name, module in parts.root.named_modules()}
     stage.moe_names = tuple(stock_names[id(module)] for module in parts.experts.values())
     stage.has_adapters = any(map(wraps_for_adapters, model.modules()))
-    stage.tensors = _list_tensors(model, stage_of_names(model, parts, stages))
+    stage.tensors = _list_tensors(model, map_names_to_stages(model, parts, stages))
     if parts.tied and index in (0, size - 1):
         owner = parts.embedding if index == 0 else parts.head
         _record_tied_weight(model, stage, parts, owner)
@@ -207,7 +209,7 @@ class CheckOutput(Ours):
             )
 
 
-def parts_of_stage(parts: Parts, stage: Stage) -> Parts:
+def select_parts_of_stage(parts: Parts, stage: Stage) -> Parts:
     """Return the parts of the model that belong to this stage."""
     own_layers = tuple(parts.layers[index] for index in stage.layers)
     own = {id(module) for layer in own_layers for module in layer.modules()}

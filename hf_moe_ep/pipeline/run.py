@@ -53,7 +53,12 @@ from hf_moe_ep.pipeline.micro_batches import (
     count_targets,
     cut_batch,
 )
-from hf_moe_ep.pipeline.schedule import Operation, awaited_early, forwards_only, operations
+from hf_moe_ep.pipeline.schedule import (
+    Operation,
+    find_awaited_early,
+    list_forwards_only,
+    operations,
+)
 from hf_moe_ep.pipeline.stage import Stage
 from hf_moe_ep.pipeline.token_losses import (
     add_known_loss,
@@ -61,7 +66,7 @@ from hf_moe_ep.pipeline.token_losses import (
     join_outputs,
     make_output,
 )
-from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.ranks.collectives import all_gather
 from hf_moe_ep.ranks.mesh import Meshes, Stages
 from hf_moe_ep.ranks.neighbours import (
@@ -235,7 +240,7 @@ class Pipeline:
         )
         if mode != TRAINING:
             with torch.no_grad():
-                self._run(run, forwards_only(count), [True] * count, stock, stage)
+                self._run(run, list_forwards_only(count), [True] * count, stock, stage)
             self._end_routing(meshes)
             output = self._gather_output(run, mode, None)
             return refuse_backward(output, stage.size) if agreement.may_learn else output
@@ -247,7 +252,7 @@ class Pipeline:
         gradients = StepGradients(self.model.parameters())
         try:
             place = state.config.pp_schedule, stage.index, stage.size, count
-            self._run(run, operations(*place), awaited_early(*place), stock, stage)
+            self._run(run, operations(*place), find_awaited_early(*place), stock, stage)
             self._add_tied_gradients(stage)
         except BaseException:
             gradients.restore()
@@ -393,7 +398,7 @@ class Pipeline:
         other = stages.rank_in(stages.size - 1 if stage.is_first else 0)
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        grad = local_tensor(weight.grad)
+        grad = get_local_tensor(weight.grad)
         own = grad.to(meshes.device)
         what = "the gradients of the tied embedding"
         groups = (stages.forwards, stages.backwards)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hf_moe_ep.placement.assign import assign_slots, largest_load
+from hf_moe_ep.placement.assign import assign_slots, compute_largest_load
 from hf_moe_ep.placement.hub_order import guard_state_dicts
 from hf_moe_ep.placement.move import (
     ExpertTensors,
@@ -185,5 +185,5 @@ def _check_between_steps(model: nn.Module) -> None:
 
 def _is_uneven(load_E: list[int], slots_E: list[int], ranks: int, threshold: float) -> bool:
     local = len(load_E) // ranks
-    largest = largest_load(load_E, [slot // local for slot in slots_E], ranks)
+    largest = compute_largest_load(load_E, [slot // local for slot in slots_E], ranks)
     return largest * ranks > threshold * sum(load_E)

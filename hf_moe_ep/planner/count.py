@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.ops.operators import STEPS_INSIDE
-from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.upstream.dispatch_modes import OperatorMode, get_storage_id
 from hf_moe_ep.upstream.graph import list_tensors_in
 
@@ -117,7 +117,7 @@ class TensorMemory(OperatorMode):
 
     def record_of(self, tensor: Tensor) -> StorageRecord | None:
         """Return the record of a tensor's storage; None if the storage is not counted."""
-        entry = self._alive.get(get_storage_id(local_tensor(tensor).untyped_storage()))
+        entry = self._alive.get(get_storage_id(get_local_tensor(tensor).untyped_storage()))
         return None if entry is None else entry[0]
 
     def sum_at_peaks(self, kind_of: Callable[[StorageRecord], str]) -> dict[str, dict[str, int]]:
@@ -158,7 +158,7 @@ class TensorMemory(OperatorMode):
         self._allocate(storage, StorageRecord(storage.nbytes(), RESIZED, ()))
 
     def _record_tensor(self, tensor: Tensor, made_by: str, *, on_host: bool) -> None:
-        local = local_tensor(tensor)
+        local = get_local_tensor(tensor)
         storage = local.untyped_storage()
         if get_storage_id(storage) not in self._alive:
             self._allocate(

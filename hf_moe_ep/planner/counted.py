@@ -29,7 +29,7 @@ from torch import Tensor, is_tensor, nn
 from hf_moe_ep.planner.count import BEFORE, RESIZED, StorageRecord, TensorMemory, count_tensors
 from hf_moe_ep.planner.fused import Fusion
 from hf_moe_ep.planner.work import StepWork, WorkCounter
-from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.sharding.stages import find_parts_of_stage
 from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
@@ -230,14 +230,14 @@ class LocalOptimizer:
         self, name: str, parameters: Iterable[nn.Parameter], *, on_host: bool = False
     ) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
-        self._shards = [nn.Parameter(local_tensor(p.detach())) for p in self._parameters]
+        self._shards = [nn.Parameter(get_local_tensor(p.detach())) for p in self._parameters]
         self._inner = make_optimizer(name, self._shards, on_host=on_host)
         self.state = self._inner.state
 
     def step(self) -> None:
         """Update the parameters with the local shards of their gradients."""
         for parameter, shard in zip(self._parameters, self._shards, strict=True):
-            shard.grad = None if parameter.grad is None else local_tensor(parameter.grad)
+            shard.grad = None if parameter.grad is None else get_local_tensor(parameter.grad)
         self._inner.step()
 
     def zero_grad(self) -> None:

@@ -42,7 +42,7 @@ from hf_moe_ep.planner.choices import Choices
 from hf_moe_ep.planner.work import Operator, WorkCounter
 from hf_moe_ep.ranks import collectives
 from hf_moe_ep.sequence import context_calls, same_batch
-from hf_moe_ep.state import experts_modules
+from hf_moe_ep.state import iterate_experts_modules
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.dispatch_modes import (
     OperatorMode,
@@ -124,7 +124,7 @@ def draw_missing_ids(model: nn.Module, choices: Choices) -> None:
             return None
         return (x_TH, on_real_tensors(choices.draw, index, len(ids_TK)), *rest)
 
-    for _, module, layer in experts_modules(model):
+    for _, module, layer in iterate_experts_modules(model):
         module.register_forward_pre_hook(partial(draw, layer.index))
 
 

@@ -32,8 +32,8 @@ import torch
 
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.patch import patch
-from hf_moe_ep.pipeline.cut import layers_of_stages
-from hf_moe_ep.planner.config import meta_model
+from hf_moe_ep.pipeline.cut import assign_layers_to_stages
+from hf_moe_ep.planner.config import build_meta_model
 from hf_moe_ep.planner.counted import HELD, OPTIMIZER, TRANSIENT
 from hf_moe_ep.planner.extrapolate import describe_layers, keep_layers
 from hf_moe_ep.planner.hardware import Hardware
@@ -52,12 +52,12 @@ def make_stage_config(config: Any, parallel: ParallelConfig) -> Any:
             model with only its last layers.
     """
     text = text_config(config)
-    whole = meta_model(config, torch.bfloat16)
+    whole = build_meta_model(config, torch.bfloat16)
     descriptions = describe_layers(whole)
     patch(whole, parallel)
-    layers = max(map(len, layers_of_stages(text.num_hidden_layers, parallel)))
+    layers = max(map(len, assign_layers_to_stages(text.num_hidden_layers, parallel)))
     stage = keep_layers(config, layers, last=True)
-    if describe_layers(meta_model(stage, torch.bfloat16)) != descriptions[-layers:]:
+    if describe_layers(build_meta_model(stage, torch.bfloat16)) != descriptions[-layers:]:
         raise ValueError(
             f"plans cannot shorten the config of {text.model_type} to its last {layers} layers, as "
             f"a stage of pp_size={parallel.pp_size} has them; leave out --pp-size, or plan a "
@@ -94,7 +94,7 @@ def add_micro_batches(
 
 def _compute_embedding_share(config: Any) -> float:
     """Return the embedding's share of all parameters; 0 if the head has the same weight."""
-    model = meta_model(config, torch.bfloat16)
+    model = build_meta_model(config, torch.bfloat16)
     embedding, head = (
         {id(p) for p in module.parameters()} if module is not None else set()
         for module in (get_input_embedding(model), get_output_head(model))

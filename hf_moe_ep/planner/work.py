@@ -405,16 +405,18 @@ def _describe_operator(func: Any, args: tuple[Any, ...], flops: int, nbytes: int
     inputs = [x for x in list_tensors_in(args) if x.is_floating_point()]
     if not flops:
         dtypes = {x.dtype for x in inputs}
-        return Operator("memory", dtype_name(dtypes.pop()) if len(dtypes) == 1 else "", 0, nbytes)
+        return Operator(
+            "memory", get_dtype_name(dtypes.pop()) if len(dtypes) == 1 else "", 0, nbytes
+        )
     # The factors of a product are its narrowest inputs. Other inputs may be wider: the addend of
     # addmm, and the fp32 log-sum-exp that the backward of attention reads with its bf16 factors.
-    dtype = dtype_name(min((x.dtype for x in inputs), key=lambda dtype: dtype.itemsize))
+    dtype = get_dtype_name(min((x.dtype for x in inputs), key=lambda dtype: dtype.itemsize))
     if "attention" in get_operator_name(func):
         return Operator("attention", dtype, flops, nbytes)
     return Operator("grouped" if _is_called_by_experts() else "matmul", dtype, flops, nbytes)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def get_dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

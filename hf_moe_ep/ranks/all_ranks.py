@@ -181,7 +181,7 @@ def run_on_all(
     # the error of torch.distributed.checkpoint (DCP), is not an Exception.
     except (Exception, CheckpointException) as error:  # noqa: BLE001
         user_error = next((kind for kind in _USER_ERRORS if isinstance(error, kind)), None)
-        failure, cause = _Failure(one_line(error), user_error), error
+        failure, cause = _Failure(format_in_one_line(error), user_error), error
     explain = explain_timeout(what, group, ": ranks did not meet", goal="this point")
     try:
         with explain if failure is None else nullcontext():
@@ -371,17 +371,17 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def world_size_of_launch() -> int:
+def get_world_size_of_launch() -> int:
     """Return the number of ranks, also before torch.distributed is initialised."""
     return dist.get_world_size() if is_distributed() else get_launched_world_size()
 
 
-def rank_of_launch() -> int:
+def get_rank_of_launch() -> int:
     """Return the rank of this process, also before torch.distributed is initialised."""
     return dist.get_rank() if is_distributed() else get_launched_rank()
 
 
-def one_line(error: BaseException) -> str:
+def format_in_one_line(error: BaseException) -> str:
     """Return the class and the text of an error; an error of DCP has both for each rank.
 
     Only the text of a ValueError is returned.

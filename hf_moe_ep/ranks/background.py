@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_moe_ep.ranks.all_ranks import one_line, this_rank, world_size
+from hf_moe_ep.ranks.all_ranks import format_in_one_line, this_rank, world_size
 from hf_moe_ep.ranks.missing import explain_timeout
 from hf_moe_ep.upstream.gloo import one_worker_thread
 from hf_moe_ep.upstream.process_groups import get_default_timeout
@@ -49,7 +49,7 @@ class _SaveThread(threading.Thread):
             self._write(self._group)
         except BaseException as error:  # noqa: BLE001  SaveHandle.wait raises the error
             self.failure = error
-            text = one_line(error)
+            text = format_in_one_line(error)
             _logger.error("%s was not saved: %s (rank %d)", self.directory, text, self._rank)
         finally:
             self._write = None  # frees the copy of the model, to which `write` refers

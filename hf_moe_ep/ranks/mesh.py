@@ -494,7 +494,7 @@ def _create_node_mesh(
 
     Return None if a node has only one rank of an ep group, or if it has all of them.
     """
-    in_node, ep = ranks_in_node(ep_groups.tolist(), node_size), ep_groups.shape[1]
+    in_node, ep = count_ranks_in_node(ep_groups.tolist(), node_size), ep_groups.shape[1]
     if in_node in (1, ep):
         return None
     return DeviceMesh(
@@ -504,7 +504,7 @@ def _create_node_mesh(
     )
 
 
-def ranks_in_node(ep_groups: list[list[int]], node_size: int | None) -> int:
+def count_ranks_in_node(ep_groups: list[list[int]], node_size: int | None) -> int:
     """Return the number of ranks that each ep group has on each of its nodes.
 
     Raises:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hf_moe_ep.config import check_choice
 from hf_moe_ep.ranks.all_ranks import PATIENCE_OF_RANK_0, check_everyone_calls, world_size
 from hf_moe_ep.routing.counts import reset_counts, sum_counts
-from hf_moe_ep.state import ModelState, experts_modules, patched_state
+from hf_moe_ep.state import ModelState, iterate_experts_modules, patched_state
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.module_names import get_stock_name, unwrap
 
@@ -201,7 +201,7 @@ def _list_layer_names(model: nn.Module, state: ModelState) -> tuple[str, ...]:
     if state.stage is not None:
         return tuple(state.stage.moe_names)
     inner = without_adapters(unwrap(model))
-    names = {layer.index: get_stock_name(name) for name, _, layer in experts_modules(inner)}
+    names = {layer.index: get_stock_name(name) for name, _, layer in iterate_experts_modules(inner)}
     return tuple(name for _, name in sorted(names.items()))
 
 

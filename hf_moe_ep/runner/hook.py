@@ -130,13 +130,13 @@ def _patch(model: Any, this_load: Any) -> None:
     """Patch a model that has experts, and log on rank 0 what was done."""
     from hf_moe_ep.architectures import find_block
     from hf_moe_ep.derive import has_experts
-    from hf_moe_ep.ranks.all_ranks import rank_of_launch
+    from hf_moe_ep.ranks.all_ranks import get_rank_of_launch
     from hf_moe_ep.upstream.frameworks import describe_version_problem
 
     _show_log()
     name = type(model).__name__
     if not has_experts(model) and find_block(model) is None:
-        if rank_of_launch() == 0:
+        if get_rank_of_launch() == 0:
             _warn_once(f"warning: {name} has no experts, so it is not patched")
         return
     state = this_load.patch(model)
@@ -145,7 +145,7 @@ def _patch(model: Any, this_load: Any) -> None:
         how = f"; sharding will read its layers from {this_load.unread.folder}"
     elif this_load.why_stock:
         how = f"; every process has read the whole model: {this_load.why_stock}"
-    if rank_of_launch() == 0:
+    if get_rank_of_launch() == 0:
         if problem := describe_version_problem():
             _warn_once(f"warning: {problem}")
         _logger.info(

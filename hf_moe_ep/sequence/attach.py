@@ -179,12 +179,12 @@ def takes_zigzag_order(parts: Parts) -> bool:
     consecutive tokens. All layers have the same order: in a model with both sliding windows and
     full attention, a second order would need an exchange of all tokens between the layers.
     """
-    if MixerSplit.QUERIES in mixers_by_split(parts):
+    if MixerSplit.QUERIES in group_mixers_by_split(parts):
         return False
     return any(getattr(module, "is_causal", True) for module in find_split_attention(parts))
 
 
-def mixers_by_split(parts: Parts) -> dict[MixerSplit, tuple[tuple[str, str], ...]]:
+def group_mixers_by_split(parts: Parts) -> dict[MixerSplit, tuple[tuple[str, str], ...]]:
     """Return (pattern of the names, class) of all mixers, grouped by how they are divided."""
     names: dict[MixerSplit, set[tuple[str, str]]] = {split: set() for split in MixerSplit}
     for mixers in parts.mixers:
@@ -205,7 +205,7 @@ def _find_split(module: nn.Module, parts: Parts) -> MixerSplit:
 
 def attach(parts: Parts, state: ModelState) -> None:
     """Register the hooks, the loss and the attention function that the module docstring lists."""
-    splits = mixers_by_split(parts)
+    splits = group_mixers_by_split(parts)
     layer_slices = [LayerSlice() for _ in parts.layers]
     for layer_slice, mixers in zip(layer_slices, parts.mixers, strict=True):
         for name, module in mixers.items():

@@ -31,10 +31,10 @@ from torch.nn import functional
 
 from hf_moe_ep.sequence.mixer_arguments import describes_packing
 from hf_moe_ep.sequence.mixers import LayerSlice
-from hf_moe_ep.sequence.packed_rows import check_packed_flash, find_documents, text_positions
+from hf_moe_ep.sequence.packed_rows import check_packed_flash, find_documents, find_text_positions
 from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
 from hf_moe_ep.sequence.slice_arguments import LayerArguments
-from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices, zigzag_order
+from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, make_zigzag_order, sum_slices
 from hf_moe_ep.state import ModelState, OfModel, Ours, StateHook
 from hf_moe_ep.upstream.attention_interface import model_uses_flash_attention
 from hf_moe_ep.upstream.frameworks import how_to_keep_all_logits
@@ -124,7 +124,7 @@ class SplitSequence(Ours):
                 f"{self.state.config.sequence_sizes} needs; turn it off: liger_kernel_config="
                 f"{{'fused_linear_cross_entropy': False}}"
             )
-        order = zigzag_order(meshes.cp_size, meshes.sp_size) if self.zigzag else None
+        order = make_zigzag_order(meshes.cp_size, meshes.sp_size) if self.zigzag else None
         rank, size = meshes.sequence.get_local_rank(), meshes.ranks_per_batch
         part = Slice(group, rank, size, length=tokens.shape[1], order=order)
         part.divide(meshes.sp, meshes.cp)
@@ -436,7 +436,7 @@ def _choose_mask(positions: Tensor | None, mask: Any) -> Any:
     mask, transformers would ignore the positions, and the documents would silently attend to each
     other (masking_utils.py, _preprocess_mask_arguments).
     """
-    text = None if positions is None else text_positions(positions)
+    text = None if positions is None else find_text_positions(positions)
     if text is None or not isinstance(mask, Tensor) or mask.ndim != 2:
         return mask
     both_visible = (mask[:, 1:] * mask[:, :-1]).bool()
@@ -461,7 +461,7 @@ def _check_axes(given: dict[str, Any], *, separates: bool) -> None:
     hook has to separate documents.
     """
     positions, mask = given.get("position_ids"), given.get("attention_mask")
-    if positions is None or text_positions(positions) is not None:
+    if positions is None or find_text_positions(positions) is not None:
         return
     visible = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
     if (describes_packing(given) or mask is not visible) and not separates:

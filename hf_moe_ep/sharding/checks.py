@@ -19,7 +19,7 @@ from hf_moe_ep.config import ParallelConfig, get_launched_local_rank, get_launch
 from hf_moe_ep.ranks.all_ranks import differing, is_first, run_on_all, this_rank
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.values import ParameterEntries
-from hf_moe_ep.state import ModelState, experts_modules
+from hf_moe_ep.state import ModelState, iterate_experts_modules
 from hf_moe_ep.upstream.adapters import layer_replication
 from hf_moe_ep.upstream.models import is_quantized, list_model_config_fields, list_packed_parameters
 from hf_moe_ep.upstream.module_names import get_canonical_name
@@ -81,7 +81,7 @@ def check_experts_split(experts: nn.Module, entries: ParameterEntries) -> None:
 
     Every rank would then compute its own experts with the rows of the first experts.
     """
-    for _, module, layer in experts_modules(experts):
+    for _, module, layer in iterate_experts_modules(experts):
         if layer.compute is None:
             continue
         for name in (name + end for name in layer.compute.parameters for end in ("", "_bias")):
@@ -99,7 +99,7 @@ def check_experts_split(experts: nn.Module, entries: ParameterEntries) -> None:
 def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions) -> None:
     """Raise on every rank if models, configs or precisions differ, or if rank 0 has no weights."""
     layers = sorted(
-        (layer.index, get_canonical_name(name)) for name, _, layer in experts_modules(model)
+        (layer.index, get_canonical_name(name)) for name, _, layer in iterate_experts_modules(model)
     )
     shapes = [
         (

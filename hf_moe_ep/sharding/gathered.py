@@ -48,7 +48,7 @@ from torch.distributed.fsdp import FSDPModule
 from hf_moe_ep.moe.forwards import KeepForwards
 from hf_moe_ep.moe.layer import ForwardGuard
 from hf_moe_ep.sharding.checks import RefuseUnfrozen
-from hf_moe_ep.sharding.units import reshard, units_in
+from hf_moe_ep.sharding.units import list_units_in, reshard
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.graph import list_tensors_in
@@ -72,7 +72,7 @@ def check_backward_has_ended(model: Any) -> None:
 
     The model must run neither a forward nor a backward.
     """
-    if not any(map(backward_has_begun, units_in(model))):
+    if not any(map(backward_has_begun, list_units_in(model))):
         return
     reshard(model)
     with_grads = [name for name, p in model.named_parameters() if p.grad is not None]
@@ -103,7 +103,7 @@ class GatheredUnits:
         self.may_be_gathered = False
         self.shows_shards = False
         self.generates = False
-        self._units = units_in(root)
+        self._units = list_units_in(root)
 
     def attach(self) -> None:
         """Register the hooks on the root, and replace `named_modules` and `generate`."""

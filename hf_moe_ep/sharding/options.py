@@ -58,7 +58,7 @@ class ShardOptions:
         return kwargs
 
 
-def default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
+def choose_default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
     """Return (mixed precision, fp32_masters) for a training loop without Accelerate.
 
     A bf16 or fp16 model computes in that dtype, with fp32 master weights and fp32 gradient
@@ -73,7 +73,7 @@ def default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
     return MixedPrecisionPolicy(param_dtype=half_dtypes[0], reduce_dtype=torch.float32), True
 
 
-def kept_whole(model: nn.Module) -> frozenset[nn.Parameter]:
+def list_kept_whole(model: nn.Module) -> frozenset[nn.Parameter]:
     """Return the 4-bit weights that every rank keeps whole.
 
     These weights are stored as bytes, which some torch versions cannot shard.
@@ -82,7 +82,7 @@ def kept_whole(model: nn.Module) -> frozenset[nn.Parameter]:
     return frozenset(p for p in packed if not p.requires_grad and not p.is_floating_point())
 
 
-def grad_divisors(
+def choose_grad_divisors(
     dtype: torch.dtype, reduce_dtype: torch.dtype, *, ep_size: int, world_size: int
 ) -> tuple[int, int]:
     """Return (before, after), two divisors of the experts' gradients. Their product is world_size.
@@ -112,7 +112,7 @@ def grad_divisors(
     return before, world_size // before
 
 
-def default_device() -> torch.device:
+def choose_default_device() -> torch.device:
     """Return the device of the default process group: this rank's GPU with NCCL, else the CPU.
 
     Raises:

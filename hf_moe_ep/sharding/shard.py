@@ -24,10 +24,10 @@ are described in `ranks/mesh.py`.
     correction biases    not sharded; in the dtype in   none
                          which they were loaded
 
-"Our backward" is the backward of `run_experts`. `grad_divisors` (`options.py`) returns its divisor.
-With fp16 this divisor may be smaller than the world size; the sum is then divided by the remaining
-factor. Stock's experts code (experts_backend="eager") does not divide in backward, so FSDP2
-averages the gradients.
+"Our backward" is the backward of `run_experts`. `choose_grad_divisors` (`options.py`) returns its
+divisor. With fp16 this divisor may be smaller than the world size; the sum is then divided by the
+remaining factor. Stock's experts code (experts_backend="eager") does not divide in backward, so
+FSDP2 averages the gradients.
 
 If ep_size * etp_size is the number of ranks, each rank holds its experts whole, and their weights
 are not part of a unit. `whole_experts.py` lists the exceptions.
@@ -114,8 +114,8 @@ from hf_moe_ep.sharding.units import (
     allow_reentrant_checkpoints,
     gather_for_caches,
     keep_last_layer,
+    list_units,
     set_prefetch,
-    units_of,
 )
 from hf_moe_ep.sharding.values import (
     ParameterEntries,
@@ -182,7 +182,7 @@ def shard_units(
     """Shard a patched model in place over `meshes`. Nothing is checked that needs other ranks."""
     keep_forwards(state)
     parts = find_parts_of_stage(model, state)
-    units = units_of(parts)
+    units = list_units(parts)
     received = {} if state.stage is None else state.stage.values
     check_frozen(model, units.all_experts)
     entries = find_entries(model, units.all_experts, state.plan, options)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from hf_moe_ep.architectures import Parts, find_parts
 from hf_moe_ep.pipeline.cut import (
+    assign_layers_to_stages,
     cut_model,
-    layers_of_stages,
-    parameters_outside,
-    parts_of_stage,
-    stage_of_names,
+    list_parameters_outside,
+    map_names_to_stages,
+    select_parts_of_stage,
 )
 from hf_moe_ep.pipeline.run import Pipeline
 from hf_moe_ep.ranks.mesh import Meshes
@@ -49,15 +49,15 @@ def cut_into_stages(
             f"loss, so gradients in fp16 would become zero; train in bf16"
         )
     parts = find_parts(model, state.plan)
-    outside = parameters_outside(model, parts)
+    outside = list_parameters_outside(model, parts)
     if outside:
         raise ValueError(
             f"pp_size={stages.size} places adapters with the layers that they adapt, but "
             f"{outside[0]} belongs to no layer, embedding, final norm or head, as with prompts and "
             f"with adapters that share a bank of vectors; train a LoraConfig, or leave pp_size at 1"
         )
-    layers = layers_of_stages(len(parts.layers), state.config)
-    values = _send_values(model, stage_of_names(model, parts, layers), options, meshes)
+    layers = assign_layers_to_stages(len(parts.layers), state.config)
+    values = _send_values(model, map_names_to_stages(model, parts, layers), options, meshes)
     routed = _describe_routing(parts, state)
     stage = cut_model(model, parts, state, stages.index, layers)
     stage.routed = routed
@@ -81,7 +81,7 @@ def _describe_routing(parts: Parts, state: ModelState) -> RoutedLayers | str:
 def find_parts_of_stage(model: nn.Module, state: ModelState) -> Parts:
     """Return the parts of a model, or with pipeline stages the parts of this rank's stage."""
     parts = find_parts(model, state.plan, complete=state.stage is None)
-    return parts if state.stage is None else parts_of_stage(parts, state.stage)
+    return parts if state.stage is None else select_parts_of_stage(parts, state.stage)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.config import is_launched_with_fsdp, launch_environment
+from hf_moe_ep.config import is_launched_with_fsdp, read_launch_environment
 from hf_moe_ep.upstream.replaced_forwards import iterate_forward_functions
 from hf_moe_ep.upstream.wrap import find_owner
 
@@ -36,7 +36,7 @@ def accelerate_is_in_use() -> bool:
     that is the package accelerate or the class Accelerator. The import of accelerate alone is not
     a sign, because transformers imports accelerate.
     """
-    launched = is_launched_with_fsdp() or "ACCELERATE_MIXED_PRECISION" in launch_environment()
+    launched = is_launched_with_fsdp() or "ACCELERATE_MIXED_PRECISION" in read_launch_environment()
     if launched or PartialState._shared_state:
         return True
     if "Accelerator" not in vars(accelerate):

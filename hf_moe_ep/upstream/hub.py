@@ -30,7 +30,7 @@ from torch import nn
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
-from hf_moe_ep.config import ParallelConfig, suggestion
+from hf_moe_ep.config import ParallelConfig, suggest_name
 from hf_moe_ep.plan import MTP_HEAD
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.conversion import map_to_model_names
@@ -234,7 +234,7 @@ def build_empty_model(
     if unknown := sorted(options.keys() & unused.keys()):
         settings = [field.name for field in fields(ParallelConfig)]
         raise ValueError(
-            f"unknown option {unknown[0]}{suggestion(unknown[0], settings)}: it is neither an "
+            f"unknown option {unknown[0]}{suggest_name(unknown[0], settings)}: it is neither an "
             f"option of from_pretrained nor a field of {type(config).__name__}"
             f"{_ONLY_IN_STOCK.get(unknown[0], '')}"
         )

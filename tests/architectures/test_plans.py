@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from hf_moe_ep import patch
 from hf_moe_ep.architectures import Parts, read_differences
-from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, hub_layout
+from hf_moe_ep.checkpoints.hub.layout import find_hub_layout, list_distinct_tensors
 from hf_moe_ep.plan import ModelPlan
 
 # The columns of the table ("-" is none):
@@ -374,8 +374,8 @@ def test_the_derived_plan_equals_the_table(model_type: str) -> None:
 
 def _describe_storage(model: Any, plan: ModelPlan) -> str:
     """Describe in the words of STORED how the first layer's experts are stored."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in distinct_tensors(model).items()}
-    layout = hub_layout(model, plan, shapes)
+    shapes = {name: tuple(tensor.shape) for name, tensor in list_distinct_tensors(model).items()}
+    layout = find_hub_layout(model, plan, shapes)
     ending = f"experts.{plan.expert_weights[0]}"
     pieces_of_stack = [pieces for name, pieces in layout.items() if name.endswith(ending)]
     if not pieces_of_stack:

@@ -24,7 +24,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from hf_moe_ep import apply_ep_fsdp2, from_pretrained, patch, save_pretrained
 from hf_moe_ep.checkpoints.hub.fp8 import Fp8Tensor, join_scales
-from hf_moe_ep.checkpoints.hub.read import find_weights, model_from_config
+from hf_moe_ep.checkpoints.hub.read import build_model_from_config, find_weights
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader, read_index
 from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.ranks.boxes import Box
@@ -290,7 +290,7 @@ def test_an_incomplete_checkpoint_is_refused(
     state = load_file(tmp_path / "model.safetensors")
     damage(state, tmp_path)
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    model, plan = model_from_config(tmp_path)
+    model, plan = build_model_from_config(tmp_path)
     with pytest.raises(ValueError, match=words):
         find_weights(model, tmp_path, plan, [name for name, _ in model.named_parameters()])
 

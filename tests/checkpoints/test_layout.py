@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from hf_moe_ep.checkpoints.hub.layout import PADDING, distinct_tensors, hub_layout
+from hf_moe_ep.checkpoints.hub.layout import PADDING, find_hub_layout, list_distinct_tensors
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
 from hf_moe_ep.checkpoints.hub.traced import Tracer, Untraceable
@@ -50,7 +50,7 @@ def _save_slab_by_slab(
 ) -> None:
     """Save an unpatched model as a sharded model is saved."""
     folder.mkdir()
-    tensors = {name: tensor.detach() for name, tensor in distinct_tensors(model).items()}
+    tensors = {name: tensor.detach() for name, tensor in list_distinct_tensors(model).items()}
     groups = group_tensors(
         model, plan, tensors, lambda _, tensor: tensor.dtype, lambda _, t: _cut_slabs(rows, t)
     )
@@ -110,7 +110,7 @@ def _derive_layout(
     stock_conversions = getattr(model, "_weight_conversions", None)
     model._weight_conversions = list(conversions)
     try:
-        layout = dict(hub_layout(model, PLAN, shapes))
+        layout = dict(find_hub_layout(model, PLAN, shapes))
     finally:
         model._weight_conversions = stock_conversions
     return layout if layout[PADDING] else {name: layout[name] for name in shapes}

@@ -17,7 +17,7 @@ from transformers import Qwen3MoeConfig, masking_utils
 
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
 from hf_moe_ep.sequence.mask_rows import MaskRows
-from hf_moe_ep.sequence.slices import Slice, zigzag_order
+from hf_moe_ep.sequence.slices import Slice, make_zigzag_order
 from hf_moe_ep.upstream.attention_interface import make_mask_config
 
 ROWS = 3
@@ -66,8 +66,8 @@ def _make_config(stock: str = "sdpa") -> Qwen3MoeConfig:
 
 
 def _make_slice(rank: int, cp: int, length: int) -> Slice:
-    part = Slice(None, rank, cp, length, order=zigzag_order(cp))
-    part.context = Slice(None, rank, cp, length, order=zigzag_order(cp))
+    part = Slice(None, rank, cp, length, order=make_zigzag_order(cp))
+    part.context = Slice(None, rank, cp, length, order=make_zigzag_order(cp))
     return part
 
 

@@ -42,7 +42,7 @@ from hf_moe_ep.sequence.partial_attention import (
     slice_block_mask,
 )
 from hf_moe_ep.sequence.ring import attend_by_ring
-from hf_moe_ep.sequence.slices import Slice, zigzag_order
+from hf_moe_ep.sequence.slices import Slice, make_zigzag_order
 
 ROWS, HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 2, 4, 2, 6, 5
 # The first tokens of the documents of a packed row.
@@ -99,7 +99,7 @@ def test_dropout_is_refused_as_in_stock() -> None:
     """Stock's function of FlexAttention also raises a ValueError, but the ring does not call it."""
     module = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flex_attention"))
     mask = create_block_mask(causal, 1, 1, 8, 8, device="cpu")
-    whole = Slice(cast(Any, None), 0, 2, 8, order=zigzag_order(2))
+    whole = Slice(cast(Any, None), 0, 2, 8, order=make_zigzag_order(2))
     query, key, value, _, _ = _make_inputs(4)
     with pytest.raises(ValueError, match=r"no dropout, and attention_dropout is 0.1; set config"):
         attend(flex_attention, module, query, key, value, mask, whole, dropout=0.1)
@@ -136,7 +136,7 @@ def _compute_dense(
 def ring_equals_dense(name: str, rank: int, world: int) -> None:
     kind = KINDS[name]
     query, key, value, grad, sinks = _make_inputs(kind.length)
-    order = zigzag_order(world) if kind.zigzag else None
+    order = make_zigzag_order(world) if kind.zigzag else None
     assert dist.group.WORLD is not None
     context = Slice(dist.group.WORLD, rank, world, kind.length, order=order)
     mask = create_block_mask(

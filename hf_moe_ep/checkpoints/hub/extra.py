@@ -33,8 +33,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.fp8 import list_fp8_keys
-from hf_moe_ep.checkpoints.hub.layout import hub_layout, list_names, list_possible_keys, list_shapes
-from hf_moe_ep.checkpoints.hub.pieces import whole_piece
+from hf_moe_ep.checkpoints.hub.layout import (
+    find_hub_layout,
+    list_names,
+    list_possible_keys,
+    list_shapes,
+)
+from hf_moe_ep.checkpoints.hub.pieces import make_whole_piece
 from hf_moe_ep.checkpoints.hub.write import TensorGroup
 from hf_moe_ep.checkpoints.storage.references import FileReferences
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
@@ -48,7 +53,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     read_weights,
 )
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.ranks.all_ranks import StillHere, is_first, rank_of_launch
+from hf_moe_ep.ranks.all_ranks import StillHere, get_rank_of_launch, is_first
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import (
@@ -112,7 +117,7 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
         ValueError: two files of the checkpoint have an extra tensor of the same key.
     """
     stock = without_adapters(model)
-    if rank_of_launch() != 0:
+    if get_rank_of_launch() != 0:
         return None
     # A base model saves other keys than the checkpoint of a model with a head has, and a quantised
     # model is not saved.
@@ -139,7 +144,9 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     )
     if not candidates:
         return None
-    keys = list_possible_keys(hub_layout(model, plan, list_shapes(model)), get_base_prefix(stock))
+    keys = list_possible_keys(
+        find_hub_layout(model, plan, list_shapes(model)), get_base_prefix(stock)
+    )
     candidates -= {part for key in keys for part in list_fp8_keys(key)}
     extra = {key: t for key, t in tensors.items() if key in candidates}
     _check_stored_once(extra, _get_loaded_files(stock))
@@ -374,7 +381,7 @@ def copy_groups(
     in_order = sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start))
     return [
         TensorGroup(
-            [([whole_piece(key, tensor.shape)], tuple)],
+            [([make_whole_piece(key, tensor.shape)], tuple)],
             tensor.dtype,
             source=tensor,
             sha256=(known or {}).get(key),

@@ -16,11 +16,11 @@ rank. For a stacked weight on a mesh (ep_fsdp 2, ep 2), with ranks [[0, 1], [2, 
 
 An all-gather would need memory for the whole tensor on every rank, and with gloo for two copies.
 
-`slabs_for_all` sends a tensor to all ranks, one slab after the other. The owner of rows broadcasts
-them along the first axis; then every rank that has the rows broadcasts them along the next axis. In
-the table above, the second shard is sent from rank 2 to 0, then from 2 to 3 and from 0 to 1. Each
-rank receives each byte once. The owner changes its values, for example by a cast, before it sends
-them.
+`iterate_slabs_for_all` sends a tensor to all ranks, one slab after the other. The owner of rows
+broadcasts them along the first axis; then every rank that has the rows broadcasts them along the
+next axis. In the table above, the second shard is sent from rank 2 to 0, then from 2 to 3 and from
+0 to 1. Each rank receives each byte once. The owner changes its values, for example by a cast,
+before it sends them.
 
 `gather_changed` and `gather_tensor` use all-gathers and return a whole tensor on every rank.
 `gather_state_dict` calls `gather_tensor` for one tensor after the other, and rank 0 keeps them.
@@ -37,20 +37,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from hf_moe_ep.etp import in_stock_shapes
+from hf_moe_ep.etp import restore_stock_shapes
 from hf_moe_ep.lora.factors import pack_factors
-from hf_moe_ep.moe.stacked import as_stock
+from hf_moe_ep.moe.stacked import replace_by_stock
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import is_first, run_on_first, this_rank
 from hf_moe_ep.ranks.boxes import (
     Box,
-    box_at,
-    box_sizes,
-    local_box,
+    get_box_at,
+    get_box_sizes,
+    get_local_box,
+    make_whole_box,
     overlap,
     slices,
     whole,
-    whole_box,
 )
 from hf_moe_ep.ranks.mesh import Stages
 from hf_moe_ep.state import ModelState, find_state
@@ -95,7 +95,7 @@ def _gather_named(
         gathered = gather_tensor(state_dict[name])
         if keep:
             full[get_canonical_name(name)] = gathered.detach().cpu()
-    return as_stock(model, pack_factors(model, in_stock_shapes(model, full)))
+    return replace_by_stock(model, pack_factors(model, restore_stock_shapes(model, full)))
 
 
 def _gather_stages(
@@ -185,7 +185,7 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
             slab = part.cpu()
         elif part is not None:
             if slab is None:
-                slab = torch.empty(box_sizes(rows), dtype=part.dtype)
+                slab = torch.empty(get_box_sizes(rows), dtype=part.dtype)
             slab[slices(box, rows)].copy_(part)
         del part
         if all(stop == end for (_, stop), (_, end) in zip(box, rows, strict=True)):
@@ -212,7 +212,7 @@ def _gather_shards(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
             if owner[axis] == 0 or not takes_part:
                 continue
             if part is None:
-                part = torch.empty(box_sizes(box), dtype=local.dtype, device=local.device)
+                part = torch.empty(get_box_sizes(box), dtype=local.dtype, device=local.device)
             dist.broadcast(part, src=source, group=mesh.get_group(axis))
         yield box, part if _is_first_of(tensor) else None
         del part
@@ -224,7 +224,7 @@ def _is_first_of(tensor: DTensor) -> bool:
 
 
 @torch.no_grad()
-def slabs_for_all(
+def iterate_slabs_for_all(
     tensor: Tensor,
     dtype: torch.dtype,
     change: Change,
@@ -260,12 +260,12 @@ def slabs_for_all(
 
 
 def list_slabs(tensor: Tensor, dtype: torch.dtype, max_bytes: int) -> list[Box]:
-    """List the boxes of the slabs into which `slabs_for_all` divides a parameter, in order."""
+    """List, in order, the boxes of the slabs into which `iterate_slabs_for_all` cuts a tensor."""
     num_bytes = tensor.numel() * dtype.itemsize
     if num_bytes <= max_bytes or tensor.ndim == 0:
-        return [whole_box(tensor.shape)]
+        return [make_whole_box(tensor.shape)]
     step = max(1, max_bytes // (num_bytes // len(tensor)))
-    inner = whole_box(tensor.shape[1:])
+    inner = make_whole_box(tensor.shape[1:])
     ends = ((start, min(start + step, len(tensor))) for start in range(0, len(tensor), step))
     return [(rows, *inner) for rows in ends]
 
@@ -273,9 +273,9 @@ def list_slabs(tensor: Tensor, dtype: torch.dtype, max_bytes: int) -> list[Box]:
 def gather_changed(tensor: Tensor, change: Change) -> Tensor:
     """Change each rank's shard and gather the results on the compute device of every rank."""
     if not isinstance(tensor, DTensor):
-        return change(local_box(tensor), tensor.detach())
+        return change(get_local_box(tensor), tensor.detach())
     mesh = tensor.device_mesh
-    local = change(local_box(tensor), tensor.to_local().detach().to(mesh.device_type))
+    local = change(get_local_box(tensor), tensor.to_local().detach().to(mesh.device_type))
     changed = DTensor.from_local(
         local,
         mesh,
@@ -291,8 +291,8 @@ def _send_rows(tensor: DTensor, rows: Box, dtype: torch.dtype, change: Change) -
     """Send the box `rows` of a parameter to every rank; each owner sends its part."""
     mesh = tensor.device_mesh
     coordinate = tuple(mesh.get_coordinate() or ())
-    shard_box, shard = local_box(tensor), tensor.to_local().detach()
-    slab = torch.empty(box_sizes(rows), dtype=dtype, device=mesh.device_type)
+    shard_box, shard = get_local_box(tensor), tensor.to_local().detach()
+    slab = torch.empty(get_box_sizes(rows), dtype=dtype, device=mesh.device_type)
     for owner, box in _list_shards(tensor, coordinate):
         part = overlap(box, rows)
         if part is None:
@@ -334,7 +334,7 @@ def _list_shards(tensor: DTensor, replica: tuple[int, ...]) -> list[tuple[tuple[
     ranges = [
         range(mesh.size(axis)) if axis in sharded else (replica[axis],) for axis in range(mesh.ndim)
     ]
-    boxes = [(owner, box_at(tensor, owner)) for owner in product(*ranges)]
+    boxes = [(owner, get_box_at(tensor, owner)) for owner in product(*ranges)]
     not_empty = [item for item in boxes if all(start < stop for start, stop in item[1])]
     return sorted(not_empty, key=lambda item: item[1])
 

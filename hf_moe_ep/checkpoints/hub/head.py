@@ -30,7 +30,7 @@ from hf_moe_ep.mtp.build import (
 )
 from hf_moe_ep.mtp_head import MtpHead, find_head
 from hf_moe_ep.plan import MTP_HEAD, ModelPlan
-from hf_moe_ep.ranks.boxes import whole_box
+from hf_moe_ep.ranks.boxes import make_whole_box
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import initialise
 from hf_moe_ep.upstream.modules import (
@@ -156,5 +156,5 @@ def _read_head(
                 source = stored.get(f"{path}.{name}")
                 if tensor is not None and source is not None:
                     values = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    source.read_into(values, whole_box(tensor.shape), reader)
+                    source.read_into(values, make_whole_box(tensor.shape), reader)
                     tensor.copy_(values)

@@ -28,8 +28,8 @@ from hf_moe_ep.checkpoints.hub.fp8 import (
 from hf_moe_ep.checkpoints.hub.layout import (
     Layout,
     find_copies,
+    find_hub_layout,
     find_pieces,
-    hub_layout,
     list_names,
     list_possible_keys,
     list_shapes,
@@ -41,14 +41,14 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     FileTensor,
     Reader,
     fingerprint,
+    have_same_values,
     read_index,
-    same_values,
 )
-from hf_moe_ep.etp import split_dims_by_id, stock_parts
+from hf_moe_ep.etp import list_stock_parts, split_dims_by_id
 from hf_moe_ep.moe.stacked import stack_experts
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.all_ranks import differing, gather, is_first, run_on_all
-from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.conversion import find_other_names
@@ -69,7 +69,7 @@ from hf_moe_ep.upstream.modules import allocate_meta
 _logger = logging.getLogger("hf_moe_ep")
 
 
-def model_from_config(
+def build_model_from_config(
     folder: Path,
     find_dtype: Callable[[], torch.dtype] = torch.get_default_dtype,
     *,
@@ -169,7 +169,7 @@ def match_checkpoint(
             shape.
     """
     file_tensors = read_index(directory) if file_tensors is None else file_tensors
-    layout = hub_layout(model, plan, list_shapes(model), copies=False)
+    layout = find_hub_layout(model, plan, list_shapes(model), copies=False)
     tensors: Mapping[str, FileTensor]
     key_in_file: dict[str, str] = {}
     try:
@@ -364,7 +364,7 @@ def _check_tied(tensors: Mapping[str, FileTensor]) -> None:
     """On rank 0, raise ValueError if tied tensors differ, because only the first one is read."""
     first, *others = tensors or [""]
     for other in others if is_first() else ():
-        if not same_values(tensors[first], tensors[other]):
+        if not have_same_values(tensors[first], tensors[other]):
             raise ValueError(
                 f"{first} and {other} have different values, but the config ties them to one "
                 f"weight; load the model with tie_word_embeddings=False, or correct config.json"
@@ -403,7 +403,9 @@ def load_weights(
     quantised = find_quantised_shards(model)
     compute_device = patched_state(model).device if quantised else device
     sizes = {
-        name: quantised[name].num_bytes if name in quantised else local_tensor(targets[name]).nbytes
+        name: quantised[name].num_bytes
+        if name in quantised
+        else get_local_tensor(targets[name]).nbytes
         for name in weights
     }
 
@@ -417,7 +419,7 @@ def load_weights(
                     quantised[name].read(stored, reader, compute_device)
                 else:
                     tensor = targets[name]
-                    for box, part in stock_parts(tensor, split_dims.get(id(tensor))):
+                    for box, part in list_stock_parts(tensor, split_dims.get(id(tensor))):
                         stored.read_into(part, box, reader)
                 progress.update(sizes[name])
 

@@ -23,19 +23,19 @@ from torch import Tensor, nn
 from hf_moe_ep.checkpoints.hub.configs import prepare_configs, publish, stage_files
 from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, follow_copies, known_digests
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
-from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
+from hf_moe_ep.checkpoints.hub.layout import list_distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.stages import (
     assign_groups,
     check_folder_is_shared,
-    files_of_stage,
     is_writer,
-    tensors_of_model,
+    list_files_of_stage,
+    list_tensors_of_model,
 )
 from hf_moe_ep.checkpoints.hub.write import (
     TensorGroup,
     choose_dtypes,
     choose_file_names,
-    first_dtype,
+    get_first_dtype,
     group_tensors,
     parse_size,
     split_files,
@@ -43,7 +43,7 @@ from hf_moe_ep.checkpoints.hub.write import (
 )
 from hf_moe_ep.checkpoints.storage.atomic import check_is_not_a_file
 from hf_moe_ep.checkpoints.storage.switch import switch_files
-from hf_moe_ep.etp import slabs_in_stock_shape, split_dims_by_id
+from hf_moe_ep.etp import convert_slabs_to_stock, split_dims_by_id
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import (
     check_alike,
@@ -143,13 +143,13 @@ def _save_weights(
     processors: Sequence[Any],
     extra_tensors: bool,
 ) -> None:
-    tensors, split_dims = tensors_of_model(model, state), split_dims_by_id(model)
+    tensors, split_dims = list_tensors_of_model(model, state), split_dims_by_id(model)
     groups = group_tensors(
         model,
         state.plan,
         tensors,
         choose_dtypes(model, dtype, state.dtypes),
-        lambda name, tensor: slabs_in_stock_shape(slabs_of(tensor), split_dims.get(id(tensor))),
+        lambda name, tensor: convert_slabs_to_stock(slabs_of(tensor), split_dims.get(id(tensor))),
     )
     groups = assign_groups(groups, state)
     files, what = split_files(groups, max_shard_size), f"saving to {folder}"
@@ -160,11 +160,11 @@ def _save_weights(
         extra_files.extend(_list_extra_files(state, groups, max_shard_size, extra_tensors))
         check_is_not_a_file(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        configs = prepare_configs(model, folder, first_dtype(groups), processors)
+        configs = prepare_configs(model, folder, get_first_dtype(groups), processors)
         return configs, choose_file_names(len(files) + len(extra_files))
 
     configs, names = run_on_first(what, prepare)
-    own_files = files_of_stage(files, len(names), state)
+    own_files = list_files_of_stage(files, len(names), state)
     files.extend(extra_files)
     # Every rank takes part in each file, but only rank 0 lists, reads and writes extra tensors. On
     # other ranks these files are empty.
@@ -215,7 +215,7 @@ def save_state_dict(
     state = find_state(model)
     assert state is not None
     refuse_quantised_experts(model, "save_pretrained")
-    folder, names = Path(directory), distinct_tensors(model).keys()
+    folder, names = Path(directory), list_distinct_tensors(model).keys()
     by_name = {get_canonical_name(name): tensor for name, tensor in state_dict.items()}
     with_tied = {get_canonical_name(name) for name in model.state_dict(keep_vars=True)}
     problems = [
@@ -240,7 +240,7 @@ def save_state_dict(
     files += _list_extra_files(state, groups, max_bytes, extra_tensors)
     check_is_not_a_file(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    configs = prepare_configs(model, folder, first_dtype(groups), ())
+    configs = prepare_configs(model, folder, get_first_dtype(groups), ())
     follow_copies(state, folder, write_checkpoint(folder, files, configs=configs))
 
 

@@ -43,7 +43,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
 )
 from hf_moe_ep.config import get_launched_local_rank
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.ranks.boxes import local_tensor, whole_box
+from hf_moe_ep.ranks.boxes import get_local_tensor, make_whole_box
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.shard import build_meshes_and_cut_stages, shard_model
 from hf_moe_ep.state import ModelState, find_state
@@ -126,7 +126,7 @@ def finish_loading(model: nn.Module, unread: Unread) -> Unread:
                 if buffer is None or not buffer.is_meta or full_name not in unread.buffers:
                     continue
                 values = torch.empty(buffer.shape, dtype=buffer.dtype)
-                unread.buffers[full_name].read_into(values, whole_box(buffer.shape), reader)
+                unread.buffers[full_name].read_into(values, make_whole_box(buffer.shape), reader)
                 get_own_buffers(module)[name] = values
     parameters = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
     stored = {
@@ -194,7 +194,7 @@ def read_whole(model: nn.Module) -> None:
         for name, parameter in _find_unread_parameters(model, unread).items():
             stored = unread.stored[checkpoint_name(name)]
             values = torch.empty(parameter.shape, dtype=stored.dtype)
-            stored.read_into(values, whole_box(parameter.shape), reader)
+            stored.read_into(values, make_whole_box(parameter.shape), reader)
             _replace(model, parameter, values.to(parameter.dtype))
     state.unread = None
 
@@ -234,7 +234,7 @@ def _round_to_loaded_dtype(model: nn.Module, stored: Mapping[str, StoredParamete
     parameters = dict(model.named_parameters())
     for name, parameter in stored.items():
         if name in parameters and parameters[name].is_floating_point():
-            values = local_tensor(parameters[name])
+            values = get_local_tensor(parameters[name])
             if values.dtype != parameter.dtype:
                 values.copy_(values.to(parameter.dtype))
 

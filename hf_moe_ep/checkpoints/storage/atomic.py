@@ -51,7 +51,7 @@ def check_folder_can_be_made(target: Path) -> None:
         )
 
 
-def partial_folder_prefix(target: Path) -> str:
+def get_partial_folder_prefix(target: Path) -> str:
     """Return the prefix of the temporary folders that `make_folder_atomically` makes."""
     return f".{target.name}.partial-"
 
@@ -64,7 +64,7 @@ def make_folder_atomically(target: Path) -> Iterator[Path]:
     """
     check_folder_can_be_made(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = target.with_name(f"{partial_folder_prefix(target)}{os.getpid()}")
+    folder = target.with_name(f"{get_partial_folder_prefix(target)}{os.getpid()}")
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed process with the same id
     folder.mkdir()
     try:

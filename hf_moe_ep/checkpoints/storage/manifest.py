@@ -42,7 +42,7 @@ from hf_moe_ep.checkpoints.storage.atomic import (
     sync_folder,
     write_atomically,
 )
-from hf_moe_ep.checkpoints.storage.order import Saved, newest_last
+from hf_moe_ep.checkpoints.storage.order import Saved, sort_newest_last
 from hf_moe_ep.ranks.all_ranks import (
     gather_on_first,
     run_on_all,
@@ -244,7 +244,7 @@ def list_complete(root: Path) -> tuple[list[Path], dict[Path, str]]:
         # OSError: no permission, a dead mount, or a folder that another process has just deleted
         except (ValueError, OSError) as error:
             reasons[folder] = str(error)
-    return newest_last(complete), reasons
+    return sort_newest_last(complete), reasons
 
 
 def check_is_shared(folder: Path) -> None:

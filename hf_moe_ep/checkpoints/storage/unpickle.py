@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from hf_moe_ep.ranks.all_ranks import one_line, run_on_first
+from hf_moe_ep.ranks.all_ranks import format_in_one_line, run_on_first
 from hf_moe_ep.upstream.checkpoint_files import file_of_item, metadata_path, put_value
 
 METADATA_FILE = ".metadata"
@@ -194,4 +194,4 @@ def loading_values(folder: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        raise RuntimeError(f"loading a checkpoint failed on {one_line(error)}") from error
+        raise RuntimeError(f"loading a checkpoint failed on {format_in_one_line(error)}") from error

@@ -140,12 +140,12 @@ def read_shards(
     If the checkpoint stores its shardings, the files of ranks that wrote none of these elements are
     not opened.
     """
-    ranks = ranks_needed(targets, saved)
+    ranks = find_ranks_needed(targets, saved)
     needed = [name for name in sorted(names) if ranks is None or writer_of(name) in ranks]
     read_parts((path / name for name in needed), targets)
 
 
-def ranks_needed(targets: Mapping[str, Parts], saved: StateFile) -> set[int] | None:
+def find_ranks_needed(targets: Mapping[str, Parts], saved: StateFile) -> set[int] | None:
     """Return the ranks that wrote the shards that this rank needs.
 
     The result is None for a checkpoint of an older version, which does not store the shardings.

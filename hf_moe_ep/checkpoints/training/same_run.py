@@ -15,10 +15,10 @@ from torch import nn
 from hf_moe_ep.checkpoints.training.state_file import OptimizerState, SavedTensor, StateFile
 from hf_moe_ep.checkpoints.training.tensors import (
     StateTensor,
-    base_names_of,
-    class_name_of,
-    model_state_tensors,
-    parameter_names,
+    get_class_name,
+    list_base_names,
+    list_parameter_names,
+    list_state_tensors,
 )
 from hf_moe_ep.state import find_state
 
@@ -37,7 +37,7 @@ def check_model(
 
     With `allow_missing`, the checkpoint may lack tensors of the model.
     """
-    state_tensors = model_state_tensors(model)
+    state_tensors = list_state_tensors(model)
     saved_tensors = {
         name.removeprefix(_MODEL_PREFIX): tensor
         for name, tensor in saved.tensors.items()
@@ -84,7 +84,7 @@ def check_optimizer(
     if saved is None:
         raise ValueError(f"{where} was saved without an optimizer; call with optimizer=None")
     _check_class(optimizer, saved, where)
-    names, _ = parameter_names(model, optimizer)
+    names, _ = list_parameter_names(model, optimizer)
     groups = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
     state = find_state(model)
     saved_groups = [set(group.names) for group in saved.groups]
@@ -110,10 +110,10 @@ def _check_class(optimizer: Any, saved: OptimizerState, where: str) -> None:
 
     The class must be the saved class, or a derived or a base class that has the same options.
     """
-    saved_kind, kind = saved.kind, class_name_of(optimizer)
+    saved_kind, kind = saved.kind, get_class_name(optimizer)
     if saved_kind in (None, kind):
         return
-    if saved_kind not in base_names_of(optimizer) and kind not in saved.bases:
+    if saved_kind not in list_base_names(optimizer) and kind not in saved.bases:
         raise ValueError(
             f"{where} was saved with {saved_kind}, this optimizer is {kind}, which would take over "
             f"the saved lr but cannot use the saved state; load into {saved_kind}, then create "

@@ -48,7 +48,7 @@ from hf_moe_ep.ranks.all_ranks import (
 )
 from hf_moe_ep.ranks.background import SaveHandle, Saver
 from hf_moe_ep.sharding.units import reshard
-from hf_moe_ep.state import ModelState, computing_device, patched_state
+from hf_moe_ep.state import ModelState, get_computing_device, patched_state
 
 # The approximate size of a file. One rank verifies a file, so with larger files some ranks would
 # have to read much more than others.
@@ -126,7 +126,7 @@ def save_checkpoint(
             folder.check_free(path)
             values = {BASE: base, EXTRA: describe_extra(state)}
         files, own = _collect_state(model, optimizer, scheduler, progress, state)
-        random = random_state.capture(computing_device(model))
+        random = random_state.capture(get_computing_device(model))
         values[folder.random_file(this_rank())] = encode(random, "random state")
         if asynchronous:
             files = [
@@ -148,7 +148,7 @@ def save_checkpoint(
         if not asynchronous:
             _write(path, snapshot, None)
     if asynchronous:
-        return saver.start(path, partial(_write, path, snapshot), computing_device(model))
+        return saver.start(path, partial(_write, path, snapshot), get_computing_device(model))
     return SaveHandle(path)
 
 

@@ -33,9 +33,9 @@ from hf_moe_ep.checkpoints.training.tensors import (
     fill_model,
     find_trained_names,
     list_model_targets,
-    model_state_tensors,
+    list_state_tensors,
 )
-from hf_moe_ep.etp import stock_parts
+from hf_moe_ep.etp import list_stock_parts
 from hf_moe_ep.ranks.all_ranks import (
     gather,
     is_first,
@@ -54,7 +54,7 @@ _FILE_BYTES = 1 << 30
 def write_tensors_without_peft(
     model: nn.Module, folder: Path, saved_elsewhere: Collection[str]
 ) -> None:
-    """Save the tensors of `model_state_tensors` except `saved_elsewhere`; every rank calls this.
+    """Save the tensors of `list_state_tensors` except `saved_elsewhere`; every rank calls this.
 
     Experts must be in hub order.
 
@@ -68,7 +68,7 @@ def write_tensors_without_peft(
 
     def select() -> tuple[StateFile, list[Shards]]:
         named = collect(model, None)
-        missing = {name for name in model_state_tensors(model) if name not in saved_elsewhere}
+        missing = {name for name in list_state_tensors(model) if name not in saved_elsewhere}
         # The keys of `tensors` begin with "model.", the keys of `scalars` do not (`collect`).
         selected = replace(
             named,
@@ -113,7 +113,7 @@ def check_tensors_without_peft(
         file = path / _TENSORS
         saved = state_file.read(file) if file.is_file() else StateFile(layout={})
         check_model(model, saved, str(path), allow_missing=True)
-        needed = model_state_tensors(model).keys() - set(saved_elsewhere)
+        needed = list_state_tensors(model).keys() - set(saved_elsewhere)
         lacking = sorted(needed - _names_in_model(saved))
         trained = find_trained_names(model)
         if strict and (parameters := [name for name in lacking if name in trained]):
@@ -150,11 +150,11 @@ def read_tensors_without_peft(model: nn.Module, folder: Path, saved: StateFile) 
     reshard(model)
 
     def read() -> None:
-        state_tensors = model_state_tensors(model)
+        state_tensors = list_state_tensors(model)
         entries = {name: state_tensors[name] for name in state_tensors if name in names_in_model}
         targets, split_dims = list_model_targets(entries)
         parts = {
-            name: stock_parts(tensor, split_dims.get(name)) for name, tensor in targets.items()
+            name: list_stock_parts(tensor, split_dims.get(name)) for name, tensor in targets.items()
         }
         file_names = [file.name for file in path.glob("shard-*.safetensors")]
         read_shards(path, file_names, parts, saved)
