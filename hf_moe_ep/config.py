@@ -7,7 +7,7 @@
 `resolve_config` replaces a size of None by the value of its environment variable, or by 1. If a
 script passes no ParallelConfig, the settings that it leaves out are read from their variables.
 `hf-moe-ep run` passes all settings to the processes of its command as variables, which
-`read_settings` reads (`runner/`). The variable of the field `ep_size` is
+`read_environment_settings` reads (`runner/`). The variable of the field `ep_size` is
 HF_MOE_EP_EP_SIZE; every other field has a variable of the same form.
 
 This file makes the checks that need neither a model nor ranks. `patch` compares the sizes with the
@@ -371,7 +371,7 @@ def get_variable(name: str) -> str:
     return f"{_PREFIX}{name.upper()}"
 
 
-def read_settings(
+def read_environment_settings(
     kind: type[Settings],
     *,
     without: Collection[str] = (),
@@ -471,7 +471,7 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
     check_variable_names()
     if config is None:
         # Sizes are read below, with an error that names the variable.
-        config = read_settings(ParallelConfig, without=_SIZES, given=overrides)
+        config = read_environment_settings(ParallelConfig, without=_SIZES, given=overrides)
     else:
         config = replace(config, **overrides)
     if config.dispatcher == "hierarchical" and config.node_size is None:
@@ -557,8 +557,8 @@ def check_variable_names() -> None:
 def check_environment() -> None:
     """Raise ValueError if a variable HF_MOE_EP_... has an unknown name or an invalid value."""
     check_variable_names()
-    read_settings(ParallelConfig)
-    read_settings(RunOptions)
+    read_environment_settings(ParallelConfig)
+    read_environment_settings(RunOptions)
 
 
 def _size_from_environment(variable: str) -> int | None:

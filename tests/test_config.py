@@ -10,7 +10,7 @@ from hf_moe_ep.config import (
     get_launched_rank,
     get_launched_world_size,
     is_launched_with_fsdp,
-    read_settings,
+    read_environment_settings,
     resolve_config,
     suggest_name,
 )
@@ -252,10 +252,10 @@ def test_layers_of_stages_from_a_list_and_from_a_variable(monkeypatch: pytest.Mo
     assert ParallelConfig(pp_layers=[3, 1]).pp_layers == (3, 1)
     assert resolve_config(None, {"pp_layers": [3, 1]}).pp_size == 2
     monkeypatch.setenv("HF_MOE_EP_PP_LAYERS", "2,1,1")
-    assert read_settings(ParallelConfig).pp_layers == (2, 1, 1)
+    assert read_environment_settings(ParallelConfig).pp_layers == (2, 1, 1)
     monkeypatch.setenv("HF_MOE_EP_PP_LAYERS", "2,x")
     with pytest.raises(ValueError, match=r"PP_LAYERS=2,x is no whole number; try .*13,11"):
-        read_settings(ParallelConfig)
+        read_environment_settings(ParallelConfig)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from hf_moe_ep.config import get_launched_local_world_size, get_launched_world_s
 from hf_moe_ep.etp import restore_stock_shapes, split_dims_by_name
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
-from hf_moe_ep.moe.stacked import replace_by_stacked
+from hf_moe_ep.moe.stacked import make_stacked_tensors
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import (
     PATIENCE_OF_RANK_0,
@@ -257,7 +257,7 @@ def _stacked_state_dict(
     """
     if state_dict is not None:
         by_name = {get_canonical_name(name): tensor for name, tensor in state_dict.items()}
-        return replace_by_stacked(model, by_name)
+        return make_stacked_tensors(model, by_name)
     own = model.state_dict(keep_vars=True)
     return {name: tensor.detach() for name, tensor in own.items()}
 

@@ -15,9 +15,9 @@ stacked weight:
                        experts.mlp.v1 [4F, H]
                        experts.mlp.w2 [4F, H]     experts.down_proj    [4, H, F]
 
-Hub checkpoints have the stock parameters. `replace_by_stock` computes them from the stacked weights
-by operations that `checkpoints/hub/traced.py` can trace, so the hub's layout is derived as for
-every other model. The state dict of a model that is not sharded has the stock parameters, too.
+Hub checkpoints have the stock parameters. `make_stock_tensors` computes them from the stacked
+weights by operations that `checkpoints/hub/traced.py` can trace, so the hub's layout is derived as
+for every other model. The state dict of a model that is not sharded has the stock parameters, too.
 
 Identity experts return their input, so no token is sent to them: the module adds the input, times
 the routing weights of these experts, to the sum of the other experts.
@@ -195,7 +195,7 @@ def unstack_experts(model: nn.Module) -> None:
         _unstack_block(experts)
 
 
-def replace_by_stock(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:
+def make_stock_tensors(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:
     """Replace the stacked weights among `tensors` by the parameters of the stock blocks.
 
     Args:
@@ -212,10 +212,10 @@ def replace_by_stock(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]
     return result
 
 
-def replace_by_stacked(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def make_stacked_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Replace the parameters of stock blocks among `tensors` by stacked weights.
 
-    This is the inverse of `replace_by_stock`. A stacked weight may have the name of a stock
+    This is the inverse of `make_stock_tensors`. A stacked weight may have the name of a stock
     parameter of another shape, so `tensors` must have no stacked weights yet.
     """
     result = dict(tensors)

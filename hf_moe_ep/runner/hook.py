@@ -31,7 +31,7 @@ from hf_moe_ep.config import (
     RunOptions,
     environment,
     get_variable,
-    read_settings,
+    read_environment_settings,
 )
 from hf_moe_ep.upstream.wrap import Feature, Wrap, find_owner, wrap_process
 
@@ -123,7 +123,7 @@ def _is_top_level() -> bool:
 
 
 def _read_settings() -> tuple[ParallelConfig, RunOptions]:
-    return read_settings(ParallelConfig), read_settings(RunOptions)
+    return read_environment_settings(ParallelConfig), read_environment_settings(RunOptions)
 
 
 def _patch(model: Any, this_load: Any) -> None:

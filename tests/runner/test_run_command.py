@@ -21,7 +21,7 @@ from support.scripts import ROOT
 
 from hf_moe_ep import ParallelConfig
 from hf_moe_ep.cli.main import main
-from hf_moe_ep.config import RunOptions, get_variable, read_settings
+from hf_moe_ep.config import RunOptions, get_variable, read_environment_settings
 from hf_moe_ep.run import find_interpreter_options
 from hf_moe_ep.runner.environment import HOOK_FOLDER
 
@@ -104,10 +104,10 @@ def test_every_setting_is_an_option_and_a_variable(monkeypatch: pytest.MonkeyPat
     assert not {"hf_moe_ep", "torch", "transformers"} & set(modules)
     for name, text in got.items():
         monkeypatch.setenv(name, text)
-    config = read_settings(ParallelConfig)
+    config = read_environment_settings(ParallelConfig)
     assert (config.ep_size, config.bias_update_rate, config.expert_shard_dim) == (8, 0.001, 1)
     assert config.experts_dtype == "nf4" and config.reshard_after_forward is False
-    assert read_settings(RunOptions) == RunOptions(True, True, False)
+    assert read_environment_settings(RunOptions) == RunOptions(True, True, False)
 
 
 def test_a_dry_run_prints_a_command_line_that_does_the_same() -> None:

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hf_moe_ep.etp import restore_stock_shapes
 from hf_moe_ep.lora.factors import pack_factors
-from hf_moe_ep.moe.stacked import replace_by_stock
+from hf_moe_ep.moe.stacked import make_stock_tensors
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import is_first, run_on_first, this_rank
 from hf_moe_ep.ranks.boxes import (
@@ -95,7 +95,7 @@ def _gather_named(
         gathered = gather_tensor(state_dict[name])
         if keep:
             full[get_canonical_name(name)] = gathered.detach().cpu()
-    return replace_by_stock(model, pack_factors(model, restore_stock_shapes(model, full)))
+    return make_stock_tensors(model, pack_factors(model, restore_stock_shapes(model, full)))
 
 
 def _gather_stages(

@@ -4,11 +4,11 @@ A layout lists the pieces of each parameter. A piece is a box (index ranges) of 
 and the elements of the parameter that the box contains. `find_hub_layout` derives the layout from
 transformers' own conversion, in four steps:
 
-    Tracer (traced.py)                 makes a tensor per parameter that records where its elements
-                                       come from
-    replace_by_stock (moe/stacked.py)  turns our stacked weights into the stock parameters
-    convert_to_hub                     lets transformers convert all tensors as for a save
-    PieceFinder (derived.py)           computes the pieces from the results
+    Tracer (traced.py)                   makes a tensor per parameter that records where its
+                                         elements come from
+    make_stock_tensors (moe/stacked.py)  turns our stacked weights into the stock parameters
+    convert_to_hub                       lets transformers convert all tensors as for a save
+    PieceFinder (derived.py)             computes the pieces from the results
 
 A plan can override the layout of stacked expert weights (`ModelPlan.stored`).
 
@@ -36,7 +36,7 @@ from hf_moe_ep.checkpoints.hub.pieces import (
 )
 from hf_moe_ep.checkpoints.hub.traced import ZEROS, Tracer, Untraceable
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
-from hf_moe_ep.moe.stacked import replace_by_stock
+from hf_moe_ep.moe.stacked import make_stock_tensors
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.conversion import convert_to_hub
@@ -133,7 +133,7 @@ def _derive_layout(model: Any, shapes: Mapping[str, Shape]) -> Layout:
     padding: list[Piece] = []
     key = "its conversion"
     try:
-        for key, tensor in convert_to_hub(model, replace_by_stock(model, tensors)).items():
+        for key, tensor in convert_to_hub(model, make_stock_tensors(model, tensors)).items():
             name = originals.get(id(tensor))
             if name is not None:
                 layout[name].append(make_whole_piece(key, shapes[name]))

@@ -46,11 +46,11 @@ def check_model(
     names = saved_tensors.keys() | saved.scalars.keys()
     problems = []
     if not allow_missing and (missing := state_tensors.keys() - names):
-        problems.append(f"it lacks {join_names(missing)}")
+        problems.append(f"it lacks {format_names(missing)}")
     state = find_state(model)
     in_other_stages = set() if state is None or state.stage is None else state.stage.tensors.keys()
     if unexpected := names - state_tensors.keys() - in_other_stages:
-        problems.append(f"the model lacks {join_names(unexpected)}")
+        problems.append(f"the model lacks {format_names(unexpected)}")
     differences: list[str] = []
     for name in sorted(state_tensors.keys() & names):
         is_scalar = not state_tensors[name].tensor.ndim
@@ -100,8 +100,8 @@ def check_optimizer(
         if group != saved_group:
             raise ValueError(
                 f"{where} was saved with another group {index} of parameters: only the saved group "
-                f"has {join_names(saved_group - group)}, only the group of this optimizer has "
-                f"{join_names(group - saved_group)}"
+                f"has {format_names(saved_group - group)}, only the group of this optimizer has "
+                f"{format_names(group - saved_group)}"
             )
 
 
@@ -124,11 +124,11 @@ def _check_class(optimizer: Any, saved: OptimizerState, where: str) -> None:
     if others := (options ^ saved_options) - _NOT_OPTIONS - _SCHEDULER_OPTIONS:
         raise ValueError(
             f"{where} was saved with {saved_kind}, this optimizer is {kind}, and only one of them "
-            f"has the options {join_names(others)}; load into {saved_kind}, then create {kind}"
+            f"has the options {format_names(others)}; load into {saved_kind}, then create {kind}"
         )
 
 
-def join_names(names: Iterable[str]) -> str:
+def format_names(names: Iterable[str]) -> str:
     """Join the first names with commas, followed by the number of the other names."""
     ordered = sorted(names)
     return ", ".join(ordered[:_MAX_NAMES]) + _count_others(ordered) if ordered else "none"

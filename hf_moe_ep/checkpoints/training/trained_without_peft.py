@@ -25,7 +25,7 @@ from torch import nn
 from hf_moe_ep.checkpoints.storage.part_files import Shards, write_parts
 from hf_moe_ep.checkpoints.training import state_file
 from hf_moe_ep.checkpoints.training.folder import layout_of, read_shards, write_json
-from hf_moe_ep.checkpoints.training.same_run import check_model, join_names
+from hf_moe_ep.checkpoints.training.same_run import check_model, format_names
 from hf_moe_ep.checkpoints.training.stages import join_stages
 from hf_moe_ep.checkpoints.training.state_file import StateFile
 from hf_moe_ep.checkpoints.training.tensors import (
@@ -118,8 +118,8 @@ def check_tensors_without_peft(
         trained = find_trained_names(model)
         if strict and (parameters := [name for name in lacking if name in trained]):
             raise ValueError(
-                f"{folder} has the active adapter, but lacks {join_names(parameters)}, which this "
-                f"run trains as well; resume from a checkpoint of a run that trained the same "
+                f"{folder} has the active adapter, but lacks {format_names(parameters)}, which "
+                f"this run trains as well; resume from a checkpoint of a run that trained the same "
                 f"parameters and was saved by this version of hf_moe_ep"
             )
         return saved, lacking
@@ -128,7 +128,7 @@ def check_tensors_without_peft(
     missing = sorted({name for names in gather(lacking) for name in names})
     if missing and is_first():
         warnings.warn(
-            f"{folder} lacks {join_names(missing)}, as checkpoints of stock code and of older "
+            f"{folder} lacks {format_names(missing)}, as checkpoints of stock code and of older "
             f"versions do; these tensors keep the values that they have in the model",
             stacklevel=2,
         )
