@@ -49,7 +49,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, clip_grad_norm_
 from hf_moe_ep.dispatcher import Header, RouteSource
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
-from hf_moe_ep.upstream.operators import collective_of, moved_bytes, payload_of
+from hf_moe_ep.upstream.operators import count_payload_bytes, find_collective, moved_bytes
 from hf_moe_ep.upstream.process_groups import fake_group
 
 HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 64, 64, 8, 2, (2, 20)
@@ -100,12 +100,12 @@ class Work(TorchDispatchMode):
         return out
 
     def _count(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        if (kind := collective_of(func)) is not None:
+        if (kind := find_collective(func)) is not None:
             tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
             is_integer = tensors[0].dtype == torch.int64
             self.collectives += kind == "all_to_all" or is_integer
             if kind == "all_to_all" and not is_integer:
-                self.sent += payload_of(func, args)
+                self.sent += count_payload_bytes(func, args)
             return
         if func.namespace not in ("aten", "fsdp") or _is_called_by_experts():
             return

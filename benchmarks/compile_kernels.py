@@ -51,7 +51,7 @@ from hf_moe_ep.ops import triton_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights
 from hf_moe_ep.ops.kernels import blocks, dgated, gate_up, grouped_mm, outer, reduce, sort_pairs
-from hf_moe_ep.ops.quantised import Quantisation, empty_stack
+from hf_moe_ep.ops.quantised import Quantisation, allocate_stack
 
 KERNEL_MODULES = (dgated, gate_up, grouped_mm, outer, reduce, sort_pairs)
 CUOBJDUMP = Path(nvidia_backend).parent / "bin" / "cuobjdump"
@@ -142,7 +142,7 @@ class Case:
         """Return the stacked matrices `name`, or their bytes and scales if they are quantised."""
         shape = (self.experts, rows, columns)
         if self.quantised:
-            return empty_stack(shape, Quantisation(self.quantised), "meta").by_name(name)
+            return allocate_stack(shape, Quantisation(self.quantised), "meta").by_name(name)
         if self.transposed:
             return {name: self.meta(self.experts, columns, rows).transpose(1, 2)}
         return {name: self.meta(*shape)}

@@ -39,8 +39,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from hf_moe_ep.ranks.collectives import send_to_next
 from hf_moe_ep.sequence import ring
-from hf_moe_ep.sequence.partial_attention import Scores
-from hf_moe_ep.sequence.slices import Slice, zigzag_order
+from hf_moe_ep.sequence.partial_attention import ScoreOptions
+from hf_moe_ep.sequence.slices import Slice, make_zigzag_order
 
 PAGE = "ring-overlap-cpu.md"
 OVERLAPPED, AFTERWARDS, NO_TRANSFER = "overlapped", "afterwards", "no transfer"
@@ -94,8 +94,8 @@ def measure(sizes: Sizes) -> Figures:
     """Run all methods in turn. The first turn is not recorded."""
     rank, world = dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD is not None
-    context = Slice(dist.group.WORLD, rank, world, sizes.seq, order=zigzag_order(world))
-    scores = Scores(create_block_mask(_causal, 1, 1, sizes.seq, sizes.seq, device="cpu"))
+    context = Slice(dist.group.WORLD, rank, world, sizes.seq, order=make_zigzag_order(world))
+    scores = ScoreOptions(create_block_mask(_causal, 1, 1, sizes.seq, sizes.seq, device="cpu"))
     generator = torch.Generator().manual_seed(rank)
     query, key, value = (
         torch.randn(1, heads, context.local, sizes.head_dim, generator=generator).requires_grad_()

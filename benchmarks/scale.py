@@ -64,10 +64,10 @@ from hf_moe_ep.checkpoints.storage.part_files import file_name, write_parts
 from hf_moe_ep.checkpoints.storage.planner import SpreadPlanner
 from hf_moe_ep.checkpoints.storage.safetensors_file import Writer
 from hf_moe_ep.checkpoints.storage.spread import Spread
-from hf_moe_ep.checkpoints.training.folder import ranks_needed
+from hf_moe_ep.checkpoints.training.folder import find_ranks_needed
 from hf_moe_ep.checkpoints.training.state_file import SavedTensor, StateFile, digest
 from hf_moe_ep.checkpoints.training.tensors import collect
-from hf_moe_ep.etp import stock_parts
+from hf_moe_ep.etp import list_stock_parts
 from hf_moe_ep.sharding import checks
 from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.process_groups import fake_group
@@ -276,8 +276,8 @@ def read_ours(folder: Path, saved_by: int, world: int, layers: int) -> tuple[flo
         saved = StateFile({}, tensors=dict.fromkeys(targets, form))
         names = [file_name(writer, 1, 1) for writer in range(saved_by)]
         with Watch() as watch:
-            parts = {name: stock_parts(tensor, None) for name, tensor in targets.items()}
-            ranks = ranks_needed(parts, saved) or set()
+            parts = {name: list_stock_parts(tensor, None) for name, tensor in targets.items()}
+            ranks = find_ranks_needed(parts, saved) or set()
             names = [name for name in names if part_files.writer_of(name) in ranks]
             number = part_files.read_parts((folder / name for name in names), parts)
     return watch.seconds, watch.mib, number

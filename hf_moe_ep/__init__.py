@@ -6,9 +6,9 @@
     patch(model, ep_size=8)          # then Trainer(model=model) or accelerator.prepare(...)
 
 The import of this package changes nothing and imports no other package. A public name is imported
-when it is first used, so `hf-moe-ep --help` does not wait for torch. If a required package is
-broken or has an unsuitable version, the first use of a name raises an ImportError, and the command
-`hf-moe-ep doctor` can still start and examine the installation.
+when it is first used, so `hf-moe-ep --help` does not wait for torch. If the import of a required
+package fails, the first use of a public name raises an ImportError, but the command `hf-moe-ep
+doctor` still starts and examines the installation.
 """
 
 import sys

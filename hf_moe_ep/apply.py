@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from hf_moe_ep.checkpoints.hub.extra import check_patterns, refer_to
 from hf_moe_ep.checkpoints.hub.read import dtype_of_weights, find_weights, load_weights
 from hf_moe_ep.checkpoints.hub.unread import shard_and_read
-from hf_moe_ep.config import ParallelConfig, launched_local_rank, resolve_config
+from hf_moe_ep.config import ParallelConfig, get_launched_local_rank, resolve_config
 from hf_moe_ep.integrations.install import wrap_adapters
 from hf_moe_ep.patch import check_unsharded, patch_model
 from hf_moe_ep.ranks.all_ranks import (
@@ -36,14 +36,19 @@ from hf_moe_ep.ranks.all_ranks import (
     is_distributed,
     run_on_all,
 )
-from hf_moe_ep.sharding.options import ShardOptions, default_device, default_policy, kept_whole
+from hf_moe_ep.sharding.options import (
+    ShardOptions,
+    choose_default_device,
+    choose_default_policy,
+    list_kept_whole,
+)
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
 from hf_moe_ep.upstream.adapter_files import check_attachable
 from hf_moe_ep.upstream.adapters import attach_adapters, without_adapters
 from hf_moe_ep.upstream.hub import (
+    build_empty_model,
     download_options,
-    empty_model,
     forget_quantization,
     local_folder,
 )
@@ -74,9 +79,9 @@ def apply_ep_fsdp2(
         weights: a folder with a safetensors checkpoint, for a model with parameters on the meta
             device. Each rank reads its shards of these parameters. All other parameters, such as
             adapters, start with the values of rank 0.
-        mp_policy: FSDP2's policy. None computes in the dtype in which the model was loaded. If this
-            dtype is bf16 or fp16, master weights and gradient reduction use fp32.
-        offload_policy: FSDP2's policy. None keeps the parameters on the device.
+        mp_policy: FSDP2's policy. If it is None, the model computes in the dtype in which it was
+            loaded. If this dtype is bf16 or fp16, master weights and gradient reduction use fp32.
+        offload_policy: FSDP2's policy. If it is None, the parameters stay on the device.
         ignore_unexpected: regular expressions. Tensors of `weights` that do not belong to the model
             raise an error unless the model's class ignores them or a pattern is found in their
             keys. Ignored tensors are not loaded, but `save_pretrained` copies them.
@@ -86,9 +91,9 @@ def apply_ep_fsdp2(
             different models or settings, or share a GPU; weights are missing; the checkpoint is
             incomplete or does not fit the model; or `patch` raises a ValueError.
     """
-    # If ranks share a GPU, NCCL's collectives fail. default_device checks this, so this call comes
-    # before any collective.
-    device = default_device() if is_distributed() else torch.device("cpu")
+    # If ranks share a GPU, NCCL's collectives fail. choose_default_device checks this, so this call
+    # comes before any collective.
+    device = choose_default_device() if is_distributed() else torch.device("cpu")
 
     def prepare() -> tuple[ModelState, ShardOptions, list[str]]:
         patterns = check_patterns(ignore_unexpected)
@@ -149,7 +154,7 @@ def _shard_options(
     mp_policy: MixedPrecisionPolicy | None,
     offload_policy: OffloadPolicy | None,
 ) -> ShardOptions:
-    policy, fp32_masters = default_policy(model)
+    policy, fp32_masters = choose_default_policy(model)
     if mp_policy is not None:
         policy, fp32_masters = mp_policy, mp_policy.param_dtype is not None
     return ShardOptions(
@@ -157,7 +162,7 @@ def _shard_options(
         offload_policy=offload_policy or OffloadPolicy(),
         fp32_masters=fp32_masters,
         reshard_after_forward=state.config.reshard_after_forward,
-        ignored_params=kept_whole(model),
+        ignored_params=list_kept_whole(model),
         empty_params=frozenset(empty),
     )
 
@@ -196,7 +201,7 @@ def from_pretrained(
     Args:
         name_or_dir: a folder that all ranks can read, or the name of a model on the hub, which the
             first rank of each machine downloads into the cache of that machine.
-        model_class: a model class of transformers; None uses the class that the config names.
+        model_class: a model class of transformers; by default, the class that the config names.
         config: as in `patch`; its fields may also be passed by name, such as `ep_size=8`.
         peft_config: a LoraConfig, whose adapters are attached before sharding. Other kinds of
             adapters, and initial values that are computed from the weights, are only possible for a
@@ -212,7 +217,7 @@ def from_pretrained(
         ValueError: as in `apply_ep_fsdp2`.
     """
     _check_group("from_pretrained")
-    default_device()  # chooses the GPU of this rank, before any collective
+    choose_default_device()  # chooses the GPU of this rank, before any collective
     settings = {f.name for f in fields(ParallelConfig)}
     overrides = {name: options.pop(name) for name in settings & options.keys()}
 
@@ -223,7 +228,7 @@ def from_pretrained(
         try:
             if peft_config is not None:
                 check_attachable(peft_config)
-            is_first_on_machine = launched_local_rank() in (None, 0)
+            is_first_on_machine = get_launched_local_rank() in (None, 0)
             return local_folder(name_or_dir, download) if is_first_on_machine else None
         finally:
             # A download may take longer than the timeout of a collective.
@@ -231,7 +236,7 @@ def from_pretrained(
 
     def build() -> tuple[Path, nn.Module]:
         folder = downloaded or local_folder(name_or_dir, download, after_another=True)
-        model = empty_model(folder, model_class, partial(dtype_of_weights, folder), options)
+        model = build_empty_model(folder, model_class, partial(dtype_of_weights, folder), options)
         # PEFT writes the source into adapter configs, so it must not be the folder of the cache.
         set_source(model, os.fspath(name_or_dir))
         if peft_config is not None:

@@ -1,6 +1,6 @@
-"""`find_plan` and `find_parts`: the plan of a model, and the modules that the plan describes.
+"""Find the plan of a model, and the modules that the plan describes.
 
-No other file searches a model for its modules:
+`Parts` lists the modules, so that other files need not know how an architecture names them:
 
     parts = find_parts(model)
     parts.plan                  the plan, derived from the model and changed by `model_patches`
@@ -8,7 +8,7 @@ No other file searches a model for its modules:
     parts.experts               name -> experts module of every MoE layer, in order
     parts.tower                 the vision tower and the module whose forward runs it, or None
 
-Modules are found by the names that they had before anything wrapped them. A model that PEFT,
+Modules are found by their stock names, without the components that wrappers add. A model that PEFT,
 torch.compile or activation checkpointing has wrapped therefore has the same parts. If a module is
 wrapped or an embedding is replaced later, the `Parts` are out of date, so sharding calls
 `find_parts` again.
@@ -45,12 +45,12 @@ from hf_moe_ep.plan import ModelPlan, MoEBlock, as_pattern, matches
 from hf_moe_ep.upstream.adapters import copied_experts_error, without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.experts_interface import is_experts_module
 from hf_moe_ep.upstream.models import (
-    input_embedding,
-    output_head,
+    get_input_embedding,
+    get_output_head,
+    get_token_classifier,
     text_config,
-    token_classifier,
 )
-from hf_moe_ep.upstream.module_names import stock_name, without_copies
+from hf_moe_ep.upstream.module_names import get_stock_name, without_copies
 from hf_moe_ep.upstream.towers import takes_tower_outputs
 
 # The names that fields of configs have for the number of experts per token.
@@ -101,20 +101,20 @@ class Parts:
         config: the config of the model's language model (its text config).
         root: the model whose forward always runs. In a PeftModel this is the inner model, because
             some callers bypass the forward of the PeftModel.
-        layers: the decoder layers, in order, followed by the decoder layers of `mtp`. If a wrapper
-            checkpoints a layer, the wrapper is listed.
+        layers: the decoder layers, in order, followed by the decoder layers of `mtp`. For a layer
+            inside a checkpoint wrapper, the tuple has the wrapper.
         experts: the experts modules of all MoE layers, by name, in order, without wrappers.
-        adapted_experts: the experts modules with PEFT's wrappers, by the index of their decoder
-            layer, which may have several. Each one is an FSDP2 unit: FSDP2 all-gathers its
-            parameters together.
-        tied_modules: for each layer and each experts module of the first tower, the module of the
-            second tower with the same parameters. PEFT's wrappers are included. Empty if the model
-            has no tied layers.
+        adapted_experts: the experts modules of each decoder layer, by the index of the layer. A
+            module that PEFT wraps is listed with its wrapper. Each module is an FSDP2 unit: FSDP2
+            all-gathers its parameters together.
+        tied_modules: for models with tied layers (`ModelPlan.tied_layers`), maps each layer and
+            each experts module of the first tower to the module of the second tower that has the
+            same parameters. Experts modules that PEFT wraps are listed with their wrappers.
         attention: the modules in decoder layers that call transformers' attention interface.
         mixers: for each decoder layer, the direct children that need whole sequences, by name:
-            children that are or contain a mixer, or that take the tokens which the indexer of an
-            earlier layer has chosen.
-        final_norm: the norm in front of the head; empty if there is none.
+            children that are or contain a mixer, or whose input includes the tokens that the
+            indexer of an earlier layer has chosen.
+        final_norm: the norm before the head; an empty tuple if there is none.
         causal_lm: the module that owns `head`; None if the model has no language model head.
         classifier: the model if it classifies tokens; None if it does not.
         tied: True if head and embedding share a parameter.
@@ -180,8 +180,8 @@ class Differences:
         )
 
 
-def differences(model_type: str) -> Differences:
-    """Return the changes in an architecture's file in `model_patches`, if there is a file."""
+def read_differences(model_type: str) -> Differences:
+    """Read the changes in the architecture's file in `model_patches`, if this file exists."""
     file_name = model_type.replace("-", "_")
     name = f"hf_moe_ep.model_patches.{file_name}"
     if not file_name.isidentifier() or importlib.util.find_spec(name) is None:
@@ -197,31 +197,32 @@ def differences(model_type: str) -> Differences:
 def find_block(model: nn.Module, given: ModelPlan | None = None) -> MoEBlock | None:
     """Return the description of MoE blocks outside of transformers' experts interface, or None.
 
-    It is a field of the `given` plan, or of the architecture's file in `model_patches`.
+    The description is a field of the `given` plan, or of the architecture's file in
+    `model_patches`.
     """
     if given is not None:
         return given.block
-    return differences(_model_type(model)).fields.get("block")
+    return read_differences(_model_type(model)).fields.get("block")
 
 
 def _model_type(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "model_type", ""))
 
 
-def find_plan(model: nn.Module, named: _Named | None = None) -> ModelPlan:
+def find_plan(model: nn.Module, named: _NamedModules | None = None) -> ModelPlan:
     """Derive the plan of a model that is not sharded, and apply the changes of `model_patches`.
 
     Args:
-        model: stock or wrapped.
+        model: a stock or wrapped model.
         named: the modules of `model`, if the caller has collected them already.
 
     Raises:
         ValueError: the plan cannot be derived, or the architecture is refused; the message says
             why.
     """
-    named = named or _Named(model)
+    named = named or _NamedModules(model)
     model_type = _model_type(model)
-    changes = differences(model_type)
+    changes = read_differences(model_type)
     if changes.refused:
         raise ValueError(
             f"{type(model).__name__} ({model_type}) cannot be patched: {changes.refused} "
@@ -229,7 +230,7 @@ def find_plan(model: nn.Module, named: _Named | None = None) -> ModelPlan:
         )
     inner = without_adapters(model)
     prefix = next((name for name, module in model.named_modules() if module is inner), "")
-    start = f"{stock_name(prefix)}." if prefix else ""
+    start = f"{get_stock_name(prefix)}." if prefix else ""
     modules = {
         name[len(start) :]: module
         for name, module in named.stock.items()
@@ -244,22 +245,22 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
     """Find the parts of a model that is not sharded yet, and compare them with its config.
 
     Args:
-        model: stock or wrapped.
-        given: the plan of the user; None derives the plan.
+        model: a stock or wrapped model.
+        given: the user's plan; if it is None, the plan is derived.
         complete: False if other pipeline stages hold a part of the model.
 
     Raises:
         ValueError: the plan cannot be derived; the number of layers differs from the config; a
             module of the `given` plan does not exist; PEFT trains a copy of experts.
     """
-    named = _Named(model)
+    named = _NamedModules(model)
     _check_not_copied(named, find_block(model, given))
     model_config = getattr(model, "config", None)
     config = None if model_config is None else text_config(model_config)
     plan = find_plan(model, named) if given is None else given
     if given is not None and complete:
         _check_given_plan(model, named, plan, config)
-    embedding, head = input_embedding(model), output_head(model)
+    embedding, head = get_input_embedding(model), get_output_head(model)
     owners = (module for module in model.modules() if any(x is head for x in module.children()))
     parts = Parts(
         plan=plan,
@@ -277,7 +278,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
         embedding=embedding,
         head=head,
         causal_lm=None if head is None else next(owners, None),
-        classifier=token_classifier(without_adapters(model)),
+        classifier=get_token_classifier(without_adapters(model)),
         # Head and embedding are tied even if they share only one of their parameters: PEFT's
         # modules_to_save adds a copy to a tied head, and this copy is not tied.
         tied=head is not None and embedding is not None and _share_parameters(head, embedding),
@@ -287,7 +288,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
     return parts if (mtp := find_head(model)) is None else _add_head(parts, mtp)
 
 
-def _check_not_copied(named: _Named, block: MoEBlock | None) -> None:
+def _check_not_copied(named: _NamedModules, block: MoEBlock | None) -> None:
     """Raise ValueError if PEFT trains copies of experts, or of MoE blocks that a plan describes."""
     described = () if block is None else (block.name, f"{block.name}.{block.experts}")
     for name, module in named.stock.items():
@@ -320,7 +321,7 @@ def _add_head(parts: Parts, mtp: MtpHead) -> Parts:
     )
 
 
-def _check_given_plan(model: nn.Module, named: _Named, plan: ModelPlan, config: Any) -> None:
+def _check_given_plan(model: nn.Module, named: _NamedModules, plan: ModelPlan, config: Any) -> None:
     """Raise ValueError if modules of a given plan do not exist, or differ from the config."""
     kind = type(model).__name__
     for part in ("layers", "experts", "router", "attention", "final_norm"):
@@ -367,7 +368,7 @@ def _check_weights(name: str, experts: nn.Module, plan: ModelPlan, config: Any) 
         )
 
 
-def experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
+def read_experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
     """Return the number of experts per token: `top_k` of a router, or a field of the text config.
 
     An MoE block may have `top_k` instead of its router.
@@ -375,7 +376,7 @@ def experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
     Raises:
         ValueError: no router or block has a `top_k`, and the config has no such field.
     """
-    named = {stock_name(name): module for name, module in model.named_modules()}
+    named = {get_stock_name(name): module for name, module in model.named_modules()}
     routers = [name for name in named if plan.router and matches(plan.router, name)]
     blocks = [name.rpartition(".")[0] for name in named if matches(plan.experts, name)]
     for name in (*routers, *blocks):
@@ -391,14 +392,14 @@ def experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
     )
 
 
-def groups_of_router(model: nn.Module, plan: ModelPlan) -> tuple[int, int]:
+def count_router_groups(model: nn.Module, plan: ModelPlan) -> tuple[int, int]:
     """Return how many groups of experts the routers have, and how many of them a token uses.
 
     The result is (1, 1) if a token may choose among all experts. DeepSeek-V2 uses its groups only
     if `topk_method` is "group_limited_greedy".
     """
     for name, module in model.named_modules():
-        if not plan.router or not matches(plan.router, stock_name(name)):
+        if not plan.router or not matches(plan.router, get_stock_name(name)):
             continue
         groups = next((n for n in map(partial(_read_number, module), _GROUPS) if n is not None), 1)
         used = _read_number(module, "topk_group") or 1
@@ -412,16 +413,16 @@ def _read_number(module: nn.Module, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-class _Named:
-    """The modules of a model by their stock names, the names before anything wrapped the modules.
+class _NamedModules:
+    """The modules of a model by their stock names, without the components that wrappers add.
 
-    A head for multi-token prediction and the modules in it are left out. Each attribute maps every
-    stock name to one module:
+    The modules of a head for multi-token prediction are left out. Each attribute maps every stock
+    name to one module:
 
-        outermost: the outermost wrapper of the module, or the module if it has no wrapper.
-        unadapted: the outermost wrapper that is not PEFT's (a checkpoint wrapper, for example), or
-            the module if it has no such wrapper.
-        stock: the module itself.
+        outermost: the outermost wrapper of the stock module; without wrappers, the stock module.
+        unadapted: the outermost wrapper that is not PEFT's (a checkpoint wrapper, for example);
+            without such a wrapper, the stock module.
+        stock: the stock module.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -439,7 +440,7 @@ class _Named:
                 in_head = (f"{wrapped_name}.",)
             if wrapped_name in adapters or f"{wrapped_name}.".startswith((*skipped, *in_head)):
                 continue
-            name = stock_name(wrapped_name)
+            name = get_stock_name(wrapped_name)
             self.outermost.setdefault(name, module)
             if wraps_for_adapters(module):
                 names = (part for part, _ in module.named_children() if part != "base_layer")
@@ -463,7 +464,7 @@ class _Named:
         return sorted(self.matching(pattern), key=lambda name: name.count("."))[:1]
 
 
-def _find_experts(model: nn.Module, named: _Named, plan: ModelPlan) -> dict[str, nn.Module]:
+def _find_experts(model: nn.Module, named: _NamedModules, plan: ModelPlan) -> dict[str, nn.Module]:
     experts = {name: named.stock[name] for name in named.matching(plan.experts)}
     unsupported = [name for name, module in experts.items() if not is_experts_module(module)]
     if unsupported:
@@ -477,13 +478,13 @@ def _find_experts(model: nn.Module, named: _Named, plan: ModelPlan) -> dict[str,
     return experts
 
 
-def _find_attention(named: _Named, plan: ModelPlan) -> tuple[nn.Module, ...]:
+def _find_attention(named: _NamedModules, plan: ModelPlan) -> tuple[nn.Module, ...]:
     """Return the attention modules; a derived plan's pattern may match other modules as well."""
     modules = (named.stock[name] for name in named.matching(plan.attention))
     return tuple(m for m in modules if plan.origin == "given" or is_attention(m))
 
 
-def _find_mixers(named: _Named, plan: ModelPlan) -> tuple[dict[str, nn.Module], ...]:
+def _find_mixers(named: _NamedModules, plan: ModelPlan) -> tuple[dict[str, nn.Module], ...]:
     """Return, for each decoder layer, the direct children that need whole sequences, by name."""
     layers = named.matching(plan.layers)
     by_layer: dict[str, dict[str, nn.Module]] = {name: {} for name in layers}
@@ -500,9 +501,10 @@ def _find_mixers(named: _Named, plan: ModelPlan) -> tuple[dict[str, nn.Module], 
 def _needs_whole_sequences(name: str, module: nn.Module, plan: ModelPlan) -> bool:
     """Return True if a module in a layer needs whole sequences.
 
-    Such a module matches `ModelPlan.whole_sequences`, or is a mixer, or takes the tokens that the
-    indexer of an earlier layer has chosen. The names of mixers in a derived plan are not enough: a
-    module with such a name may be attention, or may not mix tokens.
+    This is a module that matches `ModelPlan.whole_sequences`, a mixer, or a module whose input
+    includes the tokens that the indexer of an earlier layer has chosen. A name that matches
+    `ModelPlan.mixers` in a derived plan is not enough: the module may be attention, or may not mix
+    tokens.
     """
     if any(matches(pattern, name) for pattern in plan.whole_sequences):
         return True
@@ -512,7 +514,7 @@ def _needs_whole_sequences(name: str, module: nn.Module, plan: ModelPlan) -> boo
 
 
 def _find_adapted_experts(
-    named: _Named, plan: ModelPlan, layers: str
+    named: _NamedModules, plan: ModelPlan, layers: str
 ) -> dict[int, tuple[nn.Module, ...]]:
     experts = named.matching(plan.experts)
     experts_by_layer = {
@@ -522,7 +524,7 @@ def _find_adapted_experts(
     return {index: modules for index, modules in experts_by_layer.items() if modules}
 
 
-def _find_tied_modules(named: _Named, plan: ModelPlan) -> dict[nn.Module, nn.Module]:
+def _find_tied_modules(named: _NamedModules, plan: ModelPlan) -> dict[nn.Module, nn.Module]:
     towers = [
         (
             *(named.unadapted[name] for name in named.matching(layers)),
@@ -533,7 +535,7 @@ def _find_tied_modules(named: _Named, plan: ModelPlan) -> dict[nn.Module, nn.Mod
     return dict(zip(*towers, strict=True)) if plan.tied_layers else {}
 
 
-def _find_tower(model: nn.Module, named: _Named, plan: ModelPlan) -> Tower | None:
+def _find_tower(model: nn.Module, named: _NamedModules, plan: ModelPlan) -> Tower | None:
     if plan.vision is None:
         return None
     names = named.matching(plan.vision.tower)
@@ -559,7 +561,7 @@ def _find_tower(model: nn.Module, named: _Named, plan: ModelPlan) -> Tower | Non
     )
 
 
-def _find_encoders(model: nn.Module, named: _Named, plan: ModelPlan) -> Encoders | None:
+def _find_encoders(model: nn.Module, named: _NamedModules, plan: ModelPlan) -> Encoders | None:
     if not plan.encoders:
         return None
     names = [name for pattern in plan.encoders for name in named.shortest_matching(pattern)]
@@ -580,7 +582,7 @@ def _find_encoders(model: nn.Module, named: _Named, plan: ModelPlan) -> Encoders
     )
 
 
-def _find_decoder_name(named: _Named, plan: ModelPlan) -> str:
+def _find_decoder_name(named: _NamedModules, plan: ModelPlan) -> str:
     return named.matching(plan.layers)[0].rpartition(".")[0].rpartition(".")[0]
 
 

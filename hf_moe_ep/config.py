@@ -7,7 +7,7 @@
 `resolve_config` replaces a size of None by the value of its environment variable, or by 1. If a
 script passes no ParallelConfig, the settings that it leaves out are read from their variables.
 `hf-moe-ep run` passes all settings to the processes of its command as variables, which
-`settings_from_environment` reads (`runner/`). The variable of the field `ep_size` is
+`read_environment_settings` reads (`runner/`). The variable of the field `ep_size` is
 HF_MOE_EP_EP_SIZE; every other field has a variable of the same form.
 
 This file makes the checks that need neither a model nor ranks. `patch` compares the sizes with the
@@ -39,7 +39,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "pp_schedule": ("1f1b", "gpipe"),
     "expert_shard_dim": ("auto", 0, 1),
 }
-# `suggestion` proposes a known name if difflib's similarity reaches this value (1: equal names).
+# `suggest_name` proposes a known name if difflib's similarity reaches this value (1: equal names).
 _MIN_SIMILARITY = 0.7
 
 
@@ -77,8 +77,8 @@ class ParallelConfig:
         pp_schedule: the order of the micro-batches. "1f1b" keeps the activations of at most
             `pp_size` micro-batches, "gpipe" the activations of all micro-batches. The router's aux
             loss is computed for each micro-batch with "1f1b", and for the whole batch with "gpipe".
-        pp_layers: the number of layers of each stage, such as (13, 11). None divides the layers
-            evenly.
+        pp_layers: the number of layers of each stage, such as (13, 11). By default, the layers are
+            divided evenly.
         experts_backend: the code that computes the experts. "triton" is this package's Triton
             kernels, "torch" its PyTorch code, and "eager" the model's own loop (only with
             `ep_size` 1). "auto" chooses "triton" where the kernels can run, otherwise "torch";
@@ -366,12 +366,12 @@ class RunOptions:
 Settings = TypeVar("Settings", ParallelConfig, RunOptions)
 
 
-def variable_of(name: str) -> str:
+def get_variable(name: str) -> str:
     """Return the environment variable of a field of ParallelConfig or RunOptions."""
     return f"{_PREFIX}{name.upper()}"
 
 
-def settings_from_environment(
+def read_environment_settings(
     kind: type[Settings],
     *,
     without: Collection[str] = (),
@@ -387,12 +387,12 @@ def settings_from_environment(
         ValueError: the value of a variable is invalid.
     """
     texts = {
-        field: os.environ.get(variable_of(field.name), "").strip()
+        field: os.environ.get(get_variable(field.name), "").strip()
         for field in fields(kind)
         if field.name not in without and field.name not in given
     }
     values = {
-        field.name: parse_setting(field, text, f"{variable_of(field.name)}=")
+        field.name: parse_setting(field, text, f"{get_variable(field.name)}=")
         for field, text in texts.items()
         if text
     }
@@ -433,7 +433,7 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
+def suggest_name(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Return " (did you mean ep_size?)" for a misspelt `name`, or "" if no known name is similar.
 
     A size may also be named without its ending: "ep" stands for "ep_size".
@@ -460,7 +460,7 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
     unknown = sorted(set(overrides) - known)
     if unknown:
         raise ValueError(
-            f"unknown option {unknown[0]}{suggestion(unknown[0], known)}; options are: "
+            f"unknown option {unknown[0]}{suggest_name(unknown[0], known)}; options are: "
             f"{', '.join(sorted(known))}"
         )
     if config is not None and not isinstance(config, ParallelConfig):
@@ -471,44 +471,44 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
     check_variable_names()
     if config is None:
         # Sizes are read below, with an error that names the variable.
-        config = settings_from_environment(ParallelConfig, without=_SIZES, given=overrides)
+        config = read_environment_settings(ParallelConfig, without=_SIZES, given=overrides)
     else:
         config = replace(config, **overrides)
     if config.dispatcher == "hierarchical" and config.node_size is None:
-        config = replace(config, node_size=launched_local_world_size())
+        config = replace(config, node_size=get_launched_local_world_size())
     if config.pp_layers:
         config = replace(config, pp_size=len(config.pp_layers))
     sizes: dict[str, Any] = {
-        name: getattr(config, name) or _size_from_environment(variable_of(name)) or 1
+        name: getattr(config, name) or _size_from_environment(get_variable(name)) or 1
         for name in _SIZES
     }
     if config.pp_microbatches is None:
-        sizes["pp_microbatches"] = _size_from_environment(variable_of("pp_microbatches"))
+        sizes["pp_microbatches"] = _size_from_environment(get_variable("pp_microbatches"))
     return replace(config, **sizes)
 
 
-def launched_world_size() -> int:
+def get_launched_world_size() -> int:
     """Return the number of processes that the launcher started, or 1 if there is no launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def launched_rank() -> int:
+def get_launched_rank() -> int:
     """Return the rank that the launcher gave to this process, or 0 if there is no launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
-def launched_local_rank() -> int | None:
+def get_launched_local_rank() -> int | None:
     """Return the rank of this process on its machine; None if the launcher did not set it."""
     text = os.environ.get("LOCAL_RANK", "")
     return int(text) if text else None
 
 
-def launched_local_world_size() -> int | None:
+def get_launched_local_world_size() -> int | None:
     """Return the number of processes on this machine; None if the launcher did not set it."""
     return _size_from_environment("LOCAL_WORLD_SIZE")
 
 
-def launched_with_fsdp() -> bool:
+def is_launched_with_fsdp() -> bool:
     """Return True under `accelerate launch` with `distributed_type: FSDP`."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
@@ -530,12 +530,12 @@ _LAUNCH_VARIABLES = (
 )
 
 
-def gloo_interfaces() -> list[str]:
+def list_gloo_interfaces() -> list[str]:
     """Return the network interfaces in GLOO_SOCKET_IFNAME, or [] if the variable is not set."""
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
-def launch_environment() -> dict[str, str]:
+def read_launch_environment() -> dict[str, str]:
     """Return the launch variables that are set, and all variables that begin with HF_MOE_EP_."""
     prefixed = sorted(name for name in os.environ if name.startswith(_PREFIX))
     names = (*_LAUNCH_VARIABLES, *prefixed)
@@ -545,11 +545,11 @@ def launch_environment() -> dict[str, str]:
 def check_variable_names() -> None:
     """Raise ValueError if a variable HF_MOE_EP_... has an unknown name."""
     kinds = (ParallelConfig, RunOptions)
-    known = [variable_of(field.name) for kind in kinds for field in fields(kind)]
-    for name in launch_environment():
+    known = [get_variable(field.name) for kind in kinds for field in fields(kind)]
+    for name in read_launch_environment():
         if name.startswith(_PREFIX) and name not in known:
             raise ValueError(
-                f"{name} is set{suggestion(name, known, _PREFIX)}, but only {', '.join(known)} "
+                f"{name} is set{suggest_name(name, known, _PREFIX)}, but only {', '.join(known)} "
                 f"exist; correct its name"
             )
 
@@ -557,8 +557,8 @@ def check_variable_names() -> None:
 def check_environment() -> None:
     """Raise ValueError if a variable HF_MOE_EP_... has an unknown name or an invalid value."""
     check_variable_names()
-    settings_from_environment(ParallelConfig)
-    settings_from_environment(RunOptions)
+    read_environment_settings(ParallelConfig)
+    read_environment_settings(RunOptions)
 
 
 def _size_from_environment(variable: str) -> int | None:

@@ -39,17 +39,17 @@ from hf_moe_ep.upstream.code import forward_arguments, is_checkpointed_layer, us
 from hf_moe_ep.upstream.experts_interface import is_experts_module
 from hf_moe_ep.upstream.models import (
     CACHE_NAMES,
-    aux_loss_coefficient,
     base_model_prefix,
-    cache_methods,
-    input_embedding,
+    find_aux_loss_attribute,
+    get_input_embedding,
+    get_latent_width,
+    get_output_head,
     is_quantized,
-    latent_width,
-    output_head,
+    list_cache_methods,
     text_config,
 )
 from hf_moe_ep.upstream.module_names import without_copies
-from hf_moe_ep.upstream.towers import input_names, runs_in_blocks
+from hf_moe_ep.upstream.towers import list_input_names, runs_in_blocks
 
 # If the forward of a module takes one of these arguments, it mixes the tokens of a sequence.
 _SEQUENCE_ARGUMENTS = (
@@ -79,7 +79,7 @@ def derive_plan(
 
     Args:
         model: stock, or wrapped by PEFT, torch.compile or activation checkpointing.
-        modules: the modules by their stock names, without wrappers; None takes
+        modules: the modules by their stock names, without wrappers; by default,
             `model.named_modules()`.
         num_layers: the field of the text config that holds the number of decoder layers.
 
@@ -369,11 +369,11 @@ class _Derivation:
         return self._without_prefix(norms[0]) if norms else ""
 
     def _find_aux_loss_coefficient(self) -> str | None:
-        head = output_head(self.model)
+        head = get_output_head(self.model)
         owner = next(
             (m for m in self.modules.values() if any(x is head for x in m.children())), None
         )
-        return None if head is None or owner is None else aux_loss_coefficient(owner)
+        return None if head is None or owner is None else find_aux_loss_attribute(owner)
 
     def _find_encoders(self, decoder: str) -> list[str]:
         """Return the names of the encoders.
@@ -383,11 +383,11 @@ class _Derivation:
         and the head are not encoders. If no such module exists, there are no encoders.
         """
         owner, inner = decoder.rpartition(".")[0], decoder
-        while inner and not input_names(self.modules[owner]):
+        while inner and not list_input_names(self.modules[owner]):
             owner, inner = owner.rpartition(".")[0], owner
         if not inner:
             return []
-        not_encoders = {input_embedding(self.model), output_head(self.model)}
+        not_encoders = {get_input_embedding(self.model), get_output_head(self.model)}
         children = [f"{owner}.{name}".lstrip(".") for name in self._list_children(owner)]
         return [
             name
@@ -571,7 +571,7 @@ def gathers_by_cache(module: nn.Module) -> bool:
     has_indexer = any(
         uses_name(inner, name) for inner in module.modules() for name in _UPDATES_OF_INDEXERS
     )
-    others = cache_methods() - {"update", "update_indexer", "layers", "get_seq_length"}
+    others = list_cache_methods() - {"update", "update_indexer", "layers", "get_seq_length"}
     calls_others = any(uses_name(inner, name) for inner in module.modules() for name in others)
     return (has_indexer or takes_chosen_tokens(module)) and not calls_others
 
@@ -580,9 +580,9 @@ def caches_latents(module: nn.Module) -> bool:
     """Return True if an attention module computes keys and values from latents in its cache."""
     if not is_attention(module) or forward_arguments(module).isdisjoint(CACHE_NAMES):
         return False
-    others = cache_methods() - {"update"}
+    others = list_cache_methods() - {"update"}
     calls_others = any(uses_name(inner, name) for inner in module.modules() for name in others)
-    return latent_width(module) is not None and uses_name(module, "update") and not calls_others
+    return get_latent_width(module) is not None and uses_name(module, "update") and not calls_others
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -9,11 +9,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.pipeline.schedule import bubble
-from hf_moe_ep.ranks.boxes import local_tensor
-from hf_moe_ep.ranks.mesh import Meshes, ranks_in_node
+from hf_moe_ep.ranks.boxes import get_local_tensor
+from hf_moe_ep.ranks.mesh import Meshes, count_ranks_in_node
 from hf_moe_ep.sequence.kv_exchange import KeyValueExchange
-from hf_moe_ep.state import Compute, ModelState, experts_modules, find_state, quantised_matrices
-from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+from hf_moe_ep.state import (
+    Compute,
+    ModelState,
+    find_state,
+    iterate_experts_modules,
+    iterate_quantised_matrices,
+)
+from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 
 
 def describe(model: nn.Module) -> str:
@@ -60,7 +66,7 @@ def _describe_model(model: nn.Module, state: ModelState) -> str:
 
 def _describe_experts(model: nn.Module, state: ModelState) -> str:
     """Return the line about the MoE layers: number, names, and the backend of the experts."""
-    layers = {canonical_name(name): layer for name, _, layer in experts_modules(model)}
+    layers = {get_canonical_name(name): layer for name, _, layer in iterate_experts_modules(model)}
     names = list(layers)
     if not names:
         return "  experts    none: all layers of this pipeline stage are dense"
@@ -78,7 +84,7 @@ def _describe_experts_dtype(model: nn.Module, state: ModelState) -> str:
         return ""
     nested = ", double quantisation" if config.experts_double_quant else ""
     num_bytes = num_parameters = 0
-    for name, stored, quantisation in quantised_matrices(model):
+    for name, stored, quantisation in iterate_quantised_matrices(model):
         num_bytes += sum(tensor.nbytes for tensor in stored.by_name(name).values())
         num_parameters += quantisation.num_values(stored.values)
     if not num_parameters:
@@ -193,7 +199,7 @@ def _describe_nodes(meshes: Meshes, config: ParallelConfig) -> str:
     """Return how the ep group is spread over nodes, or "" if dispatch is not hierarchical."""
     if config.dispatcher != "hierarchical" or meshes.dispatch.size() == 1:
         return ""
-    in_node = ranks_in_node([meshes.dispatch.mesh.tolist()], meshes.node_size)
+    in_node = count_ranks_in_node([meshes.dispatch.mesh.tolist()], meshes.node_size)
     grid = f"{meshes.dispatch.size() // in_node} x {in_node}"
     if meshes.nodes is None:
         return f" (nodes x ranks: {grid}, so hierarchical dispatch is the same as all_to_all)"
@@ -260,14 +266,14 @@ def _describe_parameters(model: nn.Module) -> str:
     """Return the line with the numbers of parameters in the model and on this rank."""
     # A byte of a quantised matrix counts as the values that it encodes. Scales do not count.
     values_per_element: dict[int, int] = {}
-    for name, stored, quantisation in quantised_matrices(model):
+    for name, stored, quantisation in iterate_quantised_matrices(model):
         values_per_element |= {id(tensor): 0 for tensor in stored.by_name(name).values()}
         values_per_element[id(stored.values)] = quantisation.values_per_byte
     whole = local = 0
     for parameter in model.parameters():
         num_values = values_per_element.get(id(parameter), 1)
         whole += parameter.numel() * num_values
-        local += local_tensor(parameter).numel() * num_values
+        local += get_local_tensor(parameter).numel() * num_values
     state = find_state(model)
     if state is not None and state.stage is not None:
         tensors = state.stage.tensors.values()

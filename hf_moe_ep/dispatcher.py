@@ -5,7 +5,7 @@ share the experts of the layer. The state of a model contains a dispatcher, so `
 this file, and this file must not import `state.py`. The interface of one planned exchange is in
 `moe/dispatch/async_exchange.py`.
 
-    planning = dispatcher.start_plan(...)    starts to exchange counts, and returns at once
+    planning = dispatcher.start_plan(...)    starts to exchange counts, and does not wait
     dispatcher.prepare(tokens)               runs while the counts are exchanged
     exchanges = planning.finish()            waits for the counts: the layer's only host sync
 

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hf_moe_ep.config import check_environment, launch_environment
+from hf_moe_ep.config import check_environment, read_launch_environment
 from hf_moe_ep.upstream.launch_config import default_launch_config
 from hf_moe_ep.upstream.requirements import (
     DISTRIBUTION,
     AllowedPackage,
-    allowed_packages,
-    installed_version,
+    get_installed_version,
+    list_allowed_packages,
 )
 
 OK, NOTE, FAIL = "ok", "--", "FAIL"
@@ -93,12 +93,12 @@ def _attempt(function: Callable[[], _Result]) -> tuple[_Result | None, str]:
 
 
 def _check_packages() -> list[Finding]:
-    allowed = allowed_packages()
+    allowed = list_allowed_packages()
     here = Path(__file__).resolve().parent
     if allowed is None:
         text = f"at {here}: not installed, so the allowed versions are unknown; pip install ."
         return [Finding(NOTE, DISTRIBUTION, text), _report_python()]
-    this_package = Finding(OK, DISTRIBUTION, f"{installed_version(DISTRIBUTION):<16} at {here}")
+    this_package = Finding(OK, DISTRIBUTION, f"{get_installed_version(DISTRIBUTION):<16} at {here}")
     _, error = _attempt(lambda: importlib.import_module("hf_moe_ep.apply"))
     if error:
         this_package = Finding(FAIL, DISTRIBUTION, f"at {here} cannot be imported: {error}")
@@ -111,7 +111,7 @@ def _report_python() -> Finding:
 
 
 def _check_package(package: AllowedPackage) -> Finding:
-    version = installed_version(package.name)
+    version = get_installed_version(package.name)
     problem = package.sentence(version)
     if version is None and package.name in _WITHOUT:
         return Finding(NOTE, package.name, f"missing. {_WITHOUT[package.name]}")
@@ -184,10 +184,10 @@ def _report_gpus() -> list[Finding]:
 
 def _report_kernels() -> Finding:
     """Report whether experts_backend="auto" runs the Triton kernels or the torch path."""
-    from hf_moe_ep.moe.experts import why_no_kernels
+    from hf_moe_ep.moe.experts import explain_missing_kernels
 
     name = "Triton kernels"
-    reason = why_no_kernels()
+    reason = explain_missing_kernels()
     if reason:
         return Finding(NOTE, name, f"{reason}: experts run on the torch path")
     return Finding(OK, name, "the experts use them (experts_backend='auto')")
@@ -229,7 +229,9 @@ def _check_deep_ep() -> Finding:
     _, error = _attempt(lambda: importlib.import_module("deep_ep"))
     if error:
         return Finding(NOTE, name, f"broken: {error}; {effect}")
-    return Finding(OK, name, f"{installed_version('deep_ep') or ''} dispatcher='deepep' may run")
+    return Finding(
+        OK, name, f"{get_installed_version('deep_ep') or ''} dispatcher='deepep' may run"
+    )
 
 
 def _check_flash_attention() -> Finding:
@@ -240,12 +242,12 @@ def _check_flash_attention() -> Finding:
     _, error = _attempt(lambda: importlib.import_module("flash_attn"))
     if error:  # transformers imports flash-attn if it is installed.
         return Finding(FAIL, name, f"broken: {error}; {_REINSTALL}")
-    version = installed_version("flash_attn") or ""
+    version = get_installed_version("flash_attn") or ""
     return Finding(OK, name, f"{version} attn_implementation='flash_attention_2' may run")
 
 
 def _check_launch() -> list[Finding]:
-    variables = launch_environment()
+    variables = read_launch_environment()
     findings = [Finding(OK, name, value) for name, value in variables.items()]
     _, error = _attempt(check_environment)
     if error:

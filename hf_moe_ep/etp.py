@@ -24,10 +24,10 @@ their decoder layer. FSDP2 averages their gradients over all ranks, so etp has n
 
 In gate_up_proj [E, 2F, H] a rank has two ranges of rows, and no public placement of DTensor
 describes two ranges. A sharded model therefore *splits* the dim 2F into the two dims (2, F). This
-is a view of the same values, in which Shard describes exactly what a rank has. So DTensor, FSDP2,
-gradient norms and optimizers need no special case, and code that expects the stock shape fails
-instead of reading wrong rows. `stock_parts` and `in_stock_shape` convert a shard or a whole tensor
-back. All files have stock shapes, so they can be loaded with any etp_size.
+is a view of the same values, in which Shard describes exactly what a rank has. DTensor, FSDP2,
+gradient norms and optimizers therefore need no special case, and code that expects the stock shape
+fails instead of reading wrong rows. `list_stock_parts` and `view_in_stock_shape` convert a shard or
+a whole tensor back. All files have stock shapes, so they can be loaded with any etp_size.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
-from hf_moe_ep.lora.computed import stacked_factors
+from hf_moe_ep.lora.computed import iterate_stacked_factors
 from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, rows_and_columns_of_blocks
-from hf_moe_ep.ranks.boxes import Box, local_box, local_tensor
+from hf_moe_ep.ranks.boxes import Box, get_local_box, get_local_tensor
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.ranks.mesh import Meshes
-from hf_moe_ep.state import STATE, Compute, experts_modules, find_state
+from hf_moe_ep.state import STATE, Compute, find_state, iterate_experts_modules
 from hf_moe_ep.upstream.adapters import has_adapters, keys_of_adapters, learns_prompts
 from hf_moe_ep.upstream.experts_interface import post_expert_norm
-from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 
 _BIAS = "_bias"
 
@@ -139,7 +139,7 @@ def find_cuts(model: nn.Module) -> dict[nn.Parameter, Cut]:
     Quantised matrices are included after sharding, with their scales.
     """
     cuts: dict[nn.Parameter, Cut] = {}
-    for _, module, layer in experts_modules(model):
+    for _, module, layer in iterate_experts_modules(model):
         if layer.compute is None:
             continue
         for name, parameter in module.named_parameters(recurse=False):
@@ -148,7 +148,7 @@ def find_cuts(model: nn.Module) -> dict[nn.Parameter, Cut]:
             cut = cut_of_tensor(layer.compute, stem, quantised=quantised)
             if cut is not None:
                 cuts[parameter] = cut
-    for factor in stacked_factors(model):
+    for factor in iterate_stacked_factors(model):
         layer = vars(factor.module)[STATE]
         cuts[factor.parameter] = cut_of_factor(layer.compute, factor.adapted, is_b=factor.is_b)
     return cuts
@@ -175,8 +175,8 @@ def split_dims_by_name(model: nn.Module) -> dict[str, int]:
     if not split_dims:
         return {}
     inner = unwrap(model)
-    parameters = {canonical_name(name): p.detach() for name, p in inner.named_parameters()}
-    ids = {canonical_name(name): id(p) for name, p in inner.named_parameters()}
+    parameters = {get_canonical_name(name): p.detach() for name, p in inner.named_parameters()}
+    ids = {get_canonical_name(name): id(p) for name, p in inner.named_parameters()}
     names = {name: split_dims[ids[name]] for name in parameters if ids[name] in split_dims}
     if has_adapters(inner) and not learns_prompts(inner):
         adapters = keys_of_adapters(inner, parameters, save_embedding_layers=False)
@@ -185,26 +185,26 @@ def split_dims_by_name(model: nn.Module) -> dict[str, int]:
     return names
 
 
-def stock_shape(shape: torch.Size | tuple[int, ...], split_dim: int | None) -> tuple[int, ...]:
+def get_stock_shape(shape: torch.Size | tuple[int, ...], split_dim: int | None) -> tuple[int, ...]:
     """Return the stock shape of a held tensor, in which `split_dim` is split into two dims."""
     if split_dim is None:
         return tuple(shape)
     return (*shape[:split_dim], shape[split_dim] * shape[split_dim + 1], *shape[split_dim + 2 :])
 
 
-def in_stock_shape(value: Tensor, split_dim: int | None) -> Tensor:
+def view_in_stock_shape(value: Tensor, split_dim: int | None) -> Tensor:
     """View a held tensor, or some of its rows along dim 0, with stock dims."""
     return value if split_dim is None else value.flatten(split_dim, split_dim + 1)
 
 
-def in_stock_shapes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def restore_stock_shapes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Give whole tensors that are named like the parameters of a model their stock shapes."""
     split_dims = split_dims_by_id(model)
     result = dict(tensors)
     for name, parameter in model.named_parameters() if split_dims else ():
-        for key in {name, canonical_name(name)} & result.keys():
+        for key in {name, get_canonical_name(name)} & result.keys():
             if id(parameter) in split_dims and result[key] is not None:
-                result[key] = in_stock_shape(result[key], split_dims[id(parameter)])
+                result[key] = view_in_stock_shape(result[key], split_dims[id(parameter)])
     return result
 
 
@@ -235,12 +235,12 @@ def split_box(box: Box, split_dim: int | None, size: int) -> Iterator[tuple[int,
         )
 
 
-def stock_parts(tensor: Tensor, split_dim: int | None) -> list[tuple[Box, Tensor]]:
+def list_stock_parts(tensor: Tensor, split_dim: int | None) -> list[tuple[Box, Tensor]]:
     """List (box in the stock tensor, view of this rank's values) of a parameter's shard.
 
     A shard is one part, or two if the model splits a dim of the tensor.
     """
-    box, local = local_box(tensor), local_tensor(tensor)
+    box, local = get_local_box(tensor), get_local_tensor(tensor)
     if split_dim is None:
         return [(box, local)]
     size = tensor.shape[split_dim + 1]
@@ -248,7 +248,7 @@ def stock_parts(tensor: Tensor, split_dim: int | None) -> list[tuple[Box, Tensor
     return [(part, local.select(split_dim, index)) for index, part in halves]
 
 
-def slabs_in_stock_shape(
+def convert_slabs_to_stock(
     slabs: Iterable[tuple[Box, T]], split_dim: int | None
 ) -> Iterator[tuple[Box, T]]:
     """Convert slabs of a held tensor, (box, values or None), to slabs of the stock tensor.
@@ -259,8 +259,8 @@ def slabs_in_stock_shape(
         if split_dim is None:
             yield box, slab
             continue
-        sizes: tuple[int, ...] = stock_shape(tuple(stop for _, stop in box), split_dim)
-        values: Any = slab if slab is None else in_stock_shape(slab, split_dim)
+        sizes: tuple[int, ...] = get_stock_shape(tuple(stop for _, stop in box), split_dim)
+        values: Any = slab if slab is None else view_in_stock_shape(slab, split_dim)
         yield (box[0], *((0, size) for size in sizes[1:])), values
         del values
         del slab
@@ -269,10 +269,10 @@ def slabs_in_stock_shape(
 def for_each_half(
     change: Callable[[Box, Tensor], Tensor], split_dim: int | None, size: int
 ) -> Callable[[Box, Tensor], Tensor]:
-    """Return `change` for boxes and values of a held tensor.
+    """Return `change` as a function of boxes and values of the split tensor.
 
-    `change(box, values)` takes those of the stock tensor, so it is called once per half. `size` is
-    the length of the dim after `split_dim`.
+    `change(box, values)` takes a box and values of the stock tensor, so it is called once per half.
+    `size` is the length of the dim after `split_dim`.
     """
     if split_dim is None:
         return change
@@ -287,7 +287,9 @@ def for_each_half(
     return change_halves
 
 
-def ids_of_parts(slots_TK: Tensor, num_local: int, num_experts: int, etp_size: int) -> Tensor:
+def replace_by_part_ids(
+    slots_TK: Tensor, num_local: int, num_experts: int, etp_size: int
+) -> Tensor:
     """Replace each expert by its parts on the ranks of its etp group: (T, K) becomes (T, K * etp).
 
     The ranks of a dispatch group are numbered ep_rank * etp_size + etp_rank, and rank d owns the
@@ -308,8 +310,8 @@ def ids_of_parts(slots_TK: Tensor, num_local: int, num_experts: int, etp_size: i
     return parts_TKD.clamp_(max=num_experts * etp_size).flatten(1)
 
 
-def weights_of_parts(weights_TK: Tensor, etp_size: int, rows_dtype: torch.dtype) -> Tensor:
-    """Repeat each routing weight for the parts of its expert, in the order of `ids_of_parts`.
+def repeat_part_weights(weights_TK: Tensor, etp_size: int, rows_dtype: torch.dtype) -> Tensor:
+    """Repeat each routing weight for the parts of its expert, as `replace_by_part_ids` orders them.
 
     The result is in fp32 or wider, so that the sum of the parts' gradients is rounded once.
     """
@@ -323,7 +325,7 @@ def count_whole(pairs_P: Tensor, num_local: int, etp_size: int) -> Tensor:
     return pairs_P.view(-1, etp_size, num_local)[:, 0].flatten()
 
 
-def whole_bias(bias_LX: Tensor, hidden: int, meshes: Meshes) -> Tensor:
+def pad_bias(bias_LX: Tensor, hidden: int, meshes: Meshes) -> Tensor:
     """Pad this rank's part of a bias of down_proj with zeros, to [L, H].
 
     The results of an etp group are added up, so each element of the bias is added once.

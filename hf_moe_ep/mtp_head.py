@@ -1,4 +1,4 @@
-"""Modules of a head for multi-token prediction (MTP), with the names that checkpoints use.
+"""Define the modules of a head for multi-token prediction (MTP), in two layouts of checkpoints.
 
 Depth k of a head predicts the token that is k + 1 positions ahead. It joins the hidden state of a
 position with the embedding of the token that is k positions ahead, and runs one decoder layer
@@ -39,8 +39,8 @@ class MtpHead(nn.Module):
     """A head for multi-token prediction.
 
     Attributes:
-        copies: the keys under which checkpoints have copies of the main model's weights, each with
-            the name of the weight in a stock model.
+        copies: checkpoints of some heads repeat weights of the main model. This dict maps the key
+            of each repeated weight to the name of the weight in a stock model.
     """
 
     copies: Mapping[str, str]
@@ -115,7 +115,8 @@ class OwnProjectionHead(MtpHead):
     Args:
         blocks: the decoder layers.
         first: the number of decoder layers of the main model.
-        embedding, head: the names of the main model's weights of which checkpoints have copies.
+        embedding, head: the names, in a stock model, of the weights of the embedding and the output
+            head. Checkpoints repeat both weights in every layer of the MTP head.
     """
 
     def __init__(

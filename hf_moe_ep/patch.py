@@ -4,7 +4,7 @@
 of the model (`architectures.py`). Then all features check that they can do what the config asks
 for. If no check fails, the features attach themselves:
 
-    mtp        with mtp_layers, a head for multi-token prediction runs behind the model in training
+    mtp        with mtp_layers, a head for multi-token prediction runs after the model in training
                                                                               (`mtp/attach.py`)
     moe        every experts module calls our forward; a model that needs sharding raises an error
                if it runs before it is sharded; the router's aux loss counts the tokens of all ranks
@@ -62,8 +62,8 @@ from hf_moe_ep.compiled import attach as compiled
 from hf_moe_ep.compiled.subclasses import restore_classes
 from hf_moe_ep.config import (
     ParallelConfig,
-    launched_local_world_size,
-    launched_rank,
+    get_launched_local_world_size,
+    get_launched_rank,
     resolve_config,
 )
 from hf_moe_ep.integrations.install import install
@@ -76,14 +76,14 @@ from hf_moe_ep.moe.stacked import stack_experts, unstack_experts
 from hf_moe_ep.mtp import attach as mtp
 from hf_moe_ep.pipeline import attach as pipeline
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.ranks.all_ranks import rank_of_launch, world_size_of_launch
+from hf_moe_ep.ranks.all_ranks import get_rank_of_launch, get_world_size_of_launch
 from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.routing import bias
 from hf_moe_ep.sequence import attach as sequence
-from hf_moe_ep.state import STATE, ModelState, Ours, check_is_model, experts_modules
-from hf_moe_ep.upstream.modules import forward_hooks, remove_hooks
+from hf_moe_ep.state import STATE, ModelState, Ours, check_is_model, iterate_experts_modules
+from hf_moe_ep.upstream.modules import list_forward_hooks, remove_hooks
 from hf_moe_ep.upstream.requirements import warn_of_versions
-from hf_moe_ep.upstream.sharded_models import devices_of_parts, is_distributed_by_transformers
+from hf_moe_ep.upstream.sharded_models import is_distributed_by_transformers, list_devices_of_parts
 from hf_moe_ep.vision import attach as vision
 
 _logger = logging.getLogger("hf_moe_ep")
@@ -247,7 +247,7 @@ def check_loadable(model: nn.Module, config: ParallelConfig) -> Parts:
     config = replace(resolve_config(config, {}), mtp_layers=0, mtp_from_scratch=False)
     parts, _ = _check_model(model, config, None)
     unstack_experts(model)
-    world_size = world_size_of_launch()
+    world_size = get_world_size_of_launch()
     if world_size > 1:
         check_world(config, world_size)
     return parts
@@ -298,7 +298,7 @@ def _detach(model: nn.Module, state: ModelState) -> None:
 def _end_interrupted(model: nn.Module) -> None:
     """Let our hooks restore what a forward had changed when Ctrl-C ended it."""
     for module in model.modules():
-        for hook in forward_hooks(module):
+        for hook in list_forward_hooks(module):
             if isinstance(hook, Ours):
                 hook.end_interrupted(module)
 
@@ -308,7 +308,7 @@ def check_unsharded(model: nn.Module) -> None:
     fix = "pass the model as from_pretrained returns it, patch it, then shard it once"
     if isinstance(model, DistributedDataParallel | nn.DataParallel):
         raise ValueError(f"the model is wrapped in {type(model).__name__}; {fix}")
-    if devices := devices_of_parts(model):
+    if devices := list_devices_of_parts(model):
         raise ValueError(
             f"from_pretrained(device_map=...) placed parts of this model on {', '.join(devices)}, "
             f"but every rank needs the whole model; load it without device_map=, patch it, then "
@@ -319,7 +319,7 @@ def check_unsharded(model: nn.Module) -> None:
     state: ModelState | None = getattr(model, STATE, None)
     if state is not None and state.meshes is not None:
         raise ValueError(f"the model is sharded by hf_moe_ep already; {fix}")
-    if any(layer.model is not state for _, _, layer in experts_modules(model)):
+    if any(layer.model is not state for _, _, layer in iterate_experts_modules(model)):
         raise ValueError(
             f"this {type(model).__name__} is part of a patched model; patch or unpatch the whole "
             f"model"
@@ -340,12 +340,12 @@ def _warn_of_whole_model(model: nn.Module) -> None:
     read the weights only in the first process of each host. With stock's from_pretrained every
     process reads all weights, even with Accelerate's `cpu_ram_efficient_loading`.
     """
-    world_size = world_size_of_launch()
-    processes = launched_local_world_size() or world_size
+    world_size = get_world_size_of_launch()
+    processes = get_launched_local_world_size() or world_size
     num_bytes = sum(p.nbytes for p in model.parameters() if not p.is_meta)
     if world_size == 1 or num_bytes <= LARGE_MODEL_BYTES:
         return
-    if rank_of_launch() != min(1, processes - 1):
+    if get_rank_of_launch() != min(1, processes - 1):
         return
     gib = num_bytes / 2**30
     warnings.warn(
@@ -357,7 +357,7 @@ def _warn_of_whole_model(model: nn.Module) -> None:
 
 
 def _log_summary(parts: Parts, state: ModelState) -> None:
-    if launched_rank() != 0:
+    if get_launched_rank() != 0:
         return
     names = list(parts.experts)
     compute = state.moe_layers[0].compute

@@ -100,9 +100,9 @@ class MoEBlock:
         gate: the attribute that holds the gate, a function from the pre-activations [A, 2F] of A
             rows to [A, F]; empty if it is `activation(first half) * second half`.
         forward: the forward of the block, a function of the block and of the arguments of the stock
-            forward. It must call the experts module with hidden states [T, H], and with the ids and
-            the routing weights of each token's experts, both [T, K]. None if the stock forward does
-            this already.
+            forward. This function must call the experts module with hidden states [T, H], and with
+            the ids and the routing weights of each token's experts, both [T, K]. None if the stock
+            forward does this already.
         weights_inputs: True if the routing weight of an expert multiplies the input of the expert,
             and not its output.
         identity_experts: the attribute that holds the number of experts that return their input.
@@ -130,7 +130,7 @@ class ModelPlan:
 
     Attributes:
         model_type: `config.model_type` of the Hugging Face config.
-        prefix: a string that is added in front of `layers`, `experts`, `router`, `attention` and
+        prefix: a string that is added before `layers`, `experts`, `router`, `attention` and
             `final_norm`. A model with a vision tower needs "language_model." if modules of the
             tower match the same patterns.
         layers: the decoder layers; each one is an FSDP2 unit (`VisionPlan` explains the term).
@@ -143,8 +143,8 @@ class ModelPlan:
         router: the modules that choose the experts of a token; empty if no separate module does.
         attention: the modules in decoder layers that call transformers' attention interface. If
             the plan is derived, other modules whose names match are ignored.
-        final_norm: the norm in front of the head; empty if there is none. If several modules match,
-            the norm is the one whose name has the fewest components. Norm and head are one FSDP2
+        final_norm: the norm before the head; empty if there is none. If several modules match, the
+            module whose name has the fewest components is the norm. Norm and head are one FSDP2
             unit, which stays all-gathered between forward and backward.
         mixers: the modules in decoder layers that mix the tokens of a sequence without calling
             the attention interface.

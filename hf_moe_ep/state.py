@@ -96,7 +96,7 @@ the row above.
     ops/quantised.py | _nested_codes | values of the bytes of nested scales, by device
     sequence/partial_attention.py | _compiled_flex_attention | the compiled kernel of FlexAttention
     plan.py | _compiled | patterns of module names
-    upstream/models.py | cache_methods | names of the methods of Transformers' caches
+    upstream/models.py | list_cache_methods | names of the methods of Transformers' caches
     upstream/requirements.py | _problems_of_versions | packages outside their allowed ranges
     upstream/code.py | _names_used _arguments | names and arguments in the code of a class
     upstream/causal_loss.py | _other_use _passes_arguments | logits and loss of a forward
@@ -277,7 +277,7 @@ class ModelState:
     frame: Any = None
     # True if `compile_layers` has compiled the layers (compiled/layers.py).
     layers_are_compiled: bool = False
-    # True if compiled layers include their MoE blocks. It is set before every forward.
+    # True if compiled layers include their MoE blocks. The flag is set before each forward.
     blocks_are_traced: bool = False
     # A tensor of one boolean: whether compiled layers count tokens in the current forward. None
     # before the first forward of compiled layers.
@@ -525,8 +525,8 @@ class RoutingSession:
 
     Attributes:
         route_source: the source of the expert ids of the current forward.
-        refusal: the error of routes that cannot be replayed. It is raised after the other ranks
-            have received `route_source`, so that all ranks raise an error.
+        refusal: the error of routes that cannot be replayed. This error is raised after the other
+            ranks have received `route_source`, so that all ranks raise an error.
     """
 
     refusal: ValueError | None = None
@@ -634,7 +634,7 @@ def find_state(model: nn.Module) -> ModelState | None:
     return None
 
 
-def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, MoELayer]]:
+def iterate_experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, MoELayer]]:
     """Yield (name, module, state) of every experts module of a patched model, without wrappers."""
     for name, module in model.named_modules():
         layer = vars(module).get(STATE)
@@ -642,9 +642,9 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, MoELayer
             yield name, module, layer
 
 
-def quantised_matrices(model: nn.Module) -> Iterator[tuple[str, Quantised, Quantisation]]:
+def iterate_quantised_matrices(model: nn.Module) -> Iterator[tuple[str, Quantised, Quantisation]]:
     """Yield (name, tensors, format) of the quantised stacked matrices of a sharded model."""
-    for path, module, layer in experts_modules(model):
+    for path, module, layer in iterate_experts_modules(model):
         compute = layer.compute
         if compute is None or compute.quantisation is None:
             continue
@@ -678,7 +678,7 @@ def refuse_quantised_experts(model: nn.Module, function_name: str) -> None:
         )
 
 
-def computing_device(model: nn.Module) -> torch.device:
+def get_computing_device(model: nn.Module) -> torch.device:
     """Return the device on which this rank computes.
 
     This is the device of the parameters if the model is not sharded.

@@ -27,11 +27,11 @@ from torch import Tensor
 from hf_moe_ep.routing.replay import RoutingReplay
 from hf_moe_ep.routing.routes import Routes
 from hf_moe_ep.state import find_state, patched_state
-from hf_moe_ep.upstream.adapters import adapter_layers
+from hf_moe_ep.upstream.adapters import iterate_adapter_layers
 from hf_moe_ep.upstream.grpo import (
     GRPO,
     SEVERAL_CALLS,
-    engine_of,
+    get_engine,
     replace_method,
     routes_of_engine,
 )
@@ -71,7 +71,7 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
         )
     replaying = _ReplayingTrainer(trainer, RoutingReplay(trainer.model), strict=mode == "R3")
     if mode == "R3":
-        engine = engine_of(trainer)
+        engine = get_engine(trainer)
         if engine is None:
             raise ValueError(
                 "mode='R3' reads routes from vLLM in this process, but this trainer has no engine; "
@@ -101,7 +101,9 @@ class _ReplayingTrainer:
     def __init__(self, trainer: Any, replay: RoutingReplay, *, strict: bool) -> None:
         self._trainer, self._strict = trainer, strict
         self.replay, self._state = replay, patched_state(trainer.model)
-        self._first_adapter = next((layer for _, layer in adapter_layers(trainer.model)), None)
+        self._first_adapter = next(
+            (layer for _, layer in iterate_adapter_layers(trainer.model)), None
+        )
         # True while a generation batch is scored.
         self._is_scoring = False
         # The engine's arrays of routes for this generation batch, and the routes recorded so far.

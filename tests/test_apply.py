@@ -231,12 +231,14 @@ def test_a_gpu_is_chosen_before_any_collective(monkeypatch: pytest.MonkeyPatch) 
         raise InterruptedError
 
     monkeypatch.setattr(apply, "is_distributed", lambda: True)
-    monkeypatch.setattr(apply, "default_device", lambda: called.append("default_device"))
+    monkeypatch.setattr(
+        apply, "choose_default_device", lambda: called.append("choose_default_device")
+    )
     monkeypatch.setattr(apply, "check_everyone_calls", lambda *_: called.append("check"))
     monkeypatch.setattr(apply, "run_on_all", stop)
     with pytest.raises(InterruptedError):
         from_pretrained("owner/model")
-    assert called == ["default_device", "check", "run_on_all"]
+    assert called == ["choose_default_device", "check", "run_on_all"]
 
 
 def _call_on_rank_0(rank: int, world: int, folder: str) -> None:

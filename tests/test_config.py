@@ -7,12 +7,12 @@ import pytest
 
 from hf_moe_ep import ParallelConfig
 from hf_moe_ep.config import (
-    launched_rank,
-    launched_with_fsdp,
-    launched_world_size,
+    get_launched_rank,
+    get_launched_world_size,
+    is_launched_with_fsdp,
+    read_environment_settings,
     resolve_config,
-    settings_from_environment,
-    suggestion,
+    suggest_name,
 )
 
 NO_SIZES = [0, -1, 1.5, 2.0, True, "2", "auto", [2]]
@@ -149,12 +149,12 @@ def test_the_most_similar_name_is_suggested() -> None:
     names = [field.name for field in dataclasses.fields(ParallelConfig)]
     similar = {"ep": "ep_size", "ep_sise": "ep_size", "expert_backend": "experts_backend"}
     for name, meant in similar.items():
-        assert suggestion(name, names) == f" (did you mean {meant}?)"
-    assert suggestion("expert_parallel_degree", names) == suggestion("dtype", names) == ""
+        assert suggest_name(name, names) == f" (did you mean {meant}?)"
+    assert suggest_name("expert_parallel_degree", names) == suggest_name("dtype", names) == ""
     # The prefix does not make names similar.
     known = ["--gpu-memory", "--batch"]
-    assert suggestion("--gpu-memori", known, "--") == " (did you mean --gpu-memory?)"
-    assert suggestion("--xyz", known, "--") == suggestion("HF_X", ["HF_Y"], "HF_") == ""
+    assert suggest_name("--gpu-memori", known, "--") == " (did you mean --gpu-memory?)"
+    assert suggest_name("--xyz", known, "--") == suggest_name("HF_X", ["HF_Y"], "HF_") == ""
 
 
 @pytest.mark.parametrize(("size", "meant"), [("8", 8), (2.0, 2), ("two", 1), (0, 1), (True, 1)])
@@ -242,10 +242,14 @@ def test_world_size_and_rank_are_read_from_the_launchers_variables(
 ) -> None:
     for name in ("WORLD_SIZE", "RANK", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
-    assert (launched_world_size(), launched_rank(), launched_with_fsdp()) == (1, 0, False)
+    assert (get_launched_world_size(), get_launched_rank(), is_launched_with_fsdp()) == (
+        1,
+        0,
+        False,
+    )
     for name, value in {"WORLD_SIZE": "8", "RANK": "5", "ACCELERATE_USE_FSDP": "TRUE"}.items():
         monkeypatch.setenv(name, value)
-    assert (launched_world_size(), launched_rank(), launched_with_fsdp()) == (8, 5, True)
+    assert (get_launched_world_size(), get_launched_rank(), is_launched_with_fsdp()) == (8, 5, True)
 
 
 def test_layers_of_stages_are_read_from_a_list_and_from_a_variable(
@@ -254,10 +258,10 @@ def test_layers_of_stages_are_read_from_a_list_and_from_a_variable(
     assert ParallelConfig(pp_layers=[3, 1]).pp_layers == (3, 1)
     assert resolve_config(None, {"pp_layers": [3, 1]}).pp_size == 2
     monkeypatch.setenv("HF_MOE_EP_PP_LAYERS", "2,1,1")
-    assert settings_from_environment(ParallelConfig).pp_layers == (2, 1, 1)
+    assert read_environment_settings(ParallelConfig).pp_layers == (2, 1, 1)
     monkeypatch.setenv("HF_MOE_EP_PP_LAYERS", "2,x")
     with pytest.raises(ValueError, match=r"PP_LAYERS=2,x is no whole number; try .*13,11"):
-        settings_from_environment(ParallelConfig)
+        read_environment_settings(ParallelConfig)
 
 
 @pytest.mark.parametrize(

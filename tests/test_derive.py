@@ -22,7 +22,7 @@ from hf_moe_ep import model_patches, patch, unpatch
 from hf_moe_ep.architectures import find_parts, find_plan
 from hf_moe_ep.derive import derive_plan
 from hf_moe_ep.plan import ModelPlan, VisionPlan
-from hf_moe_ep.planner.config import find_config, meta_model
+from hf_moe_ep.planner.config import build_meta_model, find_config
 from hf_moe_ep.state import find_state
 
 # Refused model types whose experts do not use transformers' experts interface: the model class,
@@ -268,7 +268,7 @@ def test_the_derived_plan_of_qwen3_vl_moe_equals_a_plan_written_by_hand() -> Non
 
 def test_a_model_of_235b_is_patched_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     """94 layers on meta: `derive_plan` takes less than 1 s of CPU time, `patch` less than 5 s."""
-    model = meta_model(find_config("Qwen/Qwen3-235B-A22B"), torch.bfloat16)
+    model = build_meta_model(find_config("Qwen/Qwen3-235B-A22B"), torch.bfloat16)
     start = time.process_time()
     derive_plan(model)
     derived = time.process_time()

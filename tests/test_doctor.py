@@ -100,7 +100,7 @@ def test_a_wrong_version_of_an_optional_package_is_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     allowed = AllowedPackage("trl", SpecifierSet(">=0.29"), "trl")
-    monkeypatch.setattr(doctor, "allowed_packages", lambda: [allowed])
+    monkeypatch.setattr(doctor, "list_allowed_packages", lambda: [allowed])
     _give_version(monkeypatch, "trl", "0.20.0")
     code, text = _report(capsys)
     assert (
@@ -151,7 +151,7 @@ def test_a_missing_function_that_no_result_depends_on_is_a_note(
 
 def test_patch_warns_of_a_version_with_the_text_of_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = [AllowedPackage("transformers", SpecifierSet(">=5.16.1,<6"))]
-    monkeypatch.setattr(requirements, "allowed_packages", lambda: allowed)
+    monkeypatch.setattr(requirements, "list_allowed_packages", lambda: allowed)
     # A process reads the versions once; here they are read at each `patch`.
     read_anew = requirements._problems_of_versions.__wrapped__
     monkeypatch.setattr(requirements, "_problems_of_versions", read_anew)

@@ -13,13 +13,13 @@ from support.tiny_models import tiny
 from hf_moe_ep import ParallelConfig, patch
 from hf_moe_ep.etp import (
     Cut,
+    convert_slabs_to_stock,
     count_whole,
     cut_of_factor,
     for_each_half,
-    ids_of_parts,
-    slabs_in_stock_shape,
+    repeat_part_weights,
+    replace_by_part_ids,
     split_box,
-    weights_of_parts,
 )
 from hf_moe_ep.state import STATE
 
@@ -27,7 +27,7 @@ from hf_moe_ep.state import STATE
 def test_the_parts_of_experts_are_those_of_the_docstring() -> None:
     """4 experts on ep 2 x etp 2; the id 4 means "no expert", and becomes 8, the number of parts."""
     ids = torch.tensor([[1, 2], [0, 4]])
-    parts = ids_of_parts(ids, num_local=2, num_experts=4, etp_size=2)
+    parts = replace_by_part_ids(ids, num_local=2, num_experts=4, etp_size=2)
     assert parts.tolist() == [[1, 3, 4, 6], [0, 2, 8, 8]]
     # Rank d owns the parts 2 d and 2 d + 1: the token of expert 1 goes to the ranks 0 and 1.
     assert [part // 2 for part in parts[0].tolist()] == [0, 1, 2, 3]
@@ -37,7 +37,7 @@ def test_the_parts_of_experts_are_those_of_the_docstring() -> None:
 
 def test_weights_of_parts_sum_their_gradients_once() -> None:
     weights = torch.tensor([[0.25, 0.75]], dtype=torch.bfloat16, requires_grad=True)
-    parts = weights_of_parts(weights, 2, torch.bfloat16)
+    parts = repeat_part_weights(weights, 2, torch.bfloat16)
     assert parts.dtype == torch.float32 and parts.tolist() == [[0.25, 0.25, 0.75, 0.75]]
     (parts * torch.tensor([[1.0, 2.0, 3.0, 4.0]])).sum().backward()
     assert weights.grad is not None and weights.grad.tolist() == [[3.0, 7.0]]
@@ -82,7 +82,7 @@ def test_boxes_and_slabs_have_stock_dims() -> None:
     stock = torch.arange(48.0).view(2, 8, 3)
     held = stock.unflatten(1, (2, 4))
     whole = tuple((0, size) for size in held.shape)
-    ((stock_box, slab),) = slabs_in_stock_shape([(whole, held)], 1)
+    ((stock_box, slab),) = convert_slabs_to_stock([(whole, held)], 1)
     assert stock_box == ((0, 2), (0, 8), (0, 3)) and torch.equal(slab, stock)
 
     def add_rows(box: Any, values: torch.Tensor) -> torch.Tensor:

@@ -25,9 +25,9 @@ These classes contain slices:
     StateTensor      training/tensors.py      a tensor of the model and its form in a training
                                               checkpoint
 
-A save that is killed leaves either the new checkpoint or none:
+After a save was killed, the new checkpoint is either complete or does not count:
 
-    what is saved                     the last step             after a kill before it
+    saved by                          the last step             after a kill before this step
     save_checkpoint, Accelerate and   storage/manifest.py       the folder has no manifest, and
     Trainer                           writes the manifest       loads skip it
     save_pretrained                   storage/switch.py         the folder still has the old files,

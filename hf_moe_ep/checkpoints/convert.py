@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from hf_moe_ep.checkpoints.hub.configs import CONFIG, save_configs
 from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, known_digests
 from hf_moe_ep.checkpoints.hub.head import add_empty_head
-from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
-from hf_moe_ep.checkpoints.hub.read import model_from_config
+from hf_moe_ep.checkpoints.hub.layout import list_distinct_tensors, list_names
+from hf_moe_ep.checkpoints.hub.read import build_model_from_config
 from hf_moe_ep.checkpoints.hub.write import (
     choose_dtypes,
-    first_dtype,
+    get_first_dtype,
     group_tensors,
     parse_size,
     split_files,
@@ -41,8 +41,8 @@ from hf_moe_ep.checkpoints.hub.write import (
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.atomic import (
     check_folder_can_be_made,
+    get_partial_folder_prefix,
     make_folder_atomically,
-    partial_folder_prefix,
     sha256_of,
 )
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, ValuesPlanner
@@ -50,8 +50,8 @@ from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.extra import EXTRA, read_extra
 from hf_moe_ep.checkpoints.training.folder import STATE, TENSORS, read_state
 from hf_moe_ep.ranks.boxes import Box, whole
-from hf_moe_ep.upstream.hub import progress_bar
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.hub import make_progress_bar
+from hf_moe_ep.upstream.module_names import get_canonical_name
 
 _ACCELERATE_TENSORS = "pytorch_model_fsdp_0"
 _PREFIX = "model."
@@ -88,9 +88,10 @@ def convert(
         target: a folder that is missing or empty; it appears complete or not at all.
         config: the folder of the model that was trained, which has the config and the tokenizer;
             None if `source` has a config.json.
-        dtype: the dtype of the saved weights; None saves each tensor in the dtype in which
-            `from_pretrained` loads it: the dtype that the config names, or fp32 for tensors that
-            the class keeps in fp32, such as correction biases. No `dtype` rounds these tensors.
+        dtype: the dtype of the saved weights. By default, each tensor is saved in the dtype in
+            which `from_pretrained` loads it: the dtype that the config names, or fp32 for tensors
+            that the class keeps in fp32, such as correction biases. No `dtype` rounds these
+            tensors.
         max_shard_size: the largest size of a file, in bytes or as text like "5GB".
         check_hashes: compare the files with the hashes in the manifest of `source` before they are
             converted. Each file is then read twice. A source without a manifest is not checked.
@@ -121,9 +122,9 @@ def convert(
     reader, metadata = _open_checkpoint(folder)
     has_state = manifest.is_ours(folder) and (folder / STATE).is_file()
     scalars = read_state(folder).scalars if has_state else {}
-    model, plan = model_from_config(config_folder, trust_remote_code=trust_remote_code)
+    model, plan = build_model_from_config(config_folder, trust_remote_code=trust_remote_code)
     add_empty_head(model, plan, metadata.state_dict_metadata)
-    tensors = distinct_tensors(model)
+    tensors = list_distinct_tensors(model)
     keys = _find_keys(model, metadata)
     groups = group_tensors(
         model,
@@ -148,7 +149,7 @@ def convert(
     with make_folder_atomically(out) as new_folder:
         for file in small_files:
             shutil.copy2(file, new_folder)
-        save_configs(model, new_folder, first_dtype(groups))
+        save_configs(model, new_folder, get_first_dtype(groups))
         for file in new_folder.iterdir():
             with file.open("rb") as copied:
                 os.fsync(copied.fileno())
@@ -169,7 +170,7 @@ def _check_files_read(folder: Path, other_names: list[str]) -> None:
         if name.startswith(weights) or name in other_names
     }
     size = sum(entry["size"] for entry in files.values())
-    with progress_bar(size, f"checking {folder}", True) as progress:
+    with make_progress_bar(size, f"checking {folder}", True) as progress:
         for name, entry in files.items():
             actual = sha256_of(folder / name, progress.update)
             if actual != entry["sha256"]:
@@ -194,7 +195,7 @@ def check_room(out: Path, needed: int) -> None:
 def list_leftovers(out: Path) -> str:
     """List the folders that killed runs left next to `out`, as text; "" if there are none."""
     names = os.listdir(out.parent) if out.parent.is_dir() else []
-    leftovers = [name for name in names if name.startswith(partial_folder_prefix(out))]
+    leftovers = [name for name in names if name.startswith(get_partial_folder_prefix(out))]
     return ", ".join(os.fspath(out.parent / name) for name in sorted(leftovers))
 
 
@@ -231,10 +232,10 @@ def _find_keys(model: nn.Module, metadata: Metadata) -> dict[str, str]:
     """
     key_of: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        key = _find_key(canonical_name(name), metadata)
+        key = _find_key(get_canonical_name(name), metadata)
         if key is not None:
             key_of.setdefault(id(tensor), key)
-    named = distinct_tensors(model).items()
+    named = list_distinct_tensors(model).items()
     return {name: key_of[id(tensor)] for name, tensor in named if id(tensor) in key_of}
 
 
@@ -246,7 +247,7 @@ def _check_fits(
     keys: Mapping[str, str],
 ) -> None:
     missing, misshapen = [], []
-    for name, tensor in distinct_tensors(model).items():
+    for name, tensor in list_distinct_tensors(model).items():
         if name in scalars and not tensor.ndim:
             continue
         if name not in keys:
@@ -266,7 +267,7 @@ def _check_fits(
             f"{folder} holds no experts, because its run held them quantised; load it into a model "
             f"that is patched as in that run, or take the experts from the run's base checkpoint"
         )
-    known = {canonical_name(name) for name in model.state_dict(keep_vars=True)} | scalars.keys()
+    known = {get_canonical_name(name) for name in model.state_dict(keep_vars=True)} | scalars.keys()
     used = {_find_key(name, metadata) for name in known}
     unexpected = [
         key.removeprefix(_PREFIX)

@@ -8,9 +8,9 @@
 If the base stores the experts of a stack in several files, the whole merged stack is written to the
 first of these files. A file that becomes empty is not written.
 
-The model is built on the meta device, and PEFT attaches its layers there. So PEFT decides which
-modules have an adapter, with which rank and scale. Then `merge_adapter` reads each parameter, a few
-experts or rows at a time (a slab), adds the product of its factors, and writes the sum. Keys,
+The model is built on the meta device, and PEFT attaches its layers there. PEFT therefore decides
+which modules have an adapter, with which rank and scale. Then `merge_adapter` reads each parameter,
+a few experts or rows at a time (a slab), adds the product of its factors, and writes the sum. Keys,
 dtypes and rounding are the same as with `merge_and_unload()` and `save_pretrained()` on a CPU:
 
     base fp32    W + scale * B A, all in fp32
@@ -45,13 +45,13 @@ from torch import Tensor, nn
 from hf_moe_ep.checkpoints.convert import check_room, describes_model, list_leftovers
 from hf_moe_ep.checkpoints.hub.configs import CONFIG
 from hf_moe_ep.checkpoints.hub.extra import check_patterns, copy_groups
-from hf_moe_ep.checkpoints.hub.gather import slabs_for_all
-from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
-from hf_moe_ep.checkpoints.hub.pieces import whole_piece
+from hf_moe_ep.checkpoints.hub.gather import iterate_slabs_for_all
+from hf_moe_ep.checkpoints.hub.layout import list_distinct_tensors, list_names
+from hf_moe_ep.checkpoints.hub.pieces import make_whole_piece
 from hf_moe_ep.checkpoints.hub.read import (
+    build_model_from_config,
     dtype_of_weights,
     find_weights,
-    model_from_config,
 )
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.hub.write import TensorGroup, group_tensors, write_checkpoint
@@ -62,7 +62,7 @@ from hf_moe_ep.lora.export import WEIGHTS
 from hf_moe_ep.lora.merged import add_updates, with_whole_factors
 from hf_moe_ep.lora.names import SINGLE_KEY
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.ranks.boxes import Box, box_sizes, local_box
+from hf_moe_ep.ranks.boxes import Box, get_box_sizes, get_local_box
 from hf_moe_ep.upstream.adapter_files import (
     attach_without_values,
     factor_dtype,
@@ -77,7 +77,7 @@ from hf_moe_ep.upstream.adapters import (
     updates_of,
 )
 from hf_moe_ep.upstream.hub import local_folder, read_object
-from hf_moe_ep.upstream.models import persistent_buffers
+from hf_moe_ep.upstream.models import iterate_persistent_buffers
 from hf_moe_ep.upstream.named_weights import FIELD
 
 _SLAB_BYTES = 2**28  # the part of a parameter that is merged at a time
@@ -142,12 +142,12 @@ def merge_adapter(
     _check_not_quantized(folder)
     config = read_lora_config(adapter_folder)
     adapter_tensors = _read_adapter(adapter_folder)
-    model, plan = model_from_config(
+    model, plan = build_model_from_config(
         folder, partial(dtype_of_weights, folder), trust_remote_code=trust_remote_code
     )
     patterns = check_patterns(ignore_unexpected)
     stored, extra = _find_base(model, folder, plan, patterns)
-    num_in_base = len(distinct_tensors(model))
+    num_in_base = len(list_distinct_tensors(model))
     try:
         model = attach_without_values(model, config)
         trained = _match_adapter(model, adapter_tensors)
@@ -158,7 +158,7 @@ def merge_adapter(
             f"into that model, with the {ADAPTER_CONFIG} that was saved with it"
         ) from error
     check_mergeable(model)
-    tensors = distinct_tensors(model, left_out_by_merging(model))
+    tensors = list_distinct_tensors(model, left_out_by_merging(model))
     updates = updates_of(model, tensors.values())
     small_files = _list_small_files(folder)
     with Reader() as reader:
@@ -232,7 +232,7 @@ def _find_base(
         For the `id` of each parameter or buffer, where its values are stored; and the tensors that
         do not belong to the model.
     """
-    tensors = dict(model.named_parameters()) | dict(persistent_buffers(model))
+    tensors = dict(model.named_parameters()) | dict(iterate_persistent_buffers(model))
     names = [name for name, _ in model.named_parameters()]
     weights = find_weights(model, folder, plan, names, ignore_unexpected)
     return {id(tensors[name]): stored for name, stored in weights.stored.items()}, weights.extra
@@ -262,7 +262,9 @@ def _match_adapter(
     if any(problems):
         raise ValueError("; ".join(filter(None, problems)))
     return {
-        id(known[key]): StoredParameter([(whole_piece(key, tensor.shape), tensor)], tensor.dtype)
+        id(known[key]): StoredParameter(
+            [(make_whole_piece(key, tensor.shape), tensor)], tensor.dtype
+        )
         for key, tensor in adapter_tensors.items()
     }
 
@@ -286,7 +288,7 @@ class _Merger:
         """Yield the merged values of a parameter (on the meta device), cut along dim 0."""
         updates = [self._read_factors(update) for update in self.updates.get(id(tensor), ())]
         change = partial(self._read_merged, tensor, updates)
-        return slabs_for_all(tensor, tensor.dtype, change, self.max_bytes)
+        return iterate_slabs_for_all(tensor, tensor.dtype, change, self.max_bytes)
 
     def _read_merged(self, tensor: Tensor, updates: list[LowRank], box: Box, _: Tensor) -> Tensor:
         values = self._read(tensor, box, tensor.dtype)
@@ -294,11 +296,11 @@ class _Merger:
 
     def _read_factors(self, update: LowRank) -> LowRank:
         dtype = factor_dtype(update.parameter.dtype)
-        a, b = (self._read(factor, local_box(factor), dtype) for factor in (update.a, update.b))
+        a, b = (self._read(factor, get_local_box(factor), dtype) for factor in (update.a, update.b))
         return with_whole_factors(update, a, b)
 
     def _read(self, tensor: Tensor, box: Box, dtype: torch.dtype) -> Tensor:
-        values = torch.empty(box_sizes(box), dtype=dtype)
+        values = torch.empty(get_box_sizes(box), dtype=dtype)
         stored = self.stored.get(id(tensor))
         if stored is None:  # a buffer that the base may lack has its initial value
             return values.copy_(tensor[tuple(slice(start, stop) for start, stop in box)])

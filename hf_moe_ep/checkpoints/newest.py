@@ -4,8 +4,8 @@ Only complete checkpoints count (`storage/manifest.py`). The newest one is chose
 names and manifests, not by a clock (`storage/order.py`). A warning names folders that look like
 unfinished checkpoints, because a user may expect that the run resumes from them.
 
-`newest_checkpoint` is for scripts. The Trainer and Accelerate use `newest_resumable`: they also
-resume, with a warning, from a folder with neither marker nor manifest.
+`newest_checkpoint` is for scripts. The Trainer and Accelerate use `find_newest_resumable`: they
+also resume, with a warning, from a folder with neither marker nor manifest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 
 from hf_moe_ep.checkpoints.storage import manifest
-from hf_moe_ep.checkpoints.storage.order import Saved, newest_last
+from hf_moe_ep.checkpoints.storage.order import Saved, sort_newest_last
 from hf_moe_ep.ranks.all_ranks import is_first, run_on_first
 
 # Names of checkpoints of the Trainer and of Accelerate.
@@ -88,20 +88,20 @@ def _looks_unfinished(path: Path) -> bool:
         return not isinstance(error, PermissionError)
 
 
-def in_series(root: Path, names: re.Pattern[str]) -> list[Path]:
+def list_series(root: Path, names: re.Pattern[str]) -> list[Path]:
     """List the folders in `root` whose names match `names`, the highest number last."""
     paths = root.iterdir() if root.is_dir() else ()
-    return newest_last(Saved(p) for p in paths if names.fullmatch(p.name) and p.is_dir())
+    return sort_newest_last(Saved(p) for p in paths if names.fullmatch(p.name) and p.is_dir())
 
 
-def newest_resumable(root: Path, names: re.Pattern[str]) -> tuple[Path, bool]:
+def find_newest_resumable(root: Path, names: re.Pattern[str]) -> tuple[Path, bool]:
     """Return the newest folder that is not unfinished, and True if it has a manifest.
 
     Raises:
         ValueError: there is no such folder; the message lists the unfinished folders.
     """
     unfinished = []
-    for folder in reversed(in_series(root, names)):
+    for folder in reversed(list_series(root, names)):
         try:
             verifiable = is_verifiable(folder)
         except ValueError as error:

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIG
 from hf_moe_ep.checkpoints.hub.extra import check_patterns, find_to_copy
-from hf_moe_ep.checkpoints.hub.read import find_weights, model_from_config
+from hf_moe_ep.checkpoints.hub.read import build_model_from_config, find_weights
 from hf_moe_ep.checkpoints.hub.write import HASHES, HASHES_OF_COPIES
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.atomic import sha256_of
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, read_index, sha256_of_tensors
 from hf_moe_ep.checkpoints.training.extra import EXTRA, read_extra
 from hf_moe_ep.lora.adapter_config import CONFIG as ADAPTER_CONFIG
-from hf_moe_ep.upstream.hub import progress_bar
+from hf_moe_ep.upstream.hub import make_progress_bar
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def verify(
     tensors = read_index(path)
     facts = {"tensors": f"{len(tensors)}, files as long as their headers say"}
     if (path / CONFIG).is_file():
-        model, plan = model_from_config(path, trust_remote_code=trust_remote_code)
+        model, plan = build_model_from_config(path, trust_remote_code=trust_remote_code)
         names = [name for name, _ in model.named_parameters()]
         weights = find_weights(model, path, plan, names, patterns)
         facts["shapes"] = f"those of {type(model).__name__}"
@@ -77,7 +77,7 @@ def _verify_manifest(path: Path) -> Found:
     """Compare the files of a training checkpoint, and its tensors in other files, with hashes."""
     files = manifest.read(path)["files"]
     size = sum(entry["size"] for entry in files.values())
-    with progress_bar(size, f"reading {path}", True) as progress:
+    with make_progress_bar(size, f"reading {path}", True) as progress:
         manifest.check(path, on_read=progress.update)
     facts = {"files": f"{len(files)}, all hashes right", "bytes": f"{size:,}"}
     if (extra := read_extra(path / EXTRA)) is not None:
@@ -101,7 +101,7 @@ def _compare_hashes(path: Path, used: set[str]) -> int:
             in_index = metadata.get(kind, {})
             hashes |= {name: (in_index[name], hash_file) for name in in_index if name in used}
     size = sum((path / name).stat().st_size for name in hashes)
-    with progress_bar(size, f"reading {path}", bool(hashes)) as progress:
+    with make_progress_bar(size, f"reading {path}", bool(hashes)) as progress:
         for name, (digest, hash_file) in hashes.items():
             actual = hash_file(path / name, progress.update)
             if actual != digest:

@@ -10,7 +10,7 @@ import argparse
 import textwrap
 from typing import Any
 
-from hf_moe_ep.config import launched_rank
+from hf_moe_ep.config import get_launched_rank
 from hf_moe_ep.doctor import Finding, examine, list_failures
 
 _WIDTH = 98
@@ -28,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the report on rank 0; return 1 if training would fail."""
-    if launched_rank() != 0:
+    if get_launched_rank() != 0:
         return 0
     sections = examine()
     print(as_text(sections))

@@ -78,7 +78,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON, with sizes in bytes")
 
 
-def parallel_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+def select_parallel_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the given options of `add_training` that are fields of ParallelConfig."""
     return {name: options[name] for name in _PARALLEL_FIELDS if options[name]}
 

@@ -2,9 +2,9 @@
 
 Each command is a module with `add_parser(subparsers)` and `run(options)`, which returns the exit
 code. A module is imported only when its command is used, and `run` imports the modules that need
-torch. So help and mistyped commands do not wait for torch, and `doctor` starts even if the rest of
-the package cannot be imported. A wrong argument or folder gives one line on stderr (after the usage
-if argparse refuses it) and exit code 2. Ctrl-C gives exit code 130.
+torch. Help and mistyped commands therefore do not wait for torch, and `doctor` starts even if the
+rest of the package cannot be imported. A wrong argument or folder gives one line on stderr (after
+the usage if argparse refuses it) and exit code 2. Ctrl-C gives exit code 130.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from hf_moe_ep.config import suggestion
+from hf_moe_ep.config import suggest_name
 from hf_moe_ep.version import __version__
 
 # Command -> its line in the help. The module of "export-adapter" is `export_adapter.py`.
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _explain_unknown_argument(command: str, unknown: Sequence[str], usage: str) -> str:
     """Return the text of the error for arguments that are not in the command's usage."""
     name = unknown[0].partition("=")[0]
-    meant = suggestion(name, re.findall(r"--[a-z][\w-]*", usage), "--")
+    meant = suggest_name(name, re.findall(r"--[a-z][\w-]*", usage), "--")
     return f'unknown argument {name}{meant}; "hf-moe-ep {command} --help" lists the arguments'
 
 

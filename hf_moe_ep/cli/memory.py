@@ -24,7 +24,7 @@ from hf_moe_ep.cli.layout_options import (
     add_sizes,
     add_training,
     check_adapters,
-    parallel_fields,
+    select_parallel_fields,
 )
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.planner.options import (
@@ -158,7 +158,7 @@ def _layout_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
         sp_size=settings["sp"],
         cp_size=settings["cp"],
         dp_replicate_size=settings["dp_replicate"],
-        **parallel_fields(settings),
+        **select_parallel_fields(settings),
     )
     return {
         "parallel": parallel,
@@ -220,8 +220,8 @@ def _print_fit(step: StepPlan, settings: Mapping[str, Any]) -> None:
     def peak_of(changed: Mapping[str, Any]) -> int:
         return step.peak if dict(changed) == dict(settings) else _plan_one_step(changed).peak
 
-    # TRL's chunked loss needs a causal language model of transformers. It does not work with a head
-    # for multi-token prediction, which needs the labels.
+    # TRL's chunked loss needs a causal language model of transformers. The loss does not work with
+    # a head for multi-token prediction, which needs the labels.
     has_head = has_fused_head() and is_causal_lm(find_config(settings["model"]))
     has_head &= not settings["mtp_layers"]
     without = () if has_head else ("fused_head",)

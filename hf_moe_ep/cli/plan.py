@@ -21,7 +21,7 @@ from hf_moe_ep.cli.layout_options import (
     add_sizes,
     add_training,
     check_adapters,
-    parallel_fields,
+    select_parallel_fields,
 )
 from hf_moe_ep.cli.progress import Progress
 from hf_moe_ep.planner.hardware import (
@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
         assert hardware is not None
         memory = {"gpu_memory": hardware.memory_bytes / GIB}
         options = argparse.Namespace(**(vars(options) | memory))
-    extra = parallel_fields(vars(options))
+    extra = select_parallel_fields(vars(options))
     extra |= {"compile_layers": True} if options.compile_layers else {}
     import torch
 
@@ -211,7 +211,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_nothing_is_missing(options: argparse.Namespace) -> None:
-    """Raise an error that names all missing arguments at once."""
+    """Raise one error that names all missing arguments."""
     needed = {"gpus": "--gpus N", "seq": "--seq S", "batch": "--batch B"}
     missing = [flag for name, flag in needed.items() if getattr(options, name) is None]
     if options.gpu is None and options.gpu_memory is None:

@@ -42,7 +42,7 @@ from hf_moe_ep.compiled.options import check_compile_kwargs, how_to_raise_recomp
 from hf_moe_ep.compiled.subclasses import (
     check_class_forward,
     exclude_from_tracing,
-    inner_forward,
+    get_inner_forward,
     override_forward,
 )
 from hf_moe_ep.moe.counting import reserve_counts
@@ -50,7 +50,7 @@ from hf_moe_ep.moe.recompute import Frame
 from hf_moe_ep.moe.stacked import StackedExperts
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import as_pattern, matches
-from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, computing_device, patched_state
+from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, get_computing_device, patched_state
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
 from hf_moe_ep.upstream.captured_outputs import (
     collected_outputs,
@@ -65,8 +65,8 @@ from hf_moe_ep.upstream.compiler import (
     is_compile_error,
 )
 from hf_moe_ep.upstream.models import CACHE_NAMES
-from hf_moe_ep.upstream.module_names import stock_name
-from hf_moe_ep.upstream.modules import forward_hooks
+from hf_moe_ep.upstream.module_names import get_stock_name
+from hf_moe_ep.upstream.modules import list_forward_hooks
 
 _logger = logging.getLogger("hf_moe_ep")
 
@@ -140,7 +140,7 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
     for name, module in (layers | towers | shared).items():
         key = (type(module), *(type(child) for child in module.children()))
         if key not in kinds:
-            forward = inner_forward(type(module))
+            forward = get_inner_forward(type(module))
             compiled = torch.compile(forward, **options)
             kinds[key] = _Kind(compiled, forward, options.get("recompile_limit"))
         state.replace(module, COMPILED, partial(_call_compiled, kinds[key], state, name))
@@ -232,7 +232,7 @@ class BeginForward(Ours):
         if not root.training:
             return None
         if state.blocks_are_traced:
-            reserve_counts(state, computing_device(root))
+            reserve_counts(state, get_computing_device(root))
         given = any(kwargs.get(name) is not None for name in ("use_cache", *_CACHES))
         if given or not self._takes_use_cache:
             return None
@@ -245,7 +245,9 @@ class BeginForward(Ours):
         if state.meshes is not None and not state.experts_in_layer_units:
             return False
         inside = (module for block in self._blocks for module in block.modules())
-        return not any(forward_hooks(module) or wraps_for_adapters(module) for module in inside)
+        return not any(
+            list_forward_hooks(module) or wraps_for_adapters(module) for module in inside
+        )
 
 
 def _find_modules(root: nn.Module) -> dict[str, nn.Module]:
@@ -256,7 +258,7 @@ def _find_modules(root: nn.Module) -> dict[str, nn.Module]:
     """
     head_modules = set() if (head := find_head(root)) is None else set(head.modules())
     named = root.named_modules()
-    return {stock_name(name): module for name, module in named if module not in head_modules}
+    return {get_stock_name(name): module for name, module in named if module not in head_modules}
 
 
 def _select(modules: dict[str, nn.Module], pattern: str) -> dict[str, nn.Module]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_moe_ep.config import suggestion
+from hf_moe_ep.config import suggest_name
 from hf_moe_ep.upstream.compiler import compile_arguments
 
 # A kind of layer needs further graphs for calls without gradients, without a mask, with a batch of
@@ -41,7 +41,7 @@ def check_compile_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     backends = torch.compiler.list_backends(exclude_tags=())  # also debugging backends
     if isinstance(backend, str) and backend not in backends:
         raise ValueError(
-            f"torch.compile has no backend {backend!r}{suggestion(backend, backends)}; "
+            f"torch.compile has no backend {backend!r}{suggest_name(backend, backends)}; "
             f"try {', '.join(torch.compiler.list_backends())}"
         )
     if kwargs.get("fullgraph"):

@@ -56,7 +56,7 @@ def restore_classes(model: nn.Module) -> None:
             module.__class__ = stock
 
 
-def inner_forward(kind: type) -> Callable[..., Any]:
+def get_inner_forward(kind: type) -> Callable[..., Any]:
     """Return the forward of a class without our own and transformers' decorators of layers.
 
     Each call returns a function with a new code object, because torch.compile counts recompilations

@@ -36,9 +36,9 @@ from accelerate import Accelerator
 
 from hf_moe_ep.checkpoints.newest import (
     check_resumable,
-    in_series,
+    find_newest_resumable,
     is_verifiable,
-    newest_resumable,
+    list_series,
 )
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.planner import use_split_load_planner, use_spread_planner
@@ -152,7 +152,7 @@ def load_state(
 
     def choose() -> tuple[Path, bool]:
         if input_dir is None:
-            return newest_resumable(_get_automatic_parent(self), _AUTOMATIC_NAME)
+            return find_newest_resumable(_get_automatic_parent(self), _AUTOMATIC_NAME)
         named_folder = Path(input_dir).expanduser()
         return named_folder, is_verifiable(named_folder)
 
@@ -226,7 +226,7 @@ def _remove_files_of_ranks(folder: Path) -> None:
 
 def _delete_older(written: Path, limit: int) -> None:
     """Delete unfinished checkpoints next to `written`, then the oldest until `limit` are left."""
-    others = [path for path in in_series(written.parent, _AUTOMATIC_NAME) if path != written]
+    others = [path for path in list_series(written.parent, _AUTOMATIC_NAME) if path != written]
     for unfinished in filter(manifest.is_unfinished, others):
         manifest.try_to_delete(unfinished)
     complete = [path for path in others if path.exists()]

@@ -45,7 +45,7 @@ def register_ep_implementation() -> None:
             f"transformers {transformers.__version__} has no registry of implementations of expert "
             f"parallelism (EPImplementationInterface); install transformers>=5.24, or use patch()"
         ) from error
-    # Older versions lack the base class, so our class is created here.
+    # Older versions of transformers lack EPImplementation, so our class is created here.
     implementation = type("HfMoeEp", (_Experts, EPImplementation), {})
     EPImplementationInterface.register(NAME, implementation)
 

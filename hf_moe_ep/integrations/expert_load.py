@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hf_moe_ep.placement.balance import balance_experts, check_has_ep
 from hf_moe_ep.ranks.all_ranks import run_on_first
 from hf_moe_ep.routing.counts import reset_counts
-from hf_moe_ep.routing.load import ExpertLoad, check_counts, load_of_reader
+from hf_moe_ep.routing.load import ExpertLoad, check_tokens_are_counted, read_load
 from hf_moe_ep.state import ModelState, find_state
 
 # The callback counts tokens for balancing under this name.
@@ -61,9 +61,9 @@ class ExpertLoadCallback(transformers.TrainerCallback):
         every: the minimum number of steps between two logs. With 1 the values are logged whenever
             the Trainer logs its loss (`logging_steps`).
         heat_map: the path of a PNG that rank 0 writes with every checkpoint and at the end of
-            training. It shows the load of layers x experts in at most 12 panels; each panel covers
-            the steps since the previous panel. A resumed run starts with the first step after the
-            resume.
+            training. The PNG shows the load of layers x experts in at most 12 panels; each panel
+            covers the steps since the previous panel. A resumed run starts with the first step
+            after the resume.
         rebalance_every: the number of steps between two calls of `balance_experts`, which gets the
             load of these steps. With None the function is never called.
         threshold: experts of a layer are moved if the busiest rank of the layer has more than
@@ -120,7 +120,7 @@ class ExpertLoadCallback(transformers.TrainerCallback):
         if self.rebalance_every is None or state.global_step % self.rebalance_every:
             return
         model = kwargs["model"]
-        load = load_of_reader(model, _find_patched(model), _BALANCER, reset=True)
+        load = read_load(model, _find_patched(model), _BALANCER, reset=True)
         balance_experts(model, kwargs["optimizer"], load, threshold=self.threshold)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -140,7 +140,7 @@ class ExpertLoadCallback(transformers.TrainerCallback):
         """Return the load since the previous log, or None if `every` steps have not passed yet."""
         if step - self._read_at < self.every:
             return None
-        load = load_of_reader(model, _find_patched(model), self.reader, reset=True)
+        load = read_load(model, _find_patched(model), self.reader, reset=True)
         if self.heat_map is not None:
             self._add_panel(_Panel(self._read_at + 1, step, load.counts))
         self._read_at = step
@@ -194,5 +194,5 @@ def _find_patched(model: nn.Module) -> ModelState:
             "ExpertLoadCallback: this model is not patched, so its tokens are not counted; call "
             "patch(model) before Trainer(model=model)"
         )
-    check_counts(state, "ExpertLoadCallback")
+    check_tokens_are_counted(state, "ExpertLoadCallback")
     return state

@@ -9,9 +9,8 @@ that would use the feature raise an error with the same text. If, for example, A
     accelerator.prepare(model)      raises an error on 2 ranks
     apply_ep_fsdp2(model)           works, because it does not use the function
 
-Some features list no calls, because a run without such a feature cannot silently give wrong
-results: the feature only improves an error message, or no call can use it if its function is
-missing.
+Some features list no calls, because a run without one of them cannot silently give wrong results:
+the feature only improves an error message, or no call can use it if its function is missing.
 """
 
 from __future__ import annotations

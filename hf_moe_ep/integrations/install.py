@@ -33,7 +33,7 @@ import transformers
 from accelerate import Accelerator
 from torch import nn
 
-from hf_moe_ep.config import launched_with_fsdp
+from hf_moe_ep.config import is_launched_with_fsdp
 from hf_moe_ep.integrations import (
     accelerate_states,
     engines,
@@ -520,7 +520,7 @@ def wrap_accelerate() -> None:
 
 def _wrap_cpu_ranks(by_arguments: bool = False) -> None:
     """Let FSDP2 run on CPU ranks if the launch or TrainingArguments ask for FSDP."""
-    if launched_with_fsdp() or by_arguments:
+    if is_launched_with_fsdp() or by_arguments:
         wrap_process(CPU_RANKS)
 
 

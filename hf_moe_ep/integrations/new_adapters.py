@@ -20,7 +20,7 @@ from torch import nn
 from hf_moe_ep.checkpoints.hub.unread import read_whole
 from hf_moe_ep.lora import computed
 from hf_moe_ep.moe.stacked import check_adapters
-from hf_moe_ep.ranks.all_ranks import rank_of_launch
+from hf_moe_ep.ranks.all_ranks import get_rank_of_launch
 from hf_moe_ep.routing.bias import refuse_adapters
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapter_files import why_values_are_needed
@@ -55,7 +55,7 @@ def inject_adapter(
         _target_experts(config, state)
     check_adapters(model, getattr(config, "target_parameters", None))
     if state.unread is not None and (why := why_values_are_needed(config)):
-        if rank_of_launch() == 0:
+        if get_rank_of_launch() == 0:
             _logger.info("every process reads the whole model, because %s needs its weights", why)
         read_whole(model)
     with factors_on_host() if state.unread is not None else nullcontext():
@@ -91,5 +91,5 @@ def _target_experts(config: Any, state: ModelState) -> None:
     # If the config was used for another adapter before, it has the names already.
     added = [name for name in names if name not in before]
     config.target_parameters = [*before, *added]
-    if added and rank_of_launch() == 0:
+    if added and get_rank_of_launch() == 0:
         _logger.info("--lora-experts: the %s also targets %s", kind, ", ".join(added))

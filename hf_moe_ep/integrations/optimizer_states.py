@@ -26,7 +26,7 @@ from hf_moe_ep.checkpoints.hub.stages import gather_stages
 from hf_moe_ep.checkpoints.training.same_run import check_optimizer
 from hf_moe_ep.checkpoints.training.stages import join_groups
 from hf_moe_ep.checkpoints.training.state_file import Group, OptimizerState
-from hf_moe_ep.checkpoints.training.tensors import parameter_names
+from hf_moe_ep.checkpoints.training.tensors import list_parameter_names
 from hf_moe_ep.ranks.all_ranks import run_on_all
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.replaced import replaced
@@ -85,7 +85,7 @@ def _set_state(
     saved = OptimizerState(None, [], {}, [_to_group(group, {}) for group in saved_groups])
     where = "the checkpoint of the optimizer"
     run_on_all(where, lambda: check_optimizer(model, optimizers, saved, where))
-    names, _ = parameter_names(model, optimizers)
+    names, _ = list_parameter_names(model, optimizers)
     groups = [
         saved_group | {"params": [names[id(parameter)] for parameter in group["params"]]}
         for group, saved_group in zip(optimizers.param_groups, saved_groups, strict=True)

@@ -2,7 +2,7 @@
 
 FSDP2's parameters are DTensors. Some optimizers cannot train DTensors: their state consists of
 plain tensors, or they use operators that DTensor does not support. torch's error names only the
-operator, so `step` adds the name of the optimizer.
+operator, so `step` raises an error with the name of the optimizer and the optimizers that work.
 
 Accelerate before 1.15 clips with torch's function, which refuses gradients on two meshes. With
 these versions, and with pipeline stages, `clip_grad_norm` uses `sharding/clip.py` instead.
@@ -39,11 +39,11 @@ from hf_moe_ep.upstream.wrap import Wrap, bind_wrapper
 
 # This attribute of an optimizer lists the states of the models that it trains and whose routers'
 # biases are updated.
-_FOLLOWED = "_hf_moe_ep_followed"
+_STATES_TO_UPDATE = "_hf_moe_ep_followed"
 
 # The optimizers of torch.optim that train a sharded model with the same results as one process
 # (tests/integrations/test_sharded_optimizers.py).
-WORKING = (
+SUPPORTED_OPTIMIZERS = (
     "Adadelta",
     "Adagrad",
     "Adam",
@@ -62,7 +62,7 @@ def step(
     self: AcceleratedOptimizer,
     closure: Callable[..., Any] | None = None,
 ) -> Any:
-    """Wrap `AcceleratedOptimizer.step`: update routers' biases, and name an optimizer that fails.
+    """Wrap `AcceleratedOptimizer.step`: update routers' biases, and explain refused DTensors.
 
     Raises:
         ValueError: the optimizer does not support DTensors.
@@ -72,10 +72,10 @@ def step(
     except RuntimeError as error:
         if not is_refused_by_dtensor(error) or not _trains_dtensors(self.optimizer):
             raise
-        raise _name_optimizer(self.optimizer, error) from error
-    # Without synchronised gradients, gradients and token counts are still being accumulated.
+        raise _make_dtensor_error(self.optimizer, error) from error
+    # Before the last micro-batch of a step, gradients and token counts are still accumulated.
     if self.gradient_state.sync_gradients:
-        for state in getattr(self, _FOLLOWED, ()):
+        for state in getattr(self, _STATES_TO_UPDATE, ()):
             update_biases(state, skipped=self.step_was_skipped)
     return result
 
@@ -83,7 +83,7 @@ def step(
 def wrap_steps(accelerator: Accelerator, row: Wrap) -> None:
     """Bind `row`, the wrapper of `step`, to all optimizers that `accelerator` has prepared so far.
 
-    The models with `bias_update_rate` that an optimizer trains are stored on the optimizer.
+    Each optimizer stores the states of the models with `bias_update_rate` that it trains.
 
     Raises:
         ValueError: torch.optim.Muon trains a patched model.
@@ -98,7 +98,7 @@ def wrap_steps(accelerator: Accelerator, row: Wrap) -> None:
             refuse_torch_muon(optimizer)
             if state.config.bias_update_rate is not None:
                 biased_states.append(state)
-        setattr(optimizer, _FOLLOWED, biased_states)
+        setattr(optimizer, _STATES_TO_UPDATE, biased_states)
         if row.name not in vars(optimizer):
             setattr(optimizer, row.name, bind_wrapper(optimizer, row))
 
@@ -123,7 +123,9 @@ def clip_grad_norm(
     states = [(model, find_state(model)) for model in prepared_models(self)]
     sharded = [m for m, state in states if state is not None and state.meshes is not None]
     for model in sharded:
-        reshard(model)  # before the generator `model.parameters()` begins
+        reshard(model)
+    # This list is made after the units were resharded: a generator `model.parameters()` that the
+    # caller passes must yield the sharded parameters.
     parameters = list(parameters)
     parameter_ids = {id(parameter) for parameter in parameters}
     scopes = []
@@ -140,8 +142,8 @@ def clip_grad_norm(
             f"pp_size > 1; clip each model with hf_moe_ep.clip_grad_norm_(model, max_norm)"
         )
     self.unscale_gradients()
-    # With one model, its meshes are passed: a process group over both axes of the experts' mesh
-    # saves an all-reduce.
+    # The meshes of a single model are passed, because their process group over all axes of the
+    # experts' mesh saves all-reduces.
     scope = scopes[0] if len(scopes) == 1 else Scope()
     return clip_gradients_of(parameters, max_norm, norm_type, scope)
 
@@ -149,9 +151,9 @@ def clip_grad_norm(
 def clip_grad_norm_of_trainer(
     original: Callable[..., Any], self: transformers.Trainer, model: Any
 ) -> Any:
-    """Wrap `Trainer._clip_grad_norm`: clip by the norm over all stages, after unscaling fp16.
+    """Wrap `Trainer._clip_grad_norm`: clip by the norm of all stages, and unscale fp16 before.
 
-    Stock does neither: see `_needs_clip_of_accelerator`.
+    `_needs_clip_of_accelerator` says when the Trainer's own function would be wrong.
     """
     if not _needs_clip_of_accelerator(self):
         return original(self, model)
@@ -161,9 +163,9 @@ def clip_grad_norm_of_trainer(
 def get_grad_norm(
     original: Callable[..., Any], self: transformers.Trainer, model: Any, grad_norm: Any = None
 ) -> Any:
-    """Wrap `Trainer._get_grad_norm`: log the norm over all stages, after unscaling fp16.
+    """Wrap `Trainer._get_grad_norm`: log the norm of all stages, and unscale fp16 before.
 
-    Stock does neither: see `_needs_clip_of_accelerator`.
+    `_needs_clip_of_accelerator` says when the Trainer's own function would be wrong.
     """
     if grad_norm is None and _needs_clip_of_accelerator(self):
         grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
@@ -173,8 +175,8 @@ def get_grad_norm(
 def _needs_clip_of_accelerator(trainer: transformers.Trainer) -> bool:
     """Return True if the Trainer's own norm of the gradients would be wrong.
 
-    The Trainer computes the norm of one pipeline stage. Since transformers 5.24 it also computes
-    the norm of gradients on several meshes, but before the gradients of fp16 are unscaled.
+    With pipeline stages, the Trainer computes the norm of only one stage. With fp16, transformers
+    computes the norm of gradients on several meshes (since 5.24) before they are unscaled.
     """
     state = find_state(trainer.model)
     if state is None:
@@ -183,13 +185,13 @@ def _needs_clip_of_accelerator(trainer: transformers.Trainer) -> bool:
     return state.stage is not None or scales
 
 
-def _name_optimizer(optimizer: Optimizer, error: RuntimeError) -> ValueError:
-    """Return an error that names the optimizer. DTensors caused `error` in its step."""
+def _make_dtensor_error(optimizer: Optimizer, error: RuntimeError) -> ValueError:
+    """Make an error that names an optimizer in whose step DTensor has raised `error`."""
     kind, first_line = type(optimizer), str(error).partition("\n")[0]
     return ValueError(
         f"{kind.__module__}.{kind.__qualname__} cannot train a sharded model: its state or "
         f"its operators do not support FSDP2's DTensors ({first_line}). "
-        f"Use one of these optimizers of torch.optim: {', '.join(WORKING)}"
+        f"Use one of these optimizers of torch.optim: {', '.join(SUPPORTED_OPTIMIZERS)}"
     )
 
 

@@ -1,9 +1,10 @@
 """Check the launch and shard the model when `accelerator.prepare` is given a patched model.
 
-The only function for FSDP2 that is replaced is `fsdp2_prepare_model`, with which `prepare` shards a
-model. If Accelerate is configured to compile a model that it shards, `compile_layers` compiles the
-model's layers instead. All other code for FSDP2 is Accelerate's own: it gives the optimizer the
-sharded parameters, clips, accumulates and saves. `enable_fsdp_on_cpu` lets it run on CPU ranks.
+Of the functions with which Accelerate shards a model, only `fsdp2_prepare_model` is replaced.
+Accelerate's own code then gives the sharded parameters to the optimizer, and accumulates gradients.
+If Accelerate is configured to compile a model, `compile_layers` compiles the model's layers
+instead. `enable_fsdp_on_cpu` lets Accelerate use FSDP2 on CPU ranks. Other files wrap the clipping
+of gradients (`optimizers.py`) and the saves (`accelerate_states.py`, `saving.py`).
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from torch.distributed.fsdp import (
 from hf_moe_ep.checkpoints.hub.unread import cut_before_sharding, shard_and_read
 from hf_moe_ep.compiled.layers import compile_layers
 from hf_moe_ep.compiled.options import check_compile_kwargs
-from hf_moe_ep.config import launched_with_fsdp, launched_world_size
+from hf_moe_ep.config import get_launched_world_size, is_launched_with_fsdp
 from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.uneven_loaders import check_even
 from hf_moe_ep.ranks.all_ranks import run_on_all
-from hf_moe_ep.sharding.options import ShardOptions, kept_whole
+from hf_moe_ep.sharding.options import ShardOptions, list_kept_whole
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import (
     count_as_shards,
@@ -54,7 +55,7 @@ from hf_moe_ep.upstream.frameworks import (
     how_to_shard,
     option_of_size,
 )
-from hf_moe_ep.upstream.models import packed_parameters, text_config
+from hf_moe_ep.upstream.models import list_packed_parameters, text_config
 from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.replaced import replaced
 
@@ -64,10 +65,10 @@ def enable_fsdp_on_cpu(
 ) -> None:
     """Let FSDP2 run on CPU ranks if the launch config asks for FSDP.
 
-    With `distributed_type: FSDP` and `use_cpu: true` stock Accelerate runs plain multi-process
-    training instead. After this call sharding, clipping and checkpoints work as on GPUs.
+    With `distributed_type: FSDP` and `use_cpu: true`, stock Accelerate trains on several CPU
+    processes without FSDP. After this call sharding, clipping and checkpoints work as on GPUs.
     """
-    if state.distributed_type != DistributedType.MULTI_CPU or not launched_with_fsdp():
+    if state.distributed_type != DistributedType.MULTI_CPU or not is_launched_with_fsdp():
         return
     plugin = plugin or FullyShardedDataParallelPlugin()
     if state.mixed_precision != "no":
@@ -104,7 +105,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         for model in models:
             _check_loss(model)
     shared_batches.share_batches(self, state)
-    # In one CPU process the state has no such attribute (accelerate 1.15).
+    # In a single CPU process the state has no fsdp_plugin (accelerate 1.15).
     plugin = getattr(self.state, "fsdp_plugin", None)
     if plugin is not None and self.is_fsdp2:
         for model in models:
@@ -156,7 +157,7 @@ def _remove_other_stages(accelerator: Accelerator, model: nn.Module, args: tuple
 
 @contextmanager
 def without_dynamo(accelerator: Accelerator) -> Iterator[dict[str, Any] | None]:
-    """Switch off Accelerate's own compilation inside the block, in which it prepares a model.
+    """Switch off Accelerate's own compilation inside the block, which prepares a model.
 
     Accelerate compiles a model before it shards the model, either the whole model or the modules of
     every list of layers. Our layers are compiled by `compile_layers` instead.
@@ -195,9 +196,9 @@ def _compile_as_configured(model: nn.Module) -> None:
 def _check_no_activation_checkpointing(
     models: Iterable[nn.Module], plugin: FullyShardedDataParallelPlugin
 ) -> None:
-    """Raise ValueError if Accelerate is to insert activation checkpointing into sharded layers.
+    """Raise ValueError if Accelerate would insert activation checkpointing into sharded layers.
 
-    A model that Accelerate has prepared before is accepted, because it has the wrappers already.
+    A model that Accelerate has prepared before is accepted, because its layers are wrapped already.
     """
     if plugin.activation_checkpointing and not all(map(was_prepared, models)):
         raise ValueError(
@@ -227,7 +228,7 @@ def fsdp2_prepare_model(
 def move_to_device(
     original: Callable[..., None], self: Any, model: nn.Module, device: torch.device
 ) -> None:
-    """Wrap `Trainer._move_model_to_device`: leave a model to sharding, which moves it by units.
+    """Wrap `Trainer._move_model_to_device`: do not move a model that sharding moves by units.
 
     With `bf16_full_eval` the Trainer calls this function before the model is sharded.
     """
@@ -240,13 +241,13 @@ def build_options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
     plugin = accelerator.state.fsdp_plugin
     state = find_state(model)
     ignored = get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device)
-    quantized = packed_parameters(model)
-    ignored |= kept_whole(model)
+    quantized = list_packed_parameters(model)
+    ignored |= list_kept_whole(model)
     return ShardOptions(
         mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         offload_policy=_choose_offload_policy(plugin.cpu_offload, accelerator.device),
         fp32_masters=accelerator.mixed_precision != "no" and not quantized,
-        # Both settings are True by default, so each of them can switch it off.
+        # Both settings are True by default, so each of them can switch resharding off.
         reshard_after_forward=plugin.reshard_after_forward
         and (state is None or state.config.reshard_after_forward),
         ignored_params=frozenset(ignored),
@@ -261,7 +262,7 @@ def _choose_offload_policy(policy: OffloadPolicy | None, device: torch.device) -
 
 def check_launch(accelerator: Accelerator) -> None:
     """Raise ValueError if this launch would leave a patched model unsharded."""
-    kind, processes = accelerator.distributed_type, launched_world_size()
+    kind, processes = accelerator.distributed_type, get_launched_world_size()
     if kind == DistributedType.NO and processes > 1:
         raise ValueError(
             f"{processes} processes were launched but this Accelerator sees 1, so each process "
@@ -307,7 +308,7 @@ _SHARED_SIZES = ("cp_size", "sp_size")
 # This attribute of a ParallelismConfig has the sizes that models have taken over. Models that are
 # prepared later get these sizes too.
 _TAKEN_SIZES = "_hf_moe_ep_taken_sizes"
-# If an error asks to set a size to 1, this text at its end names our own setting for the size.
+# The ends of errors that ask to set a size to 1, by the name of the size.
 _REMEDIES = {"ep_size": ", and use ep_size of hf_moe_ep"}
 
 
@@ -353,7 +354,7 @@ def take_over_sizes(parallelism: ParallelismConfig | None, objects: Iterable[Any
 
 
 def check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) -> None:
-    """Raise ValueError if the launch or a framework splits a model in another way than `patch`."""
+    """Raise ValueError if the launch or a framework contradicts the sizes in a patched model."""
     check_sequence_parallelism()
     if parallelism is None:
         return

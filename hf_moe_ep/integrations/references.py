@@ -33,17 +33,17 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.architectures import find_block, find_parts
 from hf_moe_ep.checkpoints.hub.unread import shard_and_read
-from hf_moe_ep.config import launched_rank
+from hf_moe_ep.config import get_launched_rank
 from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.prepare import build_options, check_parallelism, without_dynamo
 from hf_moe_ep.moe.stacked import count_blocks
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
-from hf_moe_ep.ranks.all_ranks import differing, rank_of_launch, run_on_all
-from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.all_ranks import differing, get_rank_of_launch, run_on_all
+from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.models import output_head
-from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+from hf_moe_ep.upstream.models import get_output_head
+from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 
 _logger = logging.getLogger("hf_moe_ep")
 _POLICY = "_hf_moe_ep_policy"
@@ -76,7 +76,7 @@ def hash_weights(original: Callable[[nn.Module], str], module: nn.Module) -> str
     """
     state = find_state(module)
     if state is not None and state.unread is not None:
-        if rank_of_launch() == 0:
+        if get_rank_of_launch() == 0:
             _logger.info("every process reads the whole model, because TRL hashes its weights")
         state.unread.read_whole(module)
     return original(module)
@@ -126,7 +126,7 @@ def _classify_reference(
         ValueError: the model cannot be a reference of the policy.
     """
     state = find_state(model)
-    has_head = output_head(model) is not None  # False for a reward model
+    has_head = get_output_head(model) is not None  # False for a reward model
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     if state is None and (not has_head or is_sharded):
         return _OTHER
@@ -222,7 +222,7 @@ def _shard_frozen(model: nn.Module, accelerator: Accelerator) -> None:
         _shard(model, accelerator, frozen=True)
     else:
         model.requires_grad_(False)
-    if launched_rank() == 0:
+    if get_launched_rank() == 0:
         _logger.info(
             "the reference %s is frozen, and sharded layer by layer (ep_size %d)",
             name,
@@ -273,11 +273,13 @@ def _mix_resharded(model: nn.Module, target_model: nn.Module, alpha: float) -> N
             )
     with torch.no_grad():
         for name, target in targets.items():
-            local_tensor(target).mul_(1.0 - alpha).add_(local_tensor(sources[name]), alpha=alpha)
+            get_local_tensor(target).mul_(1.0 - alpha).add_(
+                get_local_tensor(sources[name]), alpha=alpha
+            )
 
 
 def _get_parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
-    return {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+    return {get_canonical_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def _describe_layout(tensor: Tensor | None) -> str:

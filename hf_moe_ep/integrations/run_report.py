@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 from torch import nn
 
-from hf_moe_ep.architectures import experts_per_token
+from hf_moe_ep.architectures import read_experts_per_token
 from hf_moe_ep.describe import describe
 from hf_moe_ep.integrations.expert_load import ExpertLoadCallback, summarise_load
 from hf_moe_ep.state import find_state
@@ -48,7 +48,7 @@ class RunReport(ExpertLoadCallback):
         if patched.config.experts_backend == "eager":
             return
         inner = without_adapters(unwrap(model))
-        self._top_k = experts_per_token(inner, patched.plan, text_config(inner.config))
+        self._top_k = read_experts_per_token(inner, patched.plan, text_config(inner.config))
         super().on_train_begin(args, state, control, **kwargs)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -35,12 +35,12 @@ from hf_moe_ep.checkpoints.hub.save import save_pretrained, save_state_dict
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base, numbered
 from hf_moe_ep.checkpoints.training.extra import EXTRA, describe_extra, restore_extra
 from hf_moe_ep.checkpoints.training.folder import write_json
-from hf_moe_ep.checkpoints.training.tensors import model_state_tensors
-from hf_moe_ep.config import launched_local_world_size, launched_world_size
-from hf_moe_ep.etp import in_stock_shapes, split_dims_by_name
+from hf_moe_ep.checkpoints.training.tensors import list_state_tensors
+from hf_moe_ep.config import get_launched_local_world_size, get_launched_world_size
+from hf_moe_ep.etp import restore_stock_shapes, split_dims_by_name
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
-from hf_moe_ep.moe.stacked import as_stacked
+from hf_moe_ep.moe.stacked import make_stacked_tensors
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import (
     PATIENCE_OF_RANK_0,
@@ -58,9 +58,9 @@ from hf_moe_ep.upstream.adapters import (
     learns_prompts,
     saving_as,
 )
-from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 from hf_moe_ep.upstream.replaced import replaced
-from hf_moe_ep.upstream.sharded_models import stock_class
+from hf_moe_ep.upstream.sharded_models import get_stock_class
 
 
 def save_model(
@@ -177,7 +177,7 @@ def check_saves_once(args: transformers.TrainingArguments) -> None:
 
     Only rank 0 gets the gathered tensors, so files of the other nodes would lack them.
     """
-    ranks_per_node, world = launched_local_world_size(), launched_world_size()
+    ranks_per_node, world = get_launched_local_world_size(), get_launched_world_size()
     if args.save_on_each_node and ranks_per_node is not None and ranks_per_node < world:
         raise ValueError(
             f"save_on_each_node=True on {-(-world // ranks_per_node)} nodes ({world} ranks, "
@@ -256,8 +256,8 @@ def _stacked_state_dict(
     converted. Otherwise `state_dict(keep_vars=True)` returns the model's stacked weights.
     """
     if state_dict is not None:
-        by_name = {canonical_name(name): tensor for name, tensor in state_dict.items()}
-        return as_stacked(model, by_name)
+        by_name = {get_canonical_name(name): tensor for name, tensor in state_dict.items()}
+        return make_stacked_tensors(model, by_name)
     own = model.state_dict(keep_vars=True)
     return {name: tensor.detach() for name, tensor in own.items()}
 
@@ -357,7 +357,7 @@ def get_base_model_class(
     original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 ) -> type:
     """Wrap `PeftModel._get_base_model_class`: return the stock class, not FSDP2's subclass."""
-    return stock_class(original(self, *args, **kwargs))
+    return get_stock_class(original(self, *args, **kwargs))
 
 
 def get_state_dict(
@@ -374,7 +374,7 @@ def get_state_dict(
         state_dict = original(self, model, *args, **kwargs)
     if find_state(model) is None:
         return state_dict
-    return pack_factors(model, in_stock_shapes(model, state_dict))
+    return pack_factors(model, restore_stock_shapes(model, state_dict))
 
 
 def get_state_dict_type(accelerator: Accelerator) -> str:
@@ -424,7 +424,7 @@ def get_model_state_dict(
         sd_options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False
     )
     state_dict = original(model, sd_options=sharded_options)
-    saved = {name: state_dict[name] for name in model_state_tensors(model)}
+    saved = {name: state_dict[name] for name in list_state_tensors(model)}
     return _gather_tensors(saved, sd_options) if sd_options.full_state_dict else saved
 
 
@@ -463,7 +463,7 @@ def set_model_state_dict(
 
 def _check_complete(model: nn.Module, state_dict: dict[str, Any]) -> None:
     """Raise ValueError if a state dict has other tensors than `get_model_state_dict` saves."""
-    names = model_state_tensors(model).keys()
+    names = list_state_tensors(model).keys()
     for missing, subject in (
         (names - state_dict.keys(), "a checkpoint lacks"),
         (state_dict.keys() - names, "the model lacks"),

@@ -30,7 +30,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler
 
-from hf_moe_ep.config import launched_world_size
+from hf_moe_ep.config import get_launched_world_size
 from hf_moe_ep.integrations.uneven_loaders import check_even
 from hf_moe_ep.pipeline.caller_loss import CallerLoss, take_loss
 from hf_moe_ep.ranks.all_ranks import run_on_first
@@ -61,7 +61,7 @@ def share_batches(accelerator: Accelerator, state: ModelState) -> None:
     size = num_stages * state.config.ranks_per_batch
     if size == count_processes_per_batch(accelerator) and num_stages == _count_stages(accelerator):
         return
-    check_world(state.config, launched_world_size())
+    check_world(state.config, get_launched_world_size())
     if prepared_loaders(accelerator):
         raise ValueError(
             f"{_describe_sizes(state)}: this Accelerator prepared a data loader before it saw the "

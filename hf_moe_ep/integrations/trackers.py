@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from hf_moe_ep.ranks.all_ranks import one_line, this_rank
+from hf_moe_ep.ranks.all_ranks import format_in_one_line, this_rank
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import prepared_models
 
@@ -37,8 +37,8 @@ def log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         kind = type(tracker)
         raise RuntimeError(
             f"tracker {tracker.name!r} ({kind.__module__}.{kind.__qualname__}) failed on rank "
-            f"{this_rank()}: {one_line(error)}; the other ranks now wait for this rank, so catch "
-            f"inside the tracker all errors that should not end training"
+            f"{this_rank()}: {format_in_one_line(error)}; the other ranks now wait for this rank, "
+            f"so catch inside the tracker all errors that should not end training"
         ) from error
     finally:
         accelerator.trackers = trackers

@@ -41,9 +41,9 @@ from hf_moe_ep.checkpoints.hub.configs import save_configs
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
 from hf_moe_ep.checkpoints.newest import (
     check_resumable,
-    in_series,
+    find_newest_resumable,
     is_verifiable,
-    newest_resumable,
+    list_series,
 )
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.planner import use_split_load_planner, use_spread_planner
@@ -78,8 +78,8 @@ from hf_moe_ep.upstream.adapters import (
     learns_prompts,
     restores_adapters_of_full_state,
 )
-from hf_moe_ep.upstream.models import persistent_buffers
-from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+from hf_moe_ep.upstream.models import iterate_persistent_buffers
+from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 # This is `transformers.trainer.TRAINER_STATE_NAME`, but the import of that module takes seconds.
@@ -194,7 +194,7 @@ def train(
 
     def choose() -> tuple[Path, bool]:
         if resume_from_checkpoint is True:
-            return newest_resumable(Path(self.args.output_dir), _CHECKPOINT)
+            return find_newest_resumable(Path(self.args.output_dir), _CHECKPOINT)
         named_folder = Path(os.fspath(resume_from_checkpoint))
         verifiable = is_verifiable(named_folder)
         _check_is_of_trainer(named_folder)
@@ -252,7 +252,7 @@ def _check_is_of_trainer(folder: Path) -> None:
     if (folder / _TRAINER_STATE).is_file():
         return
     advice = "name a folder that the Trainer has written, such as out/checkpoint-100"
-    if checkpoints := in_series(folder, _CHECKPOINT):
+    if checkpoints := list_series(folder, _CHECKPOINT):
         advice = f"name a checkpoint in it, such as {checkpoints[-1]}"
     elif (folder / STATE).is_file():
         advice = "it was written by save_checkpoint, so load it with load_checkpoint"
@@ -366,12 +366,14 @@ def _list_names_saved_by_stock(trainer: transformers.Trainer) -> set[str] | None
     if not is_peft_model(model):
         return None
     if trainer.is_fsdp_enabled and get_state_dict_type(trainer.accelerator) == "FULL_STATE_DICT":
-        trained = {canonical_name(n) for n, p in model.named_parameters() if p.requires_grad}
-        return trained | {canonical_name(name) for name, _ in persistent_buffers(model)}
+        trained = {get_canonical_name(n) for n, p in model.named_parameters() if p.requires_grad}
+        return trained | {get_canonical_name(name) for name, _ in iterate_persistent_buffers(model)}
     if learns_prompts(model):
         return set()  # PEFT saves the prompts that its encoder computes, not the encoder.
-    tensors = {canonical_name(name): p.detach() for name, p in model.named_parameters()}
-    tensors |= {canonical_name(name): buffer for name, buffer in persistent_buffers(model)}
+    tensors = {get_canonical_name(name): p.detach() for name, p in model.named_parameters()}
+    tensors |= {
+        get_canonical_name(name): buffer for name, buffer in iterate_persistent_buffers(model)
+    }
     by_adapter = keys_of_adapters(model, tensors, save_embedding_layers=False)
     if trainer.is_fsdp_enabled:
         return set(by_adapter.get(model.active_adapter, {}).values())

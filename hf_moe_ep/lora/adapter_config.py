@@ -40,8 +40,8 @@ from hf_moe_ep.upstream.hub import read_object
 
 CONFIG = "adapter_config.json"
 
-# For each stacked parameter: a pattern for the names of its matrices in all experts. It matches the
-# part of a name behind "experts.".
+# For each stacked parameter: a pattern for the names of its matrices in all experts. The pattern
+# matches the part of a name after "experts.".
 _IN_EVERY_EXPERT = {"gate_up_proj": r"\d+\.(gate_proj|up_proj)", "down_proj": r"\d+\.down_proj"}
 # The ends of keys of rank_pattern and alpha_pattern in the two forms: (stacked, single). A key that
 # is a bare down_proj is not changed, because it matches in both forms, and in layers without

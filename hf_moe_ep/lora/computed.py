@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.lora.factors import Adapter, pack_a, pack_b, stack_a, stack_b
-from hf_moe_ep.ranks.all_ranks import rank_of_launch
+from hf_moe_ep.ranks.all_ranks import get_rank_of_launch
 from hf_moe_ep.state import STATE, ModelState, MoELayer, find_state
 from hf_moe_ep.upstream.adapters import (
     ParameterFactor,
@@ -40,7 +40,7 @@ _logger = logging.getLogger("hf_moe_ep.runner")
 Conversion = Callable[[Tensor], Tensor]
 
 
-def stacked_factors(model: nn.Module) -> Iterator[ParameterFactor]:
+def iterate_stacked_factors(model: nn.Module) -> Iterator[ParameterFactor]:
     """Yield every LoRA factor of experts that this package computes.
 
     If the model's own code computes the experts, their factors are omitted and keep PEFT's layout.
@@ -150,7 +150,7 @@ def load_adapter(
     def read_copies() -> None:
         if state.unread is None or not has_copies_on_meta(self):
             return
-        if rank_of_launch() == 0:
+        if get_rank_of_launch() == 0:
             _logger.info(
                 "every process reads the whole model, because the adapter %s has values of "
                 "modules_to_save",

@@ -67,9 +67,9 @@ def export_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str
         target: a folder that is missing or empty; it is written completely or not at all.
 
     Raises:
-        ValueError: source or target is not such a folder; there is no LoRA on stacked experts; the
-            architecture is unknown; shapes contradict each other or the config (the number of
-            experts is the number of rows of lora_A, divided by the rank).
+        ValueError: `source` is not an adapter's folder, or `target` is not empty; there is no LoRA
+            on stacked experts; the architecture is unknown; shapes contradict each other or the
+            config (the number of experts is the number of rows of lora_A, divided by the rank).
     """
     return _convert(source, target, convert_to_single)
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.upstream.adapters import parameter_factors
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.module_names import get_canonical_name
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Adapter:
 
         In a sharded model the factors contain only this rank's experts, and all are returned.
         """
-        a, b = local_tensor(self.a), local_tensor(self.b)
+        a, b = get_local_tensor(self.a), get_local_tensor(self.b)
         if is_stacked(a):
             return join_gate_and_up(a, b)
         a_EPI, b_EOP = stack_a(a, self.num_experts), stack_b(b, self.num_experts)
@@ -98,7 +98,7 @@ def pack_factors(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, T
     """Convert the LoRA factors in a state dict of unsharded tensors to PEFT's layout, in a copy."""
     packed = dict(state_dict)
     for name, factor in parameter_factors(model):
-        for key in {name, canonical_name(name)} & packed.keys():
+        for key in {name, get_canonical_name(name)} & packed.keys():
             if is_stacked(packed[key]):
                 packed[key] = (pack_b if factor.is_b else pack_a)(packed[key])
     return packed

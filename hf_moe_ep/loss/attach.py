@@ -43,8 +43,8 @@ from hf_moe_ep.upstream.causal_loss import is_causal_loss, other_use_of_logits
 from hf_moe_ep.upstream.models import (
     IGNORED_LABEL,
     bind_forward,
+    get_output_head,
     is_fused_head,
-    output_head,
 )
 from hf_moe_ep.upstream.modules import name_of_child
 
@@ -156,7 +156,7 @@ class BeginFusedLoss(Ours):
         if isinstance(keep, Tensor) or keep:
             return
         # Adapters may have wrapped the head since `patch`, and Liger may have replaced the forward.
-        head = output_head(model)
+        head = get_output_head(model)
         name = name_of_child(model, head)
         if head is None or name is None or other_use_of_logits(model, name):
             return

@@ -1,4 +1,4 @@
-"""Compute head and cross-entropy for some tokens at a time.
+"""Compute the head and the cross-entropy chunk by chunk, never the logits of all tokens.
 
 For 8192 tokens a head with a vocabulary of 152k makes logits of 2.3 GiB in bf16. transformers' loss
 copies them to fp32 (4.6 GiB), and backward makes gradients of both. In this module only the logits
@@ -9,13 +9,13 @@ of one chunk of tokens exist at a time:
     at the end        the sum of the losses; backward multiplies the stored gradients
 
 A chunk runs the same operators as stock: the head's own forward, `float()`, and `cross_entropy`.
-The gradient of a weight is a sum over chunks. It is added up in fp32 and then rounded once, because
-n roundings to bf16 would make its error about sqrt(n) times larger than stock's.
+The gradient of a weight is a sum over chunks. The sum is computed in fp32 and rounded once, because
+n roundings to bf16 would make the error about sqrt(n) times larger than stock's.
 
 `torch.nn.functional.linear_cross_entropy` also works in chunks, but it rounds the loss to the dtype
 of its input, and in bf16 the error of the weight's gradient is larger
-(`benchmarks/results/around-experts-cpu.md`). It takes a weight, but adapters and quantised heads
-need a module, and torch 2.11 does not have it.
+(`benchmarks/results/around-experts-cpu.md`). torch's function takes the weight of a head, but
+heads with adapters and quantised heads must be called as modules. torch 2.11 lacks the function.
 
 In fp16 the gradients of a chunk cannot be computed in forward, because small gradients would become
 0: GradScaler multiplies the loss by a number that only backward knows. For an fp16 head, backward
@@ -73,9 +73,10 @@ class HeadLoss:
     def run_chunks(
         self, hidden_TH: Tensor, wanted: Sequence[bool], grad: Tensor | None
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the loss and its gradients multiplied by `grad`, or only the loss without `grad`.
+        """Return the loss, and its gradients multiplied by `grad`. If `grad` is None, compute none.
 
-        `wanted` says which gradients are needed: of the hidden states, then of each parameter.
+        `wanted` has one entry for the hidden states and one for each parameter: True if their
+        gradient is needed.
         """
         total: Tensor | None = None
         hidden_grads: list[Tensor] = []
@@ -161,7 +162,7 @@ def _get_random_states(device: torch.device) -> tuple[Tensor, ...]:
 
 @contextmanager
 def _replay_random_numbers(states: tuple[Tensor, ...], device: torch.device) -> Iterator[None]:
-    """Set the random generators to `states` inside this context, and restore them behind it."""
+    """Set the random generators to `states` inside the block, and restore them afterwards."""
     cpu_state, *device_states = states
     with torch.random.fork_rng(devices=[device] if device_states else []):
         torch.set_rng_state(cpu_state)

@@ -38,7 +38,7 @@ from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer
 from hf_moe_ep.upstream.code import uses_name
 from hf_moe_ep.upstream.experts_interface import (
     EXPERTS_IMPLEMENTATION,
-    own_experts_config,
+    make_experts_config,
     refuse_experts_implementation,
     register_experts_forward,
 )
@@ -70,7 +70,7 @@ def attach(parts: Parts, state: ModelState) -> None:
         if isinstance(module, StackedExperts):
             _replace_block_forward(module, state)
     # Experts modules of Liger's class have no config.
-    config_copy = own_experts_config(getattr(experts[0], "config", parts.config), implementation)
+    config_copy = make_experts_config(getattr(experts[0], "config", parts.config), implementation)
     for module, layer in zip(experts, state.moe_layers, strict=True):
         state.replace(module, "config", config_copy)
         setattr(module, STATE, layer)

@@ -75,12 +75,12 @@ from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.models import (
-    forward_globals,
-    fused_head_coefficient,
-    fused_head_globals,
+    get_fused_head_coefficient,
+    get_fused_head_globals,
     is_fused_head,
+    list_forward_globals,
 )
-from hf_moe_ep.upstream.modules import pre_forward_hooks
+from hf_moe_ep.upstream.modules import list_pre_forward_hooks
 
 _FUNCTION = "load_balancing_loss_func"
 # The largest number of logits in one stack. On a GPU the limit bounds the memory (256 MiB for an
@@ -163,7 +163,8 @@ def _sum_over_tokens(
 ) -> Tensor:
     """Sum pairs and probabilities of each expert over the tokens of this rank: [layers, 2, E].
 
-    All layers are computed at once, because on a GPU kernel launches dominate the time of the loss.
+    All layers are computed together, because on a GPU kernel launches dominate the time of the
+    loss.
     """
     logits_XTE = torch.stack(layers)
     num_layers, num_tokens, _ = logits_XTE.shape
@@ -254,7 +255,7 @@ def attach_aux_loss(parts: Parts, state: ModelState) -> None:
 def detach_aux_loss(model: nn.Module) -> None:
     """Restore stock's function in every file whose switch no other patched model uses."""
     for module in model.modules():
-        for hook in pre_forward_hooks(module):
+        for hook in list_pre_forward_hooks(module):
             if isinstance(hook, GlobalAuxLoss):
                 hook.remove_switches(module)
 
@@ -276,14 +277,14 @@ class GlobalAuxLoss(Ours):
 
     def install_switches(self, model: nn.Module) -> None:
         """Install a switch in every file that defines the model's forward."""
-        for file_globals in forward_globals(model):
+        for file_globals in list_forward_globals(model):
             if _FUNCTION in file_globals:
                 self._install_switch(file_globals)
 
     def remove_switches(self, model: nn.Module) -> None:
-        files = forward_globals(model)
+        files = list_forward_globals(model)
         if self._had_fused_head:
-            files.append(fused_head_globals())
+            files.append(get_fused_head_globals())
         for file_globals in files:
             switch = file_globals.get(_FUNCTION)
             if isinstance(switch, AuxLossSwitch):
@@ -317,7 +318,7 @@ class GlobalAuxLoss(Ours):
         self.end()
         fused = is_fused_head(kwargs)
         self._had_fused_head |= fused
-        files = [fused_head_globals()] if fused else forward_globals(model)
+        files = [get_fused_head_globals()] if fused else list_forward_globals(model)
         files = [file_globals for file_globals in files if _FUNCTION in file_globals]
         if not files:
             raise ValueError(
@@ -416,7 +417,7 @@ class GlobalAuxLoss(Ours):
     def _find_coefficient(self, *, fused: bool) -> float:
         """Return the factor of the aux loss in the loss of the model, or of TRL's fused head."""
         if fused:
-            return fused_head_coefficient(self.model)
+            return get_fused_head_coefficient(self.model)
         assert self.state.plan.aux_loss_coef is not None
         coefficient: Any = self.model
         for name in self.state.plan.aux_loss_coef.split("."):

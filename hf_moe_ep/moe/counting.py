@@ -34,8 +34,8 @@ from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_m
 from hf_moe_ep.upstream.models import (
     base_model_prefix,
     bind_forward,
+    find_cache,
     find_tokens,
-    given_cache,
 )
 
 
@@ -136,7 +136,7 @@ def find_counted_tokens(given: dict[str, Any]) -> Tensor | None:
     """
     part: Slice | None = given.get(SLICE)
     mask = given.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or given_cache(given) is not None:
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or find_cache(given) is not None:
         tokens = find_tokens(given)
         if part is None or part.local * part.size == part.length or tokens is None:
             return None

@@ -6,8 +6,8 @@ experts of this rank. Quantised weights are bytes with scales (`ops/quantised.py
 keep their dtype here: if they are sent to other ranks, `Tokens.join` in `dispatcher.py` casts them.
 
 `grad_scale` multiplies the experts' gradients where they are computed, in `ops/torch_mlp.py` and
-`ops/triton_mlp.py`, because FSDP2 adds up these gradients without a division. It is 1 divided by
-the first divisor of `sharding/options.py`, `grad_divisors`.
+`ops/triton_mlp.py`, because FSDP2 adds up these gradients without a division. `grad_scale` is the
+reciprocal of the first result of `choose_grad_divisors` (`sharding/options.py`).
 
 `choose_compute` decides once, when the model is patched, how a module is computed. To find the
 formula, it runs the module's own gate on numbers, and compares the results with the results of the
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.etp import in_stock_shape, sum_factor_gradients, whole_bias
+from hf_moe_ep.etp import pad_bias, sum_factor_gradients, view_in_stock_shape
 from hf_moe_ep.lora.factors import join
 from hf_moe_ep.ops.dtypes import compute_dtype
 from hf_moe_ep.ops.expert_mlp import expert_mlp
@@ -37,11 +37,11 @@ from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, Quantisation, che
 from hf_moe_ep.state import STATE, Compute, MoELayer
 from hf_moe_ep.upstream.experts_interface import (
     ExpertsFlags,
-    experts_flags,
-    experts_gate,
-    experts_gate_caps,
-    experts_gate_constants,
+    get_experts_flags,
+    get_experts_gate,
     hides_transposition,
+    list_gate_caps,
+    list_gate_constants,
     post_expert_norm,
 )
 
@@ -68,7 +68,7 @@ def choose_compute(
             `quantisation` cannot divide them into blocks; Triton is requested and cannot run.
     """
     _check_weights(module)
-    flags = experts_flags(module)
+    flags = get_experts_flags(module)
     _check_layout(module, flags)
     formula = _find_formula(module, flags, model_type)
     required = requested == "triton"
@@ -155,8 +155,8 @@ def collect_weights(
 ) -> ExpertWeights:
     """Collect the weights of this rank's experts for rows with the dtype of `like`.
 
-    `first_expert` is the number of this rank's first expert. It selects this rank's experts in
-    adapters that are not sharded.
+    `first_expert` is the number of this rank's first expert. The number selects this rank's experts
+    in adapters that are not sharded.
     """
     dtype = compute_dtype(like)
     quantised = compute.quantisation is not None
@@ -173,7 +173,7 @@ def collect_weights(
             return tensor
         # Gate and up are two dims (2, F) of the tensor (`etp.py`).
         has_transposed_matrices = compute.transposed and not quantised and num_dims == 3
-        return in_stock_shape(tensor, 2 if has_transposed_matrices else 1)
+        return view_in_stock_shape(tensor, 2 if has_transposed_matrices else 1)
 
     def cast(tensor: Tensor | None) -> Tensor | None:
         target = dtype if must_cast else whole_dtype
@@ -201,7 +201,7 @@ def collect_weights(
         options |= _collect_factors(layer, compute, local_experts, factor_dtype)
     up_bias, down_bias = cast(get_local(f"{up_name}_bias", 2)), cast(get_local("down_proj_bias", 2))
     if meshes is not None and meshes.etp_size > 1 and down_bias is not None:
-        down_bias = whole_bias(down_bias, like.shape[1], meshes)
+        down_bias = pad_bias(down_bias, like.shape[1], meshes)
     return ExpertWeights(up, up_bias, down, down_bias, **options)
 
 
@@ -230,7 +230,7 @@ def _collect_factors(
 
 def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> ExpertFormula:
     """Return the formula that gives the same results as the module's own gate."""
-    _, limits = experts_gate_constants(module)
+    _, limits = list_gate_constants(module)
     edge = 2 * max(limits, default=10.0)
     # A stride of 197, which has no common divisor with 512, shuffles the values; a random order
     # would advance the user's random generator. The device is the CPU even if the model is patched
@@ -238,7 +238,7 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
     values = torch.linspace(-edge, edge, 512, dtype=torch.float64, device="cpu")
     pre_AG = values[torch.arange(512, device="cpu") * 197 % 512].view(32, 16)
     try:
-        gate_out_AF = experts_gate(module)(pre_AG)
+        gate_out_AF = get_experts_gate(module)(pre_AG)
     except AttributeError as error:
         raise ValueError(
             f"the gate of {type(module).__name__} does not run: {error}; transformers' experts "
@@ -261,13 +261,13 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
 def _list_formulas(module: nn.Module, flags: ExpertsFlags) -> Iterator[ExpertFormula]:
     """Yield every formula that fits the flags of a module and the constants of its gate."""
     gated, interleaved = flags.has_gate, not flags.is_concatenated
-    alphas, limits = experts_gate_constants(module)
+    alphas, limits = list_gate_constants(module)
     activations = [("swish", alpha) for alpha in sorted({1.0, *alphas})]
     activations += [(name, 1.0) for name in ACTIVATIONS if name != "swish"]
     limits_and_offsets = itertools.product([math.inf, *sorted(limits)], (0.0, 1.0))
     for (name, alpha), (limit, offset) in itertools.product(activations, limits_and_offsets):
         yield ExpertFormula(gated, interleaved, name, alpha, limit, offset)
-    caps = sorted(experts_gate_caps(module)) if gated else []
+    caps = sorted(list_gate_caps(module)) if gated else []
     for gate_cap, up_cap in itertools.product([*caps, math.inf], repeat=2):
         yield ExpertFormula(gated, interleaved, gate_cap=gate_cap, up_cap=up_cap)
 
@@ -331,10 +331,10 @@ def _why_not_triton(
     ffn //= etp_size
     if hidden % ALIGNMENT or ffn % ALIGNMENT:
         return f"sizes {hidden} and {ffn} are not both multiples of {ALIGNMENT}"
-    return why_no_kernels(interpreted_too=required)
+    return explain_missing_kernels(interpreted_too=required)
 
 
-def why_no_kernels(*, interpreted_too: bool = False) -> str:
+def explain_missing_kernels(*, interpreted_too: bool = False) -> str:
     """Return the reason why no Triton kernel can run on this machine, or "" if kernels can run.
 
     If `interpreted_too`, it is enough that Triton's interpreter can run kernels.

@@ -30,9 +30,9 @@ from hf_moe_ep.moe.stacked import StackedExperts
 from hf_moe_ep.state import ModelState, Ours, ReliedOn
 from hf_moe_ep.upstream.replaced_forwards import (
     belongs_to_liger,
-    class_with_forward,
-    forward_functions,
+    find_class_with_forward,
     is_computed_by_liger,
+    iterate_forward_functions,
     liger_kernels_are_loaded,
     qualified_name,
 )
@@ -65,7 +65,9 @@ def record_forwards(parts: Parts, state: ModelState) -> None:
     for name, module, is_experts in _list_modules_to_check(parts, state):
         if is_experts and is_computed_by_liger(module):
             state.replace(module, "forward", MethodType(moe_forward, module))
-        state.relied_on.append(ReliedOn(name, module, next(forward_functions(module)), is_experts))
+        state.relied_on.append(
+            ReliedOn(name, module, next(iterate_forward_functions(module)), is_experts)
+        )
 
 
 def keep_forwards(state: ModelState) -> None:
@@ -77,7 +79,7 @@ def keep_forwards(state: ModelState) -> None:
     restored = []
     for entry in state.relied_on:
         # This test runs in every forward of the model. Usually the first function matches.
-        if entry.function in forward_functions(entry.module):
+        if entry.function in iterate_forward_functions(entry.module):
             continue
         if not (entry.is_experts and belongs_to_liger(_find_innermost(entry.module))):
             _check_forward(entry.name, entry.module, entry.function, "since patch()")
@@ -160,7 +162,7 @@ def _check_class(name: str, module: nn.Module) -> None:
     A class from another file may replace the whole class of a module. It then defines its own
     forward, and is allowed.
     """
-    owner, function = class_with_forward(module)
+    owner, function = find_class_with_forward(module)
     if function.__module__ != owner.__module__:
         raise ValueError(
             f"the forward of {qualified_name(owner)}, the class of {name}, was replaced before "
@@ -170,7 +172,7 @@ def _check_class(name: str, module: nn.Module) -> None:
 
 
 def _check_forward(name: str, module: nn.Module, expected: Callable[..., Any], when: str) -> None:
-    if expected not in forward_functions(module):
+    if expected not in iterate_forward_functions(module):
         raise ValueError(
             f"the forward of {name} ({type(module).__name__}) was replaced {when} by "
             f"{qualified_name(_find_innermost(module))}, which would compute without hf_moe_ep; "
@@ -181,4 +183,4 @@ def _check_forward(name: str, module: nn.Module, expected: Callable[..., Any], w
 
 def _find_innermost(module: nn.Module) -> Callable[..., Any]:
     """Return the forward of a module without the functions that wrap it."""
-    return list(forward_functions(module))[-1]
+    return list(iterate_forward_functions(module))[-1]

@@ -27,7 +27,7 @@ The dtypes of a layer. Experts compute in the dtype c: the dtype of autocast, or
                  wider (`dispatcher.Tokens.join` casts them; DeepEP always sends fp32). FSDP2 does
                  not cast them. They are multiplied in the wider dtype of both factors (by the
                  Triton kernels in fp32)
-    ids          expert ids are sent behind the weights, in the same dtype (DeepEP: as int64)
+    ids          expert ids are sent after the weights, in the same dtype (DeepEP: as int64)
     parameters   FSDP2 casts the experts' parameters to `param_dtype` when it all-gathers them.
                  `collect_weights` casts them under autocast, or if FSDP2 leaves them as they are
 
@@ -59,7 +59,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.dispatcher import Header, Planning, RouteSource, Tokens
-from hf_moe_ep.etp import ids_of_parts, weights_of_parts
+from hf_moe_ep.etp import repeat_part_weights, replace_by_part_ids
 from hf_moe_ep.moe.counting import count_choice
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
 from hf_moe_ep.moe.dispatch.auto_chunks import AUTO, apply_choice, choose_at_first_forward
@@ -180,8 +180,8 @@ def _dispatch_and_compute(
             slots_TK = leave_out_padding(state, slots_TK)
         if meshes.etp_size > 1:
             num_local = len(meshes.local_experts(state.num_experts))
-            slots_TK = ids_of_parts(slots_TK, num_local, state.num_experts, meshes.etp_size)
-            weights_TK = weights_of_parts(weights_TK, meshes.etp_size, x_TH.dtype)
+            slots_TK = replace_by_part_ids(slots_TK, num_local, state.num_experts, meshes.etp_size)
+            weights_TK = repeat_part_weights(weights_TK, meshes.etp_size, x_TH.dtype)
         tokens = Tokens(x_TH, weights_TK, slots_TK)
         planning = _start_plan(layer, experts.training, tokens)
     count_choice(layer, experts.training, expert_ids_TK, planning)

@@ -16,7 +16,7 @@ loss may depend on a padding token if
   predicts the text's first token, unless the label of this first token is -100;
 - the forward has no labels, so another loss may read the output of every token;
 - modules other than attention mix the tokens of a sequence (`ModelPlan.mixers`), and padding stands
-  in front of a text. Padding behind a text does not matter, because all modules of a causal LM are
+  before a text. Padding after a text does not matter, because all modules of a causal LM are
   causal.
 
 The recompute of a checkpointed layer must leave out the same tokens as its first run, so
@@ -48,7 +48,7 @@ from hf_moe_ep.architectures import Parts
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours, StateHook
 from hf_moe_ep.upstream.autograd_modes import saved_tensors_are_hooked
-from hf_moe_ep.upstream.models import IGNORED_LABEL, asks_for, bind_forward, given_cache
+from hf_moe_ep.upstream.models import IGNORED_LABEL, asks_for, bind_forward, find_cache
 
 
 @dataclass
@@ -67,7 +67,7 @@ class RealTokens:
     _padding: list[Tensor] = field(default_factory=list)
 
     def padding_T1(self, device: torch.device) -> Tensor:
-        """Return a mask [T, 1] of all other tokens. It is computed once per forward."""
+        """Return a mask [T, 1] of all other tokens. The mask is computed once per forward."""
         if not self._padding or self._padding[0].device != device:
             self._padding[:] = [(~self.mask_T).to(device).unsqueeze(1)]
         return self._padding[0]
@@ -156,7 +156,7 @@ def find_real_tokens(given: dict[str, Any], *, has_mixers: bool = False) -> Tens
     mask, shifted, labels = (
         given.get(name) for name in ("attention_mask", "shift_labels", "labels")
     )
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or given_cache(given) is not None:
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or find_cache(given) is not None:
         return None
     ignored = given.get("ignore_index", IGNORED_LABEL)
     if shifted is None and isinstance(labels, Tensor) and labels.shape == mask.shape:

@@ -43,7 +43,7 @@ from hf_moe_ep.moe.chosen_topk import ChosenTopK
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
 from hf_moe_ep.state import STATE, ModelState, StateHook
 from hf_moe_ep.upstream.autograd_modes import assert_later
-from hf_moe_ep.upstream.modules import is_compiled, own_child
+from hf_moe_ep.upstream.modules import get_own_child, is_compiled
 
 # The attributes that hold the checkpointing function, in transformers (modeling_layers.py) and in
 # torch (CheckpointWrapper).
@@ -250,8 +250,8 @@ class CheckpointWatch:
 
     Only a module on a path from the root to an experts module can hold such a function. Users
     switch checkpointing on and off between forwards, so `wrap_functions` checks the modules on
-    these paths in each forward. It searches the paths again if a module on them was replaced, for
-    example a layer by torch's CheckpointWrapper.
+    these paths in each forward. The function searches the paths again if a module on them was
+    replaced, for example a layer by torch's CheckpointWrapper.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -264,7 +264,7 @@ class CheckpointWatch:
 
         With `dispatches`, warn of layers that torch.compile cannot compile while they send tokens.
         """
-        unchanged = (own_child(parent, name) is child for parent, name, child in self._edges)
+        unchanged = (get_own_child(parent, name) is child for parent, name, child in self._edges)
         if not (self._edges and all(unchanged)):
             self._edges = _find_edges_to_experts(root)
         for module in (root, *(edge.child for edge in self._edges)):

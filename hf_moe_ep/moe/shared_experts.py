@@ -32,10 +32,10 @@ from torch.autograd.graph import get_gradient_edge
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.code import takes_one_argument
-from hf_moe_ep.upstream.dispatch_modes import replace_in, storage_id, without_memory
-from hf_moe_ep.upstream.module_names import stock_name
+from hf_moe_ep.upstream.dispatch_modes import get_storage_id, replace_in, without_memory
+from hf_moe_ep.upstream.module_names import get_stock_name
 from hf_moe_ep.upstream.modules import has_backward_hooks
-from hf_moe_ep.upstream.replaced_forwards import forward_functions
+from hf_moe_ep.upstream.replaced_forwards import iterate_forward_functions
 from hf_moe_ep.upstream.sharded_models import times_written
 
 # The names of shared experts in transformers begin with this prefix.
@@ -103,7 +103,7 @@ class SharedExperts:
         of them.
         """
         is_child = any(child is self._module for child in block.children())
-        return is_child and SharedExperts.forward in forward_functions(self._module)
+        return is_child and SharedExperts.forward in iterate_forward_functions(self._module)
 
     def have_backward_hooks(self, block: nn.Module) -> bool:
         """Return True if backward calls hooks of the shared experts or of their block."""
@@ -196,7 +196,7 @@ def attach_shared_experts(root: nn.Module, state: ModelState) -> None:
     """
     if (state.config.ep_size or 1) * (state.config.etp_size or 1) == 1:
         return
-    modules = {stock_name(name): module for name, module in root.named_modules()}
+    modules = {get_stock_name(name): module for name, module in root.named_modules()}
     for name, module in modules.items():
         layer = vars(module).get(STATE)
         block = name.rpartition(".")[0]
@@ -222,7 +222,7 @@ def _find_shared(modules: dict[str, nn.Module], block: str, plan: ModelPlan) -> 
 def _same_values(x: Tensor, known: Tensor) -> bool:
     """Return True if both tensors are contiguous and share the same memory in the same dtype."""
     return (
-        storage_id(x.untyped_storage()) == storage_id(known.untyped_storage())
+        get_storage_id(x.untyped_storage()) == get_storage_id(known.untyped_storage())
         and x.storage_offset() == known.storage_offset()
         and x.numel() == known.numel()
         and x.dtype == known.dtype

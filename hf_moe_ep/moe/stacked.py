@@ -15,9 +15,9 @@ stacked weight:
                        experts.mlp.v1 [4F, H]
                        experts.mlp.w2 [4F, H]     experts.down_proj    [4, H, F]
 
-Hub checkpoints have the stock parameters. `as_stock` computes them from the stacked weights by
-operations that `checkpoints/hub/traced.py` can trace, so the hub's layout is derived as for every
-other model. The state dict of a model that is not sharded has the stock parameters, too.
+Hub checkpoints have the stock parameters. `make_stock_tensors` computes them from the stacked
+weights by operations that `checkpoints/hub/traced.py` can trace, so the hub's layout is derived as
+for every other model. The state dict of a model that is not sharded has the stock parameters, too.
 
 Identity experts return their input, so no token is sent to them: the module adds the input, times
 the routing weights of these experts, to the sum of the other experts.
@@ -36,8 +36,8 @@ from torch.autograd.function import once_differentiable
 from hf_moe_ep.moe.layer import moe_forward
 from hf_moe_ep.plan import MoEBlock, WeightSource, matches
 from hf_moe_ep.upstream.adapters import without_adapters, wraps_for_adapters
-from hf_moe_ep.upstream.module_names import stock_name, unwrap
-from hf_moe_ep.upstream.modules import own_child, own_children_by_name, own_parameters
+from hf_moe_ep.upstream.module_names import get_stock_name, unwrap
+from hf_moe_ep.upstream.modules import get_own_child, get_own_children, get_own_parameters
 
 # The suffix of a parameter that `stack_experts` adds to a block. This parameter holds those experts
 # of a stock parameter that no token can choose.
@@ -87,7 +87,7 @@ class StackedExperts(nn.Module):
         self.__dict__["_stock_parameters"] = _StockParameters()
         replaced = _list_replaced_children(description)
         self.__dict__["_stock"] = {name: _find_child(block, name) for name in replaced}
-        self.stock_order = list(own_children_by_name(block))
+        self.stock_order = list(get_own_children(block))
         self.changed = tuple(_list_changed_weights(block, description))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class StackedExperts(nn.Module):
     def unused_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (weight, parameter) of each parameter of the block that holds unused experts."""
         for weight in self.description.weights:
-            parameter = own_parameters(self.block).get(weight + UNUSED)
+            parameter = get_own_parameters(self.block).get(weight + UNUSED)
             if parameter is not None:
                 yield weight, parameter
 
@@ -128,7 +128,7 @@ class StackedExperts(nn.Module):
         return self.act_fn(gate_AF) * up_AF
 
     def _copy_numbers(self, stock: nn.Module) -> None:
-        """Copy attributes such as the limit of a clamped gate (`experts_gate_constants`)."""
+        """Copy attributes such as the limit of a clamped gate (`list_gate_constants`)."""
         for name, value in vars(stock).items():
             if isinstance(value, float) and name not in vars(self):
                 setattr(self, name, value)
@@ -195,7 +195,7 @@ def unstack_experts(model: nn.Module) -> None:
         _unstack_block(experts)
 
 
-def as_stock(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:
+def make_stock_tensors(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:
     """Replace the stacked weights among `tensors` by the parameters of the stock blocks.
 
     Args:
@@ -207,21 +207,21 @@ def as_stock(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:
     result: dict[str, Any] = dict(tensors)
     for module_name, module in model.named_modules():
         if isinstance(module, StackedExperts):
-            experts_name = stock_name(module_name)
+            experts_name = get_stock_name(module_name)
             _replace_by_stock(result, module, experts_name, experts_name.rpartition(".")[0])
     return result
 
 
-def as_stacked(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def make_stacked_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Replace the parameters of stock blocks among `tensors` by stacked weights.
 
-    This is the inverse of `as_stock`. A stacked weight may have the name of a stock parameter of
-    another shape, so `tensors` must have no stacked weights yet.
+    This is the inverse of `make_stock_tensors`. A stacked weight may have the name of a stock
+    parameter of another shape, so `tensors` must have no stacked weights yet.
     """
     result = dict(tensors)
     for module_name, module in model.named_modules():
         if isinstance(module, StackedExperts):
-            block_name = stock_name(module_name).rpartition(".")[0]
+            block_name = get_stock_name(module_name).rpartition(".")[0]
             _replace_by_stacked(result, module, f"{block_name}." if block_name else "")
     return result
 
@@ -249,9 +249,9 @@ def check_adapters(model: nn.Module, targets: Any) -> None:
         if not isinstance(module, StackedExperts):
             continue
         for weight in module.changed:
-            name = f"{stock_name(module_name)}.{weight}"
+            name = f"{get_stock_name(module_name)}.{weight}"
             if any(name == target or name.endswith(f".{target}") for target in targets or ()):
-                block_name = stock_name(module_name).rpartition(".")[0]
+                block_name = get_stock_name(module_name).rpartition(".")[0]
                 raise _make_adapter_error(block_name, module.description, weight)
 
 
@@ -259,10 +259,10 @@ def _find_blocks(model: nn.Module, description: MoEBlock) -> Iterator[tuple[str,
     """Yield (name, block) of each block that has the first parameter of the description."""
     first = next(iter(description.weights.values())).parts[0].format(0)
     for name, module in without_adapters(unwrap(model)).named_modules():
-        if matches(description.name, stock_name(name)) and not wraps_for_adapters(module):
+        if matches(description.name, get_stock_name(name)) and not wraps_for_adapters(module):
             is_stacked = isinstance(_find_child(module, description.experts), StackedExperts)
             if not is_stacked and _find_parameter(module, first) is not None:
-                yield stock_name(name), module
+                yield get_stock_name(name), module
 
 
 def _check_block(name: str, block: nn.Module, description: MoEBlock) -> None:
@@ -368,7 +368,7 @@ def _stack_block(block: nn.Module, description: MoEBlock) -> None:
             _replace_inside_wrappers(block, child, experts)
         else:
             delattr(block, child)
-    if own_child(block, description.experts) is None:
+    if get_own_child(block, description.experts) is None:
         block.register_module(description.experts, experts)
     if experts.changed:
         save_hook = block.register_state_dict_post_hook(_save_stock_parameters)
@@ -403,7 +403,7 @@ def _unstack_block(experts: StackedExperts) -> None:
             block.register_module(name, module)
     if description.experts not in stock:
         delattr(block, description.experts)
-    children = own_children_by_name(block)
+    children = get_own_children(block)
     in_order = {name: children[name] for name in experts.stock_order if name in children}
     in_order |= children
     children.clear()
@@ -524,20 +524,20 @@ def _set_parameter(block: nn.Module, name: str, parameter: nn.Parameter) -> None
 def _remove_wrappers(module: nn.Module | None) -> nn.Module | None:
     """Return the module inside PEFT's wrappers."""
     while module is not None and wraps_for_adapters(module):
-        module = own_child(module, "base_layer")
+        module = get_own_child(module, "base_layer")
     return module
 
 
 def _find_child(module: nn.Module, name: str) -> nn.Module | None:
-    return _remove_wrappers(own_child(module, name))
+    return _remove_wrappers(get_own_child(module, name))
 
 
 def _replace_inside_wrappers(block: nn.Module, name: str, new: nn.Module | None) -> None:
     """Replace the child `name` of a block, inside PEFT's wrappers if there are any."""
     owner, key = block, name
-    while (child := own_child(owner, key)) is not None and wraps_for_adapters(child):
+    while (child := get_own_child(owner, key)) is not None and wraps_for_adapters(child):
         owner, key = child, "base_layer"
-    own_children_by_name(owner)[key] = new
+    get_own_children(owner)[key] = new
 
 
 def _find_owner(block: nn.Module, name: str) -> nn.Module:
@@ -554,7 +554,7 @@ def _find_parameter(block: nn.Module, name: str) -> nn.Parameter | None:
     owner: nn.Module | None = block
     for component in name.split(".")[:-1]:
         owner = None if owner is None else _find_child(owner, component)
-    return None if owner is None else own_parameters(owner).get(name.rpartition(".")[2])
+    return None if owner is None else get_own_parameters(owner).get(name.rpartition(".")[2])
 
 
 def _read_attribute(block: nn.Module, name: str) -> Any:

@@ -4,8 +4,8 @@ The hooks of a training forward, in the order of their calls:
 
     causal LM        BeginMtpForward   begins a forward with labels
     first layer      KeepInput         stores its input, the embeddings of the tokens
-    a decoder layer  KeepArguments     stores its other arguments (mask, positions), with which the
-                                       layers of the head are called, too
+    a decoder layer  KeepArguments     stores its other arguments (mask, positions). The layers of
+                                       the head get the same arguments
     final norm       KeepHidden        stores its output
     causal LM        AddMtpLoss        runs the head, and adds the loss of the head
 
@@ -19,9 +19,9 @@ is 1), and if the label is in the same document (the position ids of packed docu
 main model's loss function computes the cross-entropy, so slices of sequences (sp_size > 1) and
 losses without logits (fused_loss) work as for the main model.
 
-The hooks are registered before the hooks of other features. So `BeginMtpForward` runs before other
-features slice the sequences, and `AddMtpLoss` runs before they restore the head and loss function
-that they have replaced for this forward.
+The hooks are registered before the hooks of other features. Therefore `BeginMtpForward` runs before
+the sequences are sliced, and `AddMtpLoss` runs before other features restore the head and the loss
+function, which they have replaced for this forward.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from hf_moe_ep.mtp.build import check_no_adapters, find_template, set_layers_in_
 from hf_moe_ep.mtp_head import MtpHead
 from hf_moe_ep.ranks.all_ranks import PATIENCE_OF_RANK_0, check_everyone_calls
 from hf_moe_ep.ranks.collectives import sum_over_ranks
-from hf_moe_ep.sequence.packed_rows import text_positions
+from hf_moe_ep.sequence.packed_rows import find_text_positions
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours, patched_state
 from hf_moe_ep.upstream.models import (
     CACHE_NAMES,
     IGNORED_LABEL,
     bind_forward,
+    get_output_head,
     is_fused_head,
-    output_head,
     text_config,
 )
 
@@ -76,11 +76,11 @@ def attach(parts: Parts, state: ModelState) -> None:
 def mtp_loss(model: nn.Module, *, reset: bool = True) -> float | None:
     """Return the mean loss of the head for multi-token prediction; every rank calls this.
 
-    The mean is over the labels of all ranks and depths, in the training forwards since the last
-    reset. It is not multiplied by `mtp_loss_weight`. A call costs one all-reduce and one host sync.
+    The loss is averaged over the labels of all ranks and depths, in the training forwards since the
+    last reset, without the factor `mtp_loss_weight`. A call costs one all-reduce and one host sync.
 
     Returns:
-        The mean, or None if there was no label.
+        The mean loss, or None if there was no label.
 
     Raises:
         ValueError: the model is not patched, or has no head (mtp_layers is 0).
@@ -125,13 +125,13 @@ class _Forward:
 
     @property
     def part(self) -> Slice | None:
-        """This rank's slice of the sequences; None with sp_size 1."""
+        """This rank's slice of the sequences; None if sequences are not split."""
         part: Slice | None = self.kwargs.get(SLICE)
         return part if part is not None and part.size > 1 else None
 
 
 class BeginMtpForward(Ours):
-    """Pre-forward hook of the causal LM: begins a forward with labels in training."""
+    """Pre-forward hook of the causal LM: prepares the training of the head in this forward."""
 
     def __init__(self, state: ModelState, head: MtpHead) -> None:
         self.state, self.head = state, head
@@ -234,7 +234,7 @@ class AddMtpLoss(Ours):
         """Return the mean of the losses of all depths."""
         assert forward.embeds is not None and forward.hidden is not None
         head = self.begin_hook.head
-        next_labels, count = _find_next_labels(forward)
+        next_labels, divisor = _find_next_labels(forward)
         depths = range(1, len(head.blocks) + 1)
         embeds = [_shift_embeds(forward.embeds, depth) for depth in depths]
         if forward.part is not None:
@@ -244,16 +244,16 @@ class AddMtpLoss(Ours):
         for depth, hidden in zip(depths, outputs, strict=True):
             labels = _select_labels(next_labels, depth, forward)
             hidden = hidden.to(forward.hidden.dtype)
-            losses.append(self._compute_depth_loss(model, hidden, labels, count, forward))
-            self._add_to_sums(losses[-1], labels, count, forward.ignored)
+            losses.append(self._compute_depth_loss(model, hidden, labels, divisor, forward))
+            self._add_to_sums(losses[-1], labels, divisor, forward.ignored)
         return torch.stack(losses).mean()
 
     def _compute_depth_loss(
-        self, model: Any, hidden: Tensor, labels: Tensor, count: Any, forward: _Forward
+        self, model: Any, hidden: Tensor, labels: Tensor, divisor: Any, forward: _Forward
     ) -> Tensor:
-        output_layer: Any = output_head(model)
-        # The main model has called this module with its hooks, so its parameters are gathered. Its
-        # forward is called without hooks here. If another forward reshards the parameters before
+        output_layer: Any = get_output_head(model)
+        # The main model has just called this module, so FSDP2 has gathered its parameters. Here the
+        # forward is called without hooks. If another forward reshards the parameters before
         # backward, they must be gathered again.
         logits = output_layer.forward(hidden)
         if isinstance(output_layer, FSDPModule) and logits.requires_grad:
@@ -265,21 +265,21 @@ class AddMtpLoss(Ours):
             logits=logits,
             labels=None,
             vocab_size=text_config(model.config).vocab_size,
-            num_items_in_batch=count,
+            num_items_in_batch=divisor,
             shift_labels=labels,
             **options,
         )
         return loss
 
     @torch.no_grad()
-    def _add_to_sums(self, loss: Tensor, labels: Tensor, count: Any, ignored: int) -> None:
+    def _add_to_sums(self, loss: Tensor, labels: Tensor, divisor: Any, ignored: int) -> None:
         """Add the loss and the number of labels of one depth to the sums of `mtp_loss`.
 
         If there are no labels, the loss may be nan, and 0 is added instead.
         """
         state = self.begin_hook.state
         num_labels = (labels != ignored).sum().to(loss.device).double()
-        total = torch.where(num_labels > 0, loss.detach().double() * count, 0.0)
+        total = torch.where(num_labels > 0, loss.detach().double() * divisor, 0.0)
         sums = torch.stack([total, num_labels])
         state.mtp_sums = sums if state.mtp_sums is None else state.mtp_sums + sums
 
@@ -299,11 +299,11 @@ def _find_next_labels(forward: _Forward) -> tuple[Tensor, Any]:
     shifted: Tensor | None = arguments.get("shift_labels")
     if shifted is None:
         shifted = functional.pad(arguments["labels"], (0, 1), value=ignored)[:, 1:]
-    count = arguments.get("num_items_in_batch")
-    if count is None:
+    divisor = arguments.get("num_items_in_batch")
+    if divisor is None:
         return shifted, (shifted != ignored).sum()
-    # Callers also pass the number in a tensor [1].
-    return shifted, count.squeeze() if isinstance(count, Tensor) else count
+    # Some callers pass the number in a tensor [1].
+    return shifted, divisor.squeeze() if isinstance(divisor, Tensor) else divisor
 
 
 def _select_labels(next_labels: Tensor, depth: int, forward: _Forward) -> Tensor:
@@ -316,7 +316,7 @@ def _select_labels(next_labels: Tensor, depth: int, forward: _Forward) -> Tensor
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         labels = labels.masked_fill((mask == 0).to(labels.device), ignored)
-    text = text_positions(positions) if isinstance(positions, Tensor) else None
+    text = find_text_positions(positions) if isinstance(positions, Tensor) else None
     if text is not None:
         in_document = _shift_numbers(text, depth + 1, -1) - text == depth + 1
         labels = labels.masked_fill(~in_document.to(labels.device), ignored)

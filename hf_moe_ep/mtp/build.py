@@ -17,16 +17,17 @@ from hf_moe_ep.model_patches.standard import MTP_HEADS
 from hf_moe_ep.mtp_head import MtpHead, OwnProjectionHead, SharedProjectionHead
 from hf_moe_ep.plan import MTP_HEAD
 from hf_moe_ep.state import ModelState
-from hf_moe_ep.upstream.adapters import adapter_layers
-from hf_moe_ep.upstream.hub import checkpoint_name, empty_module
+from hf_moe_ep.upstream.adapters import iterate_adapter_layers
+from hf_moe_ep.upstream.hub import build_empty_module, checkpoint_name
 
-_SHARED = "shared"
+_SHARED_LAYOUT = "shared"  # the other layout is "own" (mtp_head.py)
+# The attributes of a decoder layer that switch its activation checkpointing on.
 _CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
-# The names of a trained model's parameters that belong to a layer of a head.
-_LAYER = re.compile(rf"(?:^|\.){MTP_HEAD}\.(?:model\.)?layers\.(\d+)\.")
+# Matches the name of a parameter, in a trained model, that belongs to a layer of a head.
+_HEAD_LAYER = re.compile(rf"(?:^|\.){MTP_HEAD}\.(?:model\.)?layers\.(\d+)\.")
 
 
-def check_type(parts: Parts, num_layers: int) -> None:
+def check_head_is_supported(parts: Parts, num_layers: int) -> None:
     """Raise ValueError if a head for this model was not tested, or cannot be trained."""
     model_type = parts.plan.model_type
     if model_type not in MTP_HEADS:
@@ -45,8 +46,8 @@ def check_type(parts: Parts, num_layers: int) -> None:
 
 
 def check_no_adapters(model: nn.Module, num_layers: int) -> None:
-    """Raise ValueError if a model has adapters, because adapters are saved without a head."""
-    if any(True for _ in adapter_layers(model)):
+    """Raise ValueError if a model has adapters, because a saved adapter has no MTP head."""
+    if any(True for _ in iterate_adapter_layers(model)):
         raise ValueError(
             f"mtp_layers={num_layers} trains the head for multi-token prediction, but this model "
             f"has adapters, which are saved without the head; leave mtp_layers out, or train "
@@ -58,14 +59,15 @@ def count_stored_layers(parts: Parts, keys: Iterable[str]) -> int:
     """Count the layers of a head in a checkpoint with these keys."""
     layout, _ = MTP_HEADS[parts.plan.model_type]
     first = len(parts.main_layers)
-    pattern = r"^mtp\.layers\.(\d+)\." if layout == _SHARED else r"^model\.layers\.(\d+)\.eh_proj\."
+    is_shared = layout == _SHARED_LAYOUT
+    pattern = r"^mtp\.layers\.(\d+)\." if is_shared else r"^model\.layers\.(\d+)\.eh_proj\."
     found = {int(match[1]) for match in map(re.compile(pattern).search, keys) if match}
-    return len(found if layout == _SHARED else {index for index in found if index >= first})
+    return len(found if is_shared else {index for index in found if index >= first})
 
 
 def count_trained_layers(names: Iterable[str]) -> int:
     """Count the layers of a head in a trained model whose parameters have these names."""
-    return len({match[1] for match in map(_LAYER.search, names) if match})
+    return len({match[1] for match in map(_HEAD_LAYER.search, names) if match})
 
 
 def build_head(parts: Parts, num_layers: int) -> MtpHead:
@@ -84,7 +86,7 @@ def build_head(parts: Parts, num_layers: int) -> MtpHead:
 
     def build() -> MtpHead:
         blocks = [type(stock)(parts.config, index) for _ in range(num_layers)]
-        if layout == _SHARED:
+        if layout == _SHARED_LAYOUT:
             return SharedProjectionHead(blocks, parts.config.hidden_size, make_norm)
         embedding, head = _find_weight_names(parts)
         return OwnProjectionHead(
@@ -96,7 +98,7 @@ def build_head(parts: Parts, num_layers: int) -> MtpHead:
             head=head,
         )
 
-    mtp: MtpHead = empty_module(build, next(norm.parameters()).dtype)
+    mtp: MtpHead = build_empty_module(build, next(norm.parameters()).dtype)
     _set_dtypes(mtp, stock)
     for block in mtp.blocks:
         for name in _CHECKPOINTING:

@@ -38,7 +38,7 @@ def refuse_tangents(tensors: Iterable[Tensor | None], instead: str) -> None:
         )
 
 
-def placeholder_grad(like: Tensor, shape: torch.Size) -> Tensor:
+def make_placeholder_grad(like: Tensor, shape: torch.Size) -> Tensor:
     """Return a placeholder gradient of the given shape, in the memory of one element.
 
     A node returns the placeholder to autograd if the node passes the real gradient to the next node

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.ops.autograd import mark_without_grad, placeholder_grad, refuse_tangents
+from hf_moe_ep.ops.autograd import make_placeholder_grad, mark_without_grad, refuse_tangents
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import (
     WEIGHT_NAMES,
@@ -232,7 +232,7 @@ class _PostponingExpertMLP(torch.autograd.Function):
             ctx.masters.forget()
         # `_Postpone` gets placeholders, because `finish` computes the gradients.
         placeholders = [
-            placeholder_grad(tensor, tensor.shape) if need else None
+            make_placeholder_grad(tensor, tensor.shape) if need else None
             for tensor, need in zip(saved[2 : len(needs)], needs[2:], strict=True)
         ]
         computed = (grads.get("rows"), grads.get("weights"))

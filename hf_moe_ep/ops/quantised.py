@@ -149,7 +149,7 @@ def check_sizes(name: str, shape_OI: tuple[int, int], quantisation: Quantisation
             )
 
 
-def empty_stack(
+def allocate_stack(
     shape_EOI: tuple[int, int, int], quantisation: Quantisation, device: torch.device | str
 ) -> Quantised:
     """Allocate the tensors of a stack. On the meta device the tensors take no memory."""
@@ -170,7 +170,7 @@ def empty_stack(
 def quantise_stack(weight_EOI: Tensor, quantisation: Quantisation) -> Quantised:
     """Quantise one expert matrix at a time. On the meta device only the shapes are computed."""
     experts, rows, columns = weight_EOI.shape
-    stack = empty_stack((experts, rows, columns), quantisation, weight_EOI.device)
+    stack = allocate_stack((experts, rows, columns), quantisation, weight_EOI.device)
     if weight_EOI.is_meta:
         return stack
     for expert, weight_OI in enumerate(weight_EOI):
@@ -187,7 +187,7 @@ def quantise(weight_OI: Tensor, quantisation: Quantisation) -> Quantised:
     """
     kind, (rows, columns) = quantisation.kind, weight_OI.shape
     plain = Quantisation(kind)
-    matrix = empty_stack((1, rows, columns), plain, weight_OI.device).matrix_of(0)
+    matrix = allocate_stack((1, rows, columns), plain, weight_OI.device).matrix_of(0)
     block_rows = _BLOCKS[kind][0]
     step = max(1, _VALUES_AT_A_TIME // max(1, columns * block_rows)) * block_rows
     quantise_rows = _quantise_fp8 if kind == "fp8" else _quantise_nf4
@@ -227,7 +227,7 @@ def rows_and_columns_of_blocks(quantisation: Quantisation) -> tuple[int, int]:
     return _BLOCKS[quantisation.kind]
 
 
-def rows_may_be_cut(shape_OI: tuple[int, int], quantisation: Quantisation, parts: int) -> bool:
+def can_cut_rows(shape_OI: tuple[int, int], quantisation: Quantisation, parts: int) -> bool:
     """Return True if splitting the rows of a matrix into `parts` equal parts splits no block.
 
     Each part then has its own scales, and every tensor is split evenly along its first dimension.

@@ -32,13 +32,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.lora.computed import stack_conversion, stacked_factors
+from hf_moe_ep.lora.computed import iterate_stacked_factors, stack_conversion
 from hf_moe_ep.lora.factors import is_stacked
 from hf_moe_ep.plan import ModelPlan, matches, name_in_layer
 from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.adapters import adapter_parameters
-from hf_moe_ep.upstream.experts_interface import experts_flags, is_experts_module
-from hf_moe_ep.upstream.module_names import stock_name, unwrap
+from hf_moe_ep.upstream.experts_interface import get_experts_flags, is_experts_module
+from hf_moe_ep.upstream.module_names import get_stock_name, unwrap
 
 # The rows of these projections of attention are divided into heads of consecutive rows.
 _QUERY_HEAD_PROJECTIONS = ("q_proj", "q_b_proj", "kv_b_proj")
@@ -57,7 +57,7 @@ class MatrixLayout:
         interleaved: True if row r of `out` belongs to part r % parts, False if the parts follow
             each other.
         stack: converts a packed LoRA factor of experts to a stacked view, or None.
-        has_part_dim: True if the parts have a dim of their own in front of `out` (`etp.py`).
+        has_part_dim: True if the parts have a dim of their own before `out` (`etp.py`).
     """
 
     stacked: bool = False
@@ -156,7 +156,7 @@ def find_matrix_layouts(model: nn.Module, *, split_heads: bool = False) -> Layou
     heads = dict(_find_heads(inner, plan)) if split_heads else {}
     layouts = Layouts({}, {})
     for path, module in inner.named_modules():
-        name = name_in_layer(stock_name(path), plan)
+        name = name_in_layer(get_stock_name(path), plan)
         if not _is_in_layer_or_encoder(name, plan) or _is_router(name, plan):
             continue
         if isinstance(module, (nn.Embedding, *_CONVOLUTIONS)):
@@ -185,7 +185,7 @@ def find_requested_layout(model: nn.Module, parameter: nn.Parameter) -> MatrixLa
     """
     if parameter.ndim == 4:
         return None
-    for factor in stacked_factors(unwrap(model)):
+    for factor in iterate_stacked_factors(unwrap(model)):
         if factor.parameter is parameter:
             stack = None if is_stacked(parameter) else stack_conversion(factor)
             return MatrixLayout(stacked=True, stack=stack)
@@ -193,7 +193,7 @@ def find_requested_layout(model: nn.Module, parameter: nn.Parameter) -> MatrixLa
 
 
 def _find_expert_layout(module: nn.Module, name: str, *, has_part_dim: bool) -> MatrixLayout:
-    flags = experts_flags(module)
+    flags = get_experts_flags(module)
     parts = 2 if flags.has_gate and name != "down_proj" else 1
     return MatrixLayout(
         stacked=True,
@@ -230,14 +230,14 @@ def _with_containers(name: str) -> Iterator[str]:
 def _find_heads(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, int]]:
     """Yield the name and the number of heads of each projection of attention that has heads."""
     for path, module in model.named_modules():
-        name = name_in_layer(stock_name(path), plan)
+        name = name_in_layer(get_stock_name(path), plan)
         if not plan.attention or not matches(plan.attention, name):
             continue
         config = getattr(module, "config", None)
         query_heads = getattr(config, "num_attention_heads", None)
         groups = getattr(module, "num_key_value_groups", 1)
         for child, projection in module.named_children():
-            child = stock_name(child)
+            child = get_stock_name(child)
             if child not in (*_QUERY_HEAD_PROJECTIONS, *_KEY_HEAD_PROJECTIONS):
                 continue
             rows = getattr(projection, "out_features", 0)

@@ -43,10 +43,10 @@ from hf_moe_ep.optim.owners import (
     find_sharding,
 )
 from hf_moe_ep.ranks.all_ranks import check_alike, check_everyone_calls, gather_from_all
-from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.ranks.collectives import Transfer, start_all_to_all
 from hf_moe_ep.sharding.units import reshard
-from hf_moe_ep.state import computing_device, patched_state
+from hf_moe_ep.state import get_computing_device, patched_state
 
 _ADJUST = (None, "original", "match_rms_adamw", "spectral_unclamped")
 # torch has a fused AdamW for these devices.
@@ -89,7 +89,8 @@ class Muon(Optimizer):
         adamw_eps: the `eps` of torch.optim.AdamW.
         param_groups: the parameters to train, as dicts with "params" and options of their own, as
             in torch.optim. "use_muon": True or False chooses Muon or AdamW for a group. Without
-            this key the rules above choose. None trains all parameters that require gradients.
+            this key the rules above choose. If `param_groups` is None, all parameters that require
+            gradients are trained.
 
     Raises:
         ValueError: the model is not patched; an option is invalid; no rule covers a parameter.
@@ -264,7 +265,7 @@ class Muon(Optimizer):
         """Run torch's AdamW on this rank's shards."""
         columns: dict[str, list[Tensor]] = {"exp_avg": [], "exp_avg_sq": [], "step": []}
         for parameter in params:
-            state, device = self.state[parameter], local_tensor(parameter).device
+            state, device = self.state[parameter], get_local_tensor(parameter).device
             if not state:
                 state["step"] = torch.zeros((), device=device)
                 state["exp_avg"] = torch.zeros_like(parameter)
@@ -274,18 +275,18 @@ class Muon(Optimizer):
                 # "step" to the device.
                 state["step"] = state["step"].to(device)
             for key, column in columns.items():
-                column.append(local_tensor(state[key]))
+                column.append(get_local_tensor(state[key]))
         beta1, beta2 = group["betas"]
         if params:
             adamw(
-                [local_tensor(p) for p in params],
+                [get_local_tensor(p) for p in params],
                 _get_local_grads(params),
                 columns["exp_avg"],
                 columns["exp_avg_sq"],
                 [],
                 columns["step"],
                 foreach=False,
-                fused=all(local_tensor(p).device.type in _FUSED_ON for p in params),
+                fused=all(get_local_tensor(p).device.type in _FUSED_ON for p in params),
                 amsgrad=False,
                 beta1=beta1,
                 beta2=beta2,
@@ -303,8 +304,8 @@ class Muon(Optimizer):
             if "momentum_buffer" not in self.state[parameter]:
                 assert parameter.grad is not None
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        buffers = [local_tensor(self.state[p]["momentum_buffer"]) for p in params]
-        shards, grads = [local_tensor(p) for p in params], _get_local_grads(params)
+        buffers = [get_local_tensor(self.state[p]["momentum_buffer"]) for p in params]
+        shards, grads = [get_local_tensor(p) for p in params], _get_local_grads(params)
         lr = float(group["lr"])
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         torch._foreach_mul_(shards, 1 - lr * group["weight_decay"])
@@ -318,7 +319,7 @@ class Muon(Optimizer):
         if not updates:
             return
         assignment = self._assign(updates)
-        device = computing_device(self.model)
+        device = get_computing_device(self.model)
         exchanges = [
             _BucketExchange(
                 bucket, assignment.matrices, updates, device, f"bucket {number} of Muon.step"
@@ -481,7 +482,7 @@ class _BucketExchange:
             self._joined[positions] = joined
 
     def orthogonalise(self) -> None:
-        """Orthogonalise the matrices that this rank owns, all matrices of one shape at once."""
+        """Orthogonalise the matrices that this rank owns, all matrices of one shape together."""
         for (_, steps), positions in self._group_by_shape().items():
             # Nothing else refers to these matrices, so they are freed in the first step.
             result = orthogonalise(self._joined.pop(positions), steps)
@@ -636,7 +637,7 @@ def _describe_matrices(
 
 def _get_local_grads(params: list[nn.Parameter]) -> list[Tensor]:
     """Return this rank's shards of the gradients. Every parameter has a gradient."""
-    return [local_tensor(cast(Tensor, parameter.grad)) for parameter in params]
+    return [get_local_tensor(cast(Tensor, parameter.grad)) for parameter in params]
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Compute Newton-Schulz for many matrices at once, by the same operations as torch.optim.Muon.
+"""Orthogonalise many matrices together, by the Newton-Schulz iteration of torch.optim.Muon.
 
 torch's function (torch/optim/_muon.py) takes one matrix. A rank with 16 experts has 48 matrices of
 two shapes in each layer, so here all matrices of one shape are computed as a batch.
@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-# The quintic polynomial and the smallest norm of torch.optim.Muon, which took them from
-# https://kellerjordan.github.io/posts/muon/.
+# The coefficients of the quintic polynomial, and the smallest norm by which a matrix is divided.
+# torch.optim.Muon has the same numbers, from https://kellerjordan.github.io/posts/muon/.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
 
@@ -20,13 +20,14 @@ _EPS = 1e-7
 def choose_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients of `dtype` are orthogonalised.
 
-    This is bf16, as in torch.optim.Muon, except for fp64, in which tests compare numbers.
+    The result is bf16, as in torch.optim.Muon. Only fp64 stays fp64, so that tests can compare
+    numbers.
     """
     return torch.float64 if dtype == torch.float64 else torch.bfloat16
 
 
 def orthogonalise(x_NAB: Tensor, steps: int) -> Tensor:
-    """Bring the singular values of each matrix near 1 by `steps` steps of Newton-Schulz.
+    """Move all singular values of each matrix close to 1, by `steps` steps of Newton-Schulz.
 
     Args:
         x_NAB: N matrices [A, B], in the dtype of `choose_dtype`.
@@ -55,14 +56,16 @@ def count_flops(rows: int, columns: int, steps: int) -> int:
 
 
 def adjust_lr(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) -> float:
-    """Return the learning rate of a matrix [rows = out, columns = in], as torch.optim.Muon does.
+    """Adjust the learning rate to the shape of a matrix [rows = out, columns = in].
+
+    The rules are the rules of torch.optim.Muon (which has the last one since torch 2.15):
 
     None or "original"      lr * sqrt(max(1, rows / columns))
     "match_rms_adamw"       lr * 0.2 * sqrt(max(rows, columns)). The update has the same root
-                            mean square as AdamW's, so learning rates of AdamW can be used
-                            (https://arxiv.org/abs/2502.16982, section 2.2)
-    "spectral_unclamped"    lr * sqrt(rows / columns). This is about the spectral norm of the
-                            update (https://jeremybernste.in/writing/deriving-muon)
+                            mean square as an update of AdamW, so learning rates for AdamW can
+                            be used (https://arxiv.org/abs/2502.16982, section 2.2)
+    "spectral_unclamped"    lr * sqrt(rows / columns). The spectral norm of the update is about this
+                            number (https://jeremybernste.in/writing/deriving-muon)
     """
     if adjust_lr_fn == "spectral_unclamped":
         return lr * math.sqrt(rows / columns)

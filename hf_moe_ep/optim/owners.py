@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.optim.matrices import MatrixLayout
 from hf_moe_ep.optim.orthogonal import count_flops
-from hf_moe_ep.ranks.boxes import box_at, local_tensor
+from hf_moe_ep.ranks.boxes import get_box_at, get_local_tensor
 
 # The maximum size of the matrices that a rank owns in one bucket, unless a single matrix is larger.
 BUCKET_BYTES = 64 * 2**20
@@ -138,7 +138,7 @@ def find_sharding(tensor: Tensor, layout: MatrixLayout) -> MatrixSharding:
         ValueError: two axes of a mesh shard the rows or columns of the matrices.
     """
     first_dim = 0 if layout.stacked else 1  # dim 0 of `tensor` is this dim of `stacked_view`
-    experts = layout.stacked_view(local_tensor(tensor)).shape[0]
+    experts = layout.stacked_view(get_local_tensor(tensor)).shape[0]
     whole = MatrixSharding(None, layout.out_dim, (), experts)
     if not isinstance(tensor, DTensor):
         return whole
@@ -162,7 +162,7 @@ def find_sharding(tensor: Tensor, layout: MatrixLayout) -> MatrixSharding:
     bounds = []
     for position in range(mesh.size(axis)):
         at = [*coordinate[:axis], position, *coordinate[axis + 1 :]]
-        bounds.append(box_at(tensor, at)[dim])
+        bounds.append(get_box_at(tensor, at)[dim])
     sharded_dim = layout.matrix_dim(dim + first_dim)
     return MatrixSharding(mesh.get_group(axis), sharded_dim, tuple(bounds), experts)
 

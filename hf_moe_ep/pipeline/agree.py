@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from hf_moe_ep.pipeline.micro_batches import check_can_be_cut, needs_grad
 from hf_moe_ep.pipeline.schedule import bubble
-from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.ranks.collectives import gather_counts
-from hf_moe_ep.sequence.same_batch import batch_numbers, check_sizes, find_other_batch
+from hf_moe_ep.sequence.same_batch import check_sizes, compute_batch_numbers, find_other_batch
 from hf_moe_ep.sequence.split import FindDocuments, SplitSequence, check_packed_rows
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.autograd_modes import has_gradient_hooks
-from hf_moe_ep.upstream.models import asks_for, find_tokens, given_cache, is_fused_head, text_config
-from hf_moe_ep.upstream.modules import pre_forward_hooks
+from hf_moe_ep.upstream.models import asks_for, find_cache, find_tokens, is_fused_head, text_config
+from hf_moe_ep.upstream.modules import list_pre_forward_hooks
 from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 
 # What a call computes. All ranks must agree.
@@ -66,7 +66,7 @@ class _Call(NamedTuple):
         may_learn: 1 if stock's outputs would have gradients.
         options: a checksum of `read_options`.
         trains_tied, tied_sum: the results of `_trains_tied_weight` and `_sum_tied_weight`.
-        batch: the result of `batch_numbers`, which begins with the number of rows.
+        batch: the result of `compute_batch_numbers`, which begins with the number of rows.
     """
 
     mode: int
@@ -112,7 +112,7 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
     options = zlib.crc32(repr(shared).encode())
     own = [mode, int(refusal is not None), int(_may_learn(model, given)), options]
     own += [_trains_tied_weight(state, mode), _sum_tied_weight(state, mode)]
-    batch = batch_numbers(given | routes, tokens)
+    batch = compute_batch_numbers(given | routes, tokens)
     calls = _gather_calls(own, batch, column, "the pipeline column's batches")
     refusal = refusal or _find_difference(calls, column)
     own[1:3] = int(refusal is not None), max(call.may_learn for call in calls)
@@ -200,7 +200,7 @@ def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode
             )
     if False in (given.get("return_dict"), getattr(model.config, "return_dict", None)):
         raise ValueError("return_dict=False is not supported with pp_size > 1; leave it out")
-    if given_cache(given) is not None:
+    if find_cache(given) is not None:
         raise ValueError(
             f"a KV cache was given to a model with pp_size={size}, as generate() does; "
             f"generation needs all layers on a rank: save the model with save_pretrained, and "
@@ -259,7 +259,7 @@ def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode
             f"labels computes the logits of all tokens, and so does one in training mode with "
             f"sp_size or cp_size > 1; leave logits_to_keep out"
         )
-    for hook in pre_forward_hooks(model):
+    for hook in list_pre_forward_hooks(model):
         if isinstance(hook, FindDocuments | SplitSequence):
             check_packed_rows(given, separates=hook.separates)
     has_aux_loss = asks_for("output_router_logits", given, text_config(model.config))
@@ -290,7 +290,7 @@ def _sum_tied_weight(state: ModelState, mode: int) -> int:
     weight = state.stage.tied_weight
     if weight is None or mode != TRAINING:
         return 0
-    shard = local_tensor(weight.detach())
+    shard = get_local_tensor(weight.detach())
     return int(shard.view(_INTEGER_DTYPES[shard.element_size()]).sum())
 
 

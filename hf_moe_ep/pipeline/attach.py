@@ -11,7 +11,7 @@ from torch import nn
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.derive import takes_chosen_tokens
 from hf_moe_ep.loss.attach import has_causal_loss
-from hf_moe_ep.pipeline.cut import even_counts, layers_of_stages, parameters_outside
+from hf_moe_ep.pipeline.cut import assign_layers_to_stages, divide_evenly, list_parameters_outside
 from hf_moe_ep.sequence.slice_arguments import named_parameters
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.causal_loss import passes_arguments_to_loss
@@ -50,14 +50,14 @@ def check(parts: Parts, state: ModelState) -> None:
         )
     pp_plan = getattr(parts.config, "base_model_pp_plan", None) or {}
     if state.config.pp_layers is None and "layers" not in pp_plan:
-        even = even_counts(len(parts.layers), size)
+        even = divide_evenly(len(parts.layers), size)
         raise ValueError(
             f"pp_size ({size}) > 1: the config of {model_type} has no base_model_pp_plan with "
             f"'layers', so it is not known if its layers pass on hidden states alone; if they do, "
             f"give the number of layers of each stage: pp_layers={even}"
         )
-    layers_of_stages(len(parts.layers), state.config)
-    outside = parameters_outside(parts.root, parts)
+    assign_layers_to_stages(len(parts.layers), state.config)
+    outside = list_parameters_outside(parts.root, parts)
     if outside:
         raise ValueError(
             f"pp_size ({size}) > 1 places layers, embedding, final norm and head of {model_type}, "

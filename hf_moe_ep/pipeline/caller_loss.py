@@ -1,9 +1,9 @@
-"""Call a loss function of the caller on the last pipeline stage.
+"""Call the user's loss function (`compute_loss_func` of the Trainer) on the last pipeline stage.
 
-The Trainer's `compute_loss_func(outputs, labels, num_items_in_batch=n)` divides a sum over tokens
-by the number of tokens of all accumulated batches. So the losses of micro-batches add up to the
-loss of their batch, as the losses of accumulated batches do. Every rank gets the sum as
-`outputs.loss`.
+`compute_loss_func(outputs, labels, num_items_in_batch=n)` must divide a sum over tokens by n, the
+number of tokens of all accumulated batches. The losses of the micro-batches then add up to the loss
+of their batch, and the losses of accumulated batches add up to the loss of the step. Every rank
+gets the sum over the micro-batches as `outputs.loss`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LABELS, _NUM_ITEMS = "labels", "num_items_in_batch"
 
 @dataclass(frozen=True)
 class CallerLoss:
-    """The function of the caller, and its arguments besides the outputs of the model.
+    """The user's loss function, and its arguments besides the outputs of the model.
 
     Attributes:
         labels: the labels of the whole batch.
@@ -33,11 +33,11 @@ class CallerLoss:
     num_items: Tensor | int
 
     def add_arguments(self, given: dict[str, Any]) -> None:
-        """Add labels and number of tokens to a forward's arguments, before these are cut."""
+        """Add labels and number of tokens to the arguments, which are then cut to micro-batches."""
         given |= {_LABELS: self.labels, _NUM_ITEMS: self.num_items}
 
     def check(self, given: dict[str, Any], config: Any) -> None:
-        """Raise ValueError, on every rank, if a forward would compute the router's aux loss."""
+        """Raise ValueError on every rank if the forward would compute the router's aux loss."""
         name = "output_router_logits"
         if asks_for(name, given, config):
             raise ValueError(
@@ -47,15 +47,15 @@ class CallerLoss:
             )
 
     def take_labels(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-        """Return the arguments of the model for a micro-batch, and the labels."""
+        """Split the arguments of a micro-batch into the model's arguments and the labels."""
         model_arguments = {n: x for n, x in arguments.items() if n not in (_LABELS, _NUM_ITEMS)}
         return model_arguments, arguments[_LABELS]
 
     def add_loss(self, output: Any, labels: Tensor) -> Any:
-        """Return the output of a micro-batch with its loss.
+        """Compute the loss of a micro-batch, and return the output with this loss.
 
         Raises:
-            ValueError: the function returns no scalar tensor.
+            ValueError: the function does not return a scalar tensor.
         """
         assert output.get("aux_loss") is None
         loss = self.function(output, labels, num_items_in_batch=self.num_items)
@@ -69,5 +69,5 @@ class CallerLoss:
 
 
 def take_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
-    """Return the loss that the last stage has computed. It replaces the Trainer's function."""
+    """Return the loss of the last stage, in place of the user's `compute_loss_func`."""
     return outputs.loss

@@ -1,9 +1,9 @@
 """Cut a model into pipeline stages: choose the layers of each stage, and remove all others.
 
-    layers_of_stages    the layers of each stage, from the config or divided evenly
-    stage_of_names      the stage that holds each parameter and each buffer
-    cut_model           replaces the parts of other stages by stand-ins (`stage.py`)
-    parts_of_stage      the `Parts` (`architectures.py`) of the modules that are left
+    assign_layers_to_stages  returns the layers of each stage, from the config or divided evenly
+    map_names_to_stages      returns the stage that holds each parameter and each buffer
+    cut_model                replaces the parts of other stages by stand-ins (`stage.py`)
+    select_parts_of_stage    returns the `Parts` (`architectures.py`) of the modules that are left
 
 Every stage gets consecutive layers. The first stage also holds the embedding, the last stage the
 final norm and the head. All other modules, such as rotary embeddings, have no parameters and stay
@@ -32,11 +32,11 @@ from hf_moe_ep.pipeline.stage import (
 )
 from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
-from hf_moe_ep.upstream.module_names import canonical_name, stock_name
-from hf_moe_ep.upstream.modules import own_children_by_name
+from hf_moe_ep.upstream.module_names import get_canonical_name, get_stock_name
+from hf_moe_ep.upstream.modules import get_own_children
 
 
-def layers_of_stages(num_layers: int, config: ParallelConfig) -> list[range]:
+def assign_layers_to_stages(num_layers: int, config: ParallelConfig) -> list[range]:
     """Return the indices of the layers of each stage.
 
     If the layers are divided evenly, the first stages get one layer more than the others, because
@@ -54,7 +54,7 @@ def layers_of_stages(num_layers: int, config: ParallelConfig) -> list[range]:
         )
     counts = config.pp_layers
     if counts is None:
-        counts = even_counts(num_layers, pp_size)
+        counts = divide_evenly(num_layers, pp_size)
     if len(counts) != pp_size or sum(counts) != num_layers:
         raise ValueError(
             f"pp_layers={counts} gives {sum(counts)} layers to {len(counts)} stages, but the model "
@@ -65,13 +65,15 @@ def layers_of_stages(num_layers: int, config: ParallelConfig) -> list[range]:
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
-def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
+def divide_evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Divide layers over stages; the first stages get one layer more than the others."""
     count, more = divmod(num_layers, num_stages)
     return tuple(count + (stage < more) for stage in range(num_stages))
 
 
-def stage_of_names(model: nn.Module, parts: Parts, stages: list[range]) -> dict[str, int | None]:
+def map_names_to_stages(
+    model: nn.Module, parts: Parts, stages: list[range]
+) -> dict[str, int | None]:
     """Return the stage that holds each parameter and buffer, by name; None if every stage holds it.
 
     A tied weight is listed under each of its names.
@@ -102,9 +104,9 @@ def _find_stage(name: str, prefixes: dict[str, int]) -> int | None:
     return None
 
 
-def parameters_outside(model: nn.Module, parts: Parts) -> list[str]:
+def list_parameters_outside(model: nn.Module, parts: Parts) -> list[str]:
     """Return the names of the parameters that belong to no layer, embedding, final norm or head."""
-    stages = stage_of_names(model, parts, [range(len(parts.layers))])
+    stages = map_names_to_stages(model, parts, [range(len(parts.layers))])
     parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
     return [name for name in parameters if stages[name] is None]
 
@@ -117,10 +119,10 @@ def cut_model(
     boundary = Boundary(index == size - 1)
     names = {id(module): name for name, module in model.named_modules()}
     stage = Stage(index, size, own, len(parts.layers), boundary)
-    stock_names = {id(module): stock_name(name) for name, module in parts.root.named_modules()}
+    stock_names = {id(module): get_stock_name(name) for name, module in parts.root.named_modules()}
     stage.moe_names = tuple(stock_names[id(module)] for module in parts.experts.values())
     stage.has_adapters = any(map(wraps_for_adapters, model.modules()))
-    stage.tensors = _list_tensors(model, stage_of_names(model, parts, stages))
+    stage.tensors = _list_tensors(model, map_names_to_stages(model, parts, stages))
     if parts.tied and index in (0, size - 1):
         owner = parts.embedding if index == 0 else parts.head
         _record_tied_weight(model, stage, parts, owner)
@@ -151,7 +153,7 @@ def _list_tensors(model: nn.Module, stage_of: dict[str, int | None]) -> dict[str
             seen.add(id(tensor))
             stage = stage_of[name] or 0
             is_parameter = isinstance(tensor, nn.Parameter)
-            tensors[canonical_name(name)] = WholeTensor(
+            tensors[get_canonical_name(name)] = WholeTensor(
                 tuple(tensor.shape), tensor.dtype, stage, is_parameter
             )
     return tensors
@@ -170,13 +172,13 @@ def _record_tied_weight(model: nn.Module, stage: Stage, parts: Parts, owner: Any
     first_names = {id(p): name for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in shared and name != first_names[id(parameter)]:
-            stage.aliases[canonical_name(name)] = canonical_name(first_names[id(parameter)])
+            stage.aliases[get_canonical_name(name)] = get_canonical_name(first_names[id(parameter)])
 
 
 def _replace_children(model: nn.Module, stand_ins: dict[int, nn.Module]) -> None:
     """Replace each child whose id is in `stand_ins`. The new module gets its training mode."""
     for module in list(model.modules()):
-        children = own_children_by_name(module)
+        children = get_own_children(module)
         for name, child in list(children.items()):
             if child is not None and id(child) in stand_ins:
                 children[name] = stand_ins[id(child)].train(child.training)
@@ -207,7 +209,7 @@ class CheckOutput(Ours):
             )
 
 
-def parts_of_stage(parts: Parts, stage: Stage) -> Parts:
+def select_parts_of_stage(parts: Parts, stage: Stage) -> Parts:
     """Return the parts of the model that belong to this stage."""
     own_layers = tuple(parts.layers[index] for index in stage.layers)
     own = {id(module) for layer in own_layers for module in layer.modules()}

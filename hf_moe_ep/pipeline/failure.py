@@ -2,9 +2,9 @@
 
 Before a stage computes, all ranks have agreed on the call (`agree.py`). An error that a rank raises
 later, such as a lack of memory or an error of the caller's loss function, is unknown to the others,
-which wait for its tensors. So the rank writes its error to the store, and closes its connections.
-Whatever the other ranks wait for then raises an error, they find the first error in the store, and
-close their connections as well:
+which wait for its tensors. The rank therefore writes its error to the store, and then closes its
+connections. Whatever the other ranks wait for then raises an error, they find the first error in
+the store, and close their connections as well:
 
     rank 0    rank 1    stage 0; rank 0 has no memory, and rank 1 waits for it in an all-gather
     rank 2    rank 3    stage 1; rank 2 waits for rank 0, and rank 3 for rank 2

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.boxes import get_local_tensor
 
 # The outputs of models, and of TRL's fused head, that have gradients without stages.
 _DIFFERENTIABLE = ("loss", "aux_loss", "logits", "log_probs", "entropy")
@@ -64,11 +64,11 @@ class StepGradients:
                 "whose gradients were added by the first backward(); call the model again"
             )
         for parameter, grad in self._new:
-            _multiply(local_tensor(grad), scale)
+            _multiply(get_local_tensor(grad), scale)
             if parameter.grad is None:
                 parameter.grad = grad
             else:
-                local_tensor(parameter.grad).add_(local_tensor(grad))
+                get_local_tensor(parameter.grad).add_(get_local_tensor(grad))
         self._new = None
 
     def connect(

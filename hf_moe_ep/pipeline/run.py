@@ -53,7 +53,12 @@ from hf_moe_ep.pipeline.micro_batches import (
     count_targets,
     cut_batch,
 )
-from hf_moe_ep.pipeline.schedule import Operation, awaited_early, forwards_only, operations
+from hf_moe_ep.pipeline.schedule import (
+    Operation,
+    find_awaited_early,
+    list_forwards_only,
+    operations,
+)
 from hf_moe_ep.pipeline.stage import Stage
 from hf_moe_ep.pipeline.token_losses import (
     add_known_loss,
@@ -61,7 +66,7 @@ from hf_moe_ep.pipeline.token_losses import (
     join_outputs,
     make_output,
 )
-from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.ranks.collectives import all_gather
 from hf_moe_ep.ranks.mesh import Meshes, Stages
 from hf_moe_ep.ranks.neighbours import (
@@ -76,7 +81,7 @@ from hf_moe_ep.upstream.models import (
     IGNORED_LABEL,
     bind_forward,
     find_tokens,
-    fused_head_coefficient,
+    get_fused_head_coefficient,
     is_fused_head,
 )
 from hf_moe_ep.upstream.modules import runs_compiled
@@ -134,8 +139,8 @@ class _PipelineCall:
         divisor: the number by which the sum of the losses of all tokens is divided: a number of
             tokens, or `ModelState.loss_divisor`.
         losses_are_summed: True if the caller has passed `num_items_in_batch`.
-        key: a part of the key of each transfer (`ranks/neighbours.py`). It differs between calls
-            whose hidden states may differ in shape or dtype.
+        key: a part of the key of each transfer (`ranks/neighbours.py`). The key differs between
+            calls whose hidden states may differ in shape or dtype.
         received: the hidden states of each micro-batch, until its backward has run.
         produced: the tensors for the next stage, or on the last stage the loss.
         forms: the shapes and dtypes of the tensors for the next stage, and of their gradients.
@@ -235,7 +240,7 @@ class Pipeline:
         )
         if mode != TRAINING:
             with torch.no_grad():
-                self._run(run, forwards_only(count), [True] * count, stock, stage)
+                self._run(run, list_forwards_only(count), [True] * count, stock, stage)
             self._end_routing(meshes)
             output = self._gather_output(run, mode, None)
             return refuse_backward(output, stage.size) if agreement.may_learn else output
@@ -247,7 +252,7 @@ class Pipeline:
         gradients = StepGradients(self.model.parameters())
         try:
             place = state.config.pp_schedule, stage.index, stage.size, count
-            self._run(run, operations(*place), awaited_early(*place), stock, stage)
+            self._run(run, operations(*place), find_awaited_early(*place), stock, stage)
             self._add_tied_gradients(stage)
         except BaseException:
             gradients.restore()
@@ -347,7 +352,7 @@ class Pipeline:
         if caller_loss is not None and stage.is_last:
             output = caller_loss.add_loss(output, labels)
         if is_fused:
-            coefficient = fused_head_coefficient(self.model)
+            coefficient = get_fused_head_coefficient(self.model)
             output = add_known_loss(output, run.divisor, coefficient, batch.share)
         if channels.to_next is not None:
             key = (*run.key, *_read_batch_shape(batch))
@@ -393,7 +398,7 @@ class Pipeline:
         other = stages.rank_in(stages.size - 1 if stage.is_first else 0)
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        grad = local_tensor(weight.grad)
+        grad = get_local_tensor(weight.grad)
         own = grad.to(meshes.device)
         what = "the gradients of the tied embedding"
         groups = (stages.forwards, stages.backwards)
@@ -426,7 +431,7 @@ class Pipeline:
                 values["aux_loss"] = aux_loss.to(_LOSS_DTYPES[int(dtypes[1])])
             if run.has_fused_head:
                 joined = join_outputs(run.outputs, source, group, meshes.device)
-                coefficient = fused_head_coefficient(self.model)
+                coefficient = get_fused_head_coefficient(self.model)
                 return make_output(
                     joined, values.get("aux_loss"), gradients, run.divisor, coefficient
                 )

@@ -52,7 +52,9 @@ def operations(
     return order + backwards[num_micro_batches - num_first :]
 
 
-def awaited_early(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> list[bool]:
+def find_awaited_early(
+    schedule: str, stage: int, num_stages: int, num_micro_batches: int
+) -> list[bool]:
     """List for each operation whether its operand may be awaited before the preceding operation.
 
     An entry is False if the neighbour that sends the operand waits for the result of the preceding
@@ -76,7 +78,7 @@ def awaited_early(schedule: str, stage: int, num_stages: int, num_micro_batches:
     return result
 
 
-def forwards_only(num_micro_batches: int) -> list[Operation]:
+def list_forwards_only(num_micro_batches: int) -> list[Operation]:
     """Return the operations of every stage in a forward without gradients."""
     return [Operation(True, index) for index in range(num_micro_batches)]
 

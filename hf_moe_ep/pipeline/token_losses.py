@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hf_moe_ep.pipeline.gradients import StepGradients
 from hf_moe_ep.ranks.neighbours import broadcast_tensor
-from hf_moe_ep.upstream.models import fused_output
+from hf_moe_ep.upstream.models import make_fused_output
 
 # The outputs with one number or flag per token.
 _PER_TOKEN = (
@@ -105,7 +105,7 @@ def make_output(
             _find_scale, tuple(outputs), mask, divisor, coefficient
         )
         values |= gradients.connect(outputs, scale_of)
-    return fused_output(**values)
+    return make_fused_output(**values)
 
 
 def _find_scale(

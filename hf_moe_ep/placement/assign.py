@@ -56,20 +56,22 @@ def assign_slots(
     """
     slots_E = list(range(len(load_E))) if old_slots_E is None else list(old_slots_E)
     candidates = (_assign_one_at_a_time(load_E, ranks), _assign_in_rounds(load_E, ranks))
-    best = min(candidates, key=lambda ranks_E: largest_load(load_E, ranks_E, ranks))
+    best = min(candidates, key=lambda ranks_E: compute_largest_load(load_E, ranks_E, ranks))
     local = len(load_E) // ranks
     old_ranks_E = [slot // local for slot in slots_E]
-    if largest_load(load_E, best, ranks) >= largest_load(load_E, old_ranks_E, ranks):
+    if compute_largest_load(load_E, best, ranks) >= compute_largest_load(
+        load_E, old_ranks_E, ranks
+    ):
         return slots_E
     return _choose_slots(_renumber_ranks(best, old_ranks_E, ranks), slots_E, ranks)
 
 
-def largest_load(load_E: Sequence[int], ranks_E: Sequence[int], ranks: int) -> int:
+def compute_largest_load(load_E: Sequence[int], ranks_E: Sequence[int], ranks: int) -> int:
     """Return the tokens of the busiest rank, if expert e is on rank `ranks_E[e]`."""
     return max(_sum_loads(load_E, ranks_E, ranks))
 
 
-def bound_of_largest_load(load_E: Sequence[int], ranks: int) -> Fraction:
+def compute_load_bound(load_E: Sequence[int], ranks: int) -> Fraction:
     """Return the upper bound of the busiest rank's load that the module docstring derives."""
     rounds = _split_into_rounds(load_E, ranks)
     spread = max((load_E[experts[0]] - load_E[experts[-1]] for experts in rounds), default=0)

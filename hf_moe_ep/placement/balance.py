@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hf_moe_ep.placement.assign import assign_slots, largest_load
+from hf_moe_ep.placement.assign import assign_slots, compute_largest_load
 from hf_moe_ep.placement.hub_order import guard_state_dicts
 from hf_moe_ep.placement.move import (
     ExpertTensors,
@@ -35,7 +35,7 @@ from hf_moe_ep.ranks.all_ranks import (
     check_everyone_calls,
     run_on_all,
 )
-from hf_moe_ep.routing.load import ExpertLoad, slots_of_layers
+from hf_moe_ep.routing.load import ExpertLoad, list_slots
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, patched_state
 from hf_moe_ep.upstream.module_names import unwrap
@@ -119,7 +119,7 @@ def balance_experts(
             None if in_hub_order else torch.tensor(slots_E, device=state.device)
         )
     move_layers(tensors, placements, state, optimizers)
-    return replace(load, ep_size=ranks, slots=slots_of_layers(state))
+    return replace(load, ep_size=ranks, slots=list_slots(state))
 
 
 def check_has_ep(state: ModelState, what: str) -> None:
@@ -185,5 +185,5 @@ def _check_between_steps(model: nn.Module) -> None:
 
 def _is_uneven(load_E: list[int], slots_E: list[int], ranks: int, threshold: float) -> bool:
     local = len(load_E) // ranks
-    largest = largest_load(load_E, [slot // local for slot in slots_E], ranks)
+    largest = compute_largest_load(load_E, [slot // local for slot in slots_E], ranks)
     return largest * ranks > threshold * sum(load_E)

@@ -33,7 +33,7 @@ from hf_moe_ep.placement.move import (
 )
 from hf_moe_ep.ranks.all_ranks import run_on_all
 from hf_moe_ep.sharding.units import reshard
-from hf_moe_ep.state import ModelState, StateHook, experts_modules, find_state
+from hf_moe_ep.state import ModelState, StateHook, find_state, iterate_experts_modules
 
 _GUARDED = "_hf_moe_ep_guarded"
 
@@ -103,7 +103,7 @@ def has_moved_experts(state: ModelState) -> bool:
     return any(layer.placement is not None for layer in state.moe_layers)
 
 
-def placement_by_tensor(model: nn.Module) -> dict[int, Tensor]:
+def map_tensors_to_placements(model: nn.Module) -> dict[int, Tensor]:
     """Map id(parameter) to the row of each expert, for all parameters that are not in hub order."""
     state = find_state(model)
     if state is None or not has_moved_experts(state):
@@ -146,7 +146,7 @@ def guard_state_dicts(
     if not state.guards_state_dicts:
         state.guards_state_dicts = True
         hook = NotInHubOrder(state)
-        for _, module, _ in experts_modules(model):
+        for _, module, _ in iterate_experts_modules(model):
             module.register_state_dict_pre_hook(hook)
             module.register_load_state_dict_pre_hook(hook)
     for layer_tensors in tensors:

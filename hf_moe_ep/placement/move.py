@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from hf_moe_ep.ranks.all_ranks import check_alike
 from hf_moe_ep.ranks.collectives import start_all_to_all
 from hf_moe_ep.ranks.mesh import EP, EP_FSDP, Meshes
-from hf_moe_ep.state import ModelState, MoELayer, experts_modules
+from hf_moe_ep.state import ModelState, MoELayer, iterate_experts_modules
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
 
 
@@ -56,7 +56,7 @@ def find_expert_tensors(model: nn.Module) -> list[ExpertTensors]:
     """Find the parameters that move with experts, layer by layer; the model must be resharded."""
     modules = dict(model.named_modules())
     tensors = []
-    for path, _, layer in experts_modules(model):
+    for path, _, layer in iterate_experts_modules(model):
         # PEFT's wrappers of the experts module contain its adapters. The decoder layer may contain
         # other experts modules as well, so the search must not go further up.
         outermost = path
@@ -138,7 +138,7 @@ def move_layers(
     for layer_tensors in tensors:
         placement = placements[layer_tensors.layer.index]
         move_experts(layer_tensors, placement, state.meshes, optimizers)
-    for layer in state.moe_layers:  # also those whose experts other pipeline stages have moved
+    for layer in state.moe_layers:  # also layers whose experts other stages have moved
         layer.placement = placements[layer.index]
 
 

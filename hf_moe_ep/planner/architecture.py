@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from hf_moe_ep.architectures import Parts, experts_per_token, find_block, find_parts
+from hf_moe_ep.architectures import Parts, find_block, find_parts, read_experts_per_token
 from hf_moe_ep.moe.stacked import stack_experts
 from hf_moe_ep.patch import patch
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.planner.config import attach_lora, find_architecture_config, meta_model
-from hf_moe_ep.sequence.attach import mixers_by_split
+from hf_moe_ep.planner.config import attach_lora, build_meta_model, find_architecture_config
+from hf_moe_ep.sequence.attach import group_mixers_by_split
 from hf_moe_ep.sequence.mixers import MixerSplit
 
 YES = "yes"
@@ -75,10 +75,10 @@ def inspect_architecture(name: str) -> Architecture:
         ValueError: there is no such model, or no plan can be derived; the message says why.
     """
     config = find_architecture_config(name)
-    model = meta_model(config, torch.bfloat16)
+    model = build_meta_model(config, torch.bfloat16)
     stack_experts(model, find_block(model))
     parts = find_parts(model)
-    mixers = mixers_by_split(parts)
+    mixers = group_mixers_by_split(parts)
     kinds = {"sequences": MixerSplit.WHOLE, "keys": MixerSplit.QUERIES}
     sizes_of_two: dict[str, dict[str, Any]] = {size: {size: 2} for size in SIZES}
     granted = {
@@ -103,7 +103,7 @@ def inspect_architecture(name: str) -> Architecture:
         layers=len(parts.layers),
         moe_layers=len(parts.adapted_experts),
         num_experts=parts.num_experts,
-        experts_per_token=experts_per_token(model, parts.plan, parts.config),
+        experts_per_token=read_experts_per_token(model, parts.plan, parts.config),
         tied=parts.tied,
         ep_sizes=tuple(divisors) if granted["ep"] == YES else (),
         gathered={

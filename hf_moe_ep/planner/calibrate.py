@@ -46,8 +46,8 @@ from hf_moe_ep.planner.hardware import KINDS, PRODUCTS, Hardware
 from hf_moe_ep.planner.seconds import plan_work_time
 from hf_moe_ep.planner.work import Collective, Operator, StepWork, WorkCounter
 from hf_moe_ep.ranks.all_ranks import gather_from_all
-from hf_moe_ep.upstream.graph import tensors_in
-from hf_moe_ep.upstream.operators import group_of, operator_name, work_of
+from hf_moe_ep.upstream.graph import list_tensors_in
+from hf_moe_ep.upstream.operators import get_operator_name, get_work, group_of
 
 LARGE_BYTES = 2**16
 DTYPES = ("float32", "bfloat16")
@@ -92,7 +92,7 @@ class OperatorTimer(WorkCounter):
         group_of(func, args).barrier().wait()
         start = time.perf_counter()
         out = func(*args, **kwargs)
-        work_of(out).wait()
+        get_work(out).wait()
         _wait_for(self._device)
         self._seconds = time.perf_counter() - start
         return out
@@ -132,14 +132,14 @@ def _can_repeat(
     Three kinds of operators cannot be repeated: the backward of attention, which also reads fp32
     sums; operators with a dtype argument or a list of tensors; FSDP2's own operators.
     """
-    floats = {x.dtype for x in tensors_in(args) if x.is_floating_point()}
+    floats = {x.dtype for x in list_tensors_in(args) if x.is_floating_point()}
     return (
         func.namespace == "aten"
         and len(floats) == 1
         and operator.dtype in DTYPES
-        and not any(isinstance(x, list | tuple) and tensors_in(x) for x in args)
+        and not any(isinstance(x, list | tuple) and list_tensors_in(x) for x in args)
         and "dtype" not in kwargs
-        and not ("attention" in operator_name(func) and "backward" in operator_name(func))
+        and not ("attention" in get_operator_name(func) and "backward" in get_operator_name(func))
         and (operator.kind in PRODUCTS or (operator.nbytes >= LARGE_BYTES and "out" not in kwargs))
     )
 

@@ -2,9 +2,9 @@
 
 `find_config` accepts a hub id, a folder or a config.json. For a hub id, only the config is
 downloaded. `published_models.json` stores the configs of a few models by hub id, reduced to the
-fields that determine sizes, so plans of these models need no network. `meta_model` builds a model
-on the meta device, where a parameter has a shape but no memory. Buffers stay on the CPU: they take
-only a few kilobytes, and sharding broadcasts their values. `attach_lora` adds adapters.
+fields that determine sizes, so plans of these models need no network. `build_meta_model` builds a
+model on the meta device, where a parameter has a shape but no memory. Buffers stay on the CPU: they
+take only a few kilobytes, and sharding broadcasts their values. `attach_lora` adds adapters.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _fetch_config(name: str, known: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
+def build_meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
     """Build the stock model of a config with parameters on the meta device, and tie its weights.
 
     The model has a language-model head if transformers has a class with a head for it.

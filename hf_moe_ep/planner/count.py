@@ -36,9 +36,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.ops.operators import STEPS_INSIDE
-from hf_moe_ep.ranks.boxes import local_tensor
-from hf_moe_ep.upstream.dispatch_modes import OperatorMode, storage_id
-from hf_moe_ep.upstream.graph import tensors_in
+from hf_moe_ep.ranks.boxes import get_local_tensor
+from hf_moe_ep.upstream.dispatch_modes import OperatorMode, get_storage_id
+from hf_moe_ep.upstream.graph import list_tensors_in
 
 # Values of `made_by` for storages that no operator made. BEFORE is also the name of the first phase
 # (a named part of the run), which lasts until the first `begin`.
@@ -99,7 +99,7 @@ class TensorMemory(OperatorMode):
         """Return True if a tensor in nested lists, tuples and dicts is on the host."""
         if not self.host_peak:
             return False
-        records = map(self.record_of, tensors_in(values))
+        records = map(self.record_of, list_tensors_in(values))
         return any(record is not None and record.on_host for record in records)
 
     def copy(self, x: Tensor, *, to_host: bool) -> Tensor:
@@ -117,7 +117,7 @@ class TensorMemory(OperatorMode):
 
     def record_of(self, tensor: Tensor) -> StorageRecord | None:
         """Return the record of a tensor's storage; None if the storage is not counted."""
-        entry = self._alive.get(storage_id(local_tensor(tensor).untyped_storage()))
+        entry = self._alive.get(get_storage_id(get_local_tensor(tensor).untyped_storage()))
         return None if entry is None else entry[0]
 
     def sum_at_peaks(self, kind_of: Callable[[StorageRecord], str]) -> dict[str, dict[str, int]]:
@@ -146,27 +146,27 @@ class TensorMemory(OperatorMode):
         on_host = self._made_on_host
         if on_host is None:
             on_host = self.is_on_host((args, kwargs))
-        for tensor in tensors_in(out):
+        for tensor in list_tensors_in(out):
             self._record_tensor(tensor, str(func), on_host=on_host)
         return out
 
     def note_resize(self, storage: torch.UntypedStorage) -> None:
         """Replace the record of a storage whose size has changed."""
-        key = storage_id(storage)
+        key = get_storage_id(storage)
         if key in self._alive:
             self._free(key)
         self._allocate(storage, StorageRecord(storage.nbytes(), RESIZED, ()))
 
     def _record_tensor(self, tensor: Tensor, made_by: str, *, on_host: bool) -> None:
-        local = local_tensor(tensor)
+        local = get_local_tensor(tensor)
         storage = local.untyped_storage()
-        if storage_id(storage) not in self._alive:
+        if get_storage_id(storage) not in self._alive:
             self._allocate(
                 storage, StorageRecord(storage.nbytes(), made_by, tuple(local.shape), on_host)
             )
 
     def _allocate(self, storage: torch.UntypedStorage, record: StorageRecord) -> None:
-        key = storage_id(storage)
+        key = get_storage_id(storage)
         self._alive[key] = record, weakref.ref(storage, partial(self._on_freed, key))
         self._count_change(record, allocated=True)
         self._update_peak()

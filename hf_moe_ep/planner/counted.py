@@ -29,12 +29,12 @@ from torch import Tensor, is_tensor, nn
 from hf_moe_ep.planner.count import BEFORE, RESIZED, StorageRecord, TensorMemory, count_tensors
 from hf_moe_ep.planner.fused import Fusion
 from hf_moe_ep.planner.work import StepWork, WorkCounter
-from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.sharding.stages import find_parts_of_stage
 from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.dispatch_modes import dtensor_shapes
-from hf_moe_ep.upstream.host_copies import host_copies
+from hf_moe_ep.upstream.host_copies import intercept_host_copies
 from hf_moe_ep.upstream.replaced import replaced
 
 OPTIMIZER = "optimizer"
@@ -87,7 +87,7 @@ def count_step(
     Args:
         model: a sharded model. Train a real model for one step before this call, because an
             optimizer allocates its state in its first step.
-        work: the `WorkCounter` to use; None makes one with `make_counter`.
+        work: the `WorkCounter` to use; by default, a new one from `make_counter`.
         offload: True if the model was sharded with a CPUOffloadPolicy.
     """
     work = work or make_counter(model)
@@ -158,7 +158,7 @@ def _count_copies(
         return out
 
     work.set_host_test(memory.is_on_host)
-    return host_copies(copy)
+    return intercept_host_copies(copy)
 
 
 def make_counter(model: nn.Module, fusion: Fusion | None = None) -> WorkCounter:
@@ -207,7 +207,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the optimizer `name` of `options.OPTIMIZERS` for the trainable parameters.
 
-    The optimizer updates all parameters at once (foreach), which is torch's default on a GPU. With
+    The optimizer updates all parameters together (foreach), which is torch's default on a GPU. With
     `on_host` the parameters are on the host, where torch updates one parameter after the other.
     """
     trained = [p for p in parameters if p.requires_grad]
@@ -230,14 +230,14 @@ class LocalOptimizer:
         self, name: str, parameters: Iterable[nn.Parameter], *, on_host: bool = False
     ) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
-        self._shards = [nn.Parameter(local_tensor(p.detach())) for p in self._parameters]
+        self._shards = [nn.Parameter(get_local_tensor(p.detach())) for p in self._parameters]
         self._inner = make_optimizer(name, self._shards, on_host=on_host)
         self.state = self._inner.state
 
     def step(self) -> None:
         """Update the parameters with the local shards of their gradients."""
         for parameter, shard in zip(self._parameters, self._shards, strict=True):
-            shard.grad = None if parameter.grad is None else local_tensor(parameter.grad)
+            shard.grad = None if parameter.grad is None else get_local_tensor(parameter.grad)
         self._inner.step()
 
     def zero_grad(self) -> None:

@@ -38,9 +38,9 @@ DENSE_LAYER_FIELDS = ("first_k_dense_replace", "num_dense_layers")
 def choose_layers_to_run(request: PlanRequest) -> tuple[int, ...]:
     """Return how many layers to run for a plan: (4, 5), or the number of all layers.
 
-    The result is (4, 5) if the model has more than 5 layers and all layers are alike. It does not
-    depend on the layout. A head for multi-token prediction adds its layers, which are never like
-    the other layers, because the output head runs before them.
+    The result is (4, 5) if the model has more than 5 layers and all layers are alike. The result
+    does not depend on the layout. A head for multi-token prediction adds its layers, which are
+    never like the other layers, because the output head runs before them.
     """
     layers: int = text_config(request.config).num_hidden_layers
     if request.mtp_layers:

@@ -13,7 +13,7 @@ not have:
                              all-to-all of integers returns copies of the part that this rank sends
                              to itself.
 
-So this rank receives from each other rank as many rows as it sends to itself.
+Therefore this rank receives from each other rank as many rows as it sends to itself.
 
 Two shortcuts keep a plan fast. First, the torch path computes the experts in blocks. The experts of
 a block run one after the other and free their memory, so only three of them run: the two experts
@@ -42,7 +42,7 @@ from hf_moe_ep.planner.choices import Choices
 from hf_moe_ep.planner.work import Operator, WorkCounter
 from hf_moe_ep.ranks import collectives
 from hf_moe_ep.sequence import context_calls, same_batch
-from hf_moe_ep.state import experts_modules
+from hf_moe_ep.state import iterate_experts_modules
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.dispatch_modes import (
     OperatorMode,
@@ -51,7 +51,7 @@ from hf_moe_ep.upstream.dispatch_modes import (
     is_fake,
     on_real_tensors,
 )
-from hf_moe_ep.upstream.graph import tensors_in
+from hf_moe_ep.upstream.graph import list_tensors_in
 from hf_moe_ep.upstream.operators import efficient_attention
 from hf_moe_ep.upstream.replaced import replaced
 
@@ -80,7 +80,7 @@ class DrawnChoicesMode(OperatorMode):
         kwargs = kwargs or {}
         if func in (_CAT, _CAT_OUT) and _are_same_chunk(args[0]):
             return _join_copies(args[0], *args[1:], **kwargs)
-        inputs = tensors_in((args, kwargs))
+        inputs = list_tensors_in((args, kwargs))
         if any(is_fake(tensor) or tensor.is_meta for tensor in inputs):
             out = func(*args, **kwargs)
             if func is _TOPK and self._is_router_choice(*args):
@@ -124,7 +124,7 @@ def draw_missing_ids(model: nn.Module, choices: Choices) -> None:
             return None
         return (x_TH, on_real_tensors(choices.draw, index, len(ids_TK)), *rest)
 
-    for _, module, layer in experts_modules(model):
+    for _, module, layer in iterate_experts_modules(model):
         module.register_forward_pre_hook(partial(draw, layer.index))
 
 

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from hf_moe_ep.compiled import layers as compiled_layers
 from hf_moe_ep.upstream.autograd_modes import next_sequence_number, running_sequence_number
-from hf_moe_ep.upstream.dispatch_modes import storage_id
+from hf_moe_ep.upstream.dispatch_modes import get_storage_id
 from hf_moe_ep.upstream.replaced import replaced
 
 # A tensor of at most this fraction of the largest input of its operator is written to memory.
@@ -227,7 +227,7 @@ class Fusion:
 
     def _use(self, tensor: Tensor) -> _Use:
         storage = tensor.untyped_storage()
-        key = storage_id(storage)
+        key = get_storage_id(storage)
         known = self._numbers.get(key)
         if known is None or known[0]() is not storage:
             known = weakref.ref(storage), self._next_number

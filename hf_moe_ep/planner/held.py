@@ -51,18 +51,18 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.architectures import experts_per_token, find_parts
+from hf_moe_ep.architectures import find_parts, read_experts_per_token
 from hf_moe_ep.config import ParallelConfig, check_choice
-from hf_moe_ep.mtp.build import build_head, check_no_adapters, check_type
+from hf_moe_ep.mtp.build import build_head, check_head_is_supported, check_no_adapters
 from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE
 from hf_moe_ep.patch import patch
-from hf_moe_ep.planner.config import attach_lora, find_config, meta_model
+from hf_moe_ep.planner.config import attach_lora, build_meta_model, find_config
 from hf_moe_ep.planner.options import MASTERS, OPTIMIZERS
 from hf_moe_ep.ranks.mesh import EP, EP_FSDP, FSDP, Meshes, build_meshes
-from hf_moe_ep.sharding.options import ShardOptions, default_policy
+from hf_moe_ep.sharding.options import ShardOptions, choose_default_policy
 from hf_moe_ep.sharding.shard import shard_units
 from hf_moe_ep.sharding.units import Units, find_units
-from hf_moe_ep.state import STATE, ModelState, experts_modules, quantised_matrices
+from hf_moe_ep.state import STATE, ModelState, iterate_experts_modules, iterate_quantised_matrices
 from hf_moe_ep.upstream.models import text_config
 from hf_moe_ep.upstream.process_groups import fake_group
 
@@ -236,10 +236,10 @@ class Unsharded:
     @classmethod
     def of(cls, request: PlanRequest) -> Unsharded:
         """Build the model as training would."""
-        model = meta_model(request.config, request.dtype)
+        model = build_meta_model(request.config, request.dtype)
         if request.mtp_layers:
             parts = find_parts(model)
-            check_type(parts, request.mtp_layers)
+            check_head_is_supported(parts, request.mtp_layers)
             build_head(parts, request.mtp_layers)
         patch(model, request.parallel, pp_size=1)  # 1 overrides HF_MOE_EP_PP_SIZE
         state: ModelState = getattr(model, STATE)
@@ -255,7 +255,7 @@ class Unsharded:
                 check_no_adapters(model, request.mtp_layers)
         policy, fp32_masters = MixedPrecisionPolicy(), False
         if request.masters == "fp32":
-            policy, fp32_masters = default_policy(model)
+            policy, fp32_masters = choose_default_policy(model)
         # No device exists for which memory could be pinned.
         offload = CPUOffloadPolicy(pin_memory=False) if request.offload else OffloadPolicy()
         options = ShardOptions(
@@ -289,7 +289,7 @@ class _Sharded:
         unsharded = Unsharded.of(request)
         model, self.state, self.units = unsharded.model, unsharded.state, unsharded.units
         self.policy = unsharded.options.mp_policy
-        self.top_k = experts_per_token(model, self.state.plan, text_config(request.config))
+        self.top_k = read_experts_per_token(model, self.state.plan, text_config(request.config))
         with fake_group(rank, request.world_size):
             meshes = unsharded.shard()
             self.ep_fsdp_size = meshes.ep_fsdp_size
@@ -531,14 +531,14 @@ def _exclude_modules(
 
 def _find_ungathered(model: nn.Module) -> set[int]:
     """Return the ids of the expert weights that FSDP2 does not manage."""
-    modules = experts_modules(model)
+    modules = iterate_experts_modules(model)
     return {id(getattr(module, n)) for _, module, layer in modules for n in layer.whole_weights}
 
 
 def _count_quantised_values(model: nn.Module) -> dict[int, int]:
     """Count the values in each tensor of quantised experts, by its id. Scales count 0."""
     num_values: dict[int, int] = {}
-    for name, matrix, quantisation in quantised_matrices(model):
+    for name, matrix, quantisation in iterate_quantised_matrices(model):
         for tensor in matrix.by_name(name).values():
             num_values[id(tensor)] = 0
         num_values[id(matrix.values)] = quantisation.num_values(matrix.values)

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, Routing
-from hf_moe_ep.planner.work import Operator, WorkCounter, dtype_name
+from hf_moe_ep.planner.work import Operator, WorkCounter, get_dtype_name
 from hf_moe_ep.upstream.replaced import replaced
 
 # Columns of the down projection that share a partial sum of a routing weight's gradient.
@@ -200,11 +200,11 @@ class ExpertCall:
         positions_and_weights = self.rows * self.top_k * (4 + _FP32 * weighted)
         nbytes = self.dtype.itemsize * (self.pairs + self.rows) * self.hidden
         nbytes += positions_and_weights
-        return Operator("memory", dtype_name(self.dtype), 0, nbytes)
+        return Operator("memory", get_dtype_name(self.dtype), 0, nbytes)
 
     def _make_grouped(self, flops: int, moved: int, matrix_bytes: int = 0) -> Operator:
         nbytes = self.dtype.itemsize * moved + matrix_bytes
-        return Operator("grouped", dtype_name(self.dtype), flops, nbytes)
+        return Operator("grouped", get_dtype_name(self.dtype), flops, nbytes)
 
 
 @contextmanager

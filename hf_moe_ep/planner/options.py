@@ -1,6 +1,6 @@
 """List the values that options of a plan may have, and read the configs that need no network.
 
-This module needs no torch, so that `hf-moe-ep plan --help` answers at once.
+This module needs no torch, so that `hf-moe-ep plan --help` does not wait for torch.
 """
 
 from __future__ import annotations

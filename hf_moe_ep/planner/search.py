@@ -33,7 +33,7 @@ pp_size is 1, or one of the sizes of the request. Layouts with several stages pr
 of a data rank in one forward, one sequence per micro-batch (`stages.py`).
 
 With hardware, the fastest layout comes first. Without hardware, layouts without checkpointing come
-first, then those with more sequences per forward, then those with more memory left.
+first, then layouts with more sequences per forward, then layouts with more memory left.
 """
 
 from __future__ import annotations
@@ -86,13 +86,14 @@ class LayoutRequest:
         limit: bytes of memory of one GPU.
         seq: tokens per sequence.
         batch: sequences per optimizer step, summed over all GPUs.
-        ep, sp, dp_replicate, cp: the size of each axis; None tries several sizes.
+        ep, sp, dp_replicate, cp: the size of each axis. For an axis with None, several sizes are
+            tried.
         etp: the etp_size. None means 1, or a larger size where the number of ranks that share the
             experts does not divide num_experts.
         options: arguments of `plan_step`: dtype, masters, optimizer, lora_rank, lora_targets,
             offload.
         parallel: other fields of ParallelConfig.
-        hardware: the rates from which seconds are planned; None plans memory only.
+        hardware: the rates from which seconds are planned; without it, only memory is planned.
         on_plan: called with each layout before it is planned.
         pp: the numbers of pipeline stages to try.
         only_loss_is_read: as for `Batch`; True is the Trainer's default.
@@ -146,7 +147,7 @@ class Layout:
         per_forward: sequences per forward of a data rank (the ranks that share a batch).
         accumulated: forwards per optimizer step (gradient accumulation).
         chunks: dispatch_chunks.
-        node_size: ranks per node of the hierarchical dispatcher; None is the default dispatcher.
+        node_size: ranks per node of the hierarchical dispatcher; None for the default dispatcher.
         etp: etp_size.
         pp: the number of pipeline stages; the other sizes count ranks of one stage.
         micro_batches: pp_microbatches, the number of parts of each forward.
@@ -414,8 +415,8 @@ def _keep_few_layers(request: PlanRequest) -> PlanRequest:
 def count_received_bytes(layout: Layout, request: LayoutRequest) -> int | None:
     """Count the bytes of keys and values that a GPU receives from other cp ranks.
 
-    The result counts one forward of the layer that receives most. It is None if the width of keys
-    and values is unknown.
+    The result counts one forward of the layer that receives most. The result is None if the width
+    of keys and values is unknown.
     """
     plan_request = _keep_few_layers(_plan_request(layout, request))
     with torch.random.fork_rng(devices=[]):

@@ -11,7 +11,7 @@ stands for all stages, so it takes the worst case of each part:
     layers      The plan has as many layers as the largest stage. They are the last layers of the
                 model, because the first layers may be dense.
     embedding   The first stage has the embedding. The last stage has the head, which is as large
-                (with tied weights, a copy of the embedding). So the plan counts only one of them.
+                (with tied weights, a copy of the embedding). The plan therefore counts only one.
     activations The first stage keeps the activations of min(pp_size, micro_batches) micro-batches
                 ("1f1b"), and no activations during the optimizer step. Only the last stage computes
                 logits, and it keeps only one micro-batch.
@@ -32,14 +32,14 @@ import torch
 
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.patch import patch
-from hf_moe_ep.pipeline.cut import layers_of_stages
-from hf_moe_ep.planner.config import meta_model
+from hf_moe_ep.pipeline.cut import assign_layers_to_stages
+from hf_moe_ep.planner.config import build_meta_model
 from hf_moe_ep.planner.counted import HELD, OPTIMIZER, TRANSIENT
 from hf_moe_ep.planner.extrapolate import describe_layers, keep_layers
 from hf_moe_ep.planner.hardware import Hardware
 from hf_moe_ep.planner.seconds import StepTime, plan_phase_parts, plan_step_time, plan_work_time
 from hf_moe_ep.planner.step import StepPlan
-from hf_moe_ep.upstream.models import input_embedding, output_head, text_config
+from hf_moe_ep.upstream.models import get_input_embedding, get_output_head, text_config
 
 IN_FLIGHT = "activations of other micro-batches"
 
@@ -52,12 +52,12 @@ def make_stage_config(config: Any, parallel: ParallelConfig) -> Any:
             model with only its last layers.
     """
     text = text_config(config)
-    whole = meta_model(config, torch.bfloat16)
+    whole = build_meta_model(config, torch.bfloat16)
     descriptions = describe_layers(whole)
     patch(whole, parallel)
-    layers = max(map(len, layers_of_stages(text.num_hidden_layers, parallel)))
+    layers = max(map(len, assign_layers_to_stages(text.num_hidden_layers, parallel)))
     stage = keep_layers(config, layers, last=True)
-    if describe_layers(meta_model(stage, torch.bfloat16)) != descriptions[-layers:]:
+    if describe_layers(build_meta_model(stage, torch.bfloat16)) != descriptions[-layers:]:
         raise ValueError(
             f"plans cannot shorten the config of {text.model_type} to its last {layers} layers, as "
             f"a stage of pp_size={parallel.pp_size} has them; leave out --pp-size, or plan a "
@@ -94,10 +94,10 @@ def add_micro_batches(
 
 def _compute_embedding_share(config: Any) -> float:
     """Return the embedding's share of all parameters; 0 if the head has the same weight."""
-    model = meta_model(config, torch.bfloat16)
+    model = build_meta_model(config, torch.bfloat16)
     embedding, head = (
         {id(p) for p in module.parameters()} if module is not None else set()
-        for module in (input_embedding(model), output_head(model))
+        for module in (get_input_embedding(model), get_output_head(model))
     )
     sizes = {id(p): p.numel() for p in model.parameters()}
     return 0.0 if embedding & head else sum(sizes[key] for key in embedding) / sum(sizes.values())
@@ -107,8 +107,8 @@ def _estimate_kept_bytes(step: StepPlan) -> int:
     """Estimate the bytes that all layers keep of a micro-batch for backward.
 
     When the forward of the last of n layers begins, the n - 1 layers before it keep their
-    activations. So the peaks of the first and the last layer differ by the activations of n - 1
-    layers. A single layer keeps at most its peak.
+    activations. The peaks of the first and the last layer therefore differ by the activations of
+    n - 1 layers. A single layer keeps at most its peak.
     """
     names = [name for name in step.peaks if name.startswith("forward, layer ")]
     first, last = (step.made_of[name].get(TRANSIENT, 0) for name in (names[0], names[-1]))

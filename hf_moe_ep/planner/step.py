@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_moe_ep.architectures import experts_per_token, groups_of_router
+from hf_moe_ep.architectures import count_router_groups, read_experts_per_token
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.moe.dispatch.make_dispatcher import make_dispatcher
 from hf_moe_ep.planner.choices import Choices
@@ -66,7 +66,7 @@ from hf_moe_ep.upstream.models import (
     takes_images,
     text_config,
 )
-from hf_moe_ep.upstream.modules import own_buffers
+from hf_moe_ep.upstream.modules import get_own_buffers
 from hf_moe_ep.upstream.process_groups import fake_group
 
 
@@ -80,8 +80,8 @@ class Batch:
         checkpointing: True for activation checkpointing: backward recomputes the layers.
         accumulates: True if gradients of an earlier micro-batch exist already.
         fused_head: True for the loss of TRL's SFTTrainer, which never holds the logits of all
-            tokens at once. The plan runs TRL's code without Triton, which needs more memory than
-            TRL's Triton kernels.
+            tokens at the same time. The plan runs TRL's code without Triton, which needs more
+            memory than TRL's Triton kernels.
         only_loss_is_read: True for the Trainer, in which `fused_loss="auto"` computes no logits.
             False for label smoothing, and for a loss or a loop of your own.
     """
@@ -168,12 +168,12 @@ def plan_step(
     Args:
         parallel: the settings of the model. `dispatch_chunks="auto"` is planned as one chunk.
         batch: the micro-batch of each data rank.
-        optimizer: "adamw_fused" is the Trainer's default. "adamw" updates all parameters at once
+        optimizer: "adamw_fused" is the Trainer's default. "adamw" updates all parameters together
             (foreach), as torch does by default on a GPU, and needs memory for temporary tensors.
         offload: keep parameters, gradients and optimizer state on the host.
         load: how often each expert was chosen in a run of this model (`expert_load`). The plan is
-            for the rank with most tokens, and all layers run. None plans rank 0 with evenly chosen
-            experts.
+            for the rank with most tokens, and all layers run. If it is None, the plan is for rank
+            0, with evenly chosen experts.
         like_gpu: True plans a GPU, on which Triton kernels compute the experts. False plans a CPU.
         all_layers: run all layers instead of extrapolating.
         layers_run: the result of `choose_layers_to_run` for this model; several plans can share it.
@@ -274,9 +274,11 @@ def _find_text_token(config: Any) -> int:
 
 def _make_choices(built: Unsharded, request: PlanRequest, load: ExpertLoad | None) -> Choices:
     state = built.state
-    top_k = experts_per_token(built.model, state.plan, text_config(request.config))
+    top_k = read_experts_per_token(built.model, state.plan, text_config(request.config))
     if load is None:
-        return Choices.evenly(state.num_experts, top_k, *groups_of_router(built.model, state.plan))
+        return Choices.evenly(
+            state.num_experts, top_k, *count_router_groups(built.model, state.plan)
+        )
     return Choices.of_load(load, top_k, len(state.moe_layers))
 
 
@@ -304,7 +306,7 @@ def _make_optimizer_with_state(model: nn.Module, request: PlanRequest) -> LocalO
 
 def _materialise(model: nn.Module) -> None:
     """Move parameters from the meta device to the (fake) CPU; buffers keep their values."""
-    values = [(module, dict(own_buffers(module))) for module in model.modules()]
+    values = [(module, dict(get_own_buffers(module))) for module in model.modules()]
     model.to_empty(device="cpu")
     for module, buffers in values:
-        own_buffers(module).update(buffers)
+        get_own_buffers(module).update(buffers)

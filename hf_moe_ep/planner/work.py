@@ -48,16 +48,16 @@ from hf_moe_ep.planner.fused import Fusion
 from hf_moe_ep.ranks import collectives
 from hf_moe_ep.sequence import context
 from hf_moe_ep.upstream.dispatch_modes import OperatorMode
-from hf_moe_ep.upstream.graph import tensors_in
+from hf_moe_ep.upstream.graph import list_tensors_in
 from hf_moe_ep.upstream.operators import (
-    collective_of,
     count_flops,
+    count_payload_bytes,
+    find_collective,
+    get_operator_name,
     group_of,
     is_made_of_others,
     is_of_fsdp,
     moved_bytes,
-    operator_name,
-    payload_of,
 )
 
 _FSDP = "torch.distributed.fsdp"
@@ -262,7 +262,7 @@ class WorkCounter(OperatorMode):
         if run_steps is not None:
             with self, self._pause_fusion():
                 return run_steps(*args, **kwargs)
-        kind = collective_of(func)
+        kind = find_collective(func)
         if kind is not None:
             collective = self._describe_collective(kind, func, args)
             out = self.run_collective(func, args, kwargs)
@@ -278,7 +278,9 @@ class WorkCounter(OperatorMode):
             operator = _describe_operator(func, args, flops, nbytes)
             if self._is_on_host(args):
                 operator = replace(operator, kind=ON_HOST)
-            if not self._is_fused(func, operator, tensors_in((args, kwargs)), tensors_in(out)):
+            if not self._is_fused(
+                func, operator, list_tensors_in((args, kwargs)), list_tensors_in(out)
+            ):
                 self.note(operator, func, args)
         return out
 
@@ -363,7 +365,7 @@ class WorkCounter(OperatorMode):
         group = group_of(func, args)
         ranks = tuple(dist.get_process_group_ranks(group))
         purpose, hideable = self._find_purpose(kind)
-        nbytes = payload_of(func, args)
+        nbytes = count_payload_bytes(func, args)
         by_rank: tuple[int, ...] = ()
         if kind == "all_to_all":
             out, rows, _, receives, sends, *_ = args
@@ -400,19 +402,21 @@ class WorkCounter(OperatorMode):
 
 
 def _describe_operator(func: Any, args: tuple[Any, ...], flops: int, nbytes: int) -> Operator:
-    inputs = [x for x in tensors_in(args) if x.is_floating_point()]
+    inputs = [x for x in list_tensors_in(args) if x.is_floating_point()]
     if not flops:
         dtypes = {x.dtype for x in inputs}
-        return Operator("memory", dtype_name(dtypes.pop()) if len(dtypes) == 1 else "", 0, nbytes)
+        return Operator(
+            "memory", get_dtype_name(dtypes.pop()) if len(dtypes) == 1 else "", 0, nbytes
+        )
     # The factors of a product are its narrowest inputs. Other inputs may be wider: the addend of
     # addmm, and the fp32 log-sum-exp that the backward of attention reads with its bf16 factors.
-    dtype = dtype_name(min((x.dtype for x in inputs), key=lambda dtype: dtype.itemsize))
-    if "attention" in operator_name(func):
+    dtype = get_dtype_name(min((x.dtype for x in inputs), key=lambda dtype: dtype.itemsize))
+    if "attention" in get_operator_name(func):
         return Operator("attention", dtype, flops, nbytes)
     return Operator("grouped" if _is_called_by_experts() else "matmul", dtype, flops, nbytes)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def get_dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

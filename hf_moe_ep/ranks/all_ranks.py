@@ -45,9 +45,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hf_moe_ep.config import launched_rank, launched_world_size
+from hf_moe_ep.config import get_launched_rank, get_launched_world_size
 from hf_moe_ep.ranks.missing import explain_timeout
-from hf_moe_ep.upstream.process_groups import default_store, device_of_objects
+from hf_moe_ep.upstream.process_groups import choose_device_of_objects, get_default_store
 
 # How long ranks wait for each other at the start of a save.
 PATIENCE = timedelta(minutes=5)
@@ -84,7 +84,7 @@ def check_everyone_calls(
     if not is_distributed():
         return
     patience = patience or PATIENCE
-    store, world = default_store(), dist.get_world_size(group)
+    store, world = get_default_store(), dist.get_world_size(group)
     calls = f"hf_moe_ep/{what}"
     if group is not None:
         calls = f"{calls}/from rank {dist.get_global_rank(group, 0)}"
@@ -114,7 +114,7 @@ def check_everyone_calls(
 def _wait_for_key(key: str, patience: timedelta) -> bool:
     """Wait until a key of the store is set; return False if it is not set within `patience`."""
     try:
-        default_store().wait([key], patience)
+        get_default_store().wait([key], patience)
     except RuntimeError:  # DistStoreError
         return False
     return True
@@ -144,7 +144,7 @@ def check_own_gpu(gpu: str) -> None:
     Raises:
         ValueError: two ranks share a GPU. Every rank raises the error, which names both ranks.
     """
-    store, rank, key = default_store(), this_rank(), "hf_moe_ep/gpu"
+    store, rank, key = get_default_store(), this_rank(), "hf_moe_ep/gpu"
     holder = int(store.compare_set(f"{key}/{gpu}", "", str(rank)))
     if holder != rank:
         store.set(
@@ -181,7 +181,7 @@ def run_on_all(
     # the error of torch.distributed.checkpoint (DCP), is not an Exception.
     except (Exception, CheckpointException) as error:  # noqa: BLE001
         user_error = next((kind for kind in _USER_ERRORS if isinstance(error, kind)), None)
-        failure, cause = _Failure(one_line(error), user_error), error
+        failure, cause = _Failure(format_in_one_line(error), user_error), error
     explain = explain_timeout(what, group, ": ranks did not meet", goal="this point")
     try:
         with explain if failure is None else nullcontext():
@@ -252,7 +252,7 @@ def _any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
 
 
 def _max_over_group(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    numbers = numbers.to(device_of_objects(group))
+    numbers = numbers.to(choose_device_of_objects(group))
     dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
     return numbers.cpu()
 
@@ -371,17 +371,17 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def world_size_of_launch() -> int:
+def get_world_size_of_launch() -> int:
     """Return the number of ranks, also before torch.distributed is initialised."""
-    return dist.get_world_size() if is_distributed() else launched_world_size()
+    return dist.get_world_size() if is_distributed() else get_launched_world_size()
 
 
-def rank_of_launch() -> int:
+def get_rank_of_launch() -> int:
     """Return the rank of this process, also before torch.distributed is initialised."""
-    return dist.get_rank() if is_distributed() else launched_rank()
+    return dist.get_rank() if is_distributed() else get_launched_rank()
 
 
-def one_line(error: BaseException) -> str:
+def format_in_one_line(error: BaseException) -> str:
     """Return the class and the text of an error; an error of DCP has both for each rank.
 
     Only the text of a ValueError is returned.

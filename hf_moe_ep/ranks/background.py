@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_moe_ep.ranks.all_ranks import one_line, this_rank, world_size
+from hf_moe_ep.ranks.all_ranks import format_in_one_line, this_rank, world_size
 from hf_moe_ep.ranks.missing import explain_timeout
 from hf_moe_ep.upstream.gloo import one_worker_thread
-from hf_moe_ep.upstream.process_groups import default_timeout
+from hf_moe_ep.upstream.process_groups import get_default_timeout
 
 _logger = logging.getLogger("hf_moe_ep")
 
@@ -49,7 +49,7 @@ class _SaveThread(threading.Thread):
             self._write(self._group)
         except BaseException as error:  # noqa: BLE001  SaveHandle.wait raises the error
             self.failure = error
-            text = one_line(error)
+            text = format_in_one_line(error)
             _logger.error("%s was not saved: %s (rank %d)", self.directory, text, self._rank)
         finally:
             self._write = None  # frees the copy of the model, to which `write` refers
@@ -71,7 +71,7 @@ class SaveHandle:
     def wait(self) -> None:
         """Wait until the checkpoint is complete, or raise the error of the save.
 
-        Every rank raises the same error. A second call returns at once, and raises nothing.
+        Every rank raises the same error. A second call returns immediately, and raises nothing.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -91,7 +91,7 @@ def _create_group_of_saves(directory: Path, device: torch.device) -> dist.Proces
     failure = ": its process group could not be created"
     with explain_timeout(place, None, failure, goal="this save"), one_worker_thread():
         group: dist.ProcessGroup = dist.new_group(
-            backend="gloo", timeout=default_timeout(device), group_desc="hf_moe_ep_saves"
+            backend="gloo", timeout=get_default_timeout(device), group_desc="hf_moe_ep_saves"
         )
     return group
 

@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 Box = tuple[tuple[int, int], ...]
 
 
-def box_sizes(box: Box) -> list[int]:
+def get_box_sizes(box: Box) -> list[int]:
     """Return the shape of a tensor that holds a box."""
     return [stop - start for start, stop in box]
 
 
-def whole_box(shape: Sequence[int]) -> Box:
+def make_whole_box(shape: Sequence[int]) -> Box:
     """Return the box of all elements of a tensor."""
     return tuple((0, size) for size in shape)
 
@@ -49,8 +49,8 @@ def number_elements(outer: Tensor, box: Sequence[tuple[int, int]], shape: Sequen
     The box (1, 3), (0, 2) of a tensor [3, 5] has the numbers 5, 6, 10, 11.
 
     Args:
-        outer: the positions along dims in front of the dims of the box, such as the numbers of
-            experts; 0 if there are no such dims.
+        outer: the positions along dims before the dims of the box, such as the numbers of experts;
+            0 if there are no such dims.
     """
     for (start, stop), size in zip(box, shape, strict=True):
         outer = outer.unsqueeze(-1) * size + torch.arange(start, stop, device=outer.device)
@@ -74,27 +74,27 @@ def from_even_shards(local: Tensor, mesh: DeviceMesh, placements: Sequence[Place
 
 def whole(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """Yield one pair (box, values) for a tensor that is not sharded."""
-    yield whole_box(tensor.shape), tensor
+    yield make_whole_box(tensor.shape), tensor
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
+def get_local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, which shares the tensor's memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_box(tensor: Tensor) -> Box:
+def get_local_box(tensor: Tensor) -> Box:
     """Return the box of this rank's shard of a tensor."""
     if not isinstance(tensor, DTensor):
-        return whole_box(tensor.shape)
+        return make_whole_box(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    box = box_at(tensor, coordinate)
-    sizes, local_shape = tuple(box_sizes(box)), tuple(tensor.to_local().shape)
+    box = get_box_at(tensor, coordinate)
+    sizes, local_shape = tuple(get_box_sizes(box)), tuple(tensor.to_local().shape)
     assert sizes == local_shape, f"{sizes} is not {local_shape}"
     return box
 
 
-def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
+def get_box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
     """Return the box of the shard that the rank at `coordinate` of the tensor's mesh holds."""
     cuts = [
         None if isinstance(placement, Replicate) else placement.dim  # type: ignore[attr-defined]
@@ -117,7 +117,7 @@ def cut_box(
         cuts: for each axis, the dim of the tensor that it cuts; None for an axis of replicas.
         coordinate: the position of the rank in the grid.
     """
-    box = list(whole_box(shape))
+    box = list(make_whole_box(shape))
     # The ep axis is the last axis and cuts first; FSDP2 cuts the resulting shards.
     for axis in reversed(range(len(grid))):
         dim = cuts[axis]

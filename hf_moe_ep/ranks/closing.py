@@ -15,7 +15,7 @@ _TAG = 2**31 - 1
 def close_group(group: dist.ProcessGroup) -> None:
     """Close this rank's connections of a gloo group; do nothing for other backends.
 
-    Every operation of the group that waits for this rank raises RuntimeError at once, on every
+    Every operation of the group that waits for this rank raises RuntimeError immediately, on every
     rank, and so does every later operation. Gloo closes all connections of a group when a receive
     times out (gloo/transport/tcp/unbound_buffer.cc), so this function starts a receive that does.
     """

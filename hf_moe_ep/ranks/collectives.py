@@ -1,6 +1,6 @@
 """Run the collectives of forward and backward, and name the layer and missing ranks in errors.
 
-start_counts         start an all-to-all of a few counts; `read` is a host sync
+start_counts         start an all-to-all of a few counts; `Transfer.read` copies them to the host
 gather_counts        all-gather a few counts, with a host sync
 start_all_to_all     start an all-to-all of rows; call `wait` where the rows are needed
 swap_slices          send a slice to each rank by an all-to-all (sequence parallelism)
@@ -11,9 +11,9 @@ max_over_ranks       compute the maximum of a value over the ranks, without a gr
 
 Gloo raises an error when an exchange of counts or rows fails, either because a rank died or because
 a rank did not start the exchange within the timeout of the process group. Gloo's error names
-neither the layer nor the rank. `start_counts`, `gather_counts`, `start_all_to_all` and
-`send_to_next` replace it by an error that names the missing ranks and the layer (`send_to_next`
-does not know the layer). The other functions leave gloo's error as it is.
+neither the layer nor the rank. `start_counts`, `gather_counts` and `start_all_to_all` replace this
+error by an error that names the missing ranks and the layer. `send_to_next` names only the ranks,
+because it does not know the layer. The other functions leave gloo's error as it is.
 
 NCCL raises no Python error. Its watchdog aborts the process after the same timeout, and prints the
 collective and the name of the process group. torch's flight recorder also records which collective
@@ -43,7 +43,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Describes one exchange. The text is made only for an error, to save time."""
+    """One exchange, for errors. `__str__` makes the text only when an error needs the text."""
 
     where: object
     what: str
@@ -71,7 +71,7 @@ def _describe_errors(exchange: _Exchange) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A transfer that may still run. It keeps the tensors alive that it reads and writes."""
+    """A transfer that may still run. This object keeps the sent and received tensors alive."""
 
     _works: Sequence[dist.Work]
     _received: Tensor

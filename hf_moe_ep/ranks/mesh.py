@@ -68,8 +68,8 @@ from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.ranks.interpreter_end import let_threads_finish
 from hf_moe_ep.upstream.gloo import one_worker_thread
 from hf_moe_ep.upstream.process_groups import (
-    default_timeout,
     flatten_axes,
+    get_default_timeout,
     take_default_timeout,
 )
 
@@ -426,7 +426,7 @@ def _make_stages(pipeline: DeviceMesh, device: torch.device) -> Stages:
         # The timeout is set here, because a gloo group uses the timeout of its creation.
         group: dist.ProcessGroup = dist.new_group(
             column.mesh.tolist(),
-            timeout=default_timeout(device),
+            timeout=get_default_timeout(device),
             use_local_synchronization=True,
             group_desc=f"pipeline_{direction}",
         )
@@ -494,7 +494,7 @@ def _create_node_mesh(
 
     Return None if a node has only one rank of an ep group, or if it has all of them.
     """
-    in_node, ep = ranks_in_node(ep_groups.tolist(), node_size), ep_groups.shape[1]
+    in_node, ep = count_ranks_in_node(ep_groups.tolist(), node_size), ep_groups.shape[1]
     if in_node in (1, ep):
         return None
     return DeviceMesh(
@@ -504,7 +504,7 @@ def _create_node_mesh(
     )
 
 
-def ranks_in_node(ep_groups: list[list[int]], node_size: int | None) -> int:
+def count_ranks_in_node(ep_groups: list[list[int]], node_size: int | None) -> int:
     """Return the number of ranks that each ep group has on each of its nodes.
 
     Raises:

@@ -31,7 +31,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hf_moe_ep.upstream.process_groups import default_store
+from hf_moe_ep.upstream.process_groups import get_default_store
 
 # A rank reads lines until none has come for _QUIET seconds, but at most for _LONGEST seconds.
 _QUIET, _LONGEST = 3.0, 9.0
@@ -62,7 +62,7 @@ def explain_timeout(
         place: names the collective, by the same text on every rank that has reached it. The text is
             made only for an error.
         group: None for the default group.
-        failure: begins with a space or with the punctuation behind the place.
+        failure: begins with a space or with the punctuation after PLACE.
     """
     try:
         yield
@@ -101,7 +101,7 @@ def report_error(text: str, groups: Sequence[dist.ProcessGroup]) -> None:
 
     def report() -> None:
         for group in groups:
-            default_store().append(_key(group), f"{dist.get_rank()} {_ERROR}{text}\n")
+            get_default_store().append(_key(group), f"{dist.get_rank()} {_ERROR}{text}\n")
 
     _ask_store(report)
 
@@ -110,7 +110,7 @@ def find_error(groups: Sequence[dist.ProcessGroup]) -> str | None:
     """Return the error that a rank of `groups` has reported so far, or None."""
 
     def find() -> str | None:
-        store = default_store()
+        store = get_default_store()
         for group in groups:
             if store.check([_key(group)]):
                 for line in _parse(store.get(_key(group))).values():
@@ -160,13 +160,13 @@ def _compare_lines(place: str, group: dist.ProcessGroup | None) -> str:
 
 def _exchange_lines(key: str, place: str, ranks: list[int]) -> dict[int, str]:
     """Append the line of this rank to `key`, and return {rank: place} of all lines."""
-    store = default_store()
+    store = get_default_store()
     store.append(key, f"{dist.get_rank()} {place}\n")
     lines = _parse(store.get(key))
     began = last_change = time.monotonic()
     while True:
         # A rank that has read all lines still waits a little, because the other ranks could not
-        # read any more if the rank that hosts the store exited at once.
+        # read any more if the rank that hosts the store exited immediately.
         is_known = any(line.startswith(_ERROR) for line in lines.values())
         quiet = _QUIET if set(ranks) - lines.keys() and not is_known else _QUIET / 4
         if time.monotonic() > min(last_change + quiet, began + _LONGEST):

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.routing.counts import reset_counts, sum_counts
-from hf_moe_ep.routing.load import check_counts
+from hf_moe_ep.routing.load import check_tokens_are_counted
 from hf_moe_ep.state import CorrectionBias, ModelState, patched_state
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
 from hf_moe_ep.upstream.models import is_correction_bias
-from hf_moe_ep.upstream.module_names import stock_name
-from hf_moe_ep.upstream.modules import own_buffers
+from hf_moe_ep.upstream.module_names import get_stock_name
+from hf_moe_ep.upstream.modules import get_own_buffers
 
 _READER = "bias"
 
@@ -43,7 +43,7 @@ def check(parts: Parts, state: ModelState) -> None:
     rate = state.config.bias_update_rate
     if rate is None:
         return
-    check_counts(state, f"bias_update_rate={rate}")
+    check_tokens_are_counted(state, f"bias_update_rate={rate}")
     if any(map(wraps_for_adapters, parts.root.modules())):
         refuse_adapters(state)
     biases = _find_biases(parts)
@@ -99,10 +99,10 @@ def update_router_bias(model: nn.Module) -> None:
         update_router_bias(model)
 
     Patch the model with `patch(model, bias_update_rate=0.001)`. The update uses the tokens of all
-    micro-batches and ranks since the last call. It costs one all-reduce of one number per expert
-    and layer, without a host sync. Without new tokens no bias changes, so a second call does no
-    harm. Under Accelerate and the Trainer no call is needed: their optimizers make the update, and
-    drop the counts of a step that a gradient scaler skips. This function never drops counts.
+    micro-batches and ranks since the last call. A call costs one all-reduce of one number per
+    expert and layer, without a host sync. Without new tokens no bias changes, so a second call does
+    no harm. Under Accelerate and the Trainer no call is needed: their optimizers make the update,
+    and drop the counts of a step that a gradient scaler skips. This function never drops counts.
 
     This function does not check that every rank calls it, because the check would need a host sync.
     If only some ranks call it, for example inside `if is_main_process:`, they wait for the other
@@ -164,11 +164,11 @@ def _list_correction_biases(root: nn.Module) -> Iterator[tuple[str, CorrectionBi
     """Yield (name, bias) of every parameter and buffer that is named like a correction bias."""
     for module_name, module in root.named_modules():
         parameters = (name for name, _ in module.named_parameters(recurse=False))
-        for name in [*own_buffers(module), *parameters]:
+        for name in [*get_own_buffers(module), *parameters]:
             bias = getattr(module, name)
             if is_correction_bias(name) and isinstance(bias, Tensor):
                 correction_bias = CorrectionBias(module, name, bias.dtype)
-                yield f"{stock_name(module_name)}.{name}", correction_bias
+                yield f"{get_stock_name(module_name)}.{name}", correction_bias
 
 
 def _check_bias(

@@ -20,19 +20,22 @@ _PANELS_IN_A_ROW = 4
 
 
 def draw_heat_maps(
-    maps: Sequence[Tensor], titles: Sequence[str], path: str | os.PathLike[str]
+    counts_by_panel: Sequence[Tensor], titles: Sequence[str], path: str | os.PathLike[str]
 ) -> None:
-    """Draw a panel for each tensor of counts: counts / mean of the layer, on one color scale."""
-    relative = [counts / counts.double().mean(1, keepdim=True) for counts in maps]
+    """Draw one panel per tensor of counts. All panels have one color scale.
+
+    The color of an expert shows its count divided by the mean count of its layer.
+    """
+    relative = [counts / counts.double().mean(1, keepdim=True) for counts in counts_by_panel]
     highest = max(float(values.nan_to_num(0.0).max()) for values in relative)
-    columns = min(len(maps), _PANELS_IN_A_ROW)
-    rows = math.ceil(len(maps) / columns)
+    columns = min(len(counts_by_panel), _PANELS_IN_A_ROW)
+    rows = math.ceil(len(counts_by_panel) / columns)
     # pyplot is not used, because it would choose a backend for the process and keep the figure.
     figure = Figure(figsize=(1.5 + 3.2 * columns, 0.6 + 2.4 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     images = []
     for index, axis in enumerate(axes.flat):
-        if index >= len(maps):
+        if index >= len(counts_by_panel):
             axis.set_axis_off()
             continue
         values = relative[index].numpy()

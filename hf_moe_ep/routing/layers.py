@@ -19,13 +19,13 @@ from typing import Any
 
 from torch import nn
 
-from hf_moe_ep.architectures import experts_per_token
+from hf_moe_ep.architectures import read_experts_per_token
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 from hf_moe_ep.upstream.code import uses_name
 from hf_moe_ep.upstream.models import text_config
-from hf_moe_ep.upstream.module_names import stock_name, without_copies
+from hf_moe_ep.upstream.module_names import get_stock_name, without_copies
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
         model_type=plan.model_type,
         num_layers=len(layers),
         num_experts=state.num_experts,
-        top_k=experts_per_token(root, plan, text_config(root.config)),
+        top_k=read_experts_per_token(root, plan, text_config(root.config)),
         with_experts=tuple(with_experts),
         keys=tuple(routed),
         routed=tuple(routed.values()),
@@ -146,7 +146,7 @@ def _map_stock_names(root: nn.Module) -> dict[str, nn.Module]:
     # first, so this dict contains the module inside. For a router in modules_to_save this module is
     # a trained copy.
     return {
-        without_copies(stock_name(name)): module
+        without_copies(get_stock_name(name)): module
         for name, module in root.named_modules()
         if module not in modules_of_head
     }

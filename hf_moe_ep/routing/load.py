@@ -1,9 +1,9 @@
-"""`expert_load(model)` returns an `ExpertLoad`: the tokens that each expert had in training.
+"""Count the tokens that each expert received in training: `expert_load` returns an `ExpertLoad`.
 
 An example with 4 experts on 2 ep ranks, top-2, and 8 tokens on all ranks together:
 
     counts           [7, 5, 3, 1]        mean 4
-    busiest / mean   7 / 4 = 1.75        1 if all experts have equally many tokens
+    busiest / mean   7 / 4 = 1.75        the ratio is 1 if all experts have equally many tokens
     busiest rank     (7 + 5) / 8 = 1.5   the busiest ep rank / the mean of the ep ranks; each of
                                          the two ranks owns 2 experts
     dead             0                   the number of experts that no token chose
@@ -22,18 +22,18 @@ from torch import Tensor, nn
 from hf_moe_ep.config import check_choice
 from hf_moe_ep.ranks.all_ranks import PATIENCE_OF_RANK_0, check_everyone_calls, world_size
 from hf_moe_ep.routing.counts import reset_counts, sum_counts
-from hf_moe_ep.state import ModelState, experts_modules, patched_state
+from hf_moe_ep.state import ModelState, iterate_experts_modules, patched_state
 from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.module_names import stock_name, unwrap
+from hf_moe_ep.upstream.module_names import get_stock_name, unwrap
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertLoad:
     """The tokens of each expert on all ranks together; `print(load)` prints a table.
 
-    The model has L layers with E experts each, which are divided among the D ranks of an ep group.
-    A pair is a token and one of the experts that the token chose. Ratios and entropies of a layer
-    without tokens are nan.
+    The model has L MoE layers. The E experts of a layer are divided among the D ranks of an ep
+    group. A pair is a token and one of the experts that the token chose. Ratios and entropies of a
+    layer without tokens are nan.
 
     Attributes:
         counts: [L, E] int64 on the host, the number of pairs of each expert.
@@ -80,7 +80,7 @@ class ExpertLoad:
 
     @property
     def relative_entropy(self) -> Tensor:
-        """`entropy` / ln E: [L] float64, 1 if all experts have the same load, otherwise less."""
+        """`entropy` / ln E: [L] float64, at most 1. It is 1 if all experts have the same load."""
         num_experts = self.counts.shape[1]
         if num_experts == 1:
             return self.entropy + 1
@@ -117,7 +117,7 @@ class ExpertLoad:
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw a heat map of layers x experts (tokens / mean of the layer) into a PNG file.
+        """Write a heat map of layers x experts to a PNG file: tokens / mean of the layer.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -133,11 +133,11 @@ def expert_load(model: nn.Module, reset: bool = True) -> ExpertLoad:
         trainer.train()
         print(expert_load(model))
 
-    Only forwards in training mode with gradients are counted. A forward is counted once, even if
-    checkpointing recomputes it. A token counts once for each expert that it chose. Padding tokens,
-    which a mask (B, S) hides, do not count.
+    Only forwards in training mode with gradients are counted, without their recompute in backward.
+    A token counts once for each expert that the token chose. Padding tokens, which a mask (B, S)
+    hides, do not count.
 
-    Every rank calls this function. It costs one all-reduce and a host sync.
+    Every rank calls this function. A call costs one all-reduce and a host sync.
 
     Args:
         model: a patched model, sharded or not.
@@ -153,15 +153,16 @@ def expert_load(model: nn.Module, reset: bool = True) -> ExpertLoad:
     """
     check_choice("reset", reset, (True, False))
     state = patched_state(model)
-    return load_of_reader(model, state, "expert_load", reset)
+    return read_load(model, state, "expert_load", reset)
 
 
-def load_of_reader(model: nn.Module, state: ModelState, reader: str, reset: bool) -> ExpertLoad:
-    """Return the load since the last reset of `reader`. It raises the errors of `expert_load`.
+def read_load(model: nn.Module, state: ModelState, reader: str, reset: bool) -> ExpertLoad:
+    """Return the load since the last reset of `reader`, and raise the errors of `expert_load`.
 
-    `reader` is a name for the caller; a reset does not change the counts of other readers.
+    `reader` is a name for the caller. A reset by one reader does not change the counts that other
+    readers get.
     """
-    check_counts(state, "expert_load")
+    check_tokens_are_counted(state, "expert_load")
     if state.meshes is not None:
         check_everyone_calls("expert_load", patience_of_rank_0=PATIENCE_OF_RANK_0)
     counts, (resets,) = sum_counts(state, reader, int(reset))
@@ -175,10 +176,10 @@ def load_of_reader(model: nn.Module, state: ModelState, reader: str, reset: bool
         reset_counts(state, reader)
     ep_size = 1 if state.meshes is None else state.meshes.ep_size
     names = _list_layer_names(model, state)
-    return ExpertLoad(counts.cpu(), names, ep_size, slots_of_layers(state))
+    return ExpertLoad(counts.cpu(), names, ep_size, list_slots(state))
 
 
-def slots_of_layers(state: ModelState) -> Tensor | None:
+def list_slots(state: ModelState) -> Tensor | None:
     """Return the slots of the experts of all layers, [L, E] on the host; None in hub order."""
     placements = [layer.placement for layer in state.moe_layers]
     if all(placement is None for placement in placements):
@@ -187,7 +188,7 @@ def slots_of_layers(state: ModelState) -> Tensor | None:
     return torch.stack([hub_order if slots is None else slots.cpu() for slots in placements])
 
 
-def check_counts(state: ModelState, what: str) -> None:
+def check_tokens_are_counted(state: ModelState, what: str) -> None:
     """Raise ValueError if the experts run in the model's own loop, which counts no tokens."""
     if state.config.experts_backend == "eager":
         raise ValueError(
@@ -200,7 +201,7 @@ def _list_layer_names(model: nn.Module, state: ModelState) -> tuple[str, ...]:
     if state.stage is not None:
         return tuple(state.stage.moe_names)
     inner = without_adapters(unwrap(model))
-    names = {layer.index: stock_name(name) for name, _, layer in experts_modules(inner)}
+    names = {layer.index: get_stock_name(name) for name, _, layer in iterate_experts_modules(inner)}
     return tuple(name for _, name in sorted(names.items()))
 
 

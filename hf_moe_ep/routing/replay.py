@@ -29,7 +29,7 @@ from hf_moe_ep.routing.report import Counts, ReplayReport
 from hf_moe_ep.routing.routes import Routes
 from hf_moe_ep.routing.sessions import register_session_hooks
 from hf_moe_ep.state import STATE, ModelState, patched_state
-from hf_moe_ep.upstream.adapters import adapter_layers
+from hf_moe_ep.upstream.adapters import iterate_adapter_layers
 from hf_moe_ep.upstream.modules import is_compiled
 
 
@@ -180,5 +180,5 @@ def _check_not_compiled(model: nn.Module) -> None:
 
 def _make_adapters_off_test(model: nn.Module) -> Callable[[], bool]:
     """Return a function that tests if the adapters are off; PEFT switches all of them together."""
-    first = next((layer for _, layer in adapter_layers(model)), None)
+    first = next((layer for _, layer in iterate_adapter_layers(model)), None)
     return lambda: first is not None and bool(first.disable_adapters)

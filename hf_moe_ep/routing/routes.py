@@ -34,8 +34,8 @@ class Routes:
             ("routes live"). The `input_ids` with which the model is called are [B, S]. From pinned
             CPU memory the ids are copied without a host sync.
         layers: the index of the decoder layer of each of the L entries.
-        weights: [B, S, L, K], routing weights for the tokens that have ids; None keeps the
-            router's own weights, which are differentiable.
+        weights: [B, S, L, K], routing weights for the tokens that have ids. If it is None, the
+            router's own weights are used, which are differentiable.
         num_experts: the number of experts of the model that chose the routes, if known.
     """
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours, RoutingSession
-from hf_moe_ep.upstream.models import bind_forward, find_tokens, output_head
+from hf_moe_ep.upstream.models import bind_forward, find_tokens, get_output_head
 from hf_moe_ep.upstream.modules import runs_compiled
 
 _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
@@ -91,7 +91,7 @@ def register_session_hooks(
             f"routing of a model with pp_size={state.config.pp_size} can be recorded and replayed "
             f"once the model is sharded; shard it first"
         )
-    head = output_head(root)
+    head = get_output_head(root)
     owners = (module for module in root.modules() if any(x is head for x in module.children()))
     model = root if head is None else next(owners, root)
     handles = [

@@ -7,8 +7,8 @@
                      returns
     load             choose the tensors that a process reads when it loads such a model
 
-The command replaces the process of `hf-moe-ep run`. So the launcher sees the command's exit code,
-and the command receives all signals. This folder only calls `patch`: it does not change how a
+The command replaces the process of `hf-moe-ep run`. Therefore the launcher sees the command's exit
+code, and the command receives all signals. This folder only calls `patch`: it does not change how a
 patched model is sharded, trained or saved. Settings for a single trainer belong to
 `upstream/frameworks.py`.
 """

@@ -30,8 +30,8 @@ from hf_moe_ep.config import (
     ParallelConfig,
     RunOptions,
     environment,
-    settings_from_environment,
-    variable_of,
+    get_variable,
+    read_environment_settings,
 )
 from hf_moe_ep.upstream.wrap import Feature, Wrap, find_owner, wrap_process
 
@@ -123,20 +123,20 @@ def _is_top_level() -> bool:
 
 
 def _read_settings() -> tuple[ParallelConfig, RunOptions]:
-    return settings_from_environment(ParallelConfig), settings_from_environment(RunOptions)
+    return read_environment_settings(ParallelConfig), read_environment_settings(RunOptions)
 
 
 def _patch(model: Any, this_load: Any) -> None:
     """Patch a model that has experts, and log on rank 0 what was done."""
     from hf_moe_ep.architectures import find_block
     from hf_moe_ep.derive import has_experts
-    from hf_moe_ep.ranks.all_ranks import rank_of_launch
-    from hf_moe_ep.upstream.frameworks import problem_of_version
+    from hf_moe_ep.ranks.all_ranks import get_rank_of_launch
+    from hf_moe_ep.upstream.frameworks import describe_version_problem
 
     _show_log()
     name = type(model).__name__
     if not has_experts(model) and find_block(model) is None:
-        if rank_of_launch() == 0:
+        if get_rank_of_launch() == 0:
             _warn_once(f"warning: {name} has no experts, so it is not patched")
         return
     state = this_load.patch(model)
@@ -145,8 +145,8 @@ def _patch(model: Any, this_load: Any) -> None:
         how = f"; sharding will read its layers from {this_load.unread.folder}"
     elif this_load.why_stock:
         how = f"; every process has read the whole model: {this_load.why_stock}"
-    if rank_of_launch() == 0:
-        if problem := problem_of_version():
+    if get_rank_of_launch() == 0:
+        if problem := describe_version_problem():
             _warn_once(f"warning: {problem}")
         _logger.info(
             "patched %s (%s): %d MoE layers of %d experts%s",
@@ -169,7 +169,7 @@ def _format_given_options() -> str:
     names = [field.name for kind in (ParallelConfig, RunOptions) for field in fields(kind)]
     words = []
     for name in names:
-        option, text = name.replace("_", "-"), before.get(variable_of(name), "").strip()
+        option, text = name.replace("_", "-"), before.get(get_variable(name), "").strip()
         switch = {"": [], "true": [f"--{option}"], "false": [f"--no-{option}"]}
         words += switch.get(text, [f"--{option} {text}"])
     return " ".join(words) or "no options"

@@ -26,7 +26,7 @@ from hf_moe_ep.config import ParallelConfig, RunOptions
 from hf_moe_ep.derive import has_experts
 from hf_moe_ep.moe.stacked import changes_parameters
 from hf_moe_ep.patch import check_loadable, patch
-from hf_moe_ep.ranks.all_ranks import world_size_of_launch
+from hf_moe_ep.ranks.all_ranks import get_world_size_of_launch
 from hf_moe_ep.state import ModelState, patched_state
 from hf_moe_ep.upstream.loading import OnMeta, WeightFiles
 from hf_moe_ep.upstream.modules import explain_moves
@@ -74,7 +74,7 @@ class Load:
             return None
         parts = check_loadable(model, self.config)
         self.files = weights.safetensors
-        if world_size_of_launch() == 1:
+        if get_world_size_of_launch() == 1:
             return None
         self.why_stock = "--stock-load" if self.options.stock_load else weights.problem
         if block is not None and changes_parameters(model, block):
@@ -92,7 +92,7 @@ class Load:
             return None
         tensors = {
             key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for key, tensor in self.unread.keys.items()
+            for key, tensor in self.unread.file_tensors.items()
         }
         return OnMeta(module, tensors)
 

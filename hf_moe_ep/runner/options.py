@@ -20,8 +20,8 @@ from hf_moe_ep.config import (
     ParallelConfig,
     RunOptions,
     environment,
+    get_variable,
     parse_setting,
-    variable_of,
 )
 
 _KINDS: tuple[type[ParallelConfig] | type[RunOptions], ...] = (ParallelConfig, RunOptions)
@@ -62,7 +62,7 @@ def variables(given: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
     for kind in _KINDS:
         values: dict[str, Any] = {}
         for field in fields(kind):
-            variable, option = variable_of(field.name), option_of(field.name)
+            variable, option = get_variable(field.name), option_of(field.name)
             old_text = before.get(variable, "").strip()
             if old_text:
                 values[field.name] = parse_setting(field, old_text, f"{variable}=")

@@ -71,11 +71,11 @@ from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.attention_interface import (
     check_attention,
     flash_aligns_first_query,
-    own_attention_config,
+    make_attention_config,
 )
 from hf_moe_ep.upstream.causal_loss import passes_arguments_to_loss
-from hf_moe_ep.upstream.models import attention_heads
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.models import list_attention_heads
+from hf_moe_ep.upstream.module_names import get_canonical_name
 from hf_moe_ep.upstream.recurrences import has_convolution, has_recurrence
 
 
@@ -115,7 +115,7 @@ def check(parts: Parts, state: ModelState) -> None:
             f"(ALL_ATTENTION_FUNCTIONS); {leave}"
         )
     if attention:
-        for heads, kv_heads in sorted(attention_heads(parts.config)):
+        for heads, kv_heads in sorted(list_attention_heads(parts.config)):
             check_heads(heads, kv_heads, sp_size)
         check_attention(attention[0], parts.root, sizes)
         if cp_size > 1 and flash_aligns_first_query(attention[0]):
@@ -179,12 +179,12 @@ def takes_zigzag_order(parts: Parts) -> bool:
     consecutive tokens. All layers have the same order: in a model with both sliding windows and
     full attention, a second order would need an exchange of all tokens between the layers.
     """
-    if MixerSplit.QUERIES in mixers_by_split(parts):
+    if MixerSplit.QUERIES in group_mixers_by_split(parts):
         return False
     return any(getattr(module, "is_causal", True) for module in find_split_attention(parts))
 
 
-def mixers_by_split(parts: Parts) -> dict[MixerSplit, tuple[tuple[str, str], ...]]:
+def group_mixers_by_split(parts: Parts) -> dict[MixerSplit, tuple[tuple[str, str], ...]]:
     """Return (pattern of the names, class) of all mixers, grouped by how they are divided."""
     names: dict[MixerSplit, set[tuple[str, str]]] = {split: set() for split in MixerSplit}
     for mixers in parts.mixers:
@@ -205,7 +205,7 @@ def _find_split(module: nn.Module, parts: Parts) -> MixerSplit:
 
 def attach(parts: Parts, state: ModelState) -> None:
     """Register the hooks, the loss and the attention function that the module docstring lists."""
-    splits = mixers_by_split(parts)
+    splits = group_mixers_by_split(parts)
     layer_slices = [LayerSlice() for _ in parts.layers]
     for layer_slice, mixers in zip(layer_slices, parts.mixers, strict=True):
         for name, module in mixers.items():
@@ -262,7 +262,7 @@ def _attach_context(parts: Parts, state: ModelState, zigzag: bool) -> None:
     for module in filter(caches_latents, attention):
         module.register_forward_pre_hook(GatherLatents(), with_kwargs=True)
     names = {id(module): name for name, module in parts.root.named_modules()}
-    named = [(canonical_name(names[id(module)]), module) for module in attention]
+    named = [(get_canonical_name(names[id(module)]), module) for module in attention]
     for name, module in named:
         state.replace(module, MODULE_PATH, name)
     state.context = (zigzag, list_exchanges(named, state.config.sp_size or 1))
@@ -314,6 +314,8 @@ def select_attention(
     picture, or one picture of a video.
     """
     stock = {id(module.config): module.config for module in modules}  # layers may differ
-    ours = {key: own_attention_config(config, wrap, frames=frames) for key, config in stock.items()}
+    ours = {
+        key: make_attention_config(config, wrap, frames=frames) for key, config in stock.items()
+    }
     for module in modules:
         state.replace(module, "config", ours[id(module.config)])

@@ -46,7 +46,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_moe_ep.ranks.collectives import start_all_to_all
 from hf_moe_ep.sequence.context_calls import Call, plan_calls
-from hf_moe_ep.sequence.partial_attention import Scores
+from hf_moe_ep.sequence.partial_attention import ScoreOptions
 from hf_moe_ep.sequence.ring import attend_by_ring
 from hf_moe_ep.sequence.slices import Slice, gather_slices
 from hf_moe_ep.upstream.attention_interface import uses_flash_attention, uses_flex_attention
@@ -86,7 +86,7 @@ def attend(
         needed = [_list_pieces(calls, context.piece) for calls in by_rank]
         if _needs_all_keys(needed, context):
             cap, scale, options = map(kwargs.get, ("softcap", "scaling", "kernel_options"))
-            scores = Scores(attention_mask, scale, cap, options)
+            scores = ScoreOptions(attention_mask, scale, cap, options)
             return attend_by_ring(query, key, value, scores, kwargs.get("s_aux"), context)
     run = partial(_attend_to_gathered, stock, module, by_rank, context, gather, kwargs)
     if gather and not uses_flash_attention(module) and _is_first_run():

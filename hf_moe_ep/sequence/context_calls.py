@@ -8,25 +8,27 @@ the attention function:
                                 first to the last key that one of its queries sees. A sliding
                                 window therefore costs as much as in stock code. There is one host
                                 sync per mask and forward.
-    a mask of this rank's rows  The same. The ranks exchange the numbers of these first and last
-    (mask_rows.py)              keys.
-    a BlockMask                 The call gets a BlockMask of its queries, with the same function,
-                                and all keys from the first to the last block that one of its
-                                queries sees.
+    a mask of this rank's rows  The call gets the same. The ranks exchange the indices of the first
+    (mask_rows.py)              and last keys by an all-gather.
+    a BlockMask                 The call gets a BlockMask of its queries, with the same mask
+                                function, and all keys from the first to the last block that one of
+                                its queries sees.
     sdpa without a mask         The call gets torch's causal_lower_right, which GPU kernels apply
-                                without building a mask; or no mask if the model is not causal.
-    others without a mask       The call gets the rows of a causal mask; or no mask if the model is
-                                not causal.
-    eager without a mask        The call gets all keys.
-    flash attention             The call gets no mask. Flash attention aligns the last query with
-                                the last key, so causal masks and windows are right if the keys end
-                                with the queries. Padding masks (B, S) are sliced. For a packed row
-                                the call gets, for each document with some of its queries, these
-                                queries and the document's keys up to the last of these queries.
+                                without building a mask. A model that is not causal gets no mask.
+    others without a mask       The call gets the rows of a causal mask. A model that is not causal
+                                gets no mask.
+    eager without a mask        The call gets all keys and no mask.
+    flash attention             The call gets the padding mask (B, S) of its keys, if there is one.
+                                Flash attention aligns the last query with the last key, so causal
+                                masks and windows are right if the keys end with the queries. For a
+                                packed row the call gets, for each document with some of its
+                                queries, these queries and the document's keys up to the last of
+                                these queries.
     flash attention that is     The queries are padded to the length of the keys, because the last
-    not causal, with a window,  query does not belong to the last key.
-    a mask or documents
+    not causal, and has a       query does not belong to the last key.
+    window, a mask or documents
 
+Without a mask, stock code itself makes the causal mask of the piece at the start of the sequence.
 Every rank plans the calls of all ranks, so it knows which keys and values the other ranks need.
 """
 
@@ -50,21 +52,21 @@ from hf_moe_ep.sequence.slices import Slice
 from hf_moe_ep.upstream.attention_interface import is_eager, uses_flash_attention, uses_sdpa
 from hf_moe_ep.upstream.autograd_modes import hidden_from_modes
 
-_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_LENGTH_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # This attribute of an attention module has the name of the module in the model, for errors.
 MODULE_PATH = "_hf_moe_ep_path"
-# The first and the last token + 1 of each document.
+# (first token, last token + 1) of each document.
 _Documents = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of stock attention code: queries `start` to `stop` - 1, keys `first` to `last` - 1.
+    """A call of stock attention code for queries `start` to `stop` - 1, keys `first` to `last` - 1.
 
     Attributes:
         build_mask: returns the mask that stock code gets, or None. Only the rank that runs the call
             builds the mask.
-        kwargs: other arguments of stock code.
+        kwargs: the other arguments of stock code.
         pads_queries: True if the queries are padded to the length of the keys.
     """
 
@@ -103,7 +105,7 @@ class _Layer:
         return bool(getattr(self.module, "is_causal", True) if given is None else given)
 
     def compute_once(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """Return what was computed from this mask earlier in this forward, or compute it."""
+        """Return the value that this forward has computed from the mask before, or compute it."""
         return compute_once(self.context.computed, key, self.mask, compute)
 
 
@@ -115,7 +117,7 @@ def plan_calls(
     rows: int,
     device: torch.device,
 ) -> list[list[Call]]:
-    """Plan the calls of every rank of the cp group, one for each of its pieces with queries.
+    """Plan one call for each piece, with at least one query, of every rank of the cp group.
 
     Args:
         module: the attention module, with its stock config.
@@ -123,7 +125,8 @@ def plan_calls(
         rows: the number of rows in the batch.
 
     Raises:
-        ValueError: an argument other than the mask has one entry per pair of tokens.
+        ValueError: the arguments include a position_bias; the mask does not have one row per query
+            and is not a mask of flash attention; or a packed batch has several rows.
     """
     layer = _Layer(module, mask, kwargs, rows, device, context)
     if kwargs.get("position_bias") is not None:
@@ -157,7 +160,7 @@ def _plan_call(layer: _Layer, start: int, stop: int) -> Call:
             build_mask=lambda: _take_own_rows(mask, start, stop, context)[..., first:last],
         )
     if isinstance(mask, Tensor) and mask.ndim == 4:
-        query_rows = mask.expand(-1, -1, context.length, -1)  # one row may hold for all queries
+        query_rows = mask.expand(-1, -1, context.length, -1)  # one row may apply to all queries
         bounds = layer.compute_once(("seen",), lambda: _find_seen_keys(query_rows, context))
         first, last = bounds[start]
         rows = query_rows[:, :, start:stop, first:last]  # a view
@@ -173,16 +176,17 @@ def _plan_call(layer: _Layer, start: int, stop: int) -> Call:
         return call
     if start == 0 or stop - start == 1:
         # If there are as many queries as keys, stock code makes a causal mask itself. A single
-        # query sees all keys up to its own.
+        # query sees all keys up to its own key.
         return replace(call, last=stop)
     if uses_sdpa(layer.module):
         return replace(call, last=stop, build_mask=partial(_mask_lower_right, stop - start, stop))
 
-    def make() -> Tensor:
+    def make_causal_mask() -> Tensor:
         ones = torch.ones(1, 1, stop - start, stop, dtype=torch.bool, device=layer.device)
         return ones.tril(start)
 
-    return replace(call, last=stop, build_mask=partial(layer.compute_once, ("causal", start), make))
+    build = partial(layer.compute_once, ("causal", start), make_causal_mask)
+    return replace(call, last=stop, build_mask=build)
 
 
 def _mask_lower_right(queries: int, keys: int) -> Any:
@@ -196,7 +200,7 @@ def _mask_lower_right(queries: int, keys: int) -> Any:
 
 
 def _find_seen_blocks(mask: BlockMask, context: Slice) -> dict[int, tuple[int, int]]:
-    """Map the first query of each piece to (first key, last key + 1) of the blocks it sees."""
+    """Map the first query of each piece to (first key, last key + 1) of the seen key blocks."""
     blocks = mask.to_dense().flatten(0, -3).any(0).cpu()
     query_block, key_block = mask.BLOCK_SIZE
     bounds = {}
@@ -238,16 +242,16 @@ def _gather_seen_keys(mask: Tensor, context: Slice) -> dict[int, tuple[int, int]
 def _find_seen_keys(mask: Tensor, context: Slice) -> dict[int, tuple[int, int]]:
     """Map the first query of each piece to (first, last + 1) of the keys that its queries see."""
     spans = [s for rank in range(context.size) for s in context.spans_of(rank) if s[0] < s[1]]
-    bounds = [_count_unseen_keys(mask[:, :, start:stop]) for start, stop in spans]
-    firsts_and_behinds = torch.stack(bounds).tolist()
+    counts = [_count_unseen_keys(mask[:, :, start:stop]) for start, stop in spans]
+    unseen_counts = torch.stack(counts).tolist()
     return {
-        start: (first, context.length - behind)
-        for (start, _), (first, behind) in zip(spans, firsts_and_behinds, strict=True)
+        start: (num_before, context.length - num_after)
+        for (start, _), (num_before, num_after) in zip(spans, unseen_counts, strict=True)
     }
 
 
 def _count_unseen_keys(mask: Tensor) -> Tensor:
-    """Count the keys before the first and behind the last key that a query sees, int64 [2].
+    """Return int64 [2]: the number of keys before the first seen key and after the last one.
 
     If a query sees no key, stock code may return the mean of all values for it. The result is then
     [0, 0], so its piece gets all keys, as in stock code.
@@ -267,7 +271,7 @@ def _plan_flash_call(layer: _Layer, start: int, stop: int) -> Call:
         last = stop if causal else min(context.length, stop + window - 1)
     pads_queries = not causal and (last - first, stop - start) != (context.length,) * 2
     pads_queries &= any(x is not None for x in (window, mask, documents))
-    kwargs = {n: x for n, x in layer.kwargs.items() if n not in (*_LENGTHS, "position_ids")}
+    kwargs = {n: x for n, x in layer.kwargs.items() if n not in (*_LENGTH_NAMES, "position_ids")}
     if documents is not None:
         inside = [(max(a, first), min(b, last)) for a, b in documents if a < stop and b > start]
         first, last = inside[0][0], inside[-1][1]
@@ -290,7 +294,7 @@ def _make_lengths(queries: _Documents, keys: _Documents, device: torch.device) -
 
 
 def _find_flash_documents(layer: _Layer) -> _Documents | None:
-    """Return the documents of a packed row, as flash attention finds them; None if not packed."""
+    """Find the documents of a packed row as flash attention does; return None if not packed."""
     if layer.mask is not None:
         return None
     ends = layer.kwargs.get("cu_seq_lens_q")

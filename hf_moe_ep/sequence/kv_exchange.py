@@ -10,7 +10,7 @@ from torch import nn
 from hf_moe_ep.derive import caches_latents
 from hf_moe_ep.plan import as_pattern
 from hf_moe_ep.upstream.attention_interface import uses_flash_attention, uses_flex_attention
-from hf_moe_ep.upstream.models import key_value_width, latent_width
+from hf_moe_ep.upstream.models import get_key_value_width, get_latent_width
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def list_exchanges(
     exchanges: dict[KeyValueExchange, None] = {}
     for name, module in named:
         latents = caches_latents(module)
-        width = latent_width(module) if latents else key_value_width(module, sp_size)
+        width = get_latent_width(module) if latents else get_key_value_width(module, sp_size)
         window = getattr(module, "sliding_window", None)
         if latents:
             width = None if width is None else width + int(getattr(module, "qk_rope_head_dim", 0))

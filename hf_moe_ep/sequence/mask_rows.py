@@ -31,7 +31,7 @@ from hf_moe_ep.architectures import Parts
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.sequence.split import EndForward, RunningSlice
 from hf_moe_ep.state import ModelState, Ours
-from hf_moe_ep.upstream.attention_interface import builds_dense_masks, config_with_own_masks
+from hf_moe_ep.upstream.attention_interface import builds_dense_masks, make_mask_config
 
 
 class MaskRows(RunningSlice):
@@ -122,6 +122,6 @@ def attach_mask_rows(parts: Parts, state: ModelState) -> None:
             continue
         if layers.isdisjoint(module.modules()):
             continue
-        state.replace(module, "config", config_with_own_masks(config, rows))
+        state.replace(module, "config", make_mask_config(config, rows))
         module.register_forward_pre_hook(BeginMasks(rows), with_kwargs=True)
         module.register_forward_hook(EndForward(rows), always_call=True)

@@ -1,8 +1,8 @@
 """Run mixers on whole sequences: gather the slices, run the stock module, slice its output.
 
 A mixer is a module that mixes the tokens of a sequence without transformers' attention interface,
-such as a delta net, a Mamba block, a short convolution or an indexer. In every decoder layer, the
-direct child that is or contains a mixer gets whole sequences. With 2 ranks and 8 tokens:
+such as a delta net, a Mamba block, a short convolution or an indexer. The direct child of a decoder
+layer that is or contains a mixer gets whole sequences. With 2 ranks and 8 tokens:
 
     rank 0   tokens 0-3  |  tokens 0-7, all heads and channels  |  tokens 0-3
     rank 1   tokens 4-7  |  tokens 0-7, all heads and channels  |  tokens 4-7
@@ -11,12 +11,14 @@ direct child that is or contains a mixer gets whole sequences. With 2 ranks and 
 This works for every module, but it does not divide the computation and the activations of the mixer
 by sp. With hidden size H, every rank sends (sp - 1) * H values per token of its slice in forward,
 and as many gradients in backward. Arguments that `TakeSlice` has sliced, such as position
-embeddings, are not sent, because every rank still has the whole tensors. The gradients of
-parameters need no collective of their own: each rank computes the gradients by its slice of the
-output, and FSDP2 adds the gradients of all ranks. Some mixers are divided instead: an attention
-module with an indexer keeps its slice of the queries, and gathers only its keys
-(gathering_cache.py). The recurrence of a delta net or a state space model is split by heads, and a
-convolution gets only the last tokens in front of the slice (recurrences.py).
+embeddings, are not sent, because every rank still has the whole tensors. The gradients of the
+mixer's parameters need no extra collective: each rank computes the part that comes from its slice
+of the output, and FSDP2 adds up the gradients of all ranks.
+
+Some mixers are divided over the ranks instead. An attention module with an indexer keeps its slice
+of the queries, and gathers only its keys (gathering_cache.py). The recurrence of a delta net or of
+a state space model is split by heads, and a convolution gets only the last tokens before the slice
+(recurrences.py).
 
 For packed rows, a mixer runs once per document (packed_rows.py).
 """
@@ -37,9 +39,10 @@ from hf_moe_ep.sequence.mixer_arguments import Call, Document, MixerArguments, d
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
 from hf_moe_ep.state import Ours
 from hf_moe_ep.upstream.models import CACHE_NAMES, compress_rate
-from hf_moe_ep.upstream.recurrences import convolution_width
+from hf_moe_ep.upstream.recurrences import get_convolution_width
 
-# This attribute of a layer has the function that checkpoints it (modeling_layers.py).
+# The attribute of a layer that holds its function for activation checkpointing
+# (modeling_layers.py).
 _CHECKPOINT = "_gradient_checkpointing_func"
 
 
@@ -144,7 +147,7 @@ class MixerSplit(Enum):
     HEADS: the mixer keeps its slice, except in its recurrence. The recurrence gets some heads of
         whole sequences, or its slice and the state before it, or all heads of whole sequences
         (recurrences.py).
-    HALO: the mixer keeps its slice, and its convolution also gets the last tokens in front of each
+    HALO: the mixer keeps its slice, and its convolution also gets the last tokens before each
         piece.
     """
 
@@ -155,7 +158,7 @@ class MixerSplit(Enum):
 
 
 class GatherArguments(Ours):
-    """Pre-forward hook of a mixer, which gathers its arguments if the mixer is not split.
+    """Pre-forward hook of a mixer, which gathers the arguments if the mixer is not divided.
 
     For packed rows, the hook returns the arguments of the first document. `SliceOutput` runs the
     other documents.
@@ -201,14 +204,17 @@ class GatherArguments(Ours):
             return MixerSplit.WHOLE
         if self.split == MixerSplit.QUERIES and not _can_split_queries(part, kwargs):
             return MixerSplit.WHOLE
-        if self.split in (MixerSplit.HEADS, MixerSplit.HALO) and part.piece < convolution_width(
+        if self.split in (MixerSplit.HEADS, MixerSplit.HALO) and part.piece < get_convolution_width(
             module
         ):
             return MixerSplit.WHOLE  # The halo would come from more than one piece.
         return self.split
 
     def _gather(self, name: str, value: Any, part: Slice) -> Any:
-        """Return the whole tensor of an argument with one entry per token; gather it if needed."""
+        """Return the whole tensor of an argument; gather a slice that has one entry per token.
+
+        Arguments without one entry per token are returned as they are.
+        """
         if part.size == 1 or not isinstance(value, Tensor):
             return value
         whole = part.find_whole(value)
@@ -225,7 +231,7 @@ class GatherArguments(Ours):
 
 
 def _can_split_queries(part: Slice, kwargs: dict[str, Any]) -> bool:
-    """Return False if stock code would take the slice's queries for the end of the sequence.
+    """Return False if stock code would treat the slice's queries as the end of the sequence.
 
     Stock code does so for a single query, and if it is called with position_ids=None.
     """
@@ -245,9 +251,9 @@ def _slice_mask(part: Slice, name: str, value: Any) -> Any:
 
 
 class SliceOutput(Ours):
-    """Forward hook of a mixer, which slices its output.
+    """Forward hook of a mixer, which slices the mixer's output.
 
-    For packed rows it first runs the other documents, and joins the outputs to rows.
+    For packed rows the hook first runs the mixer on the other documents, and joins the outputs.
     """
 
     def __init__(self, gather: GatherArguments) -> None:

@@ -40,7 +40,7 @@ class SeparateDocuments(Ours):
             return None
         if uses_flash_attention(module):
             positions = kwargs.get("position_ids")
-            if positions is None or text_positions(positions) is None:
+            if positions is None or find_text_positions(positions) is None:
                 raise ValueError(
                     f"position_ids restart within a row, which means packed documents, but "
                     f"{self.arguments.name} gets no positions of the text, so flash attention "
@@ -120,7 +120,7 @@ def _number_documents(part: Slice) -> Tensor:
     return numbers
 
 
-def text_positions(positions: Tensor) -> Tensor | None:
+def find_text_positions(positions: Tensor) -> Tensor | None:
     """Return the text positions (B or 1, S), or None if there are only times, rows and columns.
 
     Positions with axes are (4, B or 1, S), with the text positions first, or (3, B, S), with only
@@ -148,14 +148,14 @@ def find_documents(
     The function copies the positions to the host.
 
     Args:
-        positions: position ids in a shape of `text_positions`. Positions (3, B, S) do not describe
-            packed documents.
+        positions: position ids in a shape of `find_text_positions`. Positions (3, B, S) do not
+            describe packed documents.
         rows: the number of rows B.
         at_gaps: True if a document begins wherever the position is not the previous one plus 1, as
             in the masks of transformers (masking_utils.py, find_packed_sequence_indices). False if
             a gap between positions is not enough, as in flash attention.
     """
-    positions = None if positions is None else text_positions(positions)
+    positions = None if positions is None else find_text_positions(positions)
     if positions is None:
         return None
     steps = positions.diff()

@@ -35,13 +35,13 @@ from torch.nn.attention.flex_attention import (
 
 
 @dataclass(frozen=True)
-class Scores:
-    """How scores are computed from queries and keys.
+class ScoreOptions:
+    """The options with which scores are computed from queries and keys.
 
     Attributes:
         mask: determines which query of the whole sequence sees which key.
         scale: the factor of the scores; None for 1 / sqrt(width).
-        softcap: if it is a number, a score becomes softcap * tanh(score / softcap).
+        softcap: a number c that changes each score to c * tanh(score / c); None for no change.
         kernel_options: options of FlexAttention.
     """
 
@@ -65,21 +65,21 @@ def attend_to_part(
     query: Tensor,  # (B, Q, queries, W)
     key: Tensor,  # (B, K, keys, W)
     value: Tensor,
-    scores: Scores,
+    scores: ScoreOptions,
     box: QueryKeyRange,
-    known: dict[Any, Any],
+    computed: dict[Any, Any],
 ) -> tuple[Tensor, Tensor]:
     """Return the attention (B, Q, queries, W) to the keys of a box, and its log-sum-exp.
 
     If a query sees no key of the box, its attention is zero and its log-sum-exp is -inf.
 
     Args:
-        known: stores the masks of boxes, which the layers of one forward share.
+        computed: a dict that stores the masks of boxes for all layers of one forward.
     """
     if query.device.type == "cpu":
-        return _attend_plainly(query, key, value, scores, box, known)
+        return _attend_plainly(query, key, value, scores, box, computed)
     mask = compute_once(
-        known, ("flex", box), scores.mask, lambda: slice_block_mask(scores.mask, box)
+        computed, ("flex", box), scores.mask, lambda: slice_block_mask(scores.mask, box)
     )
     out, aux = _compiled_flex_attention()(
         query,
@@ -99,16 +99,16 @@ def _attend_plainly(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scores: Scores,
+    scores: ScoreOptions,
     box: QueryKeyRange,
-    known: dict[Any, Any],
+    computed: dict[Any, Any],
 ) -> tuple[Tensor, Tensor]:
-    def make() -> Tensor:
+    def make_visible() -> Tensor:
         rows, heads, *_ = scores.mask.shape
         sizes = box.q_stop - box.q_start, box.k_stop - box.k_start
         return create_mask(_shift(scores.mask, box), rows, heads, *sizes, device=query.device)
 
-    visible = compute_once(known, ("plain", box), scores.mask, make)
+    visible = compute_once(computed, ("plain", box), scores.mask, make_visible)
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
@@ -116,22 +116,25 @@ def _attend_plainly(
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
     sees_any = visible.any(-1, keepdim=True)
-    # If all scores of a query are -inf, its gradients are NaN. A query without visible keys
-    # therefore keeps its scores, and its result is overwritten below.
+    # A query whose scores are all -inf would have NaN gradients. Therefore the scores of a query
+    # without visible keys are not masked, and the results of this query are overwritten below.
     logits = logits.masked_fill(~visible & sees_any, -torch.inf)
     lse = logits.logsumexp(-1, keepdim=True)
     out = (logits - lse).exp() @ value
     return out.masked_fill(~sees_any, 0), lse.masked_fill(~sees_any, -torch.inf).squeeze(-1)
 
 
-def merge(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> tuple[Tensor, Tensor]:
+def merge_parts(
+    out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor
+) -> tuple[Tensor, Tensor]:
     """Merge the results for two parts of the keys: out (B, Q, queries, W), lse (B, Q, queries)."""
     merged_lse = torch.logaddexp(lse, lse_part)
-    merged = weight(lse, merged_lse) * out + weight(lse_part, merged_lse) * out_part
+    weight, weight_of_part = _weigh(lse, merged_lse), _weigh(lse_part, merged_lse)
+    merged = weight * out + weight_of_part * out_part
     return merged, merged_lse
 
 
-def weight(lse_part: Tensor, lse: Tensor) -> Tensor:
+def _weigh(lse_part: Tensor, lse: Tensor) -> Tensor:
     """Return exp(lse_part - lse), or 0 for queries that see no key at all: (B, Q, queries, 1)."""
     return (lse_part - lse).exp().masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
 
@@ -157,7 +160,7 @@ def compute_part_grads(
         inputs = tuple(x.detach().requires_grad_() for x in (query, key, value))
         out_part, lse_part = attend(*inputs)
         lse_finite = lse_part.masked_fill(lse_part == -torch.inf, 0)
-    share = weight(lse_part.detach(), lse)
+    share = _weigh(lse_part.detach(), lse)
     difference = (grad_out * (out_part.detach() - out)).sum(-1)
     grad_lse_part = share.squeeze(-1) * (difference + grad_lse)
     outputs = out_part, lse_finite
@@ -199,15 +202,15 @@ def _compiled_flex_attention() -> Any:
     return torch.compile(flex_attention)
 
 
-def compute_once(known: dict[Any, Any], key: Any, mask: Any, compute: Callable[[], Any]) -> Any:
-    """Return what was computed from a mask (or from None) before, or compute it.
+def compute_once(computed: dict[Any, Any], key: Any, mask: Any, compute: Callable[[], Any]) -> Any:
+    """Return the value that `computed` has for `key` and `mask`; compute and store it if missing.
 
-    `known` stores the id of a mask and a weak reference, which keeps no mask alive. The reference
-    detects a new mask that got the id of a deleted mask.
+    `computed` stores the id of the mask, and a weak reference that does not keep the mask alive.
+    The reference reveals a new mask that has got the id of a deleted mask. `mask` may be None.
     """
     key = (*key, id(mask))
-    found = known.get(key)
+    found = computed.get(key)
     if found is None or (mask is not None and found[0]() is not mask):
         reference = None if mask is None else weakref.ref(mask)
-        found = known[key] = reference, compute()
+        found = computed[key] = reference, compute()
     return found[1]

@@ -5,8 +5,8 @@ replaced:
 
     stage                      computes                                   replaced by
     projections, gates         the tokens of this rank                    -
-    causal convolution         the tokens of this rank, behind the        `convolve_slice`
-                               last tokens of the previous piece (halo)
+    causal convolution         the last tokens of the previous piece      `convolve_slice`
+                               (halo) and the tokens of this rank
     recurrence                 all tokens, for some of the heads          `run_recurrence`
     norm, output projection    the tokens of this rank                    -
 
@@ -55,7 +55,7 @@ from hf_moe_ep.upstream.recurrences import (
     RECURRENCES,
     Layout,
     Recurrence,
-    forward_with,
+    copy_forward_with,
 )
 
 
@@ -70,13 +70,13 @@ def run_slice(
     if gather.current_split == MixerSplit.HEADS:
         replaced |= {name: partial(run_recurrence, part, r) for name, r in RECURRENCES.items()}
         replaced[FUSED] = lambda *args, **kwargs: None
-    return forward_with(module, replaced)(module, *args, **kwargs)
+    return copy_forward_with(module, replaced)(module, *args, **kwargs)
 
 
 def convolve_slice(
     part: Slice, stock: Callable[..., Tensor], x_BCS: Tensor, weight: Tensor, *args: Any, **kw: Any
 ) -> Tensor:
-    """Call the causal convolution for a slice (B, C, S / sp), with a halo in front of each piece.
+    """Call the causal convolution for a slice (B, C, S / sp), with a halo before each piece.
 
     The first piece gets zeros in front, as the convolution itself would add them.
     """

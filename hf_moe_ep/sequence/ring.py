@@ -42,11 +42,11 @@ from torch.autograd.function import once_differentiable
 from hf_moe_ep.ranks.collectives import Transfer, send_to_next
 from hf_moe_ep.sequence.partial_attention import (
     QueryKeyRange,
-    Scores,
+    ScoreOptions,
     attend_to_part,
     compute_once,
     compute_part_grads,
-    merge,
+    merge_parts,
 )
 from hf_moe_ep.sequence.slices import Slice
 
@@ -69,7 +69,12 @@ class _Pair:
 
 
 def attend_by_ring(
-    query: Tensor, key: Tensor, value: Tensor, scores: Scores, sinks: Tensor | None, context: Slice
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: ScoreOptions,
+    sinks: Tensor | None,
+    context: Slice,
 ) -> Tensor:
     """Return the attention (B, S / cp, Q, W) of this rank's queries to the keys of all ranks.
 
@@ -88,7 +93,7 @@ def attend_by_ring(
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scores: Scores, context: Slice
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scores: ScoreOptions, context: Slice
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(query.dtype, torch.float32)
         rows, heads, tokens, _ = query.shape
@@ -107,7 +112,7 @@ class _Ring(torch.autograd.Function):
                     context.computed,
                 )
                 so_far = out[:, :, pair.queries], lse[:, :, pair.queries]
-                out[:, :, pair.queries], lse[:, :, pair.queries] = merge(*so_far, *part)
+                out[:, :, pair.queries], lse[:, :, pair.queries] = merge_parts(*so_far, *part)
         ctx.scores, ctx.context = scores, context
         out_BSQW = out_BSQW.to(query.dtype)
         ctx.save_for_backward(query, key, value, out_BSQW, lse)
@@ -133,7 +138,7 @@ class _Ring(torch.autograd.Function):
                     values[:, :, columns],
                     (out[rows], lse[rows]),
                     (grad_out[rows], grad_lse[rows]),
-                    partial(attend_to_part, scores=scores, box=pair.box, known=context.computed),
+                    partial(attend_to_part, scores=scores, box=pair.box, computed=context.computed),
                 )
                 grad_query[rows] += grads[0]
                 grad_keys[:, :, columns] += grads[1]
@@ -177,7 +182,7 @@ def _circulate(key: Tensor, value: Tensor, context: Slice) -> Iterator[tuple[int
             packed = transfer.wait()
 
 
-def _list_pairs(owner: int, scores: Scores, context: Slice) -> list[_Pair]:
+def _list_pairs(owner: int, scores: ScoreOptions, context: Slice) -> list[_Pair]:
     """List the pairs of this rank's query pieces and the key pieces of the rank `owner`."""
     seen = _find_seen_pairs(scores, context)
     own, others = context.spans_of(context.rank), context.spans_of(owner)
@@ -193,7 +198,7 @@ def _list_pairs(owner: int, scores: Scores, context: Slice) -> list[_Pair]:
     ]
 
 
-def _find_seen_pairs(scores: Scores, context: Slice) -> set[tuple[int, int]]:
+def _find_seen_pairs(scores: ScoreOptions, context: Slice) -> set[tuple[int, int]]:
     """Return (first query, first key) of each pair of pieces in which a query may see a key.
 
     A block of the BlockMask has many tokens, and only some of them may be in the pieces. Pairs may

@@ -29,14 +29,14 @@ def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessG
         given: the arguments of the forward by name. All tensors among them are compared.
         tokens: token ids (B, S) or embeddings (B, S, H), for the sizes in the error.
     """
-    numbers = batch_numbers(given, tokens)
+    numbers = compute_batch_numbers(given, tokens)
     by_rank = gather_counts(numbers, group, where="the sp group's batches")
     error = find_other_batch(by_rank, dist.get_process_group_ranks(group), "sp group")
     if error is not None:
         raise error
 
 
-def batch_numbers(given: dict[str, Any], tokens: Tensor) -> Tensor:
+def compute_batch_numbers(given: dict[str, Any], tokens: Tensor) -> Tensor:
     """Return four int64 numbers: rows, tokens per row, a checksum of names, and one of values."""
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     names = sorted(tensors)
@@ -55,7 +55,7 @@ def find_other_batch(by_rank: list[list[int]], ranks: list[int], sharing: str) -
     """Return the error for ranks with different batches, or None if all batches are equal.
 
     Args:
-        by_rank: the `batch_numbers` of each of `ranks`, which share a batch.
+        by_rank: the `compute_batch_numbers` of each of `ranks`, which share a batch.
         sharing: the kind of group, for the error.
     """
     if all(numbers == by_rank[0] for numbers in by_rank):

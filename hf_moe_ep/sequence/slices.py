@@ -105,7 +105,7 @@ class Slice:
         sp, cp = sp_mesh.size(), cp_mesh.size()
         if cp == 1:
             return
-        order = None if self.is_in_order else zigzag_order(cp)
+        order = None if self.is_in_order else make_zigzag_order(cp)
         group, rank = cp_mesh.get_group(), cp_mesh.get_local_rank()
         self.context = Slice(group, rank, cp, self.length, self.unit * sp, order)
         group, rank = sp_mesh.get_group(), sp_mesh.get_local_rank()
@@ -174,7 +174,7 @@ class Slice:
         return x.index_select(dim, self._find_indices(x.device)[1])
 
     def arrange(self, x: Tensor, dim: int) -> Tensor:
-        """Undo `join`: return the slices of all ranks, one behind the other, padded with zeros."""
+        """Undo `join`: return the slices of all ranks, one after the other, padded with zeros."""
         missing = self.local * self.size - self.length
         padded = functional.pad(x, (*(0, 0) * (x.ndim - 1 - dim % x.ndim), 0, missing))
         if self.is_in_order:
@@ -190,7 +190,7 @@ class Slice:
         return self._indices[device]
 
 
-def zigzag_order(cp_size: int, sp_size: int = 1) -> list[int]:
+def make_zigzag_order(cp_size: int, sp_size: int = 1) -> list[int]:
     """Return the numbers of the pieces in the order of the ranks, for zigzag order.
 
     For cp_size=2 the result is [0, 3, 1, 2], and for sp_size=2 as well [0, 1, 6, 7, 2, 3, 4, 5].

@@ -31,10 +31,10 @@ from torch.nn import functional
 
 from hf_moe_ep.sequence.mixer_arguments import describes_packing
 from hf_moe_ep.sequence.mixers import LayerSlice
-from hf_moe_ep.sequence.packed_rows import check_packed_flash, find_documents, text_positions
+from hf_moe_ep.sequence.packed_rows import check_packed_flash, find_documents, find_text_positions
 from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
 from hf_moe_ep.sequence.slice_arguments import LayerArguments
-from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices, zigzag_order
+from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, make_zigzag_order, sum_slices
 from hf_moe_ep.state import ModelState, OfModel, Ours, StateHook
 from hf_moe_ep.upstream.attention_interface import model_uses_flash_attention
 from hf_moe_ep.upstream.frameworks import how_to_keep_all_logits
@@ -42,8 +42,8 @@ from hf_moe_ep.upstream.models import (
     IGNORED_LABEL,
     asks_for,
     bind_forward,
+    find_cache,
     find_tokens,
-    given_cache,
     is_fused_head,
 )
 from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
@@ -92,7 +92,7 @@ class SplitSequence(Ours):
         selects_positions = isinstance(keep, Tensor) or bool(keep)
         always_split = model.training or given.get("labels") is not None
         split = always_split or (given.get("use_cache") is False and not selects_positions)
-        if given_cache(given) is not None:
+        if find_cache(given) is not None:
             return None
         if not split:
             return _with_documents(model, given) if self.separates else None
@@ -124,7 +124,7 @@ class SplitSequence(Ours):
                 f"{self.state.config.sequence_sizes} needs; turn it off: liger_kernel_config="
                 f"{{'fused_linear_cross_entropy': False}}"
             )
-        order = zigzag_order(meshes.cp_size, meshes.sp_size) if self.zigzag else None
+        order = make_zigzag_order(meshes.cp_size, meshes.sp_size) if self.zigzag else None
         rank, size = meshes.sequence.get_local_rank(), meshes.ranks_per_batch
         part = Slice(group, rank, size, length=tokens.shape[1], order=order)
         part.divide(meshes.sp, meshes.cp)
@@ -170,7 +170,7 @@ class FindDocuments(Ours):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = bind_forward(model, args, kwargs)
-        if given.get("position_ids") is None or given_cache(given) is not None:
+        if given.get("position_ids") is None or find_cache(given) is not None:
             return None
         return _with_documents(model, given)
 
@@ -206,7 +206,7 @@ def _find_packed_documents(
     Rows with a mask (B, S) are padded and not packed. A mask of the caller with another shape, such
     as (B, 1, S, S), may separate documents in attention, but not in mixers. With such a mask, or
     with flash attention, a document begins only where positions do not increase. Otherwise a
-    document also begins behind a gap between positions.
+    document also begins after a gap between positions.
 
     Raises:
         ValueError: flash attention would mix the documents of several rows.
@@ -436,7 +436,7 @@ def _choose_mask(positions: Tensor | None, mask: Any) -> Any:
     mask, transformers would ignore the positions, and the documents would silently attend to each
     other (masking_utils.py, _preprocess_mask_arguments).
     """
-    text = None if positions is None else text_positions(positions)
+    text = None if positions is None else find_text_positions(positions)
     if text is None or not isinstance(mask, Tensor) or mask.ndim != 2:
         return mask
     both_visible = (mask[:, 1:] * mask[:, :-1]).bool()
@@ -456,12 +456,12 @@ def _check_axes(given: dict[str, Any], *, separates: bool) -> None:
 
     Stock code finds documents only by the positions of the text. Positions (3, B, S) lack them, so
     stock code would mix the documents silently. Only the first token of a document has position 0
-    on every axis, because a picture or video has larger positions than the text in front of it.
-    A batch that describes its documents by lengths, or by a mask of queries and keys, is accepted
-    if no hook has to separate documents.
+    on every axis, because a picture or video has larger positions than the text before it. A batch
+    that describes its documents by lengths, or by a mask of queries and keys, is accepted if no
+    hook has to separate documents.
     """
     positions, mask = given.get("position_ids"), given.get("attention_mask")
-    if positions is None or text_positions(positions) is not None:
+    if positions is None or find_text_positions(positions) is not None:
         return
     visible = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
     if (describes_packing(given) or mask is not visible) and not separates:

@@ -38,7 +38,7 @@ from hf_moe_ep.sequence.context import attend
 from hf_moe_ep.sequence.latent_cache import restore_order
 from hf_moe_ep.sequence.partial_attention import compute_once
 from hf_moe_ep.sequence.slices import SLICE, Slice
-from hf_moe_ep.upstream.attention_interface import stock_attention
+from hf_moe_ep.upstream.attention_interface import copy_with_stock_config
 
 
 # torch.compile cannot trace the exchanges.
@@ -57,7 +57,7 @@ def split_attention(
     This function is registered with transformers' attention interface.
     """
     part: Slice | None = kwargs.pop(SLICE, None)
-    module = stock_attention(module)
+    module = copy_with_stock_config(module)
     if part is None:
         return stock(module, query, key, value, attention_mask, **kwargs)
     heads, kv_heads = part.heads, key.shape[1]

@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.ranks.mesh import Meshes
-from hf_moe_ep.upstream.sharded_models import empty_of_group
+from hf_moe_ep.upstream.sharded_models import allocate_for_group
 
 _NUM_BUFFERS = 2
 # torch 2.11 has the second names only.
@@ -92,7 +92,7 @@ class FixedBuffers:
                 f"fsdp_double_buffer out"
             )
         if self.register:
-            memory = empty_of_group(group, size, dtype, device)
+            memory = allocate_for_group(group, size, dtype, device)
         else:
             memory = torch.empty(size, dtype=dtype, device=device)
         buffers.append(_Buffer(memory))

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.config import ParallelConfig, launched_local_rank, launched_local_world_size
+from hf_moe_ep.config import ParallelConfig, get_launched_local_rank, get_launched_local_world_size
 from hf_moe_ep.ranks.all_ranks import differing, is_first, run_on_all, this_rank
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.values import ParameterEntries
-from hf_moe_ep.state import ModelState, experts_modules
+from hf_moe_ep.state import ModelState, iterate_experts_modules
 from hf_moe_ep.upstream.adapters import layer_replication
-from hf_moe_ep.upstream.models import is_quantized, model_config_fields, packed_parameters
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.models import is_quantized, list_model_config_fields, list_packed_parameters
+from hf_moe_ep.upstream.module_names import get_canonical_name
 
 
 def check_adapters_separate(model: nn.Module) -> None:
@@ -41,7 +41,7 @@ def check_adapters_separate(model: nn.Module) -> None:
         if parameter.is_meta or not parameter.numel():
             continue
         address = parameter.data_ptr(), parameter.numel()
-        names.setdefault(address, []).append(canonical_name(name))
+        names.setdefault(address, []).append(get_canonical_name(name))
         if parameter.requires_grad:
             trained.add(address)
     for address, shared_names in names.items():
@@ -65,7 +65,7 @@ def check_experts_unshared(model: nn.Module, experts_units: Iterable[Sequence[nn
         names_in_unit: dict[nn.Parameter, str] = {}
         for module in modules:
             for name, parameter in module.named_parameters():
-                names_in_unit.setdefault(parameter, canonical_name(f"{names[module]}.{name}"))
+                names_in_unit.setdefault(parameter, get_canonical_name(f"{names[module]}.{name}"))
         for parameter in filter(known.get, names_in_unit):
             raise ValueError(
                 f"{known[parameter]} and {names_in_unit[parameter]} are one parameter, and after "
@@ -81,7 +81,7 @@ def check_experts_split(experts: nn.Module, entries: ParameterEntries) -> None:
 
     Every rank would then compute its own experts with the rows of the first experts.
     """
-    for _, module, layer in experts_modules(experts):
+    for _, module, layer in iterate_experts_modules(experts):
         if layer.compute is None:
             continue
         for name in (name + end for name in layer.compute.parameters for end in ("", "_bias")):
@@ -99,11 +99,11 @@ def check_experts_split(experts: nn.Module, entries: ParameterEntries) -> None:
 def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions) -> None:
     """Raise on every rank if models, configs or precisions differ, or if rank 0 has no weights."""
     layers = sorted(
-        (layer.index, canonical_name(name)) for name, _, layer in experts_modules(model)
+        (layer.index, get_canonical_name(name)) for name, _, layer in iterate_experts_modules(model)
     )
     shapes = [
         (
-            canonical_name(name),
+            get_canonical_name(name),
             tuple(p.shape),
             str(p.dtype),
             p.requires_grad,
@@ -120,7 +120,7 @@ def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions
     # Only the first difference is reported. Config fields come last, because the facts above are
     # easier to understand. For example, the names of the MoE layers say more than the config field
     # with their number.
-    for name, value in sorted(model_config_fields(model).items()):
+    for name, value in sorted(list_model_config_fields(model).items()):
         facts[f"{name} of the model's config"] = repr(value)
     loaded = [p for p in model.parameters() if p not in options.empty_params]
     tensors = [*loaded, *model.buffers()]
@@ -158,8 +158,8 @@ def check_nodes(config: ParallelConfig) -> None:
 
 
 def _check_local_rank(node_size: int | None) -> None:
-    local_rank, rank = launched_local_rank(), this_rank()
-    if node_size is None or local_rank is None or node_size != launched_local_world_size():
+    local_rank, rank = get_launched_local_rank(), this_rank()
+    if node_size is None or local_rank is None or node_size != get_launched_local_world_size():
         return
     if rank % node_size != local_rank:
         raise ValueError(
@@ -242,7 +242,7 @@ class RefuseUnfrozen:
 def check_packed(model: nn.Module, options: ShardOptions) -> None:
     """Raise if FSDP2 would cast packed 4-bit weights, whose bytes are codes and not numbers."""
     dtype = options.mp_policy.param_dtype
-    packed = {id(parameter) for parameter in packed_parameters(model)}
+    packed = {id(parameter) for parameter in list_packed_parameters(model)}
     for name, parameter in model.named_parameters():
         is_cast = dtype is not None and parameter.dtype != dtype
         if id(parameter) in packed and parameter not in options.ignored_params and is_cast:

@@ -35,7 +35,7 @@ from hf_moe_ep.ranks.mesh import Meshes, Stages
 from hf_moe_ep.sharding.gathered import check_backward_has_ended
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream.norms import norm_dtype, vector_norms
+from hf_moe_ep.upstream.norms import choose_norm_dtype, compute_vector_norms
 
 
 def clip_grad_norm_(
@@ -170,9 +170,9 @@ def _sum_powers(parameters: list[Tensor], norm_type: float, meshes: Meshes | Non
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    norms = vector_norms([shard for shard in shards if shard.numel() > 0], norm_type)
+    norms = compute_vector_norms([shard for shard in shards if shard.numel() > 0], norm_type)
     if not norms:
-        total = torch.zeros((), dtype=norm_dtype(shards), device=shards[0].device)
+        total = torch.zeros((), dtype=choose_norm_dtype(shards), device=shards[0].device)
     elif norm_type == float("inf"):
         total = torch.stack(norms).amax()
     else:

@@ -10,8 +10,8 @@ The dim of a LoRA factor of experts is chosen as with "auto", whatever the optio
 etp_size > 1, see `_choose_dim`).
 
 FSDP2 sums the gradients over ep_fsdp without dividing them, because our backward has divided them
-(`grad_divisors` in `options.py`). `shard.py` decides which modules are units, and sets the values
-of their parameters before.
+(`choose_grad_divisors` in `options.py`). `shard.py` decides which modules are units, and sets the
+values of their parameters before.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hf_moe_ep.etp import Cut
 from hf_moe_ep.ops.quantised import (
     BLOCK_SCALE,
     NESTED_SCALE,
+    can_cut_rows,
     rows_and_columns_of_blocks,
-    rows_may_be_cut,
 )
 from hf_moe_ep.ranks.mesh import Meshes
-from hf_moe_ep.sharding.options import ShardOptions, grad_divisors
+from hf_moe_ep.sharding.options import ShardOptions, choose_grad_divisors
 from hf_moe_ep.sharding.values import ParameterEntries, ParameterEntry
 from hf_moe_ep.sharding.whole_experts import can_stay_whole, keep_whole
-from hf_moe_ep.state import ModelState, experts_modules
+from hf_moe_ep.state import ModelState, iterate_experts_modules
 from hf_moe_ep.upstream.experts_interface import post_expert_norm
 from hf_moe_ep.upstream.modules import keep_dtypes
 from hf_moe_ep.upstream.sharded_models import bytes_as_parameters, fully_shard_tied
@@ -58,7 +58,7 @@ def shard_experts(
     shard_dim = state.config.expert_shard_dim
     # `experts` may be PEFT's wrappers, which contain the patched modules.
     inner = [module for wrapper in experts for module in wrapper.modules()]
-    layers = [layer for wrapper in experts for _, _, layer in experts_modules(wrapper)]
+    layers = [layer for wrapper in experts for _, _, layer in iterate_experts_modules(wrapper)]
 
     def placement(parameter: nn.Parameter) -> Shard:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -96,7 +96,7 @@ def shard_experts(
     # (https://github.com/pytorch/pytorch/issues/190747).
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-    divisor, after = grad_divisors(
+    divisor, after = choose_grad_divisors(
         dtype,
         options.mp_policy.reduce_dtype or dtype,
         ep_size=meshes.dispatch.size(),
@@ -183,7 +183,7 @@ def _splits_no_block(entry: ParameterEntry, dim: int, ndim: int, ranks: int) -> 
         return True
     _, rows, columns = entry.local_LOI(1)
     if dim < ndim - 1:
-        return rows_may_be_cut((rows, columns), entry.quantisation, ranks)
+        return can_cut_rows((rows, columns), entry.quantisation, ranks)
     _, block_columns = rows_and_columns_of_blocks(entry.quantisation)
     return columns % (block_columns * ranks) == 0
 

@@ -48,12 +48,12 @@ from torch.distributed.fsdp import FSDPModule
 from hf_moe_ep.moe.forwards import KeepForwards
 from hf_moe_ep.moe.layer import ForwardGuard
 from hf_moe_ep.sharding.checks import RefuseUnfrozen
-from hf_moe_ep.sharding.units import reshard, units_in
+from hf_moe_ep.sharding.units import list_units_in, reshard
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
-from hf_moe_ep.upstream.graph import tensors_in
-from hf_moe_ep.upstream.models import base_model_prefix, models_that_generate
-from hf_moe_ep.upstream.modules import forward_hooks
+from hf_moe_ep.upstream.graph import list_tensors_in
+from hf_moe_ep.upstream.models import base_model_prefix, list_models_that_generate
+from hf_moe_ep.upstream.modules import list_forward_hooks
 from hf_moe_ep.upstream.sharded_models import (
     backward_has_begun,
     begin_with_root,
@@ -72,7 +72,7 @@ def check_backward_has_ended(model: Any) -> None:
 
     The model must run neither a forward nor a backward.
     """
-    if not any(map(backward_has_begun, units_in(model))):
+    if not any(map(backward_has_begun, list_units_in(model))):
         return
     reshard(model)
     with_grads = [name for name, p in model.named_parameters() if p.grad is not None]
@@ -103,7 +103,7 @@ class GatheredUnits:
         self.may_be_gathered = False
         self.shows_shards = False
         self.generates = False
-        self._units = units_in(root)
+        self._units = list_units_in(root)
 
     def attach(self) -> None:
         """Register the hooks on the root, and replace `named_modules` and `generate`."""
@@ -120,7 +120,7 @@ class GatheredUnits:
         inner = without_adapters(self.root)
         if prefix := base_model_prefix(inner):
             getattr(inner, prefix).register_forward_pre_hook(self._begin_decoder, prepend=True)
-        for model in models_that_generate(self.root):
+        for model in list_models_that_generate(self.root):
             own = vars(model).get("generate")  # set by a library or by the user
             setattr(model, "generate", partial(self._generate, model, own))  # noqa: B010
 
@@ -143,7 +143,7 @@ class GatheredUnits:
         if backward_is_running() or forward_of_root_has_begun(self.root):
             return
         self._begin_forward()
-        for hook in forward_hooks(self.root):
+        for hook in list_forward_hooks(self.root):
             if isinstance(hook, (KeepForwards, ForwardGuard, RefuseUnfrozen)):
                 hook(self.root, ())
 
@@ -165,7 +165,7 @@ class GatheredUnits:
             return
         self.may_be_gathered = True
         if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
+            for tensor in list_tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._show_gathered)
 

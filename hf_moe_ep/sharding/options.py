@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from hf_moe_ep.config import launched_local_rank
+from hf_moe_ep.config import get_launched_local_rank
 from hf_moe_ep.ranks.all_ranks import check_own_gpu
-from hf_moe_ep.upstream.models import packed_parameters
+from hf_moe_ep.upstream.models import list_packed_parameters
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class ShardOptions:
         return kwargs
 
 
-def default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
+def choose_default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
     """Return (mixed precision, fp32_masters) for a training loop without Accelerate.
 
     A bf16 or fp16 model computes in that dtype, with fp32 master weights and fp32 gradient
     reduction. An fp32 or fp64 model has no mixed precision. The dtype in which 4-bit weights are
     packed does not matter.
     """
-    packed = set(packed_parameters(model))
+    packed = set(list_packed_parameters(model))
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() and p not in packed}
     half_dtypes = sorted(dtypes & {torch.bfloat16, torch.float16}, key=str)
     if not half_dtypes:
@@ -73,16 +73,16 @@ def default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
     return MixedPrecisionPolicy(param_dtype=half_dtypes[0], reduce_dtype=torch.float32), True
 
 
-def kept_whole(model: nn.Module) -> frozenset[nn.Parameter]:
+def list_kept_whole(model: nn.Module) -> frozenset[nn.Parameter]:
     """Return the 4-bit weights that every rank keeps whole.
 
     These weights are stored as bytes, which some torch versions cannot shard.
     """
-    packed = packed_parameters(model)
+    packed = list_packed_parameters(model)
     return frozenset(p for p in packed if not p.requires_grad and not p.is_floating_point())
 
 
-def grad_divisors(
+def choose_grad_divisors(
     dtype: torch.dtype, reduce_dtype: torch.dtype, *, ep_size: int, world_size: int
 ) -> tuple[int, int]:
     """Return (before, after), two divisors of the experts' gradients. Their product is world_size.
@@ -112,7 +112,7 @@ def grad_divisors(
     return before, world_size // before
 
 
-def default_device() -> torch.device:
+def choose_default_device() -> torch.device:
     """Return the device of the default process group: this rank's GPU with NCCL, else the CPU.
 
     Raises:
@@ -134,7 +134,7 @@ def _choose_gpu() -> int:
     group_device: torch.device | None = dist.group.WORLD.bound_device_id
     if group_device is not None and group_device.index is not None:
         return group_device.index
-    local_rank = launched_local_rank()
+    local_rank = get_launched_local_rank()
     # The current device is 0 until a script chooses another device, so 0 is not taken as a choice.
     # LOCAL_RANK is not a valid index if the launcher shows each rank a single GPU.
     was_chosen = torch.cuda.is_initialized() and torch.cuda.current_device() != 0

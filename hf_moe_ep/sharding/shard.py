@@ -24,10 +24,10 @@ are described in `ranks/mesh.py`.
     correction biases    not sharded; in the dtype in   none
                          which they were loaded
 
-"Our backward" is the backward of `run_experts`. `grad_divisors` (`options.py`) returns its divisor.
-With fp16 this divisor may be smaller than the world size; the sum is then divided by the remaining
-factor. Stock's experts code (experts_backend="eager") does not divide in backward, so FSDP2
-averages the gradients.
+"Our backward" is the backward of `run_experts`. `choose_grad_divisors` (`options.py`) returns its
+divisor. With fp16 this divisor may be smaller than the world size; the sum is then divided by the
+remaining factor. Stock's experts code (experts_backend="eager") does not divide in backward, so
+FSDP2 averages the gradients.
 
 If ep_size * etp_size is the number of ranks, each rank holds its experts whole, and their weights
 are not part of a unit. `whole_experts.py` lists the exceptions.
@@ -114,8 +114,8 @@ from hf_moe_ep.sharding.units import (
     allow_reentrant_checkpoints,
     gather_for_caches,
     keep_last_layer,
+    list_units,
     set_prefetch,
-    units_of,
 )
 from hf_moe_ep.sharding.values import (
     ParameterEntries,
@@ -128,9 +128,9 @@ from hf_moe_ep.sharding.values import (
 from hf_moe_ep.sharding.whole_experts import can_stay_whole
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import refuse_unmerge, without_adapters
-from hf_moe_ep.upstream.hub import kept_in_fp32
+from hf_moe_ep.upstream.hub import list_kept_in_fp32
 from hf_moe_ep.upstream.models import keep_packing
-from hf_moe_ep.upstream.module_names import canonical_name, stock_name, without_copies
+from hf_moe_ep.upstream.module_names import get_canonical_name, get_stock_name, without_copies
 from hf_moe_ep.upstream.sharded_models import (
     fully_shard_tied,
     keep_recorded_outputs,
@@ -182,7 +182,7 @@ def shard_units(
     """Shard a patched model in place over `meshes`. Nothing is checked that needs other ranks."""
     keep_forwards(state)
     parts = find_parts_of_stage(model, state)
-    units = units_of(parts)
+    units = list_units(parts)
     received = {} if state.stage is None else state.stage.values
     check_frozen(model, units.all_experts)
     entries = find_entries(model, units.all_experts, state.plan, options)
@@ -198,7 +198,7 @@ def shard_units(
         check_shared(experts, entries, state)
         check_expert_shard_dim(experts, entries, state, meshes)
     named = model.named_parameters(remove_duplicate=False)
-    dtypes = {canonical_name(name): parameter.dtype for name, parameter in named}
+    dtypes = {get_canonical_name(name): parameter.dtype for name, parameter in named}
     others = {} if state.stage is None else state.stage.tensors
     state.dtypes = {name: tensor.dtype for name, tensor in others.items()} | dtypes
     broadcast_unsharded(model, meshes, options)
@@ -351,7 +351,7 @@ def _is_kept_in_fp32(
     `name` is the name of the module in `model`.
     """
     dtype = options.mp_policy.param_dtype
-    kept = kept_in_fp32(model, dtype) if dtype in (torch.bfloat16, torch.float16) else []
+    kept = list_kept_in_fp32(model, dtype) if dtype in (torch.bfloat16, torch.float16) else []
     own = {
         parameter: _find_stock_name(f"{name}.{own_name}", state)
         for own_name, parameter in module.named_parameters()
@@ -363,7 +363,7 @@ def _is_kept_in_fp32(
 
 def _find_stock_name(name: str, state: ModelState) -> str:
     """Return the name in the stock model; a module of an MTP head gets its name in layer 0."""
-    return name_in_layer(without_copies(stock_name(name)), state.plan)
+    return name_in_layer(without_copies(get_stock_name(name)), state.plan)
 
 
 def _make_fp32_kwargs(options: ShardOptions) -> dict[str, Any]:

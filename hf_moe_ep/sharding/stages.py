@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 from hf_moe_ep.architectures import Parts, find_parts
 from hf_moe_ep.pipeline.cut import (
+    assign_layers_to_stages,
     cut_model,
-    layers_of_stages,
-    parameters_outside,
-    parts_of_stage,
-    stage_of_names,
+    list_parameters_outside,
+    map_names_to_stages,
+    select_parts_of_stage,
 )
 from hf_moe_ep.pipeline.run import Pipeline
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.routing.layers import RoutedLayers, find_routed_layers
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.state import ModelState
-from hf_moe_ep.upstream.modules import own_buffers, replace_call
+from hf_moe_ep.upstream.modules import get_own_buffers, replace_call
 
 
 def cut_into_stages(
@@ -49,15 +49,15 @@ def cut_into_stages(
             f"loss, so gradients in fp16 would become zero; train in bf16"
         )
     parts = find_parts(model, state.plan)
-    outside = parameters_outside(model, parts)
+    outside = list_parameters_outside(model, parts)
     if outside:
         raise ValueError(
             f"pp_size={stages.size} places adapters with the layers that they adapt, but "
             f"{outside[0]} belongs to no layer, embedding, final norm or head, as with prompts and "
             f"with adapters that share a bank of vectors; train a LoraConfig, or leave pp_size at 1"
         )
-    layers = layers_of_stages(len(parts.layers), state.config)
-    values = _send_values(model, stage_of_names(model, parts, layers), options, meshes)
+    layers = assign_layers_to_stages(len(parts.layers), state.config)
+    values = _send_values(model, map_names_to_stages(model, parts, layers), options, meshes)
     routed = _describe_routing(parts, state)
     stage = cut_model(model, parts, state, stages.index, layers)
     stage.routed = routed
@@ -81,7 +81,7 @@ def _describe_routing(parts: Parts, state: ModelState) -> RoutedLayers | str:
 def find_parts_of_stage(model: nn.Module, state: ModelState) -> Parts:
     """Return the parts of a model, or with pipeline stages the parts of this rank's stage."""
     parts = find_parts(model, state.plan, complete=state.stage is None)
-    return parts if state.stage is None else parts_of_stage(parts, state.stage)
+    return parts if state.stage is None else select_parts_of_stage(parts, state.stage)
 
 
 @torch.no_grad()
@@ -111,14 +111,14 @@ def _send_values(
                 if value is not None and parameter not in received:
                     received[parameter] = value.cpu()
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in own_buffers(module).items():
+        for name, buffer in get_own_buffers(module).items():
             if buffer is None:
                 continue
             for receiver in _list_receivers(f"{prefix}.{name}".lstrip("."), stage_of, stages.size):
                 target = first_ranks[receiver]
                 value = _transfer(buffer.detach(), target, rank, group, meshes.device)
                 if value is not None:
-                    own_buffers(module)[name] = value
+                    get_own_buffers(module)[name] = value
     return received
 
 

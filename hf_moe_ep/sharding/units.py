@@ -67,10 +67,10 @@ class Units:
 
 def find_units(model: nn.Module, plan: ModelPlan) -> Units:
     """Find the units of a model that is not sharded yet."""
-    return units_of(find_parts(model, plan))
+    return list_units(find_parts(model, plan))
 
 
-def units_of(parts: Parts) -> Units:
+def list_units(parts: Parts) -> Units:
     """List the units of a model, or of the part that a pipeline stage holds."""
     tied = parts.tied or bool(parts.tied_modules)
     tied_embedding = [parts.embedding] if tied and parts.embedding is not None else []
@@ -142,7 +142,7 @@ def allow_reentrant_checkpoints(units: Units, routers: Routers) -> None:
             unit.register_forward_pre_hook(forget_finished_backward, prepend=True)
 
 
-def units_in(model: Any) -> list[FSDPModule]:
+def list_units_in(model: Any) -> list[FSDPModule]:
     """Return the modules of a model that are FSDP2 units, or parts of one."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -152,7 +152,7 @@ def reshard(model: nn.Module) -> None:
 
     `gathered.py` says which units stay gathered.
     """
-    for unit in units_in(model):
+    for unit in list_units_in(model):
         reshard_unit(unit)
 
 

@@ -31,15 +31,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_moe_ep.etp import Cut, cut_of_tensor, find_cuts
-from hf_moe_ep.lora.computed import Conversion, stack_conversion, stacked_factors
+from hf_moe_ep.lora.computed import Conversion, iterate_stacked_factors, stack_conversion
 from hf_moe_ep.ops.quantised import Quantisation, quantise_stack
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.boxes import from_even_shards
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.sharding.options import ShardOptions
-from hf_moe_ep.state import Compute, experts_modules
+from hf_moe_ep.state import Compute, iterate_experts_modules
 from hf_moe_ep.upstream.models import is_correction_bias
-from hf_moe_ep.upstream.modules import own_buffers
+from hf_moe_ep.upstream.modules import get_own_buffers
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,9 @@ def find_entries(
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(parameter, []).append((module, name))
-    factors = {factor.parameter: stack_conversion(factor) for factor in stacked_factors(model)}
+    factors = {
+        factor.parameter: stack_conversion(factor) for factor in iterate_stacked_factors(model)
+    }
     stacked = {
         parameter
         for module in experts
@@ -118,7 +120,9 @@ def find_entries(
 def _find_quantised(experts: Iterable[nn.Module]) -> dict[nn.Parameter, Compute]:
     """Map each stacked matrix that is to be quantised to the `Compute` of its module."""
     compute_of: dict[nn.Parameter, Compute] = {}
-    for _, module, layer in (found for wrapped in experts for found in experts_modules(wrapped)):
+    for _, module, layer in (
+        found for wrapped in experts for found in iterate_experts_modules(wrapped)
+    ):
         compute = layer.compute
         if compute is not None and compute.quantisation is not None:
             compute_of |= {getattr(module, name): compute for name in compute.parameters}
@@ -231,6 +235,6 @@ def broadcast_unsharded(model: nn.Module, meshes: Meshes, options: ShardOptions)
         if parameter in options.ignored_params and type(parameter) is nn.Parameter:
             parameter.data = broadcast_from_first(parameter.detach(), meshes)
     for module in model.modules():
-        for name, buffer in own_buffers(module).items():
+        for name, buffer in get_own_buffers(module).items():
             if buffer is not None:
-                own_buffers(module)[name] = broadcast_from_first(buffer.detach(), meshes)
+                get_own_buffers(module)[name] = broadcast_from_first(buffer.detach(), meshes)

@@ -1,14 +1,16 @@
-"""Contain all uses of private names of torch, transformers, accelerate, peft and trl.
+"""Import the private names of torch, transformers, accelerate, peft and trl.
 
-This folder has one file per topic, and contains every version check. Each file lists the upstream
-files that it depends on. If an upgrade of another project breaks something, read this folder, and
-the table of `integrations/install.py`, which names the wrapped functions as strings. This
-folder never decides how a model is trained.
+Only this folder imports private names and compares versions. It has one file per topic, and each
+file lists the upstream files that it depends on. If an upgrade of another project breaks something,
+read this folder, and the table of `integrations/install.py`, which names the wrapped functions as
+strings. A few other files name an attribute of a stock module as a string, such as
+`_gradient_checkpointing_func`, or look up a new name of torch (`ranks/collectives.py`). This folder
+never decides how a model is trained.
 
     attention_interface     our functions in transformers' attention and mask interfaces
     experts_interface       our forward of all experts in transformers' experts interface
     models                  the parts, the config, the forward and the buffers of a model
-    code                    names that the code of a module uses, arguments of its forward
+    code                    names that the code of a module uses, arguments of the forward
     causal_loss             how a model's forward uses its logits, and transformers' causal loss
     towers                  vision towers, and the arguments of a forward for pictures and sound
     graph                   parameters that the autograd graph of a tensor reaches; nested tensors
@@ -30,7 +32,7 @@ folder never decides how a model is trained.
     checkpoint_files        files and planner of torch.distributed.checkpoint
     hub                     folders of the hub, and the model that a config describes
     named_weights           the weight file that config.json names
-    loading                 a call of our function in from_pretrained, before it loads weights
+    loading                 a hook of from_pretrained that runs before the weights are loaded
     conversion              conversion of a model's tensors to the tensors of a hub checkpoint
     adapters                PEFT: adapters, their factors, and the tensors that PEFT saves
     adapter_files           PEFT: the config in an adapter's folder, an adapter for a model on meta
@@ -39,5 +41,5 @@ folder never decides how a model is trained.
     grpo                    methods of TRL's GRPO trainer, and its rollout engine
     requirements            allowed and installed versions of other packages
     launch_config           the default config file of `accelerate launch`
-    wrap                    calls of our wrapper instead of a function of another project
+    wrap                    replacement of another project's function by our wrapper
 """

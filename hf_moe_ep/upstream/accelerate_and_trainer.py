@@ -23,8 +23,8 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.config import launch_environment, launched_with_fsdp
-from hf_moe_ep.upstream.replaced_forwards import forward_functions
+from hf_moe_ep.config import is_launched_with_fsdp, read_launch_environment
+from hf_moe_ep.upstream.replaced_forwards import iterate_forward_functions
 from hf_moe_ep.upstream.wrap import find_owner
 
 
@@ -36,7 +36,7 @@ def accelerate_is_in_use() -> bool:
     that is the package accelerate or the class Accelerator. The import of accelerate alone is not
     a sign, because transformers imports accelerate.
     """
-    launched = launched_with_fsdp() or "ACCELERATE_MIXED_PRECISION" in launch_environment()
+    launched = is_launched_with_fsdp() or "ACCELERATE_MIXED_PRECISION" in read_launch_environment()
     if launched or PartialState._shared_state:
         return True
     if "Accelerator" not in vars(accelerate):
@@ -179,7 +179,7 @@ def has_chunked_loss(model: nn.Module) -> bool:
     The chunked loss is the default of SFTTrainer before TRL 1.15 (trl/trainer/sft_trainer.py). The
     new forward imports stock's function for the router's aux loss.
     """
-    names = {getattr(forward, "__name__", "") for forward in forward_functions(model)}
+    names = {getattr(forward, "__name__", "") for forward in iterate_forward_functions(model)}
     return "_chunked_ce_forward" in names
 
 

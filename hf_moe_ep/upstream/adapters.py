@@ -16,7 +16,7 @@ from typing import Any
 from accelerate.utils import fsdp_utils
 from torch import Tensor, nn
 
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.module_names import get_canonical_name
 from hf_moe_ep.upstream.replaced import replaced
 
 # The attribute of a PeftModel with the modules that compute its prompts (peft/peft_model.py).
@@ -138,7 +138,7 @@ def canonical_modules(model: nn.Module) -> Iterator[None]:
     original, is_replaced = model.named_modules, "named_modules" in vars(model)
 
     def rename(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        return ((canonical_name(name), module) for name, module in original(*args, **kwargs))
+        return ((get_canonical_name(name), module) for name, module in original(*args, **kwargs))
 
     setattr(model, "named_modules", rename)  # noqa: B010  mypy: a method
     try:
@@ -210,7 +210,7 @@ class LowRank:
     casts_product: bool
 
 
-def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def iterate_adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (name, wrapper) for each of PEFT's wrappers in the model.
 
     The wrappers are BaseTunerLayers (peft/tuners/tuners_utils.py) and AuxiliaryTrainingWrappers
@@ -218,7 +218,7 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """
     for name, module in model.named_modules():
         if hasattr(module, "adapter_layer_names"):
-            yield canonical_name(name), module
+            yield get_canonical_name(name), module
 
 
 def refuse_unmerge(model: nn.Module) -> None:
@@ -227,7 +227,7 @@ def refuse_unmerge(model: nn.Module) -> None:
     PEFT unmerges such layers in `unmerge_adapter`, in `set_adapter`, and in a forward with adapters
     switched off. In a forward PEFT would change gathered weights, which are freed afterwards.
     """
-    for name, layer in adapter_layers(model):
+    for name, layer in iterate_adapter_layers(model):
         if getattr(layer, "merged", False):
             layer.unmerge = partial(_raise_merged, name)
 
@@ -251,7 +251,9 @@ def layer_replication(model: nn.Module) -> Any:
 
 def active_adapters(model: nn.Module) -> list[str]:
     """Return the names of the adapters that are active in at least one wrapper of the model."""
-    return sorted({name for _, layer in adapter_layers(model) for name in layer.active_adapters})
+    return sorted(
+        {name for _, layer in iterate_adapter_layers(model) for name in layer.active_adapters}
+    )
 
 
 def check_mergeable(model: nn.Module) -> None:
@@ -260,7 +262,7 @@ def check_mergeable(model: nn.Module) -> None:
     Only products can be merged during an export. While an adapter is disabled, the model computes
     without the adapter's product, but merging would add this product to the weights.
     """
-    if not has_adapters(model) and not any(True for _ in adapter_layers(model)):
+    if not has_adapters(model) and not any(True for _ in iterate_adapter_layers(model)):
         return
     from peft.tuners.lora import layer as lora
     from peft.utils.other import ModulesToSaveWrapper
@@ -271,7 +273,7 @@ def check_mergeable(model: nn.Module) -> None:
                 f"adapter {name} trains a prompt ({type(config).__name__}), which cannot be merged "
                 f"into a weight; give the prompt itself to the inference engine"
             )
-    for name, module in adapter_layers(model):
+    for name, module in iterate_adapter_layers(model):
         if module.disable_adapters:
             raise ValueError(
                 f"the adapter of {name} is disabled by disable_adapter, so the model computes "
@@ -307,7 +309,7 @@ def left_out_by_merging(model: nn.Module) -> set[str]:
     modules_to_save. The result includes the names of all copies except the active copy.
     """
     left_out: set[str] = set()
-    for prefix, layer in adapter_layers(model):
+    for prefix, layer in iterate_adapter_layers(model):
         attributes = [*layer.adapter_layer_names, *layer.other_param_names]
         active_copy = None
         if hasattr(layer, "modules_to_save"):
@@ -319,7 +321,7 @@ def left_out_by_merging(model: nn.Module) -> set[str]:
             value = getattr(layer, attribute, None)
             if isinstance(value, (nn.Module, nn.Parameter)):
                 tensors = value.state_dict() if isinstance(value, nn.Module) else {"": value}
-                names = (canonical_name(f"{attribute}.{name}".rstrip(".")) for name in tensors)
+                names = (get_canonical_name(f"{attribute}.{name}".rstrip(".")) for name in tensors)
                 left_out |= {
                     f"{prefix}.{name}"
                     for name in names
@@ -334,7 +336,7 @@ def active_updates(model: nn.Module) -> Iterator[LowRank]:
     Adapters that are merged already are left out. The formulas come from peft/tuners/lora/layer.py:
     `merge` and `get_delta_weight` of Linear, Embedding and ParamWrapper.
     """
-    for _, layer in adapter_layers(model):
+    for _, layer in iterate_adapter_layers(model):
         for adapter in layer.active_adapters:
             if hasattr(layer, "modules_to_save") or adapter in layer.merged_adapters:
                 continue
@@ -405,7 +407,7 @@ def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
         if reset is None:
             continue
         if len(module.lora_embedding_A):
-            raise make_unattachable_error(f"LoRA on embeddings ({canonical_name(name)})")
+            raise make_unattachable_error(f"LoRA on embeddings ({get_canonical_name(name)})")
         for adapter in module.lora_A:
             for factor in (module.lora_A[adapter], module.lora_B[adapter]):
                 factor.to_empty(device="cpu")
@@ -464,7 +466,7 @@ def has_copies_on_meta(model: nn.Module) -> bool:
     """Return True if modules that adapters train as a whole (modules_to_save) are on meta."""
     return any(
         parameter.is_meta
-        for _, layer in adapter_layers(model)
+        for _, layer in iterate_adapter_layers(model)
         for parameter in getattr(layer, "modules_to_save", nn.ModuleDict()).parameters()
     )
 

@@ -23,21 +23,21 @@ _STOCK_CONFIG = "_hf_moe_ep_stock"
 # The interface has no function for the implementation "eager". A module with this implementation
 # calls `eager_attention_forward` of the file that defines the module.
 _EAGER, _EAGER_FUNCTION = "eager", "eager_attention_forward"
-# The attribute of our copy of a config with the name of the stock function that ours calls.
+# The attribute of our copy of a config that holds the name of the stock function.
 _WRAPPED_NAME = "_hf_moe_ep_wrapped_attention"
 # The attribute of a view of a config that holds our function for masks.
 _OWN_MASKS = "_hf_moe_ep_masks"
 
 
-def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool = False) -> Any:
-    """Return a copy of `config`, for attention modules only, that selects `wrap(stock function)`.
+def make_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool = False) -> Any:
+    """Return a copy of `config` with which attention modules call `wrap(stock function)`.
 
     The result of `wrap` is registered under a new name for attention. The name is also registered
     for masks, because transformers silently builds no mask for a name without a mask function. Our
     name contains stock's name, because transformers searches names for "flash".
 
     Args:
-        config: the config of the attention modules.
+        config: the config of the attention modules. Only they may get the copy.
         wrap: takes the stock function and returns ours.
         frames: True for a vision tower. (A frame is a picture, or one picture of a video.) Our name
             then always contains "flash", so that transformers passes the boundaries of the frames
@@ -67,8 +67,8 @@ def builds_dense_masks(config: Any) -> bool:
     return getattr(config, "_attn_implementation", None) in (_EAGER, "sdpa")
 
 
-def config_with_own_masks(config: Any, build: Any) -> Any:
-    """Return a view of `config`, for modules that build masks, that selects `build`.
+def make_mask_config(config: Any, build: Any) -> Any:
+    """Return a view of `config` with which the functions that build masks call `build`.
 
     The view has the same attributes as `config`, including attributes that are set later, except
     the attention implementation. Transformers' functions for masks pass the config on to the mask
@@ -94,7 +94,7 @@ def config_with_own_masks(config: Any, build: Any) -> Any:
         def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
             text = super().get_text_config(*args, **kwargs)
             is_view = text is self or not builds_dense_masks(text)
-            return text if is_view else config_with_own_masks(text, getattr(self, _OWN_MASKS))
+            return text if is_view else make_mask_config(text, getattr(self, _OWN_MASKS))
 
     view = object.__new__(ConfigView)
     object.__setattr__(view, "__dict__", vars(config))
@@ -148,7 +148,7 @@ def uses_flex_attention(module: Any) -> bool:
 def is_eager(module: Any) -> bool:
     """Return True if an attention module calls the eager function of its file.
 
-    This is also true if `own_attention_config` made the module's config: our function then calls
+    This is also true if `make_attention_config` made the module's config: our function then calls
     the eager function.
     """
     return bool(_get_stock_implementation(module) == _EAGER)
@@ -159,16 +159,16 @@ def _get_stock_implementation(module: Any) -> Any:
 
 
 def flash_aligns_first_query(module: Any) -> bool:
-    """Return True if the installed flash attention aligns the first query with the first key.
+    """Return True if a module calls a flash attention that aligns the first query and first key.
 
-    If there are fewer queries than keys, newer versions align the last query with the last key.
+    If there are fewer queries than keys, newer versions align the last query and the last key.
     """
     file = modeling_flash_attention_utils
     check = getattr(file, "flash_attn_supports_top_left_mask", None)
     return uses_flash_attention(module) and check is not None and bool(check())
 
 
-def stock_attention(module: nn.Module) -> Any:
+def copy_with_stock_config(module: nn.Module) -> Any:
     """Return a copy of an attention module with the stock config.
 
     A stock attention function reads the name of its flash attention kernel from the module's config

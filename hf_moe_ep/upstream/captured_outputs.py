@@ -1,7 +1,7 @@
 """Read and switch off transformers' collector of outputs, such as router logits.
 
-Hooks of modules fill the collector. It is a context variable, which torch.compile cannot read: each
-read breaks the graph. While transformers believes that a model is being compiled, the hooks read an
+Hooks of modules fill the collector, a context variable, which torch.compile cannot read: each read
+breaks the graph. While transformers believes that a model is being compiled, the hooks read an
 ordinary attribute instead (transformers/utils/output_capturing.py).
 """
 

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_moe_ep.upstream.replaced_forwards import forward_functions
+from hf_moe_ep.upstream.replaced_forwards import iterate_forward_functions
 
 _LOSS = "loss_function"
 
@@ -39,7 +39,7 @@ def other_use_of_logits(model: nn.Module, head_name: str) -> str:
     function and into its output. If the forward cannot be read or does not have this shape, the
     result describes that.
     """
-    *_, innermost = forward_functions(model)
+    *_, innermost = iterate_forward_functions(model)
     return _other_use(innermost, head_name)
 
 
@@ -49,7 +49,7 @@ def passes_arguments_to_loss(model: nn.Module) -> bool:
     Before transformers 5.23, the forwards of some vision-language models do not. The result is True
     for a forward whose code cannot be read, or that computes its loss in another way.
     """
-    *_, innermost = forward_functions(model)
+    *_, innermost = iterate_forward_functions(model)
     return _passes_arguments(innermost)
 
 

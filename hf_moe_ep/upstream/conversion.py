@@ -22,22 +22,23 @@ from transformers.core_model_loading import (
 )
 
 from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.module_names import stock_name, unwrap
-from hf_moe_ep.upstream.sharded_models import stock_class
+from hf_moe_ep.upstream.module_names import get_stock_name, unwrap
+from hf_moe_ep.upstream.sharded_models import get_stock_class
 
 T = TypeVar("T")
 _QUANTIZERS = "transformers.integrations."
 
 
-def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
+def convert_to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
     """Convert a model's tensors to the tensors that `save_pretrained` writes.
 
     Args:
-        model: the model. The conversions that loaded its weights are reversed. If there were none,
-            or if one of them decoded quantized weights, the conversions of the model's class are
-            reversed instead. A model of another library has no conversions.
-        tensors: the tensors by their names in a stock model. Other objects are possible too, if
-            transformers' operations accept them.
+        model: the model. If conversions were applied when its weights were loaded, they are
+            reversed. If no conversion was applied, or if one of them decoded quantized weights, the
+            conversions of the model's class are reversed instead. A model of another library has no
+            conversions.
+        tensors: the tensors by their names in a stock model. The values may also be other objects,
+            if transformers' operations accept these objects.
     """
     stock = without_adapters(unwrap(model))
     if not isinstance(stock, PreTrainedModel):
@@ -57,9 +58,9 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def map_to_model_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Map keys of a checkpoint to the names that the renamings in from_pretrained give them.
+    """Map keys of a checkpoint to the names in the model, by the renamings of from_pretrained.
 
-    The renamings for older checkpoints are included.
+    These include the renamings for older checkpoints.
     """
     # Some renamings depend on the names to which they were applied before. Each call therefore
     # creates new renamings, and applies them in the order of from_pretrained.
@@ -70,7 +71,7 @@ def map_to_model_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
     return {key: rename_source_key(key, renamings, [])[0] for key in keys}
 
 
-def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
+def find_other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
     """Map each of a checkpoint's `keys` to the key in `wanted` that names the same tensor.
 
     Two keys name the same tensor if `map_to_model_names` maps both to the same name. The result has
@@ -110,7 +111,7 @@ def _find_conversions(model: PreTrainedModel, **options: Any) -> list[Any]:
     stand_in = SimpleNamespace(
         base_model_prefix=model.base_model_prefix,
         named_modules=lambda: [
-            (stock_name(name), _make_config_holder(module))
+            (get_stock_name(name), _make_config_holder(module))
             for name, module in model.named_modules()
             if isinstance(module, PreTrainedModel)
         ],
@@ -120,7 +121,7 @@ def _find_conversions(model: PreTrainedModel, **options: Any) -> list[Any]:
 
 def _make_config_holder(module: PreTrainedModel) -> PreTrainedModel:
     """Make an object of the module's stock class that has only the module's config."""
-    holder: Any = object.__new__(stock_class(type(module)))
+    holder: Any = object.__new__(get_stock_class(type(module)))
     holder.__dict__["config"] = module.config
     assert isinstance(holder, PreTrainedModel)
     return holder

@@ -80,6 +80,6 @@ def without_memory(kind: Any) -> Any:
     return torch.Tensor._make_wrapper_subclass(kind, (0,), requires_grad=requires_grad)
 
 
-def storage_id(storage: torch.UntypedStorage) -> int:
+def get_storage_id(storage: torch.UntypedStorage) -> int:
     """Return a number that is the same for all tensors that share this storage."""
     return int(storage._cdata)

@@ -77,7 +77,7 @@ class ExpertsFlags:
     has_post_expert_norm: bool = False
 
 
-def experts_flags(module: nn.Module) -> ExpertsFlags:
+def get_experts_flags(module: nn.Module) -> ExpertsFlags:
     """Return the flags of an experts module. A missing flag is False."""
     if is_experts_class_of_liger(module):
         return ExpertsFlags(is_concatenated=True, has_gate=True)
@@ -102,7 +102,7 @@ def post_expert_norm(module: nn.Module) -> nn.Module | None:
     return getattr(module, "post_expert_norm", None)
 
 
-def experts_gate(module: Any) -> Callable[[Tensor], Tensor]:
+def get_experts_gate(module: Any) -> Callable[[Tensor], Tensor]:
     """Return the function that turns an expert's pre-activations into the input of down_proj.
 
     The function is the gate of the module, or the activation function of a module without a gate.
@@ -118,7 +118,7 @@ def _apply_swiglu(pre_AG: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
+def list_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
     """Return two sets of numbers: candidates for the alpha and for the limit of a clamped gate.
 
     Different models store the two constants under different names.
@@ -131,13 +131,13 @@ def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
     return numbers("alpha", "swiglu_alpha"), numbers("limit", "swiglu_limit") - {math.inf}
 
 
-def experts_gate_caps(module: nn.Module) -> set[float]:
+def list_gate_caps(module: nn.Module) -> set[float]:
     """Return candidates for the soft caps of a gate: each `softcap` of a module or submodule."""
     caps = (vars(inner).get("softcap") for inner in module.modules())
     return {float(cap) for cap in caps if cap is not None}
 
 
-def own_experts_config(config: Any, implementation: str) -> Any:
+def make_experts_config(config: Any, implementation: str) -> Any:
     """Return a copy of `config`, for experts modules only, that selects `implementation`.
 
     `config` itself is not changed, because other models may share it and because it is saved as

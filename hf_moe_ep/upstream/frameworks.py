@@ -14,7 +14,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from hf_moe_ep.upstream.requirements import installed_version
+from hf_moe_ep.upstream.requirements import get_installed_version
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ def how_to_shard() -> str:
     return _GENERAL if framework is None else f"{framework.name}: {framework.to_shard}"
 
 
-def problem_of_version() -> str:
+def describe_version_problem() -> str:
     """Return a sentence if the running framework is older than the tested versions, else ""."""
     framework = _find_running()
     if framework is None or not framework.tested:
         return ""
-    found = installed_version(framework.package)
+    found = get_installed_version(framework.package)
     if found is None or Version(found) >= Version(framework.tested):
         return ""
     return (

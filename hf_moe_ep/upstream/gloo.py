@@ -5,7 +5,7 @@ assigns the collective's name to a string that all workers of the group share, w
 (ProcessGroupGloo::runLoop in torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). Two workers that
 do this at the same time free the string's buffer twice. The process then aborts, or crashes later
 in other code. Only names of more than 15 characters have a buffer that can be freed. Such a name is
-ALLGATHER_COALESCED, the all-gather behind `DTensor.full_tensor()` and `redistribute()`.
+ALLGATHER_COALESCED, the all-gather of `DTensor.full_tensor()` and `redistribute()`.
 
 With one worker thread, the collectives of a group run one after another, in the order in which
 every rank starts them. Collectives of different groups still overlap.
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_moe_ep.config import gloo_interfaces
+from hf_moe_ep.config import list_gloo_interfaces
 from hf_moe_ep.upstream.replaced import replaced
 
 # torch has no public way to set the number of workers: new_group() and init_process_group() ignore
@@ -69,7 +69,7 @@ def _make_one_worker_class(stock: Any) -> Any:
 
 def _list_devices(stock: Any) -> list[Any]:
     """List the network devices in GLOO_SOCKET_IFNAME or, if it is empty, torch's default device."""
-    interfaces = gloo_interfaces()
+    interfaces = list_gloo_interfaces()
     if not interfaces:
         return [stock.create_default_device()]
     return [stock.create_device(interface=name) for name in interfaces]

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def reached_parameters(
+def find_reached_parameters(
     tensors: Iterable[Tensor], candidates: Iterable[Tensor]
 ) -> tuple[set[int], set[int]]:
     """Return the ids of the `candidates` that get, and that may get, a gradient from `tensors`.
@@ -60,7 +60,7 @@ def _find_modules(function: Any) -> Iterator[nn.Module]:
         yield from _find_modules(function.__self__)
 
 
-def tensors_in(values: Any) -> list[Tensor]:
+def list_tensors_in(values: Any) -> list[Tensor]:
     """List the tensors in nested lists, tuples and dicts, from first to last.
 
     Dispatch modes call this function for every operator, and torch's `tree_leaves` would take three

@@ -24,7 +24,7 @@ GRPO = (
 SEVERAL_CALLS = ("tools", "rollout_func")
 
 
-def engine_of(trainer: Any) -> Any:
+def get_engine(trainer: Any) -> Any:
     """Return the vllm.LLM with which a trainer generates in this process, or None."""
     return getattr(getattr(trainer, "vllm_generation", None), "llm", None)
 

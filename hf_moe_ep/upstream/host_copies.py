@@ -14,14 +14,14 @@ from typing import Any
 from torch import Tensor
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
-# The functions of FSDP2 that copy between host and device; True for copies to the host. The first
-# copies parameters to the device before their all-gather, the second copies gradients to the host
-# after their reduction.
-_TO_HOST = {"all_gather_inputs": False, "foreach_reduce": True}
+# The functions of FSDP2 that copy between host and device, with True if they copy to the host. The
+# first function copies parameters to the device before their all-gather. The second one copies
+# gradients to the host after their reduction.
+_COPIES_TO_HOST = {"all_gather_inputs": False, "foreach_reduce": True}
 
 
 @contextmanager
-def host_copies(copy: Callable[[Tensor, bool], Tensor]) -> Iterator[None]:
+def intercept_host_copies(copy: Callable[[Tensor, bool], Tensor]) -> Iterator[None]:
     """Inside the block, make FSDP2 call `copy(x, to_host)` for its copies between host and device.
 
     On a CPU rank FSDP2's own calls would copy nothing, because host and device are the same. This
@@ -31,7 +31,7 @@ def host_copies(copy: Callable[[Tensor, bool], Tensor]) -> Iterator[None]:
 
     def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         caller = sys._getframe(1)
-        to_host = _TO_HOST.get(caller.f_code.co_name)
+        to_host = _COPIES_TO_HOST.get(caller.f_code.co_name)
         if to_host is not None and caller.f_globals["__name__"].startswith(_FSDP2):
             return copy(x, to_host)
         return stock(x, *args, **kwargs)

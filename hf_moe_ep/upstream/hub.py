@@ -30,11 +30,11 @@ from torch import nn
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
-from hf_moe_ep.config import ParallelConfig, suggestion
+from hf_moe_ep.config import ParallelConfig, suggest_name
 from hf_moe_ep.plan import MTP_HEAD
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.conversion import map_to_model_names
-from hf_moe_ep.upstream.module_names import stock_name, without_copies
+from hf_moe_ep.upstream.module_names import get_stock_name, without_copies
 from hf_moe_ep.upstream.named_weights import FIELD, named_weights
 
 # Matches paths. The name of a model on the hub, "model" or "owner/model", does not match.
@@ -192,7 +192,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def empty_model(
+def build_empty_model(
     folder: Path, model_class: Any, find_dtype: Callable[[], torch.dtype], options: dict[str, Any]
 ) -> Any:
     """Build the model that a folder's config describes. Only its buffers have values.
@@ -234,7 +234,7 @@ def empty_model(
     if unknown := sorted(options.keys() & unused.keys()):
         settings = [field.name for field in fields(ParallelConfig)]
         raise ValueError(
-            f"unknown option {unknown[0]}{suggestion(unknown[0], settings)}: it is neither an "
+            f"unknown option {unknown[0]}{suggest_name(unknown[0], settings)}: it is neither an "
             f"option of from_pretrained nor a field of {type(config).__name__}"
             f"{_ONLY_IN_STOCK.get(unknown[0], '')}"
         )
@@ -276,7 +276,7 @@ def _find_auto_class(config: Any, name: str) -> str | None:
     return next((auto for auto, code in auto_map.items() if str(code).endswith(f".{name}")), None)
 
 
-def empty_module(build: Callable[[], Any], dtype: torch.dtype) -> Any:
+def build_empty_module(build: Callable[[], Any], dtype: torch.dtype) -> Any:
     """Build a module in `dtype`. Its parameters are on meta, and its buffers have values.
 
     Accelerate allocates each parameter before it moves the parameter to meta. The stacked experts
@@ -297,7 +297,7 @@ def initialise(model: Any, module: nn.Module) -> None:
         module.apply(model._init_weights)
 
 
-def kept_in_fp32(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
+def list_kept_in_fp32(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
     """Return patterns of the tensors that stock keeps in fp32 in a model of `dtype`.
 
     The patterns are searched in names (modeling_utils.py). A model whose class is not from
@@ -310,13 +310,13 @@ def kept_in_fp32(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
 
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
     """Convert the tensors that stock keeps in fp32 to fp32 (modeling_utils.py)."""
-    patterns = kept_in_fp32(model, dtype)
+    patterns = list_kept_in_fp32(model, dtype)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and any(pattern.search(name) for pattern in patterns):
             tensor.data = tensor.data.float()
 
 
-def folders_of_loaded(model: Any) -> list[Path]:
+def list_folders_of_loaded(model: Any) -> list[Path]:
     """List the folders from which stock's from_pretrained can have loaded a model.
 
     The config has the name of a local folder. For a model of the hub, transformers 5.24 does not
@@ -358,7 +358,7 @@ def save_code(kind: Any, config: Any, folder: Path) -> None:
         custom_object_save(kind.__new__(kind), folder, config=config)
 
 
-def base_prefix(model: Any) -> str:
+def get_base_prefix(model: Any) -> str:
     """Return the prefix, such as "model.", of the base model's tensors in a model with a head."""
     return f"{model.base_model_prefix}."
 
@@ -414,7 +414,7 @@ def checkpoint_name(name: str) -> str:
 
     Checkpoints store some heads for multi-token prediction as decoder layers (`mtp_head.py`).
     """
-    in_file = without_copies(stock_name(name)).removeprefix(_PEFT_PREFIX)
+    in_file = without_copies(get_stock_name(name)).removeprefix(_PEFT_PREFIX)
     return _HEAD.sub(r"model.\1", in_file)
 
 
@@ -423,12 +423,12 @@ def names_of_copies(model: Any) -> set[str]:
     return set(getattr(without_adapters(model), "all_tied_weights_keys", {}))
 
 
-def ignored_patterns(model: Any) -> list[str]:
+def list_ignored_patterns(model: Any) -> list[str]:
     """Return patterns of the checkpoint keys that the model's class ignores.
 
     The class lists patterns for stock's from_pretrained (modeling_utils.py). Some of them contain
     the number of a layer that only the largest published model has (DeepSeek-V3: layer 61). This
-    function therefore adds patterns for all layers behind the last layer. The config has the number
+    function therefore adds patterns for all layers after the last layer. The config has the number
     of these layers (`num_nextn_predict_layers` or `num_mtp_layers`).
     """
     stock = without_adapters(model)
@@ -443,15 +443,15 @@ def ignored_patterns(model: Any) -> list[str]:
     return patterns
 
 
-def unexpected_keys(model: Any, keys: Iterable[str], ignored: Iterable[str] = ()) -> list[str]:
+def find_unexpected_keys(model: Any, keys: Iterable[str], ignored: Iterable[str] = ()) -> list[str]:
     """Return the keys that stock does not ignore, and that match none of the patterns `ignored`.
 
     As in stock (modeling_utils.py, _adjust_missing_and_unexpected_keys), patterns are also searched
     in the renamed keys, and buffers of older versions are ignored in models that compute them.
     """
-    patterns = [re.compile(pattern) for pattern in (*ignored_patterns(model), *ignored)]
+    patterns = [re.compile(pattern) for pattern in (*list_ignored_patterns(model), *ignored)]
     left = [key for key in keys if not any(pattern.search(key) for pattern in patterns)]
-    old, names = old_buffers(model, left), map_to_model_names(without_adapters(model), left)
+    old, names = find_old_buffers(model, left), map_to_model_names(without_adapters(model), left)
     return [
         key
         for key in left
@@ -459,7 +459,7 @@ def unexpected_keys(model: Any, keys: Iterable[str], ignored: Iterable[str] = ()
     ]
 
 
-def old_buffers(model: Any, keys: Iterable[str]) -> set[str]:
+def find_old_buffers(model: Any, keys: Iterable[str]) -> set[str]:
     """Return the keys of buffers that older versions saved and that the model now computes."""
     names = [name for name, _ in without_adapters(model).named_buffers()]
     old = [re.compile(p) for end, p in _OLD_BUFFERS.items() if any(n.endswith(end) for n in names)]
@@ -472,7 +472,7 @@ def may_be_missing(model: Any, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def progress_bar(total: int, what: str, shown: bool) -> AbstractContextManager[Any]:
+def make_progress_bar(total: int, what: str, shown: bool) -> AbstractContextManager[Any]:
     """Return transformers' progress bar, labelled `what`, over `total` bytes.
 
     `shown=False` disables this bar. TQDM_DISABLE=1 and transformers' `disable_progress_bar` disable

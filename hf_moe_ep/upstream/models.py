@@ -23,9 +23,9 @@ from transformers import (
 )
 from transformers.modeling_layers import GenericForTokenClassification
 
-from hf_moe_ep.upstream.graph import tensors_in
-from hf_moe_ep.upstream.replaced_forwards import forward_functions
-from hf_moe_ep.upstream.requirements import installed_version
+from hf_moe_ep.upstream.graph import list_tensors_in
+from hf_moe_ep.upstream.replaced_forwards import iterate_forward_functions
+from hf_moe_ep.upstream.requirements import get_installed_version
 
 # The label of tokens that the causal loss leaves out (transformers/loss/loss_utils.py).
 IGNORED_LABEL = -100
@@ -47,7 +47,7 @@ def text_config(config: Any) -> Any:
     return config.get_text_config()
 
 
-def attention_heads(config: Any) -> set[tuple[int, int]]:
+def list_attention_heads(config: Any) -> set[tuple[int, int]]:
     """Return the pairs (heads, key-value heads) that occur in the layers of a model.
 
     Layers may differ (transformers/integrations/heterogeneity/configuration_utils.py).
@@ -61,17 +61,17 @@ def attention_heads(config: Any) -> set[tuple[int, int]]:
     return pairs
 
 
-def input_embedding(model: Any) -> nn.Module | None:
+def get_input_embedding(model: Any) -> nn.Module | None:
     """Return the token embedding, or None (PreTrainedModel.get_input_embeddings)."""
     return model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
 
 
-def output_head(model: Any) -> nn.Module | None:
+def get_output_head(model: Any) -> nn.Module | None:
     """Return the language model head, or None (PreTrainedModel.get_output_embeddings)."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
-def token_classifier(model: nn.Module) -> nn.Module | None:
+def get_token_classifier(model: nn.Module) -> nn.Module | None:
     """Return `model` if it classifies tokens, or None (transformers/modeling_layers.py)."""
     return model if isinstance(model, GenericForTokenClassification) else None
 
@@ -82,11 +82,11 @@ def base_model_prefix(model: Any) -> str:
     return prefix if prefix and hasattr(model, prefix) else ""
 
 
-def aux_loss_coefficient(causal_lm: Any) -> str | None:
+def find_aux_loss_attribute(causal_lm: Any) -> str | None:
     """Return the attribute that stores the coefficient of the router's load-balancing loss.
 
-    The result is a path of attributes from the causal LM, such as "config.router_aux_loss_coef". It
-    is None if the model's forward does not compute this loss (models/*/modeling_*.py).
+    The result is a path of attributes from the causal LM, such as "config.router_aux_loss_coef".
+    The result is None if the model's forward does not compute this loss (models/*/modeling_*.py).
     """
     forward = inspect.unwrap(type(causal_lm).forward)
     if _AUX_LOSS not in forward.__code__.co_names:
@@ -100,7 +100,7 @@ def aux_loss_coefficient(causal_lm: Any) -> str | None:
     return f"config.{_AUX_COEFFICIENT}"
 
 
-def packed_parameters(model: nn.Module) -> list[nn.Parameter]:
+def list_packed_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that bitsandbytes has packed in 4 bits.
 
     The dtype does not show this, because `bnb_4bit_quant_storage` may be a float dtype
@@ -126,7 +126,7 @@ def is_quantized(model: Any) -> bool:
     return bool(getattr(model, "is_quantized", False))
 
 
-def model_config_fields(model: Any) -> dict[str, Any]:
+def list_model_config_fields(model: Any) -> dict[str, Any]:
     """Return the fields of the config that describe the model.
 
     The result lacks the path from which the model was loaded, and the fields that saving adds.
@@ -171,13 +171,13 @@ def asks_for(name: str, given: dict[str, Any], config: Any) -> bool:
 
 
 @functools.cache
-def cache_methods() -> frozenset[str]:
+def list_cache_methods() -> frozenset[str]:
     """Return the names by which a module reads or updates a cache (cache_utils.py)."""
     prefixes = ("get_", "has_", "is_recording", "update")
     return frozenset(name for name in dir(Cache) if name.startswith(prefixes)) | {"layers"}
 
 
-def given_cache(given: dict[str, Any]) -> Any:
+def find_cache(given: dict[str, Any]) -> Any:
     """Return the cache of keys and values among the arguments of a forward, or None.
 
     The argument is called `cache` since transformers 5.24, but callers may still use the old name.
@@ -187,21 +187,21 @@ def given_cache(given: dict[str, Any]) -> Any:
 
 def find_cached_tensors(layer: nn.Module, given: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that a decoder layer has stored in the cache among its arguments."""
-    cache = given_cache(given)
+    cache = find_cache(given)
     if cache is None:
         return []
     index = next(
         vars(module)["layer_idx"] for module in layer.modules() if "layer_idx" in vars(module)
     )
-    return tensors_in(vars(cache.layers[index]))
+    return list_tensors_in(vars(cache.layers[index]))
 
 
-def models_that_generate(model: nn.Module) -> list[Any]:
+def list_models_that_generate(model: nn.Module) -> list[Any]:
     """List a module and its submodules that have transformers' `generate`."""
     return [module for module in model.modules() if isinstance(module, GenerationMixin)]
 
 
-def key_value_width(module: Any, sp_size: int) -> int | None:
+def get_key_value_width(module: Any, sp_size: int) -> int | None:
     """Return how many numbers the keys and values of one token have on each of `sp_size` ranks.
 
     For example, 8 heads of keys and 8 heads of values of width 64 are 256 numbers per rank with
@@ -216,7 +216,7 @@ def key_value_width(module: Any, sp_size: int) -> int | None:
     return max(heads // sp_size, 2) * width
 
 
-def latent_width(module: nn.Module) -> int | None:
+def get_latent_width(module: nn.Module) -> int | None:
     """Return the width of the latents of latent attention, or None for other attention.
 
     Attention in models/deepseek_v3/modeling_deepseek_v3.py and its descendants has this attribute.
@@ -236,13 +236,13 @@ def compress_rate(module: nn.Module) -> int:
     return rates.pop() if rates else 1
 
 
-def forward_globals(model: nn.Module) -> list[dict[str, Any]]:
+def list_forward_globals(model: nn.Module) -> list[dict[str, Any]]:
     """Return the globals of each file that defines a forward of the model, without decorators.
 
     The first file defines the class. There is a second file if Liger or another package has bound a
     forward to the instance.
     """
-    *_, innermost = forward_functions(model)
+    *_, innermost = iterate_forward_functions(model)
     class_globals = cast(dict[str, Any], inspect.unwrap(type(model).forward).__globals__)
     bound_globals = getattr(innermost, "__globals__", class_globals)
     return [class_globals] if bound_globals is class_globals else [class_globals, bound_globals]
@@ -258,7 +258,7 @@ def is_fused_head(kwargs: dict[str, Any]) -> bool:
 
 def has_fused_head() -> bool:
     """Return True if the installed TRL has the fused head."""
-    found = installed_version("trl")
+    found = get_installed_version("trl")
     return found is not None and Version(found) >= _FUSED_HEAD_SINCE
 
 
@@ -281,19 +281,19 @@ def add_fused_head(model: nn.Module) -> dict[str, Any]:
     return {FUSED_HEAD: True}
 
 
-def fused_head_coefficient(model: Any) -> float:
+def get_fused_head_coefficient(model: Any) -> float:
     """Return the factor of the aux loss in the loss of TRL's fused head (trl/trainer/utils.py)."""
     return float(getattr(text_config(model.config), _AUX_COEFFICIENT, 0.0) or 0.0)
 
 
-def fused_output(**values: Any) -> Any:
+def make_fused_output(**values: Any) -> Any:
     """Make an output of TRL's fused head (trl/trainer/utils.py)."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     return FusedCausalLMOutput(**values)
 
 
-def fused_head_globals() -> dict[str, Any]:
+def get_fused_head_globals() -> dict[str, Any]:
     """Return the globals of the file from which TRL's fused head takes the aux loss.
 
     TRL uses Mixtral's file for every model (trl/trainer/utils.py).
@@ -301,7 +301,7 @@ def fused_head_globals() -> dict[str, Any]:
     return vars(importlib.import_module(_AUX_LOSS_OF_FUSED_HEAD))
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def iterate_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, buffer) for every buffer that is part of the state dict."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -318,7 +318,7 @@ def is_correction_bias(name: str) -> bool:
     return _CORRECTION_BIAS.search(name) is not None
 
 
-def source_of(model: Any) -> str:
+def get_source(model: Any) -> str:
     """Return the name or folder from which a model was loaded, or "" if it was not loaded."""
     return str(getattr(model.config, "_name_or_path", "") or "")
 

@@ -16,14 +16,14 @@ _COPIES = re.compile(r"\.(?:original_module|modules_to_save\.[^.]+)(?=\.|$)")
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.")
 
 
-def canonical_name(name: str) -> str:
+def get_canonical_name(name: str) -> str:
     """Remove the components of activation checkpointing, torch.compile and FSDP1 from a name."""
     return _WRAPPERS.sub("", f"{name}.").rstrip(".")
 
 
-def stock_name(module_name: str) -> str:
+def get_stock_name(module_name: str) -> str:
     """Return the name that a module had before PEFT and the other wrappers wrapped it."""
-    return re.sub(r"\.base_layer(?=\.|$)", "", canonical_name(module_name))
+    return re.sub(r"\.base_layer(?=\.|$)", "", get_canonical_name(module_name))
 
 
 def without_copies(module_name: str) -> str:

@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 
 
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+def get_own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the dictionary of the buffers of `module` itself; callers may change it."""
     return module._buffers
 
 
-def own_children_by_name(module: nn.Module) -> dict[str, nn.Module | None]:
+def get_own_children(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the dictionary of the children of `module` itself; callers may change it."""
     return module._modules
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+def get_own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dictionary of the parameters of `module` itself; callers may change it."""
     return module._parameters
 
 
-def own_child(module: nn.Module, name: str) -> nn.Module | None:
+def get_own_child(module: nn.Module, name: str) -> nn.Module | None:
     """Return the child that `module` itself registered under `name`, or None."""
     return module._modules.get(name)
 
@@ -50,12 +50,12 @@ def runs_compiled() -> bool:
     return torch.compiler.is_compiling() or callback() is not None
 
 
-def pre_forward_hooks(module: nn.Module) -> list[object]:
+def list_pre_forward_hooks(module: nn.Module) -> list[object]:
     """Return the pre-forward hooks of `module`, in the order in which they run."""
     return list(module._forward_pre_hooks.values())
 
 
-def forward_hooks(module: nn.Module) -> list[object]:
+def list_forward_hooks(module: nn.Module) -> list[object]:
     """Return the pre-forward hooks and the forward hooks of `module`."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 

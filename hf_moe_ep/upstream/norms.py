@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 
-def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+def choose_norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """Return the widest dtype of `tensors`, at least fp32."""
     return functools.reduce(torch.promote_types, {x.dtype for x in tensors}, torch.float32)
 
 
-def vector_norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Return the p-norm of each tensor as a scalar in `norm_dtype(tensors)`."""
+def compute_vector_norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """Return the p-norm of each tensor as a scalar in `choose_norm_dtype(tensors)`."""
     if not tensors:
         return []
-    return list(torch._foreach_norm([*tensors], norm_type, dtype=norm_dtype(tensors)))
+    return list(torch._foreach_norm([*tensors], norm_type, dtype=choose_norm_dtype(tensors)))

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from hf_moe_ep.upstream.dispatch_modes import storage_id
-from hf_moe_ep.upstream.graph import tensors_in
+from hf_moe_ep.upstream.dispatch_modes import get_storage_id
+from hf_moe_ep.upstream.graph import list_tensors_in
 
 _ATEN = torch.ops.aten
 # Attention on a GPU without a matrix of scores, for values of any width.
@@ -69,7 +69,7 @@ _OVERWRITE = {
 }
 # The operators with which FSDP2 copies into and out of its communication buffers.
 _COPIES_OF_FSDP = ("split_with_sizes_copy", "_chunk_cat")
-# The kind of each collective, and the index of the argument that `payload_of` counts.
+# The kind of each collective, and the index of the argument that `count_payload_bytes` counts.
 _COLLECTIVES = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
@@ -79,7 +79,7 @@ _COLLECTIVES = {
 }
 
 
-def operator_name(operator: Any) -> str:
+def get_operator_name(operator: Any) -> str:
     """Return the name of an operator without its overload, such as "mm"."""
     return operator.overloadpacket.__name__
 
@@ -100,14 +100,14 @@ def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     assumes that the queries are the last tokens: with q queries and k keys the mask hides q / 2k
     of the scores.
     """
-    packet = _SAME_FORMULA.get(operator_name(operator), operator.overloadpacket)
+    packet = _SAME_FORMULA.get(get_operator_name(operator), operator.overloadpacket)
     formula = flop_registry.get(packet)
     if formula is None:
         return 0
-    if "scaled_dot_product" in operator_name(operator):
+    if "scaled_dot_product" in get_operator_name(operator):
         args = _repeat_heads(operator, args)
     flops = int(formula(*args, **kwargs, out_val=out))
-    if "attention" in operator_name(operator) and _is_causal(operator, args, kwargs):
+    if "attention" in get_operator_name(operator) and _is_causal(operator, args, kwargs):
         queries, keys = (x.shape[-2] for x in args[_find_key_index(operator) - 1 :][:2])
         return flops - flops * queries // (2 * keys)
     return flops
@@ -115,7 +115,7 @@ def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 
 def _find_key_index(operator: Any) -> int:
     """Return the index of the keys among the arguments of attention. Queries precede the keys."""
-    return 2 if "backward" in operator_name(operator) else 1
+    return 2 if "backward" in get_operator_name(operator) else 1
 
 
 def _repeat_heads(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -131,9 +131,9 @@ def _repeat_heads(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Count the bytes that an operator reads and writes. Allocations and views count as 0."""
-    name = operator_name(operator)
-    argument_ids = {id(x) for x in tensors_in((args, kwargs))}
-    results = [x for x in tensors_in(out) if id(x) not in argument_ids]
+    name = get_operator_name(operator)
+    argument_ids = {id(x) for x in list_tensors_in((args, kwargs))}
+    results = [x for x in list_tensors_in(out) if id(x) not in argument_ids]
     changed = _list_changed_arguments(operator, args, kwargs)
     if (
         operator.namespace == "prim"
@@ -142,8 +142,8 @@ def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     ):
         return 0
     if name == "all_gather_copy_in":
-        return 2 * _count_bytes(tensors_in(args[0]))
-    read = tensors_in((args, {key: value for key, value in kwargs.items() if key != "out"}))
+        return 2 * _count_bytes(list_tensors_in(args[0]))
+    read = list_tensors_in((args, {key: value for key, value in kwargs.items() if key != "out"}))
     written = _count_bytes(results) + _count_bytes(changed)
     if name in _GATHER:
         return 2 * written + _count_bytes(read[1:])
@@ -158,11 +158,11 @@ def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 
 def is_of_fsdp(operator: Any) -> bool:
     """Return True if only FSDP2 (and optimizers) call an operator, not the forward of a layer."""
-    name = operator_name(operator)
+    name = get_operator_name(operator)
     return operator.namespace == "fsdp" or name.startswith("_foreach") or name in _COPIES_OF_FSDP
 
 
-def collective_of(operator: Any) -> str | None:
+def find_collective(operator: Any) -> str | None:
     """Return the kind of a collective, such as "all_gather", or None for other operators.
 
     Raises:
@@ -170,7 +170,7 @@ def collective_of(operator: Any) -> str | None:
     """
     if operator.namespace not in ("c10d", "_c10d_functional"):
         return None
-    name = operator_name(operator)
+    name = get_operator_name(operator)
     # The transfers between pipeline stages are planned by `planner/stages.py`.
     if name in ("barrier", "monitored_barrier_", "wait_tensor", "send", "recv_"):
         return None
@@ -183,19 +183,19 @@ def collective_of(operator: Any) -> str | None:
     return kind
 
 
-def payload_of(operator: Any, args: tuple[Any, ...]) -> int:
+def count_payload_bytes(operator: Any, args: tuple[Any, ...]) -> int:
     """Count the bytes of a collective's input, or of the result if it is an all-gather."""
-    _, argument = _COLLECTIVES[operator_name(operator)]
-    return sum(x.numel() * x.element_size() for x in tensors_in(args[argument]))
+    _, argument = _COLLECTIVES[get_operator_name(operator)]
+    return sum(x.numel() * x.element_size() for x in list_tensors_in(args[argument]))
 
 
 def group_of(operator: Any, args: tuple[Any, ...]) -> dist.ProcessGroup:
     """Return the process group of a collective."""
-    boxed = args[1 if operator_name(operator) in ("allreduce_", "broadcast_") else 2]
+    boxed = args[1 if get_operator_name(operator) in ("allreduce_", "broadcast_") else 2]
     return dist.ProcessGroup.unbox(boxed)
 
 
-def work_of(out: Any) -> Any:
+def get_work(out: Any) -> Any:
     """Return the `Work` object in the result of a collective."""
     return out if not isinstance(out, tuple | list) else out[-1]
 
@@ -216,14 +216,14 @@ def _list_changed_arguments(
     for index, argument in enumerate(operator._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            changed += tensors_in(value)
+            changed += list_tensors_in(value)
     return changed
 
 
 def _are_views(results: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if there are results, and all results share memory with arguments."""
-    storages = {storage_id(x.untyped_storage()) for x in tensors_in((args, kwargs))}
-    return bool(results) and all(storage_id(x.untyped_storage()) in storages for x in results)
+    storages = {get_storage_id(x.untyped_storage()) for x in list_tensors_in((args, kwargs))}
+    return bool(results) and all(get_storage_id(x.untyped_storage()) in storages for x in results)
 
 
 def _count_bytes(tensors: list[Tensor]) -> int:

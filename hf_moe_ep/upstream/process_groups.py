@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def default_store() -> Any:
+def get_default_store() -> Any:
     """Return the store of the default process group (distributed_c10d.py)."""
     return dist.distributed_c10d._get_default_store()
 
 
-def device_of_objects(group: dist.ProcessGroup | None) -> torch.device:
+def choose_device_of_objects(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device for small tensors that `group` exchanges, such as sizes and flags.
 
-    This is the CPU if the group has a backend for CPU tensors (distributed_c10d.py).
+    torch chooses the CPU if the group has a backend for CPU tensors (distributed_c10d.py).
     """
     return torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
@@ -34,8 +34,8 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
     """Return a mesh with one axis that joins `axes` of `mesh`, or None if torch cannot create it.
 
     After this call DTensor uses the new mesh to reduce over these axes (device_mesh.py). torch up
-    to 2.11 cannot create the mesh if neighbours along the first axis have closer ranks than
-    neighbours along a later axis.
+    to 2.11 can join axes only if their strides decrease. For example, it cannot join an axis with
+    the ranks 0, 1, 2, 3 (stride 1) and a later axis with the ranks 0, 4 (stride 4).
     """
     try:
         return mesh[axes]._flatten("_".join(axes))
@@ -43,10 +43,10 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
         return None
 
 
-def default_timeout(device: torch.device) -> timedelta | None:
+def get_default_timeout(device: torch.device) -> timedelta | None:
     """Return the timeout of the default group, or None if its backend has no timeout.
 
-    torch ignores this timeout when it creates other groups: they get torch's own default, 30
+    torch ignores this timeout when it creates other groups. Such groups get torch's own default: 30
     minutes with gloo and 10 minutes with NCCL (distributed_c10d.py).
     """
     backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
@@ -56,7 +56,7 @@ def default_timeout(device: torch.device) -> timedelta | None:
 
 def take_default_timeout(mesh: DeviceMesh) -> None:
     """Give the groups of `mesh` the timeout of the default group (distributed_c10d.py)."""
-    timeout = default_timeout(torch.device(mesh.device_type))
+    timeout = get_default_timeout(torch.device(mesh.device_type))
     if timeout is None:
         return
     # torch 2.15 makes this function public and deprecates the private name.
@@ -69,7 +69,7 @@ def take_default_timeout(mesh: DeviceMesh) -> None:
 def fake_group(rank: int, world_size: int) -> Iterator[None]:
     """Inside the block, make this process rank `rank` of a default group of `world_size` ranks.
 
-    The other ranks do not exist. Collectives return at once and transfer nothing.
+    The other ranks do not exist. Collectives return immediately and transfer nothing.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

@@ -126,7 +126,7 @@ def has_recurrence(module: nn.Module) -> bool:
 
 
 def has_convolution(module: nn.Module) -> bool:
-    """Return True if the forward of a module calls the convolution, and `forward_with` can copy it.
+    """Return True if a forward calls the convolution, and `copy_forward_with` can copy the forward.
 
     A forward cannot be copied if keyword-only arguments have defaults, or if the instance has a
     forward of its own, such as a kernel for the whole module. The weights of the convolution must
@@ -137,13 +137,13 @@ def has_convolution(module: nn.Module) -> bool:
     return is_stock and has_weights and CONVOLUTION in _find_globals(module)
 
 
-def convolution_width(module: nn.Module) -> int:
+def get_convolution_width(module: nn.Module) -> int:
     """Return how many tokens the kernel of a module's convolution covers."""
     widths = (int(m.kernel_size[0]) for m in module.children() if isinstance(m, nn.Conv1d))
     return max(widths)
 
 
-def forward_with(
+def copy_forward_with(
     module: nn.Module, replacements: Mapping[str, Callable[..., Any]]
 ) -> Callable[..., Any]:
     """Return a copy of a module's stock forward that calls other functions.

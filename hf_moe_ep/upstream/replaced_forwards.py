@@ -17,7 +17,7 @@ from torch import nn
 _LIGER = "liger_kernel"
 
 
-def forward_functions(module: Any) -> Iterator[Callable[..., Any]]:
+def iterate_forward_functions(module: Any) -> Iterator[Callable[..., Any]]:
     """Yield the function of `module.forward` and the functions that it wraps, the outermost first.
 
     Wrappers of Accelerate (autocast, hooks) store the wrapped function in `__wrapped__`. Other
@@ -46,7 +46,7 @@ def _find_wrapped_method(wrapper: Any, module: Any) -> Any:
     return next(methods, None)
 
 
-def class_with_forward(module: nn.Module) -> tuple[type, Callable[..., Any]]:
+def find_class_with_forward(module: nn.Module) -> tuple[type, Callable[..., Any]]:
     """Return the class that defines the forward of `module`, and this forward."""
     owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     return owner, vars(owner)["forward"]
@@ -64,7 +64,7 @@ def belongs_to_liger(function_or_class: Any) -> bool:
 
 def is_computed_by_liger(module: nn.Module) -> bool:
     """Return True if Liger computes `module`, with a bound forward or with a class of Liger."""
-    return any(belongs_to_liger(function) for function in forward_functions(module))
+    return any(belongs_to_liger(function) for function in iterate_forward_functions(module))
 
 
 def liger_kernels_are_loaded() -> bool:

@@ -73,7 +73,7 @@ class AllowedPackage:
         return ",".join(sorted(map(str, self.versions), reverse=True))
 
 
-def allowed_packages() -> list[AllowedPackage] | None:
+def list_allowed_packages() -> list[AllowedPackage] | None:
     """List the packages in hf_moe_ep's metadata that apply to this Python.
 
     Returns None if hf_moe_ep is not installed, and so has no metadata.
@@ -103,8 +103,8 @@ def warn_of_versions() -> None:
 @functools.cache  # reading the metadata of all packages takes more time than the rest of `patch`
 def _problems_of_versions() -> tuple[str, ...]:
     versions = [
-        (package, installed_version(package.name))
-        for package in allowed_packages() or ()
+        (package, get_installed_version(package.name))
+        for package in list_allowed_packages() or ()
         if package.extra in _FOR_TRAINING
     ]
     return tuple(
@@ -114,7 +114,7 @@ def _problems_of_versions() -> tuple[str, ...]:
     )
 
 
-def installed_version(name: str) -> str | None:
+def get_installed_version(name: str) -> str | None:
     """Return the version in a package's metadata, or None if the package is not installed."""
     try:
         return metadata.version(name)

@@ -25,11 +25,11 @@ from transformers import modeling_utils
 
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.models import find_cached_tensors
-from hf_moe_ep.upstream.modules import forward_hooks, remove_hooks
+from hf_moe_ep.upstream.modules import list_forward_hooks, remove_hooks
 from hf_moe_ep.upstream.replaced import replaced
 
 
-def stock_class(kind: type) -> type:
+def get_stock_class(kind: type) -> type:
     """Return the class that FSDP2 replaced by `kind`, or `kind` if it is not a class of FSDP2."""
     return next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
 
@@ -45,7 +45,7 @@ def mark_fsdp_managed(model: nn.Module) -> None:
         if hasattr(module, "generate"):
             setattr(module, "_is_fsdp_managed_module", True)  # noqa: B010  mypy: no such field
             if isinstance(module, FSDPModule):
-                name = stock_class(type(module)).__name__
+                name = get_stock_class(type(module)).__name__
                 setattr(module, "_get_name", functools.partial(str, name))  # noqa: B010  mypy
 
 
@@ -57,7 +57,7 @@ def keep_recorded_outputs(model: nn.Module) -> None:
     """
     registry: dict[str, Any] = getattr(modeling_utils, "_CAN_RECORD_REGISTRY", {})
     for module in model.modules():
-        stock = str(stock_class(type(module)))
+        stock = str(get_stock_class(type(module)))
         if isinstance(module, FSDPModule) and stock in registry:
             # The registry's own __setitem__ takes a model instead of a key.
             dict.__setitem__(registry, str(type(module)), registry[stock])
@@ -75,7 +75,7 @@ def is_distributed_by_transformers(model: nn.Module) -> bool:
     )
 
 
-def devices_of_parts(model: nn.Module) -> list[str]:
+def list_devices_of_parts(model: nn.Module) -> list[str]:
     """List the devices over which `from_pretrained(device_map=...)` has spread parts of a model.
 
     The list is empty if the whole model is on one device, except for ["disk"]. Accelerate's hooks
@@ -350,7 +350,7 @@ def without_forward_hooks(module: nn.Module) -> Iterator[None]:
     FSDP2 all-gathers a unit without hooks only if `unshard` is called, and reduces the unit's
     gradients at the end of the backward (torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
     """
-    old_hooks = {id(hook) for hook in forward_hooks(module)}
+    old_hooks = {id(hook) for hook in list_forward_hooks(module)}
     yield
     remove_hooks(module, lambda hook: id(hook) not in old_hooks)
 
@@ -367,7 +367,7 @@ def is_gathered(unit: FSDPModule) -> bool:
     return True
 
 
-def empty_of_group(
+def allocate_for_group(
     group: dist.ProcessGroup, size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return uninitialised memory [size] that the backend of a group has allocated and registered.

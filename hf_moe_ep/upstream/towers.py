@@ -34,7 +34,7 @@ def takes_tower_outputs(inner: nn.Module) -> bool:
     return TOWER_OUTPUTS in forward_arguments(inner)
 
 
-def input_names(module: nn.Module) -> list[str]:
+def list_input_names(module: nn.Module) -> list[str]:
     """Return the names of the forward's arguments for pictures and sound."""
     return [name for name in forward_arguments(module) if is_encoder_input(name)]
 
@@ -61,12 +61,12 @@ def runs_in_blocks(owner: nn.Module, tower: Any) -> bool:
     return hasattr(tower, "deepstack_merger_list") and takes_tower_outputs(owner)
 
 
-def tower_heads(tower: Any) -> int:
+def count_tower_heads(tower: Any) -> int:
     """Return the number of attention heads of a vision tower."""
     return int(tower.config.num_heads)
 
 
-def tower_sizes(tower: Any) -> tuple[int, int]:
+def get_tower_sizes(tower: Any) -> tuple[int, int]:
     """Return (m, n): m x m patches become one token, and a patch consists of n numbers."""
     return tower.spatial_merge_size, math.prod(tower.patch_embed.proj.weight.shape[1:])
 
@@ -83,7 +83,7 @@ def run_tower(inner: Any, pixels: Tensor, grids: Tensor, **kwargs: Any) -> Any:
     return inner.get_image_features(pixels, grids, return_dict=True, **kwargs)
 
 
-def tower_tables(tower: Any, grids: Tensor) -> dict[str, Tensor]:
+def compute_tower_tables(tower: Any, grids: Tensor) -> dict[str, Tensor]:
     """Compute a tower's tables for interpolation and positions from `grids` (pictures, 3).
 
     Each table has a row per patch. The keys of the result are keyword arguments of the tower.

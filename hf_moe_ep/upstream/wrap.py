@@ -37,7 +37,7 @@ from importlib.machinery import ModuleSpec
 from types import MethodType, ModuleType
 from typing import Any
 
-from hf_moe_ep.upstream.requirements import installed_version
+from hf_moe_ep.upstream.requirements import get_installed_version
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class Wrap:
 
     @property
     def why(self) -> str:
-        """The reason of the wrapper: the first line of its docstring, behind the colon."""
+        """The reason of the wrapper: the first line of its docstring, after the colon."""
         function = getattr(self.wrapper, "func", self.wrapper)  # of a functools.partial
         first_line = (function.__doc__ or "").partition("\n")[0]
         return first_line.partition(": ")[2].removesuffix(".")
@@ -119,7 +119,7 @@ def find_owner(wrap: Wrap) -> tuple[Any, str]:
         owner = functools.reduce(getattr, classes, importlib.import_module(wrap.module))
         getattr(owner, name)
     except (ImportError, AttributeError) as error:
-        version = installed_version(wrap.package) or "(not installed)"
+        version = get_installed_version(wrap.package) or "(not installed)"
         raise ImportError(
             f"{wrap.target} is not in {wrap.package} {version}, so this does not work: "
             f"{wrap.feature.name} (why it is wrapped: {wrap.why}); install a version that has it "

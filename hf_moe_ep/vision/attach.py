@@ -46,9 +46,9 @@ from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.attention_interface import check_attention
 from hf_moe_ep.upstream.towers import (
     ENCODE_AHEAD,
+    count_tower_heads,
     has_experts_of_pictures,
-    input_names,
-    tower_heads,
+    list_input_names,
 )
 from hf_moe_ep.vision.branches import MarkTextOnlyRanks, RunPictureExperts
 from hf_moe_ep.vision.different_inputs import RefuseDifferentInputs
@@ -77,7 +77,7 @@ def check(parts: Parts, state: ModelState) -> None:
     """
     if state.config.sp_size == 1 or parts.tower is None:
         return
-    heads = tower_heads(parts.tower.module)
+    heads = count_tower_heads(parts.tower.module)
     check_heads(heads, heads, state.config.sp_size or 1)
     check_attention(parts.tower.attention[0])
 
@@ -88,7 +88,9 @@ def attach(parts: Parts, state: ModelState) -> None:
     if parts.encoders is not None:
         _attach_encoders(parts.root, parts.encoders, state)
     if tower is None and parts.encoders is None:
-        names = sorted({name for module in parts.root.modules() for name in input_names(module)})
+        names = sorted(
+            {name for module in parts.root.modules() for name in list_input_names(module)}
+        )
         if names:
             refuse = RefuseDifferentInputs(state, names)
             parts.root.register_forward_pre_hook(refuse, with_kwargs=True)

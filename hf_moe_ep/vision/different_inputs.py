@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from hf_moe_ep.state import ModelState, ShardedOnly
-from hf_moe_ep.upstream.graph import tensors_in
+from hf_moe_ep.upstream.graph import list_tensors_in
 from hf_moe_ep.upstream.models import bind_forward
 from hf_moe_ep.vision.encoders import encode_before_generate, sum_on_host
 
@@ -42,7 +42,7 @@ class RefuseDifferentInputs(ShardedOnly):
         meshes = self.state.meshes
         if meshes is None or meshes.world_size == 1:
             return
-        has_input = [bool(tensors_in(given.get(name))) for name in self.names]
+        has_input = [bool(list_tensors_in(given.get(name))) for name in self.names]
         counts = zip(self.names, sum_on_host(self.state, has_input), strict=True)
         differing = [name for name, count in counts if 0 < count < meshes.world_size]
         if differing:

@@ -36,9 +36,9 @@ from torch.distributed.fsdp import FSDPModule
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE
 from hf_moe_ep.state import ModelState, OfModel, Ours, ShardedOnly
-from hf_moe_ep.upstream.graph import reached_parameters, tensors_in, with_tensors
+from hf_moe_ep.upstream.graph import find_reached_parameters, list_tensors_in, with_tensors
 from hf_moe_ep.upstream.models import bind_forward
-from hf_moe_ep.upstream.sharded_models import is_gathered, reshard_unit, stock_class
+from hf_moe_ep.upstream.sharded_models import get_stock_class, is_gathered, reshard_unit
 from hf_moe_ep.upstream.towers import TOWER_OUTPUTS, is_encoder_input
 from hf_moe_ep.vision.zero_gradients import ZeroGradients
 
@@ -80,9 +80,9 @@ class AlignGradients(ShardedOnly):
         if gathered is None or meshes is None:
             return None
         given = bind_forward(decoder, args, kwargs)
-        with_grad = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
+        with_grad = [tensor for tensor in list_tensors_in(given) if tensor.requires_grad]
         trained = self._list_trained_parameters()
-        reached, hidden = reached_parameters(with_grad, trained)
+        reached, hidden = find_reached_parameters(with_grad, trained)
         counts = [_HAS_GRADIENT if id(p) in reached else int(id(p) in hidden) for p in trained]
         # Backward also runs through a frozen encoder whose inputs require a gradient.
         in_graph = self.encoders.in_graph or any(counts)
@@ -120,8 +120,8 @@ class RefuseShardedEncoder(Ours):
     def __call__(self, encoder: nn.Module, args: tuple[Any, ...]) -> None:
         if isinstance(encoder, FSDPModule) and not is_gathered(encoder):
             raise ValueError(
-                f"{stock_class(type(encoder)).__name__} of a sharded model was called on its own, "
-                f"which other ranks do not notice, so its parameters cannot be gathered; pass "
+                f"{get_stock_class(type(encoder)).__name__} of a sharded model was called on its "
+                f"own, which other ranks do not notice, so its parameters cannot be gathered; pass "
                 f"pictures and sound to the forward or to generate() of the whole model"
             )
 
@@ -146,7 +146,7 @@ class RecordGraph(OfModel):
         self.encoders = encoders
 
     def __call__(self, encoder: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-        self.encoders.in_graph |= any(tensor.requires_grad for tensor in tensors_in(outputs))
+        self.encoders.in_graph |= any(tensor.requires_grad for tensor in list_tensors_in(outputs))
 
 
 def encode_before_generate(
@@ -206,7 +206,7 @@ def _any_rank_has_input(state: ModelState, given: dict[str, Any]) -> bool:
     Llama-4 projects them.
     """
     has_input = any(
-        (is_encoder_input(name) or name == TOWER_OUTPUTS) and bool(tensors_in(value))
+        (is_encoder_input(name) or name == TOWER_OUTPUTS) and bool(list_tensors_in(value))
         for name, value in given.items()
     )
     return sum_on_host(state, [has_input])[0] > 0

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
 from hf_moe_ep.sequence.ulysses import exchange_for_heads, exchange_for_tokens
 from hf_moe_ep.state import Ours
-from hf_moe_ep.upstream.attention_interface import stock_attention
-from hf_moe_ep.upstream.towers import tower_tables
+from hf_moe_ep.upstream.attention_interface import copy_with_stock_config
+from hf_moe_ep.upstream.towers import compute_tower_tables
 
 
 class PatchSlice(Slice):
@@ -59,7 +59,7 @@ class TakePatches(Ours):
         part: PatchSlice | None = kwargs.get(SLICE)
         if part is None:
             return None
-        tables = tower_tables(tower, kwargs["grid_thw"])
+        tables = compute_tower_tables(tower, kwargs["grid_thw"])
         slices: dict[str, Any] = {name: part.take(table, 0) for name, table in tables.items()}
         # This is a Python number, so that layers need not read it from the device.
         slices["max_seqlen"] = max(part.frames)
@@ -137,7 +137,7 @@ def patch_attention(
         The output (1, patches of this rank, heads, head width), and None for the weights.
     """
     part: PatchSlice | None = kwargs.pop(SLICE, None)
-    module = stock_attention(module)
+    module = copy_with_stock_config(module)
     if part is not None:
         query, key, value = exchange_for_heads([query, key, value], part)
     if varlen:

@@ -31,7 +31,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_moe_ep.upstream.sharded_models import stock_class
+from hf_moe_ep.upstream.sharded_models import get_stock_class
 
 _GRIDS = ("image_grid_thw", "video_grid_thw")
 
@@ -97,7 +97,7 @@ def _find_inner(model: nn.Module) -> nn.Module:
 def _make_without_weights(inner: nn.Module) -> Any:
     """Make an instance of the same class that has only the config."""
     # FSDP2 replaces the class of a module by a subclass that no worker can import.
-    stock: Any = stock_class(type(inner))
+    stock: Any = get_stock_class(type(inner))
     bare: Any = stock.__new__(stock)
     nn.Module.__init__(bare)
     bare.config = inner.config

@@ -31,12 +31,12 @@ from torch.utils.hooks import RemovableHandle
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, ShardedOnly
-from hf_moe_ep.upstream.models import bind_forward, given_cache, input_embedding
+from hf_moe_ep.upstream.models import bind_forward, find_cache, get_input_embedding
 from hf_moe_ep.upstream.towers import (
     TOWER_OUTPUTS,
+    get_tower_sizes,
     run_tower,
     split_tower_outputs,
-    tower_sizes,
 )
 from hf_moe_ep.vision.patches import PatchSlice
 from hf_moe_ep.vision.zero_gradients import ZeroGradients
@@ -126,7 +126,7 @@ class TowerOnce(ShardedOnly):
             return connect(embeds_BSH)
 
         # PEFT and resize_token_embeddings replace the embedding, so it is looked up each time.
-        embedding = input_embedding(inner)
+        embedding = get_input_embedding(inner)
         assert embedding is not None
         handle = embedding.register_forward_hook(torch.compiler.disable(connect_once))
         self.embedding_hook = handle
@@ -171,8 +171,8 @@ class TowerOnce(ShardedOnly):
         """
         if given.get(TOWER_OUTPUTS):
             return
-        merge, _ = tower_sizes(self.tower)
-        ids = None if given_cache(given) is not None else given.get("input_ids")
+        merge, _ = get_tower_sizes(self.tower)
+        ids = None if find_cache(given) is not None else given.get("input_ids")
         for pixels, grid, token in _MODALITIES.values():
             sizes, rows = given.get(grid), given.get(pixels)
             zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -192,12 +192,12 @@ class TowerOnce(ShardedOnly):
         if sequence is None or sequence.heads.size == 1:
             return {}
         frames = [height * width for count, height, width in grids.tolist() for _ in range(count)]
-        merge, _ = tower_sizes(self.tower)
+        merge, _ = get_tower_sizes(self.tower)
         return {SLICE: PatchSlice(sequence, frames, merge**2)}
 
     def _make_picture_of_zeros(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Make pixels and grid of the smallest picture, whose patches are merged into one token."""
-        merge, values = tower_sizes(self.tower)
+        merge, values = get_tower_sizes(self.tower)
         pixels = torch.zeros(merge * merge, values, device=device)
         return pixels, torch.tensor([[1, merge, merge]], device=device)
 

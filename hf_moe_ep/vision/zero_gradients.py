@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.ops.autograd import placeholder_grad
+from hf_moe_ep.ops.autograd import make_placeholder_grad
 
 
 class ZeroGradients(torch.autograd.Function):
@@ -50,9 +50,9 @@ class ZeroGradients(torch.autograd.Function):
             ctx.before_backward()
         count = len(grads)
         returned = [
-            placeholder_grad(*like) if grad is None and ctx.fill else grad
+            make_placeholder_grad(*like) if grad is None and ctx.fill else grad
             for grad, like in zip(grads, ctx.like[:count], strict=True)
         ]
         unused_inputs = zip(ctx.like[count:], ctx.needs_input_grad[3 + count :], strict=True)
-        zeros = [placeholder_grad(*like) if needed else None for like, needed in unused_inputs]
+        zeros = [make_placeholder_grad(*like) if needed else None for like, needed in unused_inputs]
         return None, None, None, *returned, *zeros

@@ -29,7 +29,7 @@ from support.checks import Check, Found
 from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
-from hf_moe_ep.architectures import differences
+from hf_moe_ep.architectures import read_differences
 
 
 def assert_equals_stock(
@@ -100,4 +100,4 @@ def test_types_outside_of_the_interface_are_refused_with_a_reason(model_type: st
         model = model_class(model_class.config_class())
     with pytest.raises(ValueError, match=r"cannot be patched: its .*6_new_architecture") as raised:
         patch(model, ep_size=2)
-    assert differences(model_type).refused in str(raised.value)
+    assert read_differences(model_type).refused in str(raised.value)

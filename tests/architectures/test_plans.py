@@ -15,8 +15,8 @@ from support.architectures.parts import parts_of
 from transformers import PreTrainedConfig
 
 from hf_moe_ep import patch
-from hf_moe_ep.architectures import Parts, differences
-from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, hub_layout
+from hf_moe_ep.architectures import Parts, read_differences
+from hf_moe_ep.checkpoints.hub.layout import find_hub_layout, list_distinct_tensors
 from hf_moe_ep.plan import ModelPlan
 
 # The columns of the table ("-" is none):
@@ -351,7 +351,7 @@ def test_the_table_has_every_type() -> None:
     assert set(MODEL_TYPES) <= TABLE.keys()
 
 
-NOT_REFUSED = few_fast(name for name in MODEL_TYPES if not differences(name).refused)
+NOT_REFUSED = few_fast(name for name in MODEL_TYPES if not read_differences(name).refused)
 
 
 @pytest.mark.parametrize("model_type", NOT_REFUSED)
@@ -374,8 +374,8 @@ def test_the_derived_plan_equals_the_table(model_type: str) -> None:
 
 def _describe_storage(model: Any, plan: ModelPlan) -> str:
     """Describe in the words of STORED how the first layer's experts are stored."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in distinct_tensors(model).items()}
-    layout = hub_layout(model, plan, shapes)
+    shapes = {name: tuple(tensor.shape) for name, tensor in list_distinct_tensors(model).items()}
+    layout = find_hub_layout(model, plan, shapes)
     ending = f"experts.{plan.expert_weights[0]}"
     pieces_of_stack = [pieces for name, pieces in layout.items() if name.endswith(ending)]
     if not pieces_of_stack:
@@ -393,13 +393,15 @@ def _describe_storage(model: Any, plan: ModelPlan) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type", [name for name in MODEL_TYPES if not differences(name).refused]
+    "model_type", [name for name in MODEL_TYPES if not read_differences(name).refused]
 )
 def test_the_storage_of_experts_on_the_hub_equals_the_table(model_type: str) -> None:
     """The layout is derived from transformers' weight conversions, or the plan states it."""
     with torch.device("meta"):
         model = model_class(model_type)(tiny_config(model_type))
-    if "block" in differences(model_type).fields:  # its stacked weights exist in the patched model
+    if (
+        "block" in read_differences(model_type).fields
+    ):  # its stacked weights exist in the patched model
         patch(model)
     in_table = STORED.get(model_type, "gate_proj.weight + up_proj.weight")
     expected, _ = STORED_OTHERWISE.get(model_type, (in_table, ""))

@@ -13,7 +13,7 @@ from support.architectures import (
     table,
 )
 
-from hf_moe_ep.architectures import differences
+from hf_moe_ep.architectures import read_differences
 from hf_moe_ep.model_patches.standard import CONTEXT_PARALLEL, SEQUENCE_PARALLEL
 
 DATA = table.read_data()
@@ -59,7 +59,7 @@ def test_sequence_parallelism_is_granted_where_it_passed() -> None:
 
 def test_refused_types_are_shown_with_the_reason() -> None:
     for model_type, columns in TYPES.items():
-        reason = differences(model_type).refused
+        reason = read_differences(model_type).refused
         assert not reason or columns["ep"] == {"refused": reason}, table.COMMAND
 
 

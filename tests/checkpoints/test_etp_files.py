@@ -31,7 +31,7 @@ from hf_moe_ep import (
     save_pretrained,
 )
 from hf_moe_ep.checkpoints.training.base import describe_base
-from hf_moe_ep.etp import in_stock_shapes, stock_parts
+from hf_moe_ep.etp import list_stock_parts, restore_stock_shapes
 from hf_moe_ep.state import patched_state
 
 SIZES = {"ep_size": 2, "etp_size": 2}
@@ -146,7 +146,7 @@ def _compare_quantised_parts(kind: str, rank: int, world: int, folder: str) -> N
         )
         for model in (read, later):
             bases.append(describe_base(model)["hashes"])
-            whole = in_stock_shapes(
+            whole = restore_stock_shapes(
                 model,
                 {
                     name: full_tensor(p)
@@ -216,7 +216,7 @@ def _check_rows_of_rank(rank: int, world: int) -> None:
     want = tiny().get_parameter(name).detach()
     assert tuple(experts.gate_up_proj.shape) == (8, 2, 24, 32)
     first = 12 * rank
-    (gate_box, gate), (up_box, up) = stock_parts(experts.gate_up_proj, 1)
+    (gate_box, gate), (up_box, up) = list_stock_parts(experts.gate_up_proj, 1)
     assert gate_box[1] == (first, first + 12) and up_box[1] == (24 + first, 24 + first + 12)
     assert torch.equal(gate, want[:, first : first + 12])
     assert torch.equal(up, want[:, 24 + first : 24 + first + 12])

@@ -66,7 +66,7 @@ from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.ranks import all_ranks
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream.models import persistent_buffers
+from hf_moe_ep.upstream.models import iterate_persistent_buffers
 
 LOADERS = ("ours", "stock")
 SHARD_SIZE = "60KB"
@@ -760,7 +760,7 @@ def save_until_killed(
         kill_later(after)
     for version in range(1000):
         with torch.no_grad():
-            for tensor in (*model.parameters(), *dict(persistent_buffers(model)).values()):
+            for tensor in (*model.parameters(), *dict(iterate_persistent_buffers(model)).values()):
                 tensor.fill_(version)
         save_pretrained(model, target, max_shard_size=SHARD_SIZE)
 

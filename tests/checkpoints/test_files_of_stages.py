@@ -50,8 +50,8 @@ from hf_moe_ep.checkpoints.training.base import BASE, describe_base
 from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.integrations.saving import save_adapters
 from hf_moe_ep.lora.factors import pack_factors
-from hf_moe_ep.ranks.boxes import local_tensor
-from hf_moe_ep.state import quantised_matrices
+from hf_moe_ep.ranks.boxes import get_local_tensor
+from hf_moe_ep.state import iterate_quantised_matrices
 
 TIED = {"tie_word_embeddings": True}
 STAGES = {"pp_size": 2, "ep_size": 2}
@@ -157,8 +157,8 @@ def adapters_on_quantised_experts_resume(kind: str, rank: int, world: int, folde
     stage = state_of(other.model).stage
     if stage.is_last:
         with torch.no_grad():
-            _, stack, _ = next(quantised_matrices(other.model))
-            local_tensor(stack.block_scale).mul_(2)
+            _, stack, _ = next(iterate_quantised_matrices(other.model))
+            get_local_tensor(stack.block_scale).mul_(2)
     before = _gather_factors(other)
     with pytest.raises(ValueError, match=r"layers.2.mlp.experts.*1 of 16 tensors.*another base"):
         load_checkpoint(f"{folder}/stages", other.model, other.optimizer)
@@ -187,7 +187,7 @@ def a_stage_quantises_the_experts_that_it_reads(
     parameters = dict(got.named_parameters())
     assert len(base_parameters) < len(parameters) == len(dict(want.named_parameters()))
     for name, parameter in base_parameters.items():
-        assert torch.equal(local_tensor(parameters[name]), local_tensor(parameter)), name
+        assert torch.equal(get_local_tensor(parameters[name]), get_local_tensor(parameter)), name
     assert "held in " in describe(got)
     for model in (want, got):
         with pytest.raises(ValueError, match=r"hub_tensors cannot export.*merge-adapter"):

@@ -24,11 +24,11 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from hf_moe_ep import apply_ep_fsdp2, from_pretrained, patch, save_pretrained
 from hf_moe_ep.checkpoints.hub.fp8 import Fp8Tensor, join_scales
-from hf_moe_ep.checkpoints.hub.read import find_weights, model_from_config
+from hf_moe_ep.checkpoints.hub.read import build_model_from_config, find_weights
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader, read_index
 from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.ranks.boxes import Box
-from hf_moe_ep.upstream.hub import empty_model
+from hf_moe_ep.upstream.hub import build_empty_model
 
 # These blocks divide SIZES. If they do not divide the columns, stock assumes smaller blocks.
 BLOCK = (32, 32)
@@ -290,7 +290,7 @@ def test_an_incomplete_checkpoint_is_refused(
     state = load_file(tmp_path / "model.safetensors")
     damage(state, tmp_path)
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    model, plan = model_from_config(tmp_path)
+    model, plan = build_model_from_config(tmp_path)
     with pytest.raises(ValueError, match=words):
         find_weights(model, tmp_path, plan, [name for name, _ in model.named_parameters()])
 
@@ -314,7 +314,7 @@ def test_other_quantisations_are_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(saved))
     words = f"quantized by {kind}, which cannot be trained here; use a bf16 checkpoint of this "
     with pytest.raises(ValueError, match=words + "model, or one quantized by mxfp4 or fp8, whose"):
-        empty_model(tmp_path, None, torch.get_default_dtype, {})
+        build_empty_model(tmp_path, None, torch.get_default_dtype, {})
 
 
 @pytest.mark.slow

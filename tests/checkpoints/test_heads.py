@@ -15,7 +15,7 @@ from transformers import AutoModel, Qwen3MoeForCausalLM, Qwen3MoeModel
 from hf_moe_ep import from_pretrained, save_pretrained
 from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.checkpoints.hub.read import match_checkpoint
-from hf_moe_ep.upstream.hub import empty_model
+from hf_moe_ep.upstream.hub import build_empty_model
 
 IDS = torch.arange(5)[None]
 
@@ -61,7 +61,7 @@ def test_the_error_of_a_missing_tensor_does_not_mention_the_head(tmp_path: Path)
     tensors = model.state_dict()
     del tensors["model.norm.weight"]
     model.save_pretrained(tmp_path, state_dict=tensors)
-    base = empty_model(tmp_path, AutoModel, torch.get_default_dtype, {})
+    base = build_empty_model(tmp_path, AutoModel, torch.get_default_dtype, {})
     names = [name for name, _ in base.named_parameters()]
     with pytest.raises(ValueError, match=r"this Qwen3MoeModel: missing 1 tensors: norm.weight$"):
         match_checkpoint(base, tmp_path, find_plan(base), names)
@@ -82,7 +82,9 @@ def _list_dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
 def test_modules_stay_in_fp32_as_in_stock(tmp_path: Path, dtype: torch.dtype) -> None:
     tiny(dtype=torch.float32).save_pretrained(tmp_path)
     stock = ModelWithFp32Modules.from_pretrained(tmp_path, dtype=dtype)
-    ours = empty_model(tmp_path, ModelWithFp32Modules, torch.get_default_dtype, {"dtype": dtype})
+    ours = build_empty_model(
+        tmp_path, ModelWithFp32Modules, torch.get_default_dtype, {"dtype": dtype}
+    )
     assert _list_dtypes(ours) == _list_dtypes(stock)
     fp32_names = {name for name, kind in _list_dtypes(ours).items() if kind == torch.float32}
     assert any("gate" in name for name in fp32_names)

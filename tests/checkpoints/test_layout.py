@@ -22,14 +22,14 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from hf_moe_ep.checkpoints.hub.layout import PADDING, distinct_tensors, hub_layout
+from hf_moe_ep.checkpoints.hub.layout import PADDING, find_hub_layout, list_distinct_tensors
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
 from hf_moe_ep.checkpoints.hub.traced import Tracer, Untraceable
 from hf_moe_ep.checkpoints.hub.write import group_tensors, split_files, write_checkpoint
 from hf_moe_ep.plan import ModelPlan, Stored
 from hf_moe_ep.ranks.boxes import Box
-from hf_moe_ep.upstream.hub import empty_model
+from hf_moe_ep.upstream.hub import build_empty_model
 
 # Without `stored` and stacked weights, each layout comes from transformers' conversion alone.
 PLAN = ModelPlan("no_expert_weights", expert_weights=())
@@ -50,7 +50,7 @@ def _save_slab_by_slab(
 ) -> None:
     """Save an unpatched model as a sharded model is saved."""
     folder.mkdir()
-    tensors = {name: tensor.detach() for name, tensor in distinct_tensors(model).items()}
+    tensors = {name: tensor.detach() for name, tensor in list_distinct_tensors(model).items()}
     groups = group_tensors(
         model, plan, tensors, lambda _, tensor: tensor.dtype, lambda _, t: _cut_slabs(rows, t)
     )
@@ -59,7 +59,7 @@ def _save_slab_by_slab(
 
 def _load_model(model_class: Any, folder: Path, plan: ModelPlan = PLAN) -> PreTrainedModel:
     """Build the model that the config in a folder describes, and load its weights."""
-    model = empty_model(folder, model_class, torch.get_default_dtype, {})
+    model = build_empty_model(folder, model_class, torch.get_default_dtype, {})
     names = {parameter: name for name, parameter in model.named_parameters()}
     tied = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False)}
     stored = find_weights(model, folder, plan, names.values()).stored
@@ -110,7 +110,7 @@ def _derive_layout(
     stock_conversions = getattr(model, "_weight_conversions", None)
     model._weight_conversions = list(conversions)
     try:
-        layout = dict(hub_layout(model, PLAN, shapes))
+        layout = dict(find_hub_layout(model, PLAN, shapes))
     finally:
         model._weight_conversions = stock_conversions
     return layout if layout[PADDING] else {name: layout[name] for name in shapes}

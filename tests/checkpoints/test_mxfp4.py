@@ -17,8 +17,8 @@ from transformers import GptOssForCausalLM, Mxfp4Config
 
 from hf_moe_ep import from_pretrained, patch, save_pretrained
 from hf_moe_ep.checkpoints.hub.mxfp4 import join_blocks
-from hf_moe_ep.checkpoints.hub.pieces import whole_piece
-from hf_moe_ep.checkpoints.hub.read import find_weights, model_from_config
+from hf_moe_ep.checkpoints.hub.pieces import make_whole_piece
+from hf_moe_ep.checkpoints.hub.read import build_model_from_config, find_weights
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader, read_index
 
@@ -65,7 +65,7 @@ def test_a_byte_is_two_numbers_with_the_low_bits_first(tmp_path: Path) -> None:
     entries = read_index(tmp_path)
     weight = torch.empty(1, 32, 2, dtype=torch.bfloat16)
     with Reader() as reader:
-        piece = whole_piece("w", (1, 32, 2))
+        piece = make_whole_piece("w", (1, 32, 2))
         stored = StoredParameter(
             [(piece, join_blocks(entries, {"w": [piece]})["w"])], torch.bfloat16
         )
@@ -122,6 +122,6 @@ def test_missing_scales_and_wrong_shapes_are_refused(tmp_path: Path, damage: str
         state[f"{name}_blocks"] = state[f"{name}_blocks"][:, :60].contiguous()
         text = rf"{name}_blocks \(8, 60, 3, 16\) .*which needs \(8, 64, 3, 16\)"
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    model, plan = model_from_config(tmp_path)
+    model, plan = build_model_from_config(tmp_path)
     with pytest.raises(ValueError, match=text):
         find_weights(model, tmp_path, plan, [name for name, _ in model.named_parameters()])

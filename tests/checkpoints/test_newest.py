@@ -9,7 +9,7 @@ import pytest
 from support.ranks import run_ranks
 
 from hf_moe_ep import newest_checkpoint
-from hf_moe_ep.checkpoints.newest import newest_resumable
+from hf_moe_ep.checkpoints.newest import find_newest_resumable
 from hf_moe_ep.checkpoints.storage import manifest
 
 
@@ -126,7 +126,7 @@ def test_neighbours_that_cannot_be_read_are_skipped(tmp_path: Path) -> None:
     assert manifest.newest_complete(tmp_path) == step
     with pytest.warns(UserWarning, match="resuming from .*step-1; skipped: .*too long.*step-9"):
         assert newest_checkpoint(tmp_path) == step
-    assert newest_resumable(tmp_path, re.compile(r"step-1")) == (step, True)
+    assert find_newest_resumable(tmp_path, re.compile(r"step-1")) == (step, True)
 
 
 def _find_newest(rank: int, world: int, folder: str) -> str:

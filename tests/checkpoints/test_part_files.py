@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hf_moe_ep.checkpoints.storage import part_files
 from hf_moe_ep.checkpoints.storage.part_files import Parts, file_name, read_parts
-from hf_moe_ep.etp import stock_parts
-from hf_moe_ep.ranks.boxes import local_box
+from hf_moe_ep.etp import list_stock_parts
+from hf_moe_ep.ranks.boxes import get_local_box
 from hf_moe_ep.upstream.process_groups import fake_group
 
 WORLD = 4
@@ -58,7 +58,7 @@ def _make_unread_shard(
 
 
 def _list_parts(targets: dict[str, Tensor]) -> dict[str, Parts]:
-    return {name: stock_parts(target, None) for name, target in targets.items()}
+    return {name: list_stock_parts(target, None) for name, target in targets.items()}
 
 
 def _make_zeros() -> dict[str, Parts]:
@@ -73,7 +73,7 @@ def _read_shards(files: list[Path], rank: int, world: int, dim: int) -> int:
         with mock.patch.object(part_files, "read_header", wraps=part_files.read_header) as read:
             assert read_parts(files, _list_parts(targets)) == read.call_count
         for name, target in targets.items():
-            box = tuple(slice(*ends) for ends in local_box(target))
+            box = tuple(slice(*ends) for ends in get_local_box(target))
             assert torch.equal(target.to_local(), WHOLE[name][box]), (name, rank)
         return read.call_count
 

@@ -30,18 +30,18 @@ from transformers import (
 
 from hf_moe_ep import apply_ep_fsdp2, from_pretrained
 from hf_moe_ep.checkpoints.hub.quantised import HeldAsBytes
-from hf_moe_ep.checkpoints.hub.read import find_weights, model_from_config
+from hf_moe_ep.checkpoints.hub.read import build_model_from_config, find_weights
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
 from hf_moe_ep.checkpoints.training.base import describe_base
 from hf_moe_ep.ops.quantised import (
     Quantisation,
     Quantised,
-    empty_stack,
+    allocate_stack,
+    can_cut_rows,
     quantise_stack,
-    rows_may_be_cut,
 )
-from hf_moe_ep.state import quantised_matrices
+from hf_moe_ep.state import iterate_quantised_matrices
 
 FORMATS: dict[str, Quantisation] = {
     "nf4": Quantisation("nf4"),
@@ -144,7 +144,7 @@ def read_fp8(folder: Path, weight: str) -> Quantised:
 
 def locate_weights(folder: Path) -> dict[str, StoredParameter]:
     """Find where the files of a checkpoint store each weight."""
-    model, plan = model_from_config(folder)
+    model, plan = build_model_from_config(folder)
     names = [name for name, _ in model.named_parameters()]
     return find_weights(model, folder, plan, names).stored
 
@@ -154,7 +154,7 @@ def cut_shards(whole: Quantised, quantisation: Quantisation) -> Iterator[tuple[A
     rows = whole.values.shape[1]
     columns = whole.values.shape[2] * quantisation.values_per_byte
     cuts: list[tuple[slice, int, int]] = [(slice(3, 5), 0, 1), (slice(8, 8), 0, 1)]
-    assert rows_may_be_cut((rows, columns), quantisation, 2)
+    assert can_cut_rows((rows, columns), quantisation, 2)
     cuts += [(slice(0, 8), half, 2) for half in (0, 1)]
     for experts, half, halves in cuts:
         boxes, tensors = [], []
@@ -210,7 +210,7 @@ def test_fp8_files_with_our_blocks_are_not_decoded(tmp_path: Path) -> None:
     decoded = []
     for blocks in ("128", "64"):
         stored = locate_weights(tmp_path / blocks)[f"{MATRIX}.down_proj"]
-        local = empty_stack((8, 256, 256), FORMATS["fp8"], "cpu")
+        local = allocate_stack((8, 256, 256), FORMATS["fp8"], "cpu")
         boxes = [tuple((0, n) for n in tensor.shape) for tensor in local.by_name("").values()]
         target = HeldAsBytes(local, boxes, (256, 256), FORMATS["fp8"], False)
         with (
@@ -279,7 +279,7 @@ def _compare_with_stock(name: str, rank: int, world: int, folder: str) -> None:
 
 def _assert_equals_files(files: Path, model: Any) -> None:
     num_tensors = 0
-    for name, stack, _ in quantised_matrices(model):
+    for name, stack, _ in iterate_quantised_matrices(model):
         if ".layers.1." not in name:
             continue
         stored = read_fp8(files, name.rpartition(".")[2]).by_name("").values()

@@ -24,8 +24,8 @@ from hf_moe_ep.checkpoints.storage.spread import Spread, choose_replicas
 from hf_moe_ep.checkpoints.training import folder, save
 from hf_moe_ep.checkpoints.training.state_file import SavedTensor, StateFile
 from hf_moe_ep.checkpoints.training.tensors import collect
-from hf_moe_ep.etp import stock_parts
-from hf_moe_ep.ranks.boxes import local_box
+from hf_moe_ep.etp import list_stock_parts
+from hf_moe_ep.ranks.boxes import get_local_box
 from hf_moe_ep.upstream.process_groups import fake_group
 
 WORLD = 4
@@ -106,7 +106,7 @@ def _write_and_read(rank: int, world: int, path: Path) -> tuple[Any, list[Any], 
     with torch.no_grad():
         for p in model.parameters():
             whole = torch.arange(p.numel(), dtype=p.dtype).view(p.shape)
-            p.to_local().copy_(whole[tuple(slice(*ends) for ends in local_box(p))])
+            p.to_local().copy_(whole[tuple(slice(*ends) for ends in get_local_box(p))])
     named = collect(model, None)
     refuse = mock.Mock(side_effect=AssertionError("asks other ranks"))
     verbs = ("all_gather_object", "gather_object", "scatter_object_list", "all_reduce", "barrier")
@@ -137,7 +137,7 @@ def _read_twice(
     assert saved.tensors == saved_tensors
     ranks: set[int] = set()
     values = {name: tensor.to_local().clone() for name, tensor in tensors.items()}
-    parts = {name: stock_parts(tensor, None) for name, tensor in tensors.items()}
+    parts = {name: list_stock_parts(tensor, None) for name, tensor in tensors.items()}
     for state in (old, saved):
         for tensor in tensors.values():
             tensor.to_local().fill_(-1)

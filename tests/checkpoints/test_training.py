@@ -392,7 +392,7 @@ def test_a_checkpoint_of_one_process_has_the_random_state_of_its_gpu(
     """A model that is not sharded has no mesh that names its device."""
     model, devices = patch(tiny()), []
     captured = training_save.random_state.capture(torch.device("cpu"))
-    monkeypatch.setattr(training_save, "computing_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(training_save, "get_computing_device", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr(
         training_save.random_state, "capture", lambda device: devices.append(device) or captured
     )

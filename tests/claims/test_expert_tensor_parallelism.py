@@ -20,7 +20,7 @@ from support.tiny_models import batch, tiny
 from torch.distributed.tensor import DTensor, Replicate
 
 from hf_moe_ep import apply_ep_fsdp2
-from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.boxes import get_local_tensor
 
 TWO_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
 
@@ -137,17 +137,17 @@ def _skip_a_step_on_all_ranks(modules: tuple[str, ...], part: str, rank: int, wo
     optimizer = torch.optim.AdamW([p for _, p in named], lr=1.0)
     first = named[0][1]
     assert isinstance(first, DTensor) and Replicate() in first.placements
-    before = [local_tensor(p).clone() for _, p in named]
+    before = [get_local_tensor(p).clone() for _, p in named]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaler.scale(model(**batch(model, 2, 9, seed=rank)).loss).backward()
     if rank == 1:
         grad = next(p.grad for name, p in named if part in name)
-        local_tensor(grad).view(-1)[0] = torch.inf
+        get_local_tensor(grad).view(-1)[0] = torch.inf
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2.0**9
     for (name, p), old in zip(named, before, strict=True):
-        assert torch.equal(local_tensor(p), old), f"{name} was trained in a skipped step"
+        assert torch.equal(get_local_tensor(p), old), f"{name} was trained in a skipped step"
 
 
 # The inner of PEFT's two wrappers has the factors of gate_up_proj.

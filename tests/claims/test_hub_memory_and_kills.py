@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import apply_ep_fsdp2, from_pretrained, patch, save_pretrained
 from hf_moe_ep.checkpoints.hub import save as checkpoint
-from hf_moe_ep.checkpoints.hub.pieces import whole_piece
+from hf_moe_ep.checkpoints.hub.pieces import make_whole_piece
 from hf_moe_ep.checkpoints.hub.write import TensorGroup, write_checkpoint
 from hf_moe_ep.checkpoints.storage import safetensors_file
 from hf_moe_ep.ranks import all_ranks
@@ -369,7 +369,7 @@ def test_a_rank_that_dies_after_the_commit_leaves_the_committed_files(tmp_path: 
         folder.mkdir()
         save_file({"a": torch.zeros(6)}, folder / "model.safetensors")
         files = [
-            [TensorGroup([([whole_piece(key, t.shape)], partial(whole, t))], t.dtype)]
+            [TensorGroup([([make_whole_piece(key, t.shape)], partial(whole, t))], t.dtype)]
             for key, t in state.items()
         ]
         with pytest.raises(RuntimeError, match="a rank is gone"):

@@ -31,8 +31,8 @@ from hf_moe_ep import from_pretrained
 from hf_moe_ep.checkpoints.hub.quantised import HeldAsBytes
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
-from hf_moe_ep.ops.quantised import _VALUES_AT_A_TIME, Quantisation, empty_stack, quantise_stack
-from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ops.quantised import _VALUES_AT_A_TIME, Quantisation, allocate_stack, quantise_stack
+from hf_moe_ep.ranks.boxes import get_local_tensor
 
 MIB = 2**20
 SIZES = {
@@ -72,14 +72,14 @@ def _measure_temporary_bytes(files: Path, kind: str) -> int:
     lora = LoraConfig(r=2, target_modules=list(ATTENTION))
     with Resident() as resident:
         model = from_pretrained(files, ep_size=2, peft_config=lora, **KINDS[kind])
-    held = [local_tensor(t).untyped_storage().nbytes() for t in model.parameters()]
+    held = [get_local_tensor(t).untyped_storage().nbytes() for t in model.parameters()]
     return resident.grown - sum(held)
 
 
 def _count_bytes_of_quantised_matrix(kind: str) -> int:
     """Return the bytes of the quantised values and scales of one matrix."""
     held = Quantisation("fp8" if kind == "fp8" else "nf4")
-    tensors = empty_stack((1, 2048, 2048), held, "meta").by_name("").values()
+    tensors = allocate_stack((1, 2048, 2048), held, "meta").by_name("").values()
     return sum(tensor.nbytes for tensor in tensors)
 
 

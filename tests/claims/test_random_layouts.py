@@ -30,7 +30,7 @@ from hf_moe_ep import (
     data_parallel_size,
     global_token_count,
 )
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.module_names import get_canonical_name
 
 NUM_DRAWS = 40
 _TYPES = (
@@ -147,8 +147,8 @@ def _make_batch(drawn: Draw, model: nn.Module, rank: int, number: int) -> dict[s
 def _compare(where: str, model: nn.Module, stock: nn.Module, of: Any) -> None:
     stage = state_of(model).stage
     aliases = {} if stage is None else stage.aliases
-    own = {canonical_name(name): of(p) for name, p in model.named_parameters()}
-    wanted = {canonical_name(name): of(p) for name, p in stock.named_parameters()}
+    own = {get_canonical_name(name): of(p) for name, p in model.named_parameters()}
+    wanted = {get_canonical_name(name): of(p) for name, p in stock.named_parameters()}
     for name, got in whole(model, {n: x for n, x in own.items() if x is not None}).items():
         want = wanted[aliases.get(name, name)]
         assert_close(f"{where} {name}", got, torch.zeros_like(got) if want is None else want, 1e-10)

@@ -14,7 +14,7 @@ from hf_moe_ep.cli import progress
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.cli.printing import print_found
 from hf_moe_ep.cli.progress import Progress
-from hf_moe_ep.upstream.hub import progress_bar
+from hf_moe_ep.upstream.hub import make_progress_bar
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_tqdm_disable_turns_progress_bars_off(
     """tqdm reads TQDM_DISABLE when it is imported, as the default of an argument (`envwrap`)."""
     with_default = functools.partialmethod(tqdm.tqdm.__init__, disable=disabled)
     monkeypatch.setattr(tqdm.tqdm, "__init__", with_default)
-    with progress_bar(5, "reading base", True) as bar:
+    with make_progress_bar(5, "reading base", True) as bar:
         bar.update(5)
     assert ("reading base" in capsys.readouterr().err) == (not disabled)
 

@@ -36,7 +36,7 @@ from hf_moe_ep import (
 from hf_moe_ep.compiled import options
 from hf_moe_ep.compiled.layers import COMPILED
 from hf_moe_ep.compiled.options import check_compile_kwargs
-from hf_moe_ep.compiled.subclasses import inner_forward
+from hf_moe_ep.compiled.subclasses import get_inner_forward
 from hf_moe_ep.moe.recompute import CheckpointWatch
 from hf_moe_ep.upstream.modules import is_compiled
 
@@ -455,7 +455,7 @@ def test_a_layer_that_cannot_be_traced_is_named() -> None:
     torch.compiler.reset()
     model = _build_model({}, None, **SMALL)
     kind = type(model.model.layers[0])
-    with mock_patch.object(kind, "forward", torch.compiler.disable(inner_forward(kind))):
+    with mock_patch.object(kind, "forward", torch.compiler.disable(get_inner_forward(kind))):
         compile_layers(model, backend="aot_eager")
         with pytest.raises(RuntimeError, match=r"no graph of model\.layers\.0 .*compile_layers"):
             model(**batch(model, 2, 9))

@@ -18,7 +18,7 @@ from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
-from hf_moe_ep.sharding.options import default_device
+from hf_moe_ep.sharding.options import choose_default_device
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 50, 32, 16, 6, 3
 HEADER = Header(1, 0, True, True, False, False, TOP_K, 4)
@@ -29,7 +29,7 @@ def _compare_with_reference(rank: int, world: int, folder: str, device: str) -> 
         dist.destroy_process_group()
         store = dist.FileStore(f"{folder}/store", 1)
         dist.init_process_group(store=store, rank=0, world_size=1)
-    assert default_device().type == device
+    assert choose_default_device().type == device
     assert dist.group.WORLD is not None
     ids_TK = torch.rand(TOKENS, EXPERTS).argsort(1)[:, :TOP_K].to(device)
     shapes = {"x": (TOKENS, HIDDEN), "w": (TOKENS, TOP_K)}

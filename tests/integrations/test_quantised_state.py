@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from hf_moe_ep import data_parallel_rank
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.training.base import BASE
-from hf_moe_ep.state import quantised_matrices
+from hf_moe_ep.state import iterate_quantised_matrices
 
 WORLD, STEPS, SAVED_AFTER = 2, 4, 2
 SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
@@ -101,7 +101,7 @@ def _to_local(tensor: Tensor) -> Tensor:
 
 def _read_first_bytes(run: Run) -> dict[str, list[bytes]]:
     """Return the first 256 bytes of each shard of this rank, as a file would contain them."""
-    matrices = quantised_matrices(run.model)
+    matrices = iterate_quantised_matrices(run.model)
     experts = [t for name, stack, _ in matrices for t in stack.by_name(name).values()]
     trained = [p for p in run.model.parameters() if p.requires_grad and p.ndim > 1]
     return {

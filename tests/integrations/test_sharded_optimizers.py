@@ -1,4 +1,4 @@
-"""Test that optimizers in `WORKING` train as in one process, and that others raise an error."""
+"""Test that `SUPPORTED_OPTIMIZERS` train as in one process, and that others raise an error."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from support.launched import launched, prepared
 from support.parity import full_tensor
 from support.tiny_models import batch, tiny
 
-from hf_moe_ep.integrations.optimizers import WORKING
+from hf_moe_ep.integrations.optimizers import SUPPORTED_OPTIMIZERS
 
 RATE = 1e-2
 # The tolerance is relative to the distance that the weights moved. The first steps of Adam-like
@@ -23,7 +23,7 @@ BUDGET = 1e-2
 
 def working_optimizers_train_as_in_one_process(rank: int, world: int) -> None:
     """After three steps on two ranks, the weights equal one process on both batches."""
-    for name in WORKING:
+    for name in SUPPORTED_OPTIMIZERS:
         optimizer_class = getattr(torch.optim, name)
         stock = tiny(dtype=torch.float32)
         before = {key: value.clone() for key, value in stock.state_dict().items()}

@@ -263,7 +263,7 @@ ALLOWED = {
     "integrations/trainer_checkpoints.py": {"rotate"},
     # the search for a patched model
     "state.py": {"find_state", "check_is_model"},
-    "config.py": {"launched_with_fsdp"},
+    "config.py": {"is_launched_with_fsdp"},
     # the switch of the aux loss, if the model returns router logits
     "moe/aux_loss.py": {"__call__"},
 }

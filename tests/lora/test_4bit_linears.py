@@ -32,8 +32,8 @@ from hf_moe_ep import (
     save_checkpoint,
 )
 from hf_moe_ep.lora.factors import pack_factors
-from hf_moe_ep.sharding.options import default_policy
-from hf_moe_ep.upstream.models import packed_parameters
+from hf_moe_ep.sharding.options import choose_default_policy
+from hf_moe_ep.upstream.models import list_packed_parameters
 
 STORAGE = {"bytes": torch.uint8, "fp32": torch.float32, "bf16": torch.bfloat16}
 NF4: dict[str, Any] = {"experts_dtype": "nf4"}
@@ -152,7 +152,7 @@ def bf16_error_is_at_most_twice_stocks(rank: int, world: int, folder: str) -> No
         ]
         assert 0 < worst[0] <= 2 * worst[1], (loop, worst)
     model = load_lora(folder, torch.bfloat16, torch.float32)
-    assert packed_parameters(model) and default_policy(model)[0].param_dtype is None
+    assert list_packed_parameters(model) and choose_default_policy(model)[0].param_dtype is None
 
 
 def storage_that_would_be_rounded_is_refused(rank: int, world: int, folder: str) -> None:

@@ -39,7 +39,7 @@ from hf_moe_ep import (
 from hf_moe_ep.checkpoints.convert import convert
 from hf_moe_ep.checkpoints.training.base import BASE, describe_base
 from hf_moe_ep.lora.factors import pack_factors
-from hf_moe_ep.state import quantised_matrices
+from hf_moe_ep.state import iterate_quantised_matrices
 
 NF4: dict[str, Any] = {"experts_dtype": "nf4"}
 HELD: dict[str, dict[str, Any]] = {
@@ -65,7 +65,7 @@ def bytes_per_parameter(rank: int, world: int) -> None:
     for kind, limit in MAX_BYTES.items():
         model = shard(kind, model=with_lora(tiny(**LARGE)), ep_size=2)
         num_bytes = num_values = 0
-        for name, stack, quantisation in quantised_matrices(model):
+        for name, stack, quantisation in iterate_quantised_matrices(model):
             local = {n: _to_local(tensor) for n, tensor in stack.by_name(name).items()}
             num_bytes += sum(tensor.untyped_storage().nbytes() for tensor in local.values())
             num_values += quantisation.num_values(local[name])
@@ -122,7 +122,7 @@ def a_changed_byte_or_swapped_experts_change_a_hash(rank: int, world: int) -> No
     model = shard("nf4", ep_size=2)
     before = describe_base(model)
     assert before is not None
-    _, stack, _ = next(quantised_matrices(model))
+    _, stack, _ = next(iterate_quantised_matrices(model))
     local = _to_local(stack.values)
     if rank == 1:
         local[0, 3, 5] ^= 1
@@ -163,7 +163,9 @@ def base_is_read_once(kind: str, rank: int, world: int, folder: str) -> None:
     """The first save and a load read all bytes. A save after LoRA training reads none."""
     model = shard(kind, ep_size=2)
     optimizer = _create_adamw(model)
-    tensors = [t for n, stack, _ in quantised_matrices(model) for t in stack.by_name(n).values()]
+    tensors = [
+        t for n, stack, _ in iterate_quantised_matrices(model) for t in stack.by_name(n).values()
+    ]
     whole = sum(_to_local(tensor).nbytes for tensor in tensors)
 
     def read(run: Callable[..., Any], name: str) -> int:

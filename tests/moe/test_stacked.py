@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from hf_moe_ep import apply_ep_fsdp2, patch, save_pretrained, unpatch
 from hf_moe_ep.moe.stacked import (
     StackedExperts,
-    as_stacked,
-    as_stock,
+    make_stacked_tensors,
+    make_stock_tensors,
     stack_experts,
     unstack_experts,
 )
@@ -41,7 +41,7 @@ def _assert_same_training(
     for inputs in by_rank:
         stock(**inputs, num_items_in_batch=tokens).loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    gathered = as_stock(model, {name: full_tensor(grad) for name, grad in grads.items()})
+    gathered = make_stock_tensors(model, {name: full_tensor(grad) for name, grad in grads.items()})
     for name, parameter in stock.named_parameters():
         if parameter.grad is not None:
             assert_close(name, gathered[name], parameter.grad, FP64_MODEL)
@@ -80,7 +80,9 @@ def test_a_state_dict_has_the_stock_parameters(tmp_path: Path) -> None:
     model.load_state_dict(other.state_dict())
     assert_equal(model.state_dict(), other.state_dict())
     own = model.state_dict(keep_vars=True)
-    assert_equal(as_stacked(model, model.state_dict()), {k: v.detach() for k, v in own.items()})
+    assert_equal(
+        make_stacked_tensors(model, model.state_dict()), {k: v.detach() for k, v in own.items()}
+    )
     model.save_pretrained(tmp_path)
     assert_equal(load_file(tmp_path / "model.safetensors"), other.state_dict())
 
@@ -140,7 +142,7 @@ def test_every_layout_of_stock_parameters_is_stacked_and_restored(source: Weight
     stack_experts(model, description)
     named = dict(model.named_parameters())
     assert torch.equal(named["block.experts.down_proj"], torch.stack([_ONE, _TWO]))
-    assert_equal(as_stock(model, {n: p.detach() for n, p in named.items()}), before)
+    assert_equal(make_stock_tensors(model, {n: p.detach() for n, p in named.items()}), before)
     assert_equal(model.state_dict(), before)
     unstack_experts(model)
     assert_equal(dict(model.named_parameters()), before)

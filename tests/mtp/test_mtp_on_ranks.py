@@ -36,7 +36,7 @@ from hf_moe_ep import (
     update_router_bias,
 )
 from hf_moe_ep.checkpoints.convert import convert
-from hf_moe_ep.etp import in_stock_shapes
+from hf_moe_ep.etp import restore_stock_shapes
 from hf_moe_ep.mtp_head import find_head
 
 OPTIONS = {"mtp_layers": 1, "mtp_loss_weight": 0.3}
@@ -105,7 +105,7 @@ def training_equals_one_process(
             assert abs(got / want - 1) < FP64_MODEL and want > 0.1, (got, want)
             wanted = dict(single.named_parameters())
             grads = {name: full_tensor(p.grad) for name, p in model.named_parameters()}
-            for name, grad in in_stock_shapes(model, grads).items():
+            for name, grad in restore_stock_shapes(model, grads).items():
                 assert_close(f"step {step}: {name}", grad, wanted[name].grad, FP64_MODEL)
             for optimizer in optimizers:
                 optimizer.step()

@@ -12,7 +12,7 @@ from support.architectures import MODEL_TYPES, model_class, tiny_config
 from support.architectures.parts import parts_of
 
 from hf_moe_ep.moe.experts import choose_compute
-from hf_moe_ep.upstream.experts_interface import experts_flags
+from hf_moe_ep.upstream.experts_interface import get_experts_flags
 
 # The kernels neither have a norm after each expert nor clamp the output of an activation, so torch
 # computes the experts of these types.
@@ -24,7 +24,7 @@ def _list_layouts(model_type: str) -> list[list[bool | str]]:
         model = model_class(model_type)(tiny_config(model_type))
     layouts = []
     for experts in parts_of(model).experts.values():
-        flags = experts_flags(experts)
+        flags = get_experts_flags(experts)
         formula = choose_compute(experts, "torch", recompute=False).formula
         layouts.append(
             describe_layout(formula, bias=flags.has_bias, transposed=flags.is_transposed)

@@ -24,13 +24,13 @@ from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.quantised import (
     Quantisation,
+    allocate_stack,
+    can_cut_rows,
     check_available,
     check_sizes,
     dequantise,
-    empty_stack,
     quantise,
     quantise_stack,
-    rows_may_be_cut,
 )
 
 NF4, NESTED, FP8 = Quantisation("nf4"), Quantisation("nf4", nested=True), Quantisation("fp8")
@@ -153,7 +153,7 @@ def test_stored_tensors_have_the_documented_sizes(name: str) -> None:
     shapes = {n: (x.shape, x.dtype) for n, x in stack.by_name("up").items()}
     assert shapes == {n: (x.shape, x.dtype) for n, x in on_meta.by_name("up").items()}
     assert all(x.is_meta for x in on_meta.by_name("up").values())
-    empty = empty_stack((2, 512, 768), quantisation, "cpu")
+    empty = allocate_stack((2, 512, 768), quantisation, "cpu")
     assert shapes == {n: (x.shape, x.dtype) for n, x in empty.by_name("up").items()}
     num_bytes = sum(x.nbytes for x in stack.by_name("up").values())
     wanted = {"nf4": 0.5625, "nf4 nested": 0.5 + 1 / 64 + 8 / 16384, "fp8": 1 + 4 / 16384}
@@ -165,17 +165,17 @@ def test_stored_tensors_have_the_documented_sizes(name: str) -> None:
 
 
 def test_rows_can_be_split_at_block_boundaries() -> None:
-    assert rows_may_be_cut((6, 64), NF4, 3) and not rows_may_be_cut((6, 64), NF4, 4)
-    assert rows_may_be_cut((512, 128), FP8, 4) and not rows_may_be_cut((512, 128), FP8, 8)
+    assert can_cut_rows((6, 64), NF4, 3) and not can_cut_rows((6, 64), NF4, 4)
+    assert can_cut_rows((512, 128), FP8, 4) and not can_cut_rows((512, 128), FP8, 8)
     # 512 rows with 2 scales per row have 4 blocks of 256 scales.
-    assert rows_may_be_cut((512, 128), NESTED, 4) and not rows_may_be_cut((512, 128), NESTED, 8)
+    assert can_cut_rows((512, 128), NESTED, 4) and not can_cut_rows((512, 128), NESTED, 8)
 
 
 @pytest.mark.parametrize("name", ["nf4", "fp8"])
 def test_quantising_parts_of_the_rows_equals_quantising_all(name: str) -> None:
     quantisation = FORMATS[name]
     weight_OI = draw_matrices(torch.float32, (1, 384, 256))[0]
-    assert rows_may_be_cut((384, 256), quantisation, 3)
+    assert can_cut_rows((384, 256), quantisation, 3)
     all_rows = quantise(weight_OI, quantisation)
     parts = [quantise(part, quantisation) for part in weight_OI.chunk(3)]
     assert torch.equal(torch.cat([part.values for part in parts]), all_rows.values)

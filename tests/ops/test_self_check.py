@@ -23,7 +23,7 @@ from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.kernels import blocks, dgated, gate_up, grouped_mm, outer
 from hf_moe_ep.ops.kernels.reduce import combine
-from hf_moe_ep.ops.quantised import Quantisation, empty_stack
+from hf_moe_ep.ops.quantised import Quantisation, allocate_stack
 from hf_moe_ep.ops.self_check import Kind, check_once
 from hf_moe_ep.ops.sum_check import (
     TokenSumKind,
@@ -486,7 +486,7 @@ def _launch(kind: Kind) -> None:
         "down_b": allocate(kind.num_experts, hidden, down_rank),
     }
     for name in MATRICES if kind.quantised else ():
-        stack = empty_stack(tuple(tensors[name].shape), Quantisation(kind.quantised), "meta")
+        stack = allocate_stack(tuple(tensors[name].shape), Quantisation(kind.quantised), "meta")
         tensors |= stack.by_name(name)
     named = dict.fromkeys(tensors) | {name: tensors[name] for name in kind.tensors}
     experts = ExpertWeights(**named, quantised=kind.quantised)

@@ -25,7 +25,7 @@ from hf_moe_ep import (
     patch,
 )
 from hf_moe_ep.optim import muon
-from hf_moe_ep.state import computing_device
+from hf_moe_ep.state import get_computing_device
 
 LR = 1e-2
 
@@ -209,7 +209,7 @@ def test_an_unsharded_model_is_orthogonalised_on_its_own_device(
 ) -> None:
     """Without sharding there is no mesh with a device, and the parameters may be on a GPU."""
     model = patch(tiny())
-    assert computing_device(copy.deepcopy(model).to("meta")).type == "meta"
+    assert get_computing_device(copy.deepcopy(model).to("meta")).type == "meta"
     optimizer = Muon(model, lr=0.1)
     model(**batch(model, 2, 6)).loss.backward()
     devices = set()
@@ -219,7 +219,7 @@ def test_an_unsharded_model_is_orthogonalised_on_its_own_device(
         devices.add(args[-1])
         return compute_block(*args[:-1], torch.device("cpu"))
 
-    monkeypatch.setattr(muon, "computing_device", lambda _: "the device")
+    monkeypatch.setattr(muon, "get_computing_device", lambda _: "the device")
     monkeypatch.setattr(muon, "_compute_block", record)
     optimizer.step()
     assert devices == {"the device"}

@@ -33,7 +33,7 @@ from hf_moe_ep import (
     patch,
     save_checkpoint,
 )
-from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.boxes import get_local_tensor
 
 LR = 1e-2
 
@@ -164,7 +164,7 @@ def a_gradient_scaler_unscales_gradients_and_skips_a_step(rank: int, world: int)
         scaler.scale(model(**mine, num_items_in_batch=tokens).loss * world).backward()
         if step == 2 and rank == 0:
             grad = model.model.layers[0].mlp.experts.down_proj.grad
-            local_tensor(grad)[0, 0, 0] = torch.inf
+            get_local_tensor(grad)[0, 0, 0] = torch.inf
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -184,7 +184,7 @@ def non_finite_gradients_change_only_their_matrix(rank: int, world: int) -> None
     layer = model.model.layers[0]
     if rank == 0:
         for parameter in (layer.self_attn.q_proj.weight, layer.mlp.experts.gate_up_proj):
-            local_tensor(parameter.grad).view(-1)[0] = torch.inf
+            get_local_tensor(parameter.grad).view(-1)[0] = torch.inf
     optimizer.step()
     other_optimizer.step()
     wanted = whole_parameters(twin)

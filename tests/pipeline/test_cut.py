@@ -20,16 +20,21 @@ from torch import Tensor, nn
 
 from hf_moe_ep import ParallelConfig, patch
 from hf_moe_ep.architectures import find_parts
-from hf_moe_ep.pipeline.cut import cut_model, layers_of_stages, parts_of_stage, stage_of_names
+from hf_moe_ep.pipeline.cut import (
+    assign_layers_to_stages,
+    cut_model,
+    map_names_to_stages,
+    select_parts_of_stage,
+)
 from hf_moe_ep.pipeline.micro_batches import check_can_be_cut, count_targets, cut_batch
 from hf_moe_ep.pipeline.run import _move_to_device
-from hf_moe_ep.sharding.units import units_of
+from hf_moe_ep.sharding.units import list_units
 from hf_moe_ep.state import STATE, ModelState
 
 
 def test_layers_are_divided_evenly_or_as_given() -> None:
     def divide(num_layers: int, **config: Any) -> list[int]:
-        ranges = layers_of_stages(num_layers, ParallelConfig(**config))
+        ranges = assign_layers_to_stages(num_layers, ParallelConfig(**config))
         assert [index for layers in ranges for index in layers] == list(range(num_layers))
         return [len(layers) for layers in ranges]
 
@@ -103,7 +108,7 @@ def cut_copies(model: nn.Module, **config: Any) -> list[nn.Module]:
     """Patch a model, and return a copy of each of its stages."""
     patch(model, experts_backend="torch", **config)
     state: ModelState = getattr(model, STATE)
-    layers = layers_of_stages(len(find_parts(model, state.plan).layers), state.config)
+    layers = assign_layers_to_stages(len(find_parts(model, state.plan).layers), state.config)
     stages = []
     for index in range(len(layers)):
         part = copy.deepcopy(model)
@@ -170,8 +175,8 @@ def test_names_and_units_of_the_stages() -> None:
     model = tiny(num_hidden_layers=4, mlp_only_layers=[0], tie_word_embeddings=True)
     names = [name for name, _ in model.named_parameters()]
     parts = find_parts(model)
-    stages = layers_of_stages(4, ParallelConfig(pp_size=3))
-    stage_of = stage_of_names(model, parts, stages)
+    stages = assign_layers_to_stages(4, ParallelConfig(pp_size=3))
+    stage_of = map_names_to_stages(model, parts, stages)
     assert stage_of["model.embed_tokens.weight"] == 0 and stage_of["lm_head.weight"] == 2
     assert stage_of["model.layers.1.mlp.experts.down_proj"] == 0
     assert stage_of["model.norm.weight"] == 2
@@ -184,7 +189,7 @@ def test_names_and_units_of_the_stages() -> None:
         assert (stage.tied is not None) == (index != 1)
         assert list(stage.tensors) == [n for n in names if n in dict(model.named_parameters())]
         left = find_parts(part, getattr(part, STATE).plan, complete=False)
-        units = units_of(parts_of_stage(left, stage))
+        units = list_units(select_parts_of_stage(left, stage))
         assert len(units.layers) == len(stages[index])
         assert sorted(units.experts) == [[1], [0], [0]][index]
         assert (units.embedding is not None) == (index == 0) and not units.tied
@@ -198,7 +203,7 @@ def test_the_memory_of_other_stages_is_freed() -> None:
     state: ModelState = getattr(model, STATE)
     removed = weakref.ref(model.model.layers[3].mlp.experts.down_proj)
     parts = find_parts(model, state.plan)
-    state.stage = cut_model(model, parts, state, 0, layers_of_stages(4, state.config))
+    state.stage = cut_model(model, parts, state, 0, assign_layers_to_stages(4, state.config))
     del parts
     gc.collect()
     assert removed() is None

@@ -11,9 +11,9 @@ import pytest
 
 from hf_moe_ep.pipeline.schedule import (
     Operation,
-    awaited_early,
     bubble,
-    forwards_only,
+    find_awaited_early,
+    list_forwards_only,
     operations,
 )
 
@@ -81,7 +81,7 @@ def test_the_examples_of_the_docstring() -> None:
     assert text("1f1b", 0) == "F0 F1 B0 F2 B1 F3 B2 B3"
     assert text("1f1b", 1) == "F0 B0 F1 B1 F2 B2 F3 B3"
     assert text("gpipe", 0) == "F0 F1 F2 F3 B0 B1 B2 B3"
-    assert [str(operation) for operation in forwards_only(3)] == ["F0", "F1", "F2"]
+    assert [str(operation) for operation in list_forwards_only(3)] == ["F0", "F1", "F2"]
 
 
 def test_the_simulation_finds_a_changed_order() -> None:
@@ -102,7 +102,7 @@ def list_script(
 ) -> list[Step]:
     """List the steps of a stage: start to receive, wait for an operand, start to send."""
     order = operations(schedule, stage, stages, count)
-    awaited = awaited_early(schedule, stage, stages, count)
+    awaited = find_awaited_early(schedule, stage, stages, count)
     script: list[Step] = []
     for position, operation in enumerate(order):
         sender = stage - 1 if operation.is_forward else stage + 1
@@ -125,7 +125,7 @@ def all_stages_end(schedule: str, stages: int, count: int, early: bool | None = 
     """Simulate hosts that block as with NCCL; return False if all stages wait forever.
 
     The first transfer between two ranks in a direction blocks both hosts until both have started
-    it. `early` replaces the result of `awaited_early`.
+    it. `early` replaces the result of `find_awaited_early`.
     """
     scripts = [list_script(schedule, stage, stages, count, early) for stage in range(stages)]
     sent: set[tuple[int, int, Operation]] = set()

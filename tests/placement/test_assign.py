@@ -9,8 +9,8 @@ import pytest
 from hf_moe_ep.placement.assign import (
     _assign_in_rounds,
     assign_slots,
-    bound_of_largest_load,
-    largest_load,
+    compute_largest_load,
+    compute_load_bound,
 )
 
 
@@ -37,7 +37,7 @@ def _find_best_maximum(load_E: tuple[int, ...], ranks: int) -> int:
 
 def _find_largest_load(load_E: tuple[int, ...], slots_E: list[int], ranks: int) -> int:
     local = len(load_E) // ranks
-    return largest_load(load_E, [slot // local for slot in slots_E], ranks)
+    return compute_largest_load(load_E, [slot // local for slot in slots_E], ranks)
 
 
 def _yield_cases() -> Iterator[tuple[tuple[int, ...], int]]:
@@ -63,10 +63,10 @@ def test_no_rank_exceeds_the_bound_or_4_thirds_of_the_best_assignment() -> None:
             _find_best_maximum(load_E, ranks),
         )
         in_hub_order = _find_largest_load(load_E, list(range(len(load_E))), ranks)
-        assert lowest <= maximum <= bound_of_largest_load(load_E, ranks), (load_E, ranks, maximum)
-        assert largest_load(
+        assert lowest <= maximum <= compute_load_bound(load_E, ranks), (load_E, ranks, maximum)
+        assert compute_largest_load(
             load_E, _assign_in_rounds(load_E, ranks), ranks
-        ) <= bound_of_largest_load(load_E, ranks)
+        ) <= compute_load_bound(load_E, ranks)
         assert maximum <= in_hub_order
         largest_ratio = max(largest_ratio, maximum / (lowest or 1))
     assert largest_ratio <= 4 / 3, largest_ratio
@@ -77,8 +77,8 @@ def test_the_bound_can_be_reached() -> None:
     expert, and no assignment has a lower maximum.
     """
     load_E = (0, 0, 12, 0, 0, 0)
-    assert bound_of_largest_load(load_E, 3) == 12 == _find_best_maximum(load_E, 3)
-    assert bound_of_largest_load((5, 5, 5, 5), 2) == 10
+    assert compute_load_bound(load_E, 3) == 12 == _find_best_maximum(load_E, 3)
+    assert compute_load_bound((5, 5, 5, 5), 2) == 10
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -92,7 +92,7 @@ def test_the_example_of_the_docstring() -> None:
 def test_a_busy_expert_shares_its_rank_with_the_idlest_experts() -> None:
     """In rounds, a rank would get 12 + 4 + 0 = 16 tokens. The best assignment has 12."""
     load_E = (12, 4, 4, 4, 0, 0)
-    assert largest_load(load_E, _assign_in_rounds(load_E, 2), 2) == 16
+    assert compute_largest_load(load_E, _assign_in_rounds(load_E, 2), 2) == 16
     assert (
         _find_largest_load(load_E, assign_slots(load_E, 2), 2)
         == 12
@@ -133,4 +133,4 @@ def test_repeated_balancing_stays_within_the_bound(ranks: int) -> None:
         slots_E = assign_slots(load_E, ranks, before)
         assert sorted(slots_E) == list(range(16))
         assert slots_E == assign_slots(load_E, ranks, before)
-        assert _find_largest_load(load_E, slots_E, ranks) <= bound_of_largest_load(load_E, ranks)
+        assert _find_largest_load(load_E, slots_E, ranks) <= compute_load_bound(load_E, ranks)

@@ -54,8 +54,8 @@ from hf_moe_ep.checkpoints.training.base import describe_base
 from hf_moe_ep.moe.layer import _replace_ids_by_slots
 from hf_moe_ep.ranks.collectives import start_all_to_all
 from hf_moe_ep.state import STATE, MoELayer, patched_state
-from hf_moe_ep.upstream.models import persistent_buffers
-from hf_moe_ep.upstream.module_names import stock_name
+from hf_moe_ep.upstream.models import iterate_persistent_buffers
+from hf_moe_ep.upstream.module_names import get_stock_name
 
 AdamW = partial(torch.optim.AdamW, lr=1e-3)
 FIRST_SEED = 1
@@ -160,7 +160,7 @@ def _gather_in_slot_order(model: nn.Module, optimizer: Any) -> Numbers:
             numbers[f"grad {name}"] = parameter.grad
         for key, value in optimizer.state.get(parameter, {}).items():
             numbers[f"{key} {name}"] = value
-    numbers |= dict(persistent_buffers(model))
+    numbers |= dict(iterate_persistent_buffers(model))
     return {name: full_tensor(value).clone() for name, value in numbers.items()}
 
 
@@ -223,13 +223,13 @@ def _run(case: Case, rank: int, world: int, folder: str) -> None:
 def _check_slots(model: nn.Module, optimizer: Any, before: Numbers, slots: Tensor) -> None:
     """Check that expert e of `before` (in hub order) is row slots[e] of every expert tensor."""
     layers = {
-        stock_name(name): vars(module)[STATE].index
+        get_stock_name(name): vars(module)[STATE].index
         for name, module in model.named_modules()
         if isinstance(vars(module).get(STATE), MoELayer)
     }
     compared = 0
     for name, tensor in _gather_in_slot_order(model, optimizer).items():
-        path = stock_name(name.rpartition(" ")[2])
+        path = get_stock_name(name.rpartition(" ")[2])
         index = next((i for layer, i in layers.items() if path.startswith(f"{layer}.")), None)
         if index is None or tensor.ndim < 2:
             continue

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
 from hf_moe_ep.cli.main import main
 from hf_moe_ep.mtp_head import find_head
-from hf_moe_ep.planner.config import find_config, meta_model
+from hf_moe_ep.planner.config import build_meta_model, find_config
 from hf_moe_ep.planner.held import MemoryPlan, plan_memory
 from hf_moe_ep.planner.options import read_published_configs
-from hf_moe_ep.state import STATE, patched_state, quantised_matrices
+from hf_moe_ep.state import STATE, iterate_quantised_matrices, patched_state
 
 H = 32
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -253,7 +253,7 @@ def train_one_step(case: Case) -> dict[str, int]:
 
 
 def list_quantised_tensors(model: nn.Module) -> list[Tensor]:
-    stacks = [stack for _, stack, _ in quantised_matrices(model)]
+    stacks = [stack for _, stack, _ in iterate_quantised_matrices(model)]
     return [tensor for stack in stacks for tensor in stack.by_name("").values()]
 
 
@@ -367,7 +367,7 @@ PUBLISHED = {
 def test_known_models_have_the_published_size() -> None:
     assert set(read_published_configs()) == set(PUBLISHED)
     for name, (exact, billions) in PUBLISHED.items():
-        model = meta_model(find_config(name), torch.bfloat16)
+        model = build_meta_model(find_config(name), torch.bfloat16)
         count = sum(p.numel() for p in model.parameters())
         assert (count, round(count / 1e9, 1)) == (exact, billions), name
         assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())

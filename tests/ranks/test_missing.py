@@ -14,7 +14,7 @@ from hf_moe_ep.ranks import missing
 from hf_moe_ep.ranks.all_ranks import run_on_all
 from hf_moe_ep.ranks.background import Saver
 from hf_moe_ep.ranks.collectives import start_counts
-from hf_moe_ep.upstream.process_groups import default_store
+from hf_moe_ep.upstream.process_groups import get_default_store
 
 TIMEOUT_SECONDS = 2.0
 QUIET_SECONDS = 0.5
@@ -36,7 +36,7 @@ def _wait_without(rank: int, world: int, gone: int) -> dict[str, str]:
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     groups = {place: dist.new_group(timeout=timeout, group_desc=place) for place in PLACES}
     if rank == gone:
-        default_store().wait([f"done {other}" for other in range(world) if other != gone])
+        get_default_store().wait([f"done {other}" for other in range(world) if other != gone])
         return {}
     errors = {}
     with mock.patch.object(missing, "_QUIET", QUIET_SECONDS):
@@ -44,7 +44,7 @@ def _wait_without(rank: int, world: int, gone: int) -> dict[str, str]:
             with pytest.raises(RuntimeError) as caught:
                 _wait_at(place, group)
             errors[place] = str(caught.value)
-    default_store().set(f"done {rank}", "")
+    get_default_store().set(f"done {rank}", "")
     return errors
 
 
@@ -74,7 +74,7 @@ def _name_missing(rank: int, world: int) -> tuple[str, str, str]:
             time.sleep(60)
 
     with (
-        mock.patch.object(missing, "default_store", Silent),
+        mock.patch.object(missing, "get_default_store", Silent),
         mock.patch.object(missing, "_STORE_TIMEOUT", 0.2),
     ):
         return nobody, elsewhere, missing.name_missing_ranks("here", None)

@@ -25,7 +25,7 @@ from hf_moe_ep.ranks.all_ranks import (
     run_on_first,
 )
 from hf_moe_ep.sharding.checks import check_ranks_agree
-from hf_moe_ep.sharding.options import ShardOptions, default_policy
+from hf_moe_ep.sharding.options import ShardOptions, choose_default_policy
 from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.process_groups import fake_group
 
@@ -61,7 +61,7 @@ def _record_collectives() -> Iterator[list[tuple[str, int]]]:
 
 
 def _check_model(model: nn.Module) -> None:
-    policy, masters = default_policy(model)
+    policy, masters = choose_default_policy(model)
     options = ShardOptions(policy, OffloadPolicy(), masters, reshard_after_forward=True)
     check_ranks_agree(model, patched_state(model), options)
 

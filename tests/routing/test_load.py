@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from hf_moe_ep import ExpertLoad, apply_ep_fsdp2, expert_load, patch
 from hf_moe_ep.architectures import find_parts
-from hf_moe_ep.routing.load import load_of_reader
+from hf_moe_ep.routing.load import read_load
 from hf_moe_ep.state import STATE
 
 ACCUMULATION = 3
@@ -113,7 +113,7 @@ def test_only_forwards_of_training_are_counted() -> None:
     assert torch.equal(load.counts, want)
     assert load.layers == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
     assert not expert_load(model).counts.any()
-    assert torch.equal(load_of_reader(model, state, "another", reset=True).counts, want)
+    assert torch.equal(read_load(model, state, "another", reset=True).counts, want)
     copied = copy.deepcopy(model)
     want_after_copy = _train_two_batches(model)
     assert torch.equal(expert_load(model).counts, want_after_copy)

@@ -29,7 +29,7 @@ from transformers import (
 
 from hf_moe_ep import patch, unpatch
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream.hub import empty_model
+from hf_moe_ep.upstream.hub import build_empty_model
 
 DENSE = LlamaConfig(
     vocab_size=97,
@@ -149,7 +149,9 @@ NOT_PATCHED: dict[str, Build] = {
     ),
     "in vLLM": lambda folders: build_in_package("vllm", folders),
     "in SGLang": lambda folders: build_in_package("sglang", folders),
-    "by hf_moe_ep": lambda folders: empty_model(folders["text"], None, torch.get_default_dtype, {}),
+    "by hf_moe_ep": lambda folders: build_empty_model(
+        folders["text"], None, torch.get_default_dtype, {}
+    ),
     "a constructor": lambda folders: Qwen3MoeForCausalLM(tiny(num_hidden_layers=1).config),
 }
 

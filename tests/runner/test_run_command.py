@@ -21,7 +21,7 @@ from support.scripts import ROOT
 
 from hf_moe_ep import ParallelConfig
 from hf_moe_ep.cli.main import main
-from hf_moe_ep.config import RunOptions, settings_from_environment, variable_of
+from hf_moe_ep.config import RunOptions, get_variable, read_environment_settings
 from hf_moe_ep.run import find_interpreter_options
 from hf_moe_ep.runner.environment import HOOK_FOLDER
 
@@ -99,15 +99,15 @@ def test_every_setting_is_an_option_and_a_variable(monkeypatch: pytest.MonkeyPat
     variables, arguments, modules = json.loads(result.stdout)
     assert arguments == ["-c", "--ep-size", "9"]
     got = {name: value for name, value in variables.items() if name.startswith("HF_MOE_EP_")}
-    assert got == {variable_of(name): text for name, text in VALUES.items()}
+    assert got == {get_variable(name): text for name, text in VALUES.items()}
     assert variables["PYTHONPATH"].split(os.pathsep) == [os.fspath(HOOK_FOLDER), os.fspath(ROOT)]
     assert not {"hf_moe_ep", "torch", "transformers"} & set(modules)
     for name, text in got.items():
         monkeypatch.setenv(name, text)
-    config = settings_from_environment(ParallelConfig)
+    config = read_environment_settings(ParallelConfig)
     assert (config.ep_size, config.bias_update_rate, config.expert_shard_dim) == (8, 0.001, 1)
     assert config.experts_dtype == "nf4" and config.reshard_after_forward is False
-    assert settings_from_environment(RunOptions) == RunOptions(True, True, False)
+    assert read_environment_settings(RunOptions) == RunOptions(True, True, False)
 
 
 def test_a_dry_run_prints_a_command_line_that_does_the_same() -> None:

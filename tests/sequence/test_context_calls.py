@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_moe_ep.sequence.context import _FetchPieces, _list_pieces, _PieceExchange
 from hf_moe_ep.sequence.context_calls import MODULE_PATH, Call, plan_calls
-from hf_moe_ep.sequence.slices import Slice, zigzag_order
+from hf_moe_ep.sequence.slices import Slice, make_zigzag_order
 
 LENGTH = 8
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def make_module(implementation: str, *, is_causal: bool = True) -> Any:
 
 
 def make_slice(rank: int = 0, length: int = LENGTH) -> Slice:
-    return Slice(cast(Any, None), rank, 2, length, order=zigzag_order(2))
+    return Slice(cast(Any, None), rank, 2, length, order=make_zigzag_order(2))
 
 
 def plan(implementation: str, mask: Any = None, rows: int = 1, **kwargs: Any) -> list[list[Call]]:
@@ -164,14 +164,14 @@ def test_a_window_needs_only_the_pieces_in_front() -> None:
     Rows of 64 tokens have 8 pieces, and a window of 5 tokens reaches into the previous piece:
     pieces 0 -> rank 1, 1 -> 2, 2 -> 3, 4 -> 2, 5 -> 1, 6 -> 0.
     """
-    whole = Slice(cast(Any, None), 0, 4, 64, order=zigzag_order(4))
+    whole = Slice(cast(Any, None), 0, 4, 64, order=make_zigzag_order(4))
     module = make_module("flash_attention_2")
     calls = plan_calls(module, None, whole, {"sliding_window": 5}, 1, CPU)
     needed = [_list_pieces(rank_calls, 8) for rank_calls in calls]
     assert needed == [[0, 6, 7], [0, 1, 5, 6], [1, 2, 4, 5], [2, 3, 4]]
     sent = []
     for rank in range(4):
-        part = Slice(cast(Any, None), rank, 4, 64, order=zigzag_order(4))
+        part = Slice(cast(Any, None), rank, 4, 64, order=make_zigzag_order(4))
         exchange = _PieceExchange(part, needed, CPU)
         to_others = [n for r, n in enumerate(exchange.send_counts) if r != rank]
         sent.append(sum(to_others))

@@ -17,8 +17,8 @@ from transformers import Qwen3MoeConfig, masking_utils
 
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
 from hf_moe_ep.sequence.mask_rows import MaskRows
-from hf_moe_ep.sequence.slices import Slice, zigzag_order
-from hf_moe_ep.upstream.attention_interface import config_with_own_masks
+from hf_moe_ep.sequence.slices import Slice, make_zigzag_order
+from hf_moe_ep.upstream.attention_interface import make_mask_config
 
 ROWS = 3
 causal = masking_utils.create_causal_mask
@@ -66,8 +66,8 @@ def _make_config(stock: str = "sdpa") -> Qwen3MoeConfig:
 
 
 def _make_slice(rank: int, cp: int, length: int) -> Slice:
-    part = Slice(None, rank, cp, length, order=zigzag_order(cp))
-    part.context = Slice(None, rank, cp, length, order=zigzag_order(cp))
+    part = Slice(None, rank, cp, length, order=make_zigzag_order(cp))
+    part.context = Slice(None, rank, cp, length, order=make_zigzag_order(cp))
     return part
 
 
@@ -77,7 +77,7 @@ def _make_slice(rank: int, cp: int, length: int) -> Slice:
 def test_rows_equal_those_of_the_stock_mask(kind: str, stock: str, cp: int, length: int) -> None:
     config = _make_config(stock)
     rows = MaskRows()
-    view = config_with_own_masks(config, rows)
+    view = make_mask_config(config, rows)
     name, make = KINDS[kind]
     create = getattr(masking_utils, f"create_{name}_mask")
     given = {"attention_mask": None} | make(length)
@@ -108,7 +108,7 @@ def test_a_piece_gets_rows_even_if_it_alone_would_need_no_mask() -> None:
     """
     rows = MaskRows()
     rows.part = _make_slice(0, 2, 16)
-    view, embeds = config_with_own_masks(_make_config(), rows), torch.zeros(ROWS, 16, 2)
+    view, embeds = make_mask_config(_make_config(), rows), torch.zeros(ROWS, 16, 2)
     mask = (torch.arange(16) < 4).expand(ROWS, -1)
     got = causal(view, embeds, attention_mask=mask, **WITHOUT_CACHE)
     want = causal(_make_config(), embeds, attention_mask=mask, **WITHOUT_CACHE)
@@ -118,7 +118,7 @@ def test_a_piece_gets_rows_even_if_it_alone_would_need_no_mask() -> None:
 def test_no_whole_mask_is_built_temporarily() -> None:
     rows = MaskRows()
     rows.part = _make_slice(1, 4, 256)
-    view, embeds = config_with_own_masks(_make_config(), rows), torch.zeros(ROWS, 256, 2)
+    view, embeds = make_mask_config(_make_config(), rows), torch.zeros(ROWS, 256, 2)
     with LargestTensor([]) as largest:
         causal(view, embeds, attention_mask=_make_padding(256), **WITHOUT_CACHE)
     assert largest.nbytes == ROWS * 64 * 256
@@ -126,7 +126,7 @@ def test_no_whole_mask_is_built_temporarily() -> None:
 
 def test_masks_with_a_cache_or_of_another_length_stay_whole() -> None:
     rows = MaskRows()
-    view = config_with_own_masks(_make_config(), rows)
+    view = make_mask_config(_make_config(), rows)
     rows.part = _make_slice(0, 2, 16)
     masks = [
         causal(view, torch.zeros(3, n, 2), attention_mask=mask, **WITHOUT_CACHE)
@@ -138,7 +138,7 @@ def test_masks_with_a_cache_or_of_another_length_stay_whole() -> None:
 def test_a_view_shares_the_attributes_of_its_config() -> None:
     config = _make_config()
     rows = MaskRows()
-    view = config_with_own_masks(config, rows)
+    view = make_mask_config(config, rows)
     config.use_cache = False
     view.output_router_logits = True
     assert view.use_cache is False and config.output_router_logits is True
@@ -150,7 +150,7 @@ def test_a_view_shares_the_attributes_of_its_config() -> None:
 def test_a_view_names_our_masks_only_in_split_forwards() -> None:
     """Gemma-4 cuts queries if the name is not "sdpa", which would be wrong in other forwards."""
     config, rows = _make_config(), MaskRows()
-    view = config_with_own_masks(config, rows)
+    view = make_mask_config(config, rows)
     assert view._attn_implementation == "sdpa"
     rows.part = _make_slice(0, 2, 16)
     assert view._attn_implementation != "sdpa" == config._attn_implementation

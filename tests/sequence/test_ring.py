@@ -36,13 +36,13 @@ from hf_moe_ep.sequence import ring
 from hf_moe_ep.sequence.context import attend
 from hf_moe_ep.sequence.partial_attention import (
     QueryKeyRange,
-    Scores,
+    ScoreOptions,
     attend_to_part,
-    merge,
+    merge_parts,
     slice_block_mask,
 )
 from hf_moe_ep.sequence.ring import attend_by_ring
-from hf_moe_ep.sequence.slices import Slice, zigzag_order
+from hf_moe_ep.sequence.slices import Slice, make_zigzag_order
 
 ROWS, HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 2, 4, 2, 6, 5
 # The first tokens of the documents of a packed row.
@@ -99,7 +99,7 @@ def test_dropout_is_refused_as_in_stock() -> None:
     """Stock's function of FlexAttention also raises a ValueError, but the ring does not call it."""
     module = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flex_attention"))
     mask = create_block_mask(causal, 1, 1, 8, 8, device="cpu")
-    whole = Slice(cast(Any, None), 0, 2, 8, order=zigzag_order(2))
+    whole = Slice(cast(Any, None), 0, 2, 8, order=make_zigzag_order(2))
     query, key, value, _, _ = _make_inputs(4)
     with pytest.raises(ValueError, match=r"no dropout, and attention_dropout is 0.1; set config"):
         attend(flex_attention, module, query, key, value, mask, whole, dropout=0.1)
@@ -136,7 +136,7 @@ def _compute_dense(
 def ring_equals_dense(name: str, rank: int, world: int) -> None:
     kind = KINDS[name]
     query, key, value, grad, sinks = _make_inputs(kind.length)
-    order = zigzag_order(world) if kind.zigzag else None
+    order = make_zigzag_order(world) if kind.zigzag else None
     assert dist.group.WORLD is not None
     context = Slice(dist.group.WORLD, rank, world, kind.length, order=order)
     mask = create_block_mask(
@@ -168,7 +168,7 @@ def ring_equals_dense(name: str, rank: int, world: int) -> None:
         mock.patch.object(ring, "send_to_next", counted),
         mock.patch.object(ring, "attend_to_part", side_effect=attend) as calls,
     ):
-        out = attend_by_ring(*own, Scores(mask, softcap=kind.softcap), own_sinks, context)
+        out = attend_by_ring(*own, ScoreOptions(mask, softcap=kind.softcap), own_sinks, context)
         forward_sent, forward_calls = sum(sent), calls.call_count
         (out * context.take(grad, 2).transpose(1, 2)).sum().backward()
     whole = [x.requires_grad_() for x in (query, key, value)]
@@ -225,7 +225,7 @@ def test_plain_attention_to_a_part_equals_flex_attention() -> None:
         mask = create_block_mask(kind.mask, ROWS, 1, 24, 24, device="cpu", BLOCK_SIZE=2)
         box = QueryKeyRange(7, 15, 2, 11)
         part = query[:, :, 7:15], key[:, :, 2:11], value[:, :, 2:11]
-        got = attend_to_part(*part, Scores(mask), box, {})
+        got = attend_to_part(*part, ScoreOptions(mask), box, {})
         rows = slice_block_mask(mask, box)
         options = {"block_mask": rows, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
         out, aux = flex_attention(*part, **options)
@@ -235,7 +235,7 @@ def test_plain_attention_to_a_part_equals_flex_attention() -> None:
 
 def test_a_query_that_sees_no_key_in_both_parts_gets_zeros() -> None:
     zeros, nothing = torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf)
-    out, lse = merge(zeros, nothing, zeros, nothing)
+    out, lse = merge_parts(zeros, nothing, zeros, nothing)
     assert torch.equal(out, zeros) and torch.equal(lse, nothing)
 
 

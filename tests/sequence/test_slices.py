@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForTokenClassification
 
 from hf_moe_ep.sequence.mixers import LayerSlice
 from hf_moe_ep.sequence.slice_arguments import LayerArguments
-from hf_moe_ep.sequence.slices import SLICE, Slice, zigzag_order
+from hf_moe_ep.sequence.slices import SLICE, Slice, make_zigzag_order
 from hf_moe_ep.sequence.split import (
     RunningSlice,
     SplitSequence,
@@ -26,7 +26,7 @@ NO_GROUP = cast(Any, None)
 
 
 def make_slices(cp: int, sp: int, length: int, unit: int = 1) -> list[Slice]:
-    order = zigzag_order(cp, sp)
+    order = make_zigzag_order(cp, sp)
     return [Slice(NO_GROUP, rank, cp * sp, length, unit, order) for rank in range(cp * sp)]
 
 
@@ -42,7 +42,7 @@ def test_the_example_of_the_docstring() -> None:
 
 def test_three_sp_ranks_share_two_chunks() -> None:
     """Each rank has two pieces, because three ranks divide the two chunks of a cp rank."""
-    assert zigzag_order(2, 3) == [0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8]
+    assert make_zigzag_order(2, 3) == [0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8]
     assert [part.pieces for part in make_slices(2, 3, 24)][:3] == [[0, 1], [2, 9], [10, 11]]
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from hf_moe_ep.sequence import recurrences, slices, states
 from hf_moe_ep.sequence.recurrences import run_recurrence
-from hf_moe_ep.sequence.slices import Slice, zigzag_order
+from hf_moe_ep.sequence.slices import Slice, make_zigzag_order
 from hf_moe_ep.upstream.recurrences import RECURRENCES, Layout
 
 # Two ranks cannot divide three heads. The sizes of keys, values and states differ.
@@ -99,7 +99,7 @@ def states_are_passed(kind: str, zigzag: bool, rank: int, world: int) -> None:
 
     positional, named = chosen.make(draw)
     assert dist.group.WORLD is not None
-    order = zigzag_order(world) if zigzag else None
+    order = make_zigzag_order(world) if zigzag else None
     part = Slice(dist.group.WORLD, rank, world, LENGTH, order=order)
     layouts = recurrence.layouts(tuple(positional), named)
     whole = dict(enumerate(positional)) | named

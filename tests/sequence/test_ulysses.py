@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from hf_moe_ep import apply_ep_fsdp2, data_parallel_size, global_token_count, patch, unpatch
 from hf_moe_ep.sequence.slices import Slice
 from hf_moe_ep.sequence.ulysses import _slice_mask
-from hf_moe_ep.upstream.attention_interface import stock_attention
+from hf_moe_ep.upstream.attention_interface import copy_with_stock_config
 
 # No sp_size > 1 divides this length. The documents fill a row of 12 tokens.
 LENGTH, DOCUMENTS = 11, (5, 3, 4)
@@ -253,10 +253,10 @@ def test_another_attention_after_patch_is_refused(size: str) -> None:
     """Masks would be built for the new function, but the old function would get them."""
     model = patch(tiny(), **{size: 2})
     attention = model.model.layers[0].self_attn
-    stock_attention(attention)
+    copy_with_stock_config(attention)
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match=r"was 'sdpa' when this .* and is 'eager' now, but Qwen3"):
-        stock_attention(attention)
+        copy_with_stock_config(attention)
 
 
 def test_unpatch_removes_hooks_and_restores_attention() -> None:

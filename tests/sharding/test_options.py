@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from hf_moe_ep import apply_ep_fsdp2, patch
-from hf_moe_ep.sharding.options import ShardOptions, default_device, grad_divisors
+from hf_moe_ep.sharding.options import ShardOptions, choose_default_device, choose_grad_divisors
 
 
 @dataclass
@@ -60,7 +60,7 @@ def _choose_device(backend: str, gpus: _Gpus, **environment: str) -> torch.devic
         for name, value in environment.items():
             patches.setenv(name, value)
         gpus.install(patches, backend)
-        return default_device()
+        return choose_default_device()
 
 
 def the_backend_selects_gpu_or_cpu(rank: int, world: int) -> None:
@@ -73,7 +73,7 @@ def the_backend_selects_gpu_or_cpu(rank: int, world: int) -> None:
         assert device == torch.device("cuda", rank), (backend, device)
     for backend in ("gloo", "cpu:gloo"):
         assert _choose_device(backend, _Gpus(MACHINE), LOCAL_RANK=str(rank)) == torch.device("cpu")
-    assert default_device() == torch.device("cpu")
+    assert choose_default_device() == torch.device("cpu")
 
 
 def without_set_device_local_rank_selects_the_gpu(rank: int, world: int) -> None:
@@ -140,7 +140,7 @@ def fp16_gradients_are_rounded_before_they_are_divided(rank: int, world: int) ->
 def test_grad_divisors(
     dtypes: tuple[torch.dtype, torch.dtype], ep_size: int, world_size: int, want: tuple[int, int]
 ) -> None:
-    assert grad_divisors(*dtypes, ep_size=ep_size, world_size=world_size) == want
+    assert choose_grad_divisors(*dtypes, ep_size=ep_size, world_size=world_size) == want
 
 
 ON_TWO_RANKS = on_ranks(

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_
-from hf_moe_ep.upstream.hub import kept_in_fp32
+from hf_moe_ep.upstream.hub import list_kept_in_fp32
 
 Batch = dict[str, Tensor]
 Prepare = Callable[[nn.Module], None]
@@ -180,7 +180,9 @@ def _routers_compute_in_fp32(
 ) -> None:
     """Transformers keeps GLM-4.5's router in fp32 in a bf16 model, and a step must use fp32."""
     model = architectures.tiny(model_type, dtype=torch.bfloat16)
-    if not any(pattern.search("gate.weight") for pattern in kept_in_fp32(model, torch.bfloat16)):
+    if not any(
+        pattern.search("gate.weight") for pattern in list_kept_in_fp32(model, torch.bfloat16)
+    ):
         return  # transformers 5.16 keeps the correction bias of GLM-4.5 alone
     gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     gates = [gate for gate in gates if hasattr(gate, "weight")]
@@ -210,7 +212,7 @@ def _trained_copies_and_heads_compute_in_fp32(rank: int, world: int) -> None:
     seen: list[Tensor] = []
     for name, prepare, options in (("modules_to_save.", copies, {}), ("mtp.", None, mtp)):
         model: Any = build()
-        if not any(p.search("gate.weight") for p in kept_in_fp32(model, torch.bfloat16)):
+        if not any(p.search("gate.weight") for p in list_kept_in_fp32(model, torch.bfloat16)):
             return  # transformers 5.16 keeps the correction bias of GLM-4.5 alone
         model = apply_ep_fsdp2(model if prepare is None else prepare(model), ep_size=2, **options)
         seen.clear()

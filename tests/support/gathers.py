@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from hf_moe_ep.upstream.module_names import stock_name
+from hf_moe_ep.upstream.module_names import get_stock_name
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def record_gathered_units() -> Iterator[list[str]]:
         before = self._all_gather_result
         original(self, *args, **kwargs)
         if before is None and self._all_gather_result is not None:
-            name = stock_name(self._module_fqn or "root")
+            name = get_stock_name(self._module_fqn or "root")
             names.append(name[name.find("layers.") :] if "layers." in name else name)
 
     with mock.patch.object(FSDPParamGroup, "unshard", unshard):
@@ -43,7 +43,7 @@ def count_gathered_bytes() -> Iterator[dict[str, int]]:
         original(self, *args, **kwargs)
         result = self._all_gather_result
         if before is None and result is not None:
-            name = stock_name(self._module_fqn or "root")
+            name = get_stock_name(self._module_fqn or "root")
             num_bytes[name] = num_bytes.get(name, 0) + result.all_gather_output.nbytes
 
     with mock.patch.object(FSDPParamGroup, "unshard", unshard):
@@ -59,7 +59,7 @@ def record_gathered_parts(model: nn.Module) -> Iterator[dict[int, set[str | int]
     """
     parts_by_layer: dict[int, set[str | int]] = {}
     units = [
-        (_name_part(stock_name(name)), module)
+        (_name_part(get_stock_name(name)), module)
         for name, module in model.named_modules()
         if isinstance(module, FSDPModule)
     ]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from transformers import PreTrainedModel
 
-from hf_moe_ep.config import variable_of
+from hf_moe_ep.config import get_variable
 from hf_moe_ep.runner import hook
 
 NAMES = ("from_pretrained", "_from_config")
@@ -20,7 +20,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch, **settings: object) -> Iterator[None
     stock = {name: inspect.getattr_static(PreTrainedModel, name) for name in NAMES}
     with monkeypatch.context() as patched:
         for name, value in settings.items():
-            patched.setenv(variable_of(name), str(value))
+            patched.setenv(get_variable(name), str(value))
         hook.install()
         try:
             yield

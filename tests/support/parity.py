@@ -25,9 +25,9 @@ from hf_moe_ep import (
     global_token_count,
     patch,
 )
-from hf_moe_ep.etp import in_stock_shape, in_stock_shapes, split_dims_by_id
+from hf_moe_ep.etp import restore_stock_shapes, split_dims_by_id, view_in_stock_shape
 from hf_moe_ep.lora.factors import pack_factors
-from hf_moe_ep.sharding.options import ShardOptions, default_policy
+from hf_moe_ep.sharding.options import ShardOptions, choose_default_policy
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
 from support.checks import PATIENT, Check
@@ -180,7 +180,7 @@ def _shard_over(device: torch.device, model: nn.Module, **config: Any) -> None:
     """Shard as `apply_ep_fsdp2` does, but on `device`: with gloo it would choose the CPU."""
     patch(model, **config)
     state: ModelState = getattr(model, STATE)
-    policy, fp32_masters = default_policy(model)
+    policy, fp32_masters = choose_default_policy(model)
     options = ShardOptions(
         policy, OffloadPolicy(), fp32_masters, state.config.reshard_after_forward
     )
@@ -277,14 +277,14 @@ def full_tensor(tensor: Tensor | None) -> Tensor | None:
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return gathered copies of all parameters, on every rank."""
     gathered = {n: full_tensor(p.detach()).clone() for n, p in model.named_parameters()}
-    return in_stock_shapes(model, gathered)
+    return restore_stock_shapes(model, gathered)
 
 
 def whole_state(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return gathered copies of the parameters and of their optimizer states."""
     split_dims = split_dims_by_id(model)
     return whole_parameters(model) | {
-        f"{name}, {key}": in_stock_shape(
+        f"{name}, {key}": view_in_stock_shape(
             full_tensor(value).clone(), split_dims.get(id(parameter)) if value.ndim else None
         )
         for name, parameter in model.named_parameters()
@@ -298,7 +298,7 @@ def _pairs(
     """Return name -> (gathered value of the model, value of the reference) of all parameters."""
     wanted = dict(reference.named_parameters())
     gathered = {name: full_tensor(pick(p)) for name, p in model.named_parameters()}
-    gathered = in_place_of_bytes(model, in_stock_shapes(model, gathered))
+    gathered = in_place_of_bytes(model, restore_stock_shapes(model, gathered))
     assert gathered.keys() == wanted.keys()
     gathered |= pack_factors(model, {name: x for name, x in gathered.items() if x is not None})
     return {name: (tensor, pick(wanted[name])) for name, tensor in gathered.items()}

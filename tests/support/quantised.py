@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.ops.quantised import Quantised, dequantise
-from hf_moe_ep.state import STATE, quantised_matrices
+from hf_moe_ep.state import STATE, iterate_quantised_matrices
 
 # Format -> sizes of a tiny model whose experts divide evenly into its blocks. The initializer_range
 # is larger for smaller sizes, so that layers keep the scale of their input.
@@ -70,7 +70,7 @@ def in_place_of_bytes(model: nn.Module, tensors: dict[str, Any]) -> dict[str, An
     `tensors` are gathered tensors by parameter name. If the bytes are None, the values are None.
     """
     result = dict(tensors)
-    for name, stack, quantisation in quantised_matrices(model):
+    for name, stack, quantisation in iterate_quantised_matrices(model):
         parts = {key: result.pop(key, None) for key in stack.by_name(name)}
         data, scale, *nested = parts.values()
         kind = quantisation.kind

@@ -23,7 +23,7 @@ from hf_moe_ep import (
     global_token_count,
     patch,
 )
-from hf_moe_ep.etp import in_stock_shapes
+from hf_moe_ep.etp import restore_stock_shapes
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.state import STATE, ModelState
 from support.checks import PATIENT, Check
@@ -260,7 +260,7 @@ def compare(
     wanted = dict(reference.named_parameters())
     aliases = state_of(model).stage.aliases
     gathered = {name: full_tensor(pick(p)) for name, p in model.named_parameters()}
-    gathered = in_stock_shapes(model, {n: x for n, x in gathered.items() if x is not None}) | {
+    gathered = restore_stock_shapes(model, {n: x for n, x in gathered.items() if x is not None}) | {
         name: None for name, x in gathered.items() if x is None
     }
     gathered = in_place_of_bytes(model, gathered)

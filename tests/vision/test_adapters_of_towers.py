@@ -35,13 +35,13 @@ from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.ranks.collectives import sum_over_ranks
-from hf_moe_ep.upstream.models import output_head
+from hf_moe_ep.upstream.models import get_output_head
 
 
 def build_with_adapters_everywhere(name: str, seed: int) -> PeftModel:
     """Add random adapters to all experts and to all linear layers, also in the towers."""
     model = build(name)
-    head = output_head(model)
+    head = get_output_head(model)
     # PEFT gets whole names, because the last part of a name may be 0 for several modules.
     linear = [n for n, m in model.named_modules() if type(m) is nn.Linear and m is not head]
     return _add_adapters(model, seed, target_modules=linear)

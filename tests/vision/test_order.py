@@ -33,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from hf_moe_ep import apply_ep_fsdp2
-from hf_moe_ep.upstream.graph import reached_parameters
+from hf_moe_ep.upstream.graph import find_reached_parameters
 
 STEPS: list[tuple[MakeBatch, MakeBatch]] = [
     (make_sound, make_image),
@@ -185,7 +185,7 @@ def test_a_reentrant_checkpoint_hides_the_parameters_of_its_modules(run: Any, hi
     tower, other, before = Tower(), Tower(), nn.Linear(3, 3)
     out_BH = _run_checkpointed(run(tower), before(torch.ones(2, 3)))
     candidates = [*before.parameters(), *tower.parameters(), *other.parameters()]
-    reached, hidden = reached_parameters([out_BH], candidates)
+    reached, hidden = find_reached_parameters([out_BH], candidates)
     assert reached == {id(parameter) for parameter in before.parameters()}
     hidden_towers = [tower] if hides == "one tower" else [tower, other]
     assert hidden == {id(parameter) for t in hidden_towers for parameter in t.parameters()}
@@ -194,6 +194,6 @@ def test_a_reentrant_checkpoint_hides_the_parameters_of_its_modules(run: Any, hi
 def test_without_reentrant_checkpoints_nothing_is_hidden() -> None:
     tower = Tower()
     out_BH = checkpoint(tower, torch.ones(2, 3), use_reentrant=False)
-    reached, hidden = reached_parameters([out_BH], tower.parameters())
+    reached, hidden = find_reached_parameters([out_BH], tower.parameters())
     used = [*tower.first.parameters(), *tower.second.parameters()]
     assert (reached, hidden) == ({id(parameter) for parameter in used}, set())

@@ -15,7 +15,7 @@ from hf_moe_ep.checkpoints.storage.switch import settle
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import save_code
 from hf_moe_ep.upstream.module_names import unwrap
-from hf_moe_ep.upstream.sharded_models import stock_class
+from hf_moe_ep.upstream.sharded_models import get_stock_class
 
 CONFIG = "config.json"
 CONFIGS = (CONFIG, "generation_config.json")
@@ -30,7 +30,7 @@ def save_configs(model: Any, folder: Path, dtype: torch.dtype | None = None) -> 
     new version of each file.
 
     Args:
-        dtype: the dtype to write into config.json; None writes the dtype of the model's config.
+        dtype: the dtype to write into config.json; by default, the dtype of the model's config.
     """
     publish(prepare_configs(model, folder, dtype, ()), folder)
 
@@ -82,7 +82,7 @@ def _write_configs(
     original = model.config.dtype, model.config.architectures
     if dtype is not None:
         model.config.dtype = str(dtype).removeprefix("torch.")
-    kind = stock_class(type(model))
+    kind = get_stock_class(type(model))
     model.config.architectures = [kind.__name__]
     try:
         save_code(kind, model.config, folder)

@@ -1,7 +1,7 @@
 """Keep references to extra tensors, which a checkpoint has and the model's class ignores.
 
 Checkpoints of Qwen3-Next, Qwen3.5, DeepSeek-V3, GLM-4.5 and MiMo have layers for multi-token
-prediction (`mtp.layers.0..`, or `model.layers.61..` behind the last layer). transformers ignores
+prediction (`mtp.layers.0..`, or `model.layers.61..` after the last layer). transformers ignores
 these layers, so checkpoints that stock saves lack them, and an inference engine that drafts tokens
 with these layers cannot use such checkpoints.
 
@@ -35,8 +35,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.fp8 import list_fp8_keys
-from hf_moe_ep.checkpoints.hub.layout import hub_layout, list_names, list_possible_keys, list_shapes
-from hf_moe_ep.checkpoints.hub.pieces import whole_piece
+from hf_moe_ep.checkpoints.hub.layout import (
+    find_hub_layout,
+    list_names,
+    list_possible_keys,
+    list_shapes,
+)
+from hf_moe_ep.checkpoints.hub.pieces import make_whole_piece
 from hf_moe_ep.checkpoints.hub.write import TensorGroup
 from hf_moe_ep.checkpoints.storage.references import FileReferences
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
@@ -50,23 +55,23 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     read_weights,
 )
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.ranks.all_ranks import StillHere, is_first, rank_of_launch
+from hf_moe_ep.ranks.all_ranks import StillHere, get_rank_of_launch, is_first
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import (
-    base_prefix,
     checkpoint_name,
-    folders_of_loaded,
-    ignored_patterns,
+    find_old_buffers,
+    find_unexpected_keys,
+    get_base_prefix,
     is_base_model,
-    old_buffers,
-    unexpected_keys,
+    list_folders_of_loaded,
+    list_ignored_patterns,
 )
 from hf_moe_ep.upstream.models import (
     OUTPUT_HEAD,
+    get_output_head,
+    get_source,
     is_quantized,
-    output_head,
-    source_of,
 )
 
 _logger = logging.getLogger("hf_moe_ep")
@@ -99,9 +104,9 @@ def refer_to(
 ) -> FileReferences | None:
     """Return references to the extra tensors of a checkpoint; None without any."""
     stock = without_adapters(model)
-    if output_head(stock) is None:
+    if get_output_head(stock) is None:
         tensors = {key: t for key, t in tensors.items() if not key.startswith(OUTPUT_HEAD)}
-    return FileReferences.of(folder, tensors, source_of(stock)) if tensors else None
+    return FileReferences.of(folder, tensors, get_source(stock)) if tensors else None
 
 
 def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
@@ -114,11 +119,11 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
         ValueError: two files of the checkpoint have an extra tensor of the same key.
     """
     stock = without_adapters(model)
-    if rank_of_launch() != 0:
+    if get_rank_of_launch() != 0:
         return None
     # A base model saves other keys than the checkpoint of a model with a head has, and a quantised
     # model is not saved.
-    if not ignored_patterns(stock) or is_base_model(stock) or is_quantized(stock):
+    if not list_ignored_patterns(stock) or is_base_model(stock) or is_quantized(stock):
         return None
     try:
         loaded = find_loaded(stock)
@@ -134,10 +139,16 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     if loaded is None:
         return None
     folder, tensors = loaded
-    candidates = tensors.keys() - set(unexpected_keys(stock, tensors)) - old_buffers(stock, tensors)
+    candidates = (
+        tensors.keys()
+        - set(find_unexpected_keys(stock, tensors))
+        - find_old_buffers(stock, tensors)
+    )
     if not candidates:
         return None
-    keys = list_possible_keys(hub_layout(model, plan, list_shapes(model)), base_prefix(stock))
+    keys = list_possible_keys(
+        find_hub_layout(model, plan, list_shapes(model)), get_base_prefix(stock)
+    )
     candidates -= {part for key in keys for part in list_fp8_keys(key)}
     extra = {key: t for key, t in tensors.items() if key in candidates}
     _check_stored_once(extra, _get_loaded_files(stock))
@@ -182,7 +193,7 @@ def find_loaded(stock: nn.Module) -> tuple[Path, dict[str, FileTensor]] | None:
     """
     if files := _get_loaded_files(stock):
         return files[0].parent, read_files(files)
-    folders = folders_of_loaded(stock)
+    folders = list_folders_of_loaded(stock)
     if len(folders) > 1:
         return _choose_commit(stock, folders)
     return _choose_weights(stock, folders[0]) if folders else None
@@ -372,7 +383,7 @@ def copy_groups(
     in_order = sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start))
     return [
         TensorGroup(
-            [([whole_piece(key, tensor.shape)], tuple)],
+            [([make_whole_piece(key, tensor.shape)], tuple)],
             tensor.dtype,
             source=tensor,
             sha256=(known or {}).get(key),

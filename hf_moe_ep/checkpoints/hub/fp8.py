@@ -33,7 +33,7 @@ from hf_moe_ep.checkpoints.hub.configs import CONFIG
 from hf_moe_ep.checkpoints.hub.layout import Layout, list_names
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
-from hf_moe_ep.ranks.boxes import Box, number_elements, whole_box
+from hf_moe_ep.ranks.boxes import Box, make_whole_box, number_elements
 
 _FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"
@@ -63,7 +63,7 @@ class Fp8Tensor(FileTensor):
         self, out: Tensor, box: Box, *, view: tuple[int, ...], dtype: torch.dtype, reader: Reader
     ) -> None:
         """Decode a box of the tensor, viewed in the shape `view`, some rows at a time."""
-        scales = convert_scales(reader.read(self.scales, whole_box(self.scales.shape)))
+        scales = convert_scales(reader.read(self.scales, make_whole_box(self.scales.shape)))
         scales, split = scales.flatten(0, -2), self._split_at_rows(view)
         (first, end), *others = box
         step = max(1, _VALUES_PER_STEP // max(1, math.prod(out.shape[1:])))

@@ -19,7 +19,7 @@ from hf_moe_ep.checkpoints.hub.fp8 import BLOCK
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import checkpoint_name
-from hf_moe_ep.upstream.models import output_head
+from hf_moe_ep.upstream.models import get_output_head
 
 # The value of the argument `dtype` that asks for this encoding.
 FP8 = "fp8"
@@ -36,7 +36,7 @@ def list_fp8_parameters(model: nn.Module, plan: ModelPlan) -> set[str]:
     These parameters are stacked experts, and the weights of Linear layers except the output head
     and routers. A checkpoint tensor that is smaller than a block keeps its dtype (`has_blocks`).
     """
-    head = output_head(without_adapters(model))
+    head = get_output_head(without_adapters(model))
     weights = set()
     for name, module in model.named_modules():
         stock = checkpoint_name(name)

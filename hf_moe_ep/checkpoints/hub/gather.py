@@ -4,9 +4,9 @@ A box is the index range of a shard in each dim of the tensor. A slab is the par
 range of dim 0 selects.
 
 `slabs_of` sends a tensor to rank 0, one shard after the other. It broadcasts a shard along one mesh
-axis, then along the next. So besides its own shards a rank needs memory for one shard of another
-rank; if experts are sharded along dim 1, rank 0 needs memory for the experts of one ep rank. For a
-stacked weight on a mesh (ep_fsdp 2, ep 2), with ranks [[0, 1], [2, 3]]:
+axis, then along the next. Besides its own shards, a rank therefore needs memory for one shard of
+another rank; if experts are sharded along dim 1, rank 0 needs memory for the experts of one ep
+rank. For a stacked weight on a mesh (ep_fsdp 2, ep 2), with ranks [[0, 1], [2, 3]]:
 
     quarter of the experts   owner      sent along ep_fsdp   sent along ep
     first                    rank 0     -                    -
@@ -16,11 +16,11 @@ stacked weight on a mesh (ep_fsdp 2, ep 2), with ranks [[0, 1], [2, 3]]:
 
 An all-gather would need memory for the whole tensor on every rank, and with gloo for two copies.
 
-`slabs_for_all` sends a tensor to all ranks, one slab after the other. The owner of rows broadcasts
-them along the first axis; then every rank that has the rows broadcasts them along the next axis. In
-the table above, the second shard is sent from rank 2 to 0, then from 2 to 3 and from 0 to 1. Each
-rank receives each byte once. The owner changes its values, for example by a cast, before it sends
-them.
+`iterate_slabs_for_all` sends a tensor to all ranks, one slab after the other. The owner of rows
+broadcasts them along the first axis; then every rank that has the rows broadcasts them along the
+next axis. In the table above, the second shard is sent from rank 2 to 0, then from 2 to 3 and from
+0 to 1. Each rank receives each byte once. The owner changes its values, for example by a cast,
+before it sends them.
 
 `gather_changed` and `gather_tensor` use all-gathers and return a whole tensor on every rank.
 `gather_state_dict` calls `gather_tensor` for one tensor after the other, and rank 0 keeps them.
@@ -37,26 +37,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from hf_moe_ep.etp import in_stock_shapes
+from hf_moe_ep.etp import restore_stock_shapes
 from hf_moe_ep.lora.factors import pack_factors
-from hf_moe_ep.moe.stacked import as_stock
+from hf_moe_ep.moe.stacked import make_stock_tensors
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import is_first, run_on_first, this_rank
 from hf_moe_ep.ranks.boxes import (
     Box,
-    box_at,
-    box_sizes,
-    local_box,
+    get_box_at,
+    get_box_sizes,
+    get_local_box,
+    make_whole_box,
     overlap,
     slices,
     whole,
-    whole_box,
 )
 from hf_moe_ep.ranks.mesh import Stages
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapters import adapter_names, has_adapters, keys_of_adapters
-from hf_moe_ep.upstream.module_names import canonical_name, unwrap
-from hf_moe_ep.upstream.process_groups import device_of_objects
+from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
+from hf_moe_ep.upstream.process_groups import choose_device_of_objects
 
 # Tensors of at most this many bytes (norms, routers) are gathered whole instead of shard by shard.
 SMALL = 2**20
@@ -94,8 +94,8 @@ def _gather_named(
     for name in state_dict if names is None else names:
         gathered = gather_tensor(state_dict[name])
         if keep:
-            full[canonical_name(name)] = gathered.detach().cpu()
-    return as_stock(model, pack_factors(model, in_stock_shapes(model, full)))
+            full[get_canonical_name(name)] = gathered.detach().cpu()
+    return make_stock_tensors(model, pack_factors(model, restore_stock_shapes(model, full)))
 
 
 def _gather_stages(
@@ -130,7 +130,7 @@ def _gather_stages(
     own = {name: tensor for name, tensor in full.items() if name not in first_name}
     own_keys = {
         adapter: {
-            key: first_name.get(canonical_name(name), canonical_name(name))
+            key: first_name.get(get_canonical_name(name), get_canonical_name(name))
             for key, name in by_key.items()
         }
         for adapter, by_key in keys.items()
@@ -151,7 +151,7 @@ def _gather_stages(
 def _send_to_first(own: Any, stages: Stages) -> list[Any]:
     """Return the values of all stages on rank 0, and [] on the first ranks of other stages."""
     group, (_, *others) = stages.column.get_group(), stages.first_ranks
-    device = device_of_objects(group)
+    device = choose_device_of_objects(group)
     if not is_first():
         dist.send_object_list([own], 0, group=group, device=device)
         return []
@@ -168,8 +168,8 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
     """Yield (box, values) of a parameter in host memory of its first rank.
 
     Every rank that holds a part of the parameter iterates to the end. The first of these ranks is
-    rank 0, or the first rank of a pipeline stage. On the other ranks the values are None or those
-    of the whole tensor, or no slab is yielded.
+    rank 0, or the first rank of a pipeline stage. On the other ranks the values are None or the
+    values of the whole tensor, or no slab is yielded.
     """
     if not isinstance(tensor, DTensor):
         yield from whole(tensor.detach().cpu())
@@ -185,7 +185,7 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
             slab = part.cpu()
         elif part is not None:
             if slab is None:
-                slab = torch.empty(box_sizes(rows), dtype=part.dtype)
+                slab = torch.empty(get_box_sizes(rows), dtype=part.dtype)
             slab[slices(box, rows)].copy_(part)
         del part
         if all(stop == end for (_, stop), (_, end) in zip(box, rows, strict=True)):
@@ -212,7 +212,7 @@ def _gather_shards(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
             if owner[axis] == 0 or not takes_part:
                 continue
             if part is None:
-                part = torch.empty(box_sizes(box), dtype=local.dtype, device=local.device)
+                part = torch.empty(get_box_sizes(box), dtype=local.dtype, device=local.device)
             dist.broadcast(part, src=source, group=mesh.get_group(axis))
         yield box, part if _is_first_of(tensor) else None
         del part
@@ -224,7 +224,7 @@ def _is_first_of(tensor: DTensor) -> bool:
 
 
 @torch.no_grad()
-def slabs_for_all(
+def iterate_slabs_for_all(
     tensor: Tensor,
     dtype: torch.dtype,
     change: Change,
@@ -260,12 +260,12 @@ def slabs_for_all(
 
 
 def list_slabs(tensor: Tensor, dtype: torch.dtype, max_bytes: int) -> list[Box]:
-    """List the boxes of the slabs into which `slabs_for_all` divides a parameter, in order."""
+    """List, in order, the boxes of the slabs into which `iterate_slabs_for_all` cuts a tensor."""
     num_bytes = tensor.numel() * dtype.itemsize
     if num_bytes <= max_bytes or tensor.ndim == 0:
-        return [whole_box(tensor.shape)]
+        return [make_whole_box(tensor.shape)]
     step = max(1, max_bytes // (num_bytes // len(tensor)))
-    inner = whole_box(tensor.shape[1:])
+    inner = make_whole_box(tensor.shape[1:])
     ends = ((start, min(start + step, len(tensor))) for start in range(0, len(tensor), step))
     return [(rows, *inner) for rows in ends]
 
@@ -273,9 +273,9 @@ def list_slabs(tensor: Tensor, dtype: torch.dtype, max_bytes: int) -> list[Box]:
 def gather_changed(tensor: Tensor, change: Change) -> Tensor:
     """Change each rank's shard and gather the results on the compute device of every rank."""
     if not isinstance(tensor, DTensor):
-        return change(local_box(tensor), tensor.detach())
+        return change(get_local_box(tensor), tensor.detach())
     mesh = tensor.device_mesh
-    local = change(local_box(tensor), tensor.to_local().detach().to(mesh.device_type))
+    local = change(get_local_box(tensor), tensor.to_local().detach().to(mesh.device_type))
     changed = DTensor.from_local(
         local,
         mesh,
@@ -291,8 +291,8 @@ def _send_rows(tensor: DTensor, rows: Box, dtype: torch.dtype, change: Change) -
     """Send the box `rows` of a parameter to every rank; each owner sends its part."""
     mesh = tensor.device_mesh
     coordinate = tuple(mesh.get_coordinate() or ())
-    shard_box, shard = local_box(tensor), tensor.to_local().detach()
-    slab = torch.empty(box_sizes(rows), dtype=dtype, device=mesh.device_type)
+    shard_box, shard = get_local_box(tensor), tensor.to_local().detach()
+    slab = torch.empty(get_box_sizes(rows), dtype=dtype, device=mesh.device_type)
     for owner, box in _list_shards(tensor, coordinate):
         part = overlap(box, rows)
         if part is None:
@@ -334,7 +334,7 @@ def _list_shards(tensor: DTensor, replica: tuple[int, ...]) -> list[tuple[tuple[
     ranges = [
         range(mesh.size(axis)) if axis in sharded else (replica[axis],) for axis in range(mesh.ndim)
     ]
-    boxes = [(owner, box_at(tensor, owner)) for owner in product(*ranges)]
+    boxes = [(owner, get_box_at(tensor, owner)) for owner in product(*ranges)]
     not_empty = [item for item in boxes if all(start < stop for start, stop in item[1])]
     return sorted(not_empty, key=lambda item: item[1])
 

@@ -2,7 +2,7 @@
 
     the model                          values of the head
     was loaded by from_pretrained      every rank reads all values when the model is patched
-    is on meta (weights=folder)        each rank reads its shards, as of all other parameters
+    is on meta (weights=folder)        each rank reads its shards of the head during sharding
     has no head in its checkpoint      random values, if `ParallelConfig.mtp_from_scratch` is set
 
 The tensors of the head become parameters of the model, and are then not extra tensors (`extra.py`).
@@ -24,16 +24,21 @@ from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.model_patches.standard import MTP_HEADS
 from hf_moe_ep.mtp.build import (
     build_head,
-    check_type,
+    check_head_is_supported,
     count_stored_layers,
     count_trained_layers,
 )
 from hf_moe_ep.mtp_head import MtpHead, find_head
 from hf_moe_ep.plan import MTP_HEAD, ModelPlan
-from hf_moe_ep.ranks.boxes import whole_box
+from hf_moe_ep.ranks.boxes import make_whole_box
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import initialise
-from hf_moe_ep.upstream.modules import allocate_meta, own_buffers, own_child, own_children_by_name
+from hf_moe_ep.upstream.modules import (
+    allocate_meta,
+    get_own_buffers,
+    get_own_child,
+    get_own_children,
+)
 
 
 def add_head(
@@ -46,9 +51,9 @@ def add_head(
         weights: the checkpoint of a model on meta; None for a model that is loaded.
 
     Raises:
-        ValueError: no head was tested with this model type; the checkpoint has fewer layers of a
-            head than `config.mtp_layers`, or was not found; the model has a head with another
-            number of layers.
+        ValueError: a head for this model was not tested or cannot be trained; the checkpoint was
+            not found, or has fewer layers for multi-token prediction than `config.mtp_layers`; the
+            model already has a head with another number of layers.
     """
     wanted, present = config.mtp_layers, find_head(model)
     if present is not None:
@@ -61,14 +66,14 @@ def add_head(
     if not wanted:
         return
     parts = find_parts(model, plan)
-    check_type(parts, wanted)
-    folder, tensors = _find_source(model, config, weights)
+    check_head_is_supported(parts, wanted)
+    folder, tensors = _find_checkpoint(model, config, weights)
     stored = count_stored_layers(parts, tensors)
     if stored < wanted and (stored or not config.mtp_from_scratch):
-        announced = f"; try mtp_layers={stored}" if stored else ""
+        hint = f"; try mtp_layers={stored}" if stored else ""
         raise ValueError(
             f"mtp_layers={wanted}, but the checkpoint {folder} has {stored} layers for multi-token "
-            f"prediction{announced or '; train a new head with mtp_from_scratch=True'}"
+            f"prediction{hint or '; train a new head with mtp_from_scratch=True'}"
         )
     head = build_head(parts, wanted)
     try:
@@ -83,7 +88,7 @@ def add_head(
 
 
 def add_empty_head(model: nn.Module, plan: ModelPlan, names: Mapping[str, object]) -> None:
-    """Add a head on meta to a model on meta if `names`, of trained parameters, contain a head."""
+    """Add a head on meta to a model on meta if the trained parameters `names` include a head."""
     num_layers = count_trained_layers(names)
     if num_layers and plan.model_type in MTP_HEADS:
         build_head(find_parts(model), num_layers)
@@ -92,15 +97,18 @@ def add_empty_head(model: nn.Module, plan: ModelPlan, names: Mapping[str, object
 def remove_head(model: nn.Module) -> None:
     """Remove the head of a model, if it has one."""
     for module in model.modules():
-        if isinstance(own_child(module, MTP_HEAD), MtpHead):
-            del own_children_by_name(module)[MTP_HEAD]
+        if isinstance(get_own_child(module, MTP_HEAD), MtpHead):
+            del get_own_children(module)[MTP_HEAD]
             return
 
 
-def _find_source(
+def _find_checkpoint(
     model: nn.Module, config: ParallelConfig, weights: Path | None
 ) -> tuple[Path | None, Mapping[str, FileTensor]]:
-    """Return the folder of a model's checkpoint, and the tensors in it by key."""
+    """Return the folder of a model's checkpoint and the folder's tensors by key.
+
+    Without a checkpoint, the result is (None, {}) if `config.mtp_from_scratch` is set.
+    """
     if weights is not None:
         return weights, read_index(weights)
     try:
@@ -135,7 +143,7 @@ def _read_head(
     tensors: Mapping[str, FileTensor],
     plan: ModelPlan,
 ) -> None:
-    """Read the values of the whole head from a checkpoint on this rank."""
+    """Let this rank read the whole head from a checkpoint."""
     prefix = next(name for name, module in model.named_modules() if module is head)
     names = [f"{prefix}.{name}" for name, _ in head.named_parameters()]
     stored = match_checkpoint(model, folder, plan, names, file_tensors=tensors).stored
@@ -143,10 +151,10 @@ def _read_head(
     allocate_meta(head, device)
     with Reader() as reader, torch.no_grad():
         for path, module in head.named_modules(prefix=prefix):
-            tensors = dict(module.named_parameters(recurse=False)) | own_buffers(module)
-            for name, tensor in tensors.items():
+            own_tensors = dict(module.named_parameters(recurse=False)) | get_own_buffers(module)
+            for name, tensor in own_tensors.items():
                 source = stored.get(f"{path}.{name}")
                 if tensor is not None and source is not None:
                     values = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    source.read_into(values, whole_box(tensor.shape), reader)
+                    source.read_into(values, make_whole_box(tensor.shape), reader)
                     tensor.copy_(values)

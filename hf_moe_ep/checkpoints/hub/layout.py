@@ -1,13 +1,14 @@
 """Find the hub layout of a model: the checkpoint tensors that make up each parameter.
 
 A layout lists the pieces of each parameter. A piece is a box (index ranges) of a checkpoint tensor
-and the elements of the parameter that the box contains. `hub_layout` derives the layout from
+and the elements of the parameter that the box contains. `find_hub_layout` derives the layout from
 transformers' own conversion, in four steps:
 
-    Tracer (`traced.py`)          makes a tensor per parameter that records the origin of elements
-    as_stock (`moe/stacked.py`)   turns our stacked weights into the stock parameters
-    to_hub                        lets transformers convert all tensors as in `save_pretrained`
-    PieceFinder (`derived.py`)    computes the pieces from the results
+    Tracer (traced.py)                   makes a tensor per parameter that records where its
+                                         elements come from
+    make_stock_tensors (moe/stacked.py)  turns our stacked weights into the stock parameters
+    convert_to_hub                       lets transformers convert all tensors as for a save
+    PieceFinder (derived.py)             computes the pieces from the results
 
 A plan can override the layout of stacked expert weights (`ModelPlan.stored`).
 
@@ -29,19 +30,19 @@ from torch import Tensor, nn
 from hf_moe_ep.checkpoints.hub.derived import PieceFinder
 from hf_moe_ep.checkpoints.hub.pieces import (
     Piece,
-    per_expert_pieces,
-    transposed_piece,
-    whole_piece,
+    make_per_expert_pieces,
+    make_transposed_piece,
+    make_whole_piece,
 )
 from hf_moe_ep.checkpoints.hub.traced import ZEROS, Tracer, Untraceable
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
-from hf_moe_ep.moe.stacked import as_stock
+from hf_moe_ep.moe.stacked import make_stock_tensors
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import ModelPlan, matches
-from hf_moe_ep.upstream.conversion import to_hub
+from hf_moe_ep.upstream.conversion import convert_to_hub
 from hf_moe_ep.upstream.hub import checkpoint_name, names_of_copies
-from hf_moe_ep.upstream.models import persistent_buffers
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.models import iterate_persistent_buffers
+from hf_moe_ep.upstream.module_names import get_canonical_name
 
 _MAX_LISTED_NAMES = 5  # in an error
 
@@ -52,7 +53,7 @@ PADDING = ""
 Shape = tuple[int, ...]
 
 
-def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Tensor]:
+def list_distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, without tied copies.
 
     A tied parameter is listed under the name with which transformers saves it. The names in
@@ -61,7 +62,7 @@ def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Ten
     by_id: dict[int, tuple[str, Tensor]] = {}
     copies = names_of_copies(model)
     for key, tensor in model.state_dict(keep_vars=True).items():
-        name, earlier = canonical_name(key), by_id.get(id(tensor))
+        name, earlier = get_canonical_name(key), by_id.get(id(tensor))
         if name not in without and (earlier is None or checkpoint_name(earlier[0]) in copies):
             by_id[id(tensor)] = name, tensor
     return dict(by_id.values())
@@ -69,7 +70,7 @@ def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Ten
 
 def list_shapes(model: nn.Module) -> dict[str, Shape]:
     """Return the shapes of parameters and persistent buffers, by their names in checkpoints."""
-    named = (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model))
+    named = (*model.named_parameters(remove_duplicate=False), *iterate_persistent_buffers(model))
     return {checkpoint_name(name): tuple(tensor.shape) for name, tensor in named}
 
 
@@ -79,7 +80,7 @@ def list_possible_keys(layout: Layout, prefix: str) -> set[str]:
     return keys | {f"{prefix}{key}" for key in keys} | {key.removeprefix(prefix) for key in keys}
 
 
-def hub_layout(
+def find_hub_layout(
     model: Any, plan: ModelPlan, shapes: Mapping[str, Shape], *, copies: bool = True
 ) -> Layout:
     """Find the pieces of every parameter in a checkpoint that is saved in the hub's layout.
@@ -103,7 +104,7 @@ def hub_layout(
     }
     for key, name in find_copies(model).items() if copies else ():
         if name in pieces_of:
-            pieces_of[name] = [*pieces_of[name], whole_piece(key, shapes[name])]
+            pieces_of[name] = [*pieces_of[name], make_whole_piece(key, shapes[name])]
     return pieces_of | {PADDING: layout[PADDING]}
 
 
@@ -117,8 +118,10 @@ def _layout_of_plan(name: str, shape: Shape, plan: ModelPlan) -> list[Piece]:
     stored = plan.stored[_weight_name(name)]
     if stored.parts:
         experts, out, inner = shape
-        return per_expert_pieces(name.rpartition(".")[0], (experts, out, inner), stored.parts)
-    return [transposed_piece(name, shape) if stored.transposed else whole_piece(name, shape)]
+        return make_per_expert_pieces(name.rpartition(".")[0], (experts, out, inner), stored.parts)
+    return [
+        make_transposed_piece(name, shape) if stored.transposed else make_whole_piece(name, shape)
+    ]
 
 
 def _derive_layout(model: Any, shapes: Mapping[str, Shape]) -> Layout:
@@ -130,10 +133,10 @@ def _derive_layout(model: Any, shapes: Mapping[str, Shape]) -> Layout:
     padding: list[Piece] = []
     key = "its conversion"
     try:
-        for key, tensor in to_hub(model, as_stock(model, tensors)).items():
+        for key, tensor in convert_to_hub(model, make_stock_tensors(model, tensors)).items():
             name = originals.get(id(tensor))
             if name is not None:
-                layout[name].append(whole_piece(key, shapes[name]))
+                layout[name].append(make_whole_piece(key, shapes[name]))
                 continue
             for number, piece in finder.find(key, tensor, num_dims):
                 (padding if number == ZEROS else layout[names[number]]).append(piece)
@@ -256,9 +259,9 @@ def _candidate_layouts(
 ) -> list[dict[str, list[Piece]]]:
     """List the layouts to try: the hub's, the model's, and the model's with transposed stacks."""
     hub_pieces = {name: layout[name] for name in shapes}
-    same_shapes = {name: [whole_piece(name, shape)] for name, shape in shapes.items()}
+    same_shapes = {name: [make_whole_piece(name, shape)] for name, shape in shapes.items()}
     stacked = {name: shape for name, shape in shapes.items() if _is_stacked(name, plan)}
-    transposed = {name: [transposed_piece(name, shape)] for name, shape in stacked.items()}
+    transposed = {name: [make_transposed_piece(name, shape)] for name, shape in stacked.items()}
     return [hub_pieces, same_shapes, same_shapes | transposed]
 
 

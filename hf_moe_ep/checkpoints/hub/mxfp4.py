@@ -11,6 +11,7 @@ byte has the codes of two values, and its low four bits are the code of the firs
 The 16 codes have the format E2M1: one sign bit, two exponent bits, one mantissa bit (OCP
 Microscaling Formats, section 5.3.3). transformers decodes the same values with
 Mxfp4Config(dequantize=True).
+
 `join_blocks` replaces both tensors by a `Mxfp4Tensor`, which decodes any box of the weight. A box
 has one index range per dim (`ranks/boxes.py`).
 """
@@ -29,11 +30,11 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
 from hf_moe_ep.ranks.boxes import Box, slices
 
 _BLOCKS_SUFFIX, _SCALES_SUFFIX = "_blocks", "_scales"
-# A block has this number of values, which share one scale, in this number of bytes.
+# The number of values in a block, which share one scale, and the number of bytes of a block.
 _BLOCK_VALUES, _BLOCK_BYTES = 32, 16
 _SCALE_BIAS = 127
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# This number of values is decoded at a time. Each value takes about 9 bytes of temporary memory.
+# The number of values that are decoded at a time, with about 9 bytes of temporary memory each.
 _VALUES_PER_STEP = 1 << 18
 _VALUE_OF_CODE = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
@@ -42,7 +43,8 @@ _VALUE_OF_CODE = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 class Mxfp4Tensor(FileTensor):
     """A weight [E, in, out] that a checkpoint stores as packed blocks and their scales.
 
-    `shape` is the shape of the decoded weight, but `dtype` and `start` are taken from `blocks`.
+    `shape` is the shape of the decoded weight. The other fields of FileTensor (`file`, `dtype`,
+    `start`) have the values of `blocks`.
     """
 
     blocks: FileTensor
@@ -53,8 +55,8 @@ class Mxfp4Tensor(FileTensor):
     ) -> None:
         """Decode a box of the weight in the dtype of `out`, some columns of one expert at a time.
 
-        `dtype` is not used: a value in E2M1 times a power of two is exact in every dtype in which
-        models are built.
+        `dtype` is not used, because there is nothing to round: in bf16 and fp32 a value in E2M1
+        times a power of two is exact.
         """
         assert view == self.shape, f"{view} is not {self.shape}"
         (first, end), rows, columns = box
@@ -91,13 +93,13 @@ def join_blocks(
         return tensors
     joined = dict(tensors)
     for weight in weights:
-        joined[weight.key] = _pack_weight(weight.key, weight.shape, tensors)
+        joined[weight.key] = _join_blocks_and_scales(weight.key, weight.shape, tensors)
         joined.pop(weight.key + _BLOCKS_SUFFIX, None)
         joined.pop(weight.key + _SCALES_SUFFIX, None)
     return joined
 
 
-def _pack_weight(
+def _join_blocks_and_scales(
     key: str, shape: tuple[int, ...], tensors: Mapping[str, FileTensor]
 ) -> Mxfp4Tensor:
     blocks_key, scales_key = key + _BLOCKS_SUFFIX, key + _SCALES_SUFFIX

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from hf_moe_ep.ranks.boxes import Box, box_sizes
+from hf_moe_ep.ranks.boxes import Box, get_box_sizes
 
 
 @dataclass(frozen=True)
@@ -122,24 +122,24 @@ def cut_pieces(pieces: Iterable[Piece], box: Box) -> dict[str, list[Piece]]:
 def find_filled_box(pieces: Sequence[Piece]) -> Box | None:
     """Return the box of the view that several pieces fill together.
 
-    Interleaved rows that fill a box can be read and written at once instead of row by row. The
+    Interleaved rows that fill a box can be read and written together instead of row by row. The
     result is None for a single piece, and for pieces that do not fill a box.
     """
     if len(pieces) == 1 or any(piece.view != pieces[0].view for piece in pieces):
         return None
     dims = zip(*(piece.box_in_view for piece in pieces), strict=True)
     hull = tuple((min(start for start, _ in dim), max(stop for _, stop in dim)) for dim in dims)
-    return hull if sum(piece.numel for piece in pieces) == math.prod(box_sizes(hull)) else None
+    return hull if sum(piece.numel for piece in pieces) == math.prod(get_box_sizes(hull)) else None
 
 
-def whole_piece(key: str, shape: Sequence[int]) -> Piece:
+def make_whole_piece(key: str, shape: Sequence[int]) -> Piece:
     """Make the piece of a parameter that the checkpoint stores as one tensor of the same shape."""
     sizes = tuple(shape)
     zeros, ones = (0,) * len(sizes), (1,) * len(sizes)
     return Piece(key, sizes, zeros, sizes, tuple(range(len(sizes))), sizes, zeros, ones)
 
 
-def transposed_piece(key: str, shape: Sequence[int]) -> Piece:
+def make_transposed_piece(key: str, shape: Sequence[int]) -> Piece:
     """Make the piece of a parameter that the checkpoint stores with its last two dims exchanged."""
     sizes = tuple(shape)
     zeros, ones = (0,) * len(sizes), (1,) * len(sizes)
@@ -149,7 +149,7 @@ def transposed_piece(key: str, shape: Sequence[int]) -> Piece:
     return Piece(key, in_file, zeros, sizes, axes, in_file, zeros, ones)
 
 
-def per_expert_pieces(
+def make_per_expert_pieces(
     module: str, shape: tuple[int, int, int], names: Sequence[str]
 ) -> list[Piece]:
     """Make the pieces of a stacked weight [E, out, in] that the checkpoint stores expert by expert.

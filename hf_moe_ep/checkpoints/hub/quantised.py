@@ -27,10 +27,10 @@ from hf_moe_ep.checkpoints.hub.fp8 import BLOCK, Fp8Tensor, convert_scales
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
-from hf_moe_ep.etp import in_stock_shape, split_dims_by_id, stock_parts, stock_shape
+from hf_moe_ep.etp import get_stock_shape, list_stock_parts, split_dims_by_id, view_in_stock_shape
 from hf_moe_ep.ops.quantised import Quantisation, Quantised, quantise
-from hf_moe_ep.ranks.boxes import Box, local_tensor
-from hf_moe_ep.state import STATE, Compute, MoELayer, quantised_matrices
+from hf_moe_ep.ranks.boxes import Box, get_local_tensor
+from hf_moe_ep.state import STATE, Compute, MoELayer, iterate_quantised_matrices
 
 
 @dataclass(frozen=True)
@@ -135,13 +135,13 @@ def find_quantised_shards(model: nn.Module) -> dict[str, HeldAsBytes]:
     """Find this rank's shards of all matrices that a model holds quantised, by parameter name."""
     shards = {}
     split_dims = split_dims_by_id(model)  # the dims that the model splits into (2, F) (`etp.py`)
-    for name, matrix, quantisation in quantised_matrices(model):
+    for name, matrix, quantisation in iterate_quantised_matrices(model):
         tensors, dim = matrix.by_name("").values(), split_dims.get(id(matrix.values))
-        _, num_rows, row_bytes = stock_shape(matrix.values.shape, dim)
-        parts = [box for box, _ in stock_parts(matrix.values, dim)]
+        _, num_rows, row_bytes = get_stock_shape(matrix.values.shape, dim)
+        parts = [box for box, _ in list_stock_parts(matrix.values, dim)]
         shards[name] = HeldAsBytes(
-            Quantised(*(in_stock_shape(local_tensor(tensor), dim) for tensor in tensors)),
-            [stock_parts(tensor, dim)[0][0] for tensor in tensors],
+            Quantised(*(view_in_stock_shape(get_local_tensor(tensor), dim) for tensor in tensors)),
+            [list_stock_parts(tensor, dim)[0][0] for tensor in tensors],
             (num_rows, row_bytes * quantisation.values_per_byte),
             quantisation,
             _find_compute(model, name).transposed,

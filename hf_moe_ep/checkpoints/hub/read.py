@@ -28,8 +28,8 @@ from hf_moe_ep.checkpoints.hub.fp8 import (
 from hf_moe_ep.checkpoints.hub.layout import (
     Layout,
     find_copies,
+    find_hub_layout,
     find_pieces,
-    hub_layout,
     list_names,
     list_possible_keys,
     list_shapes,
@@ -41,35 +41,35 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     FileTensor,
     Reader,
     fingerprint,
+    have_same_values,
     read_index,
-    same_values,
 )
-from hf_moe_ep.etp import split_dims_by_id, stock_parts
+from hf_moe_ep.etp import list_stock_parts, split_dims_by_id
 from hf_moe_ep.moe.stacked import stack_experts
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.all_ranks import differing, gather, is_first, run_on_all
-from hf_moe_ep.ranks.boxes import local_tensor
+from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.conversion import other_names
+from hf_moe_ep.upstream.conversion import find_other_names
 from hf_moe_ep.upstream.hub import (
-    base_prefix,
+    build_empty_model,
     checkpoint_name,
-    empty_model,
+    find_old_buffers,
+    find_unexpected_keys,
+    get_base_prefix,
     is_base_model,
+    make_progress_bar,
     may_be_missing,
-    old_buffers,
-    progress_bar,
-    unexpected_keys,
 )
-from hf_moe_ep.upstream.models import persistent_buffers
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.models import iterate_persistent_buffers
+from hf_moe_ep.upstream.module_names import get_canonical_name
 from hf_moe_ep.upstream.modules import allocate_meta
 
 _logger = logging.getLogger("hf_moe_ep")
 
 
-def model_from_config(
+def build_model_from_config(
     folder: Path,
     find_dtype: Callable[[], torch.dtype] = torch.get_default_dtype,
     *,
@@ -82,7 +82,7 @@ def model_from_config(
         find_dtype: called if the config names no dtype.
         trust_remote_code: run the code in the folder, if the config names a class in it.
     """
-    model = empty_model(folder, None, find_dtype, {"trust_remote_code": trust_remote_code})
+    model = build_empty_model(folder, None, find_dtype, {"trust_remote_code": trust_remote_code})
     stack_experts(model, find_block(model))
     return model, find_plan(model)
 
@@ -162,14 +162,14 @@ def match_checkpoint(
 ) -> Match:
     """Find where a checkpoint stores parameters, on this rank alone; see `find_weights`.
 
-    `file_tensors` are the tensors of the checkpoint in `directory`; None reads them from its files.
+    `file_tensors` are the tensors of the checkpoint; by default, they are read from `directory`.
 
     Raises:
         ValueError: the folder is not a complete checkpoint; tensors are missing or have another
             shape.
     """
     file_tensors = read_index(directory) if file_tensors is None else file_tensors
-    layout = hub_layout(model, plan, list_shapes(model), copies=False)
+    layout = find_hub_layout(model, plan, list_shapes(model), copies=False)
     tensors: Mapping[str, FileTensor]
     key_in_file: dict[str, str] = {}
     try:
@@ -185,7 +185,7 @@ def match_checkpoint(
         stored, known = _match_parameters(model, tensors, layout, plan, set(empty))
     except ValueError as error:
         text = str(error)
-        prefix = base_prefix(without_adapters(model))
+        prefix = get_base_prefix(without_adapters(model))
         if key_in_file and all(key == f"{prefix}{old}" for key, old in key_in_file.items()):
             text += (
                 "; it holds a base model without a head, and transformers would add a head "
@@ -195,8 +195,8 @@ def match_checkpoint(
         raise _make_misfit_error(model, directory, text) from error
     known |= find_copies(model).keys()  # a save fills these keys from the embedding and the head
     others = [key for key in tensors if key not in known]
-    unexpected = unexpected_keys(model, others, ignore_unexpected)
-    ignored = set(others) - set(unexpected) - old_buffers(model, others)
+    unexpected = find_unexpected_keys(model, others, ignore_unexpected)
+    ignored = set(others) - set(unexpected) - find_old_buffers(model, others)
     extra = {key: file_tensors[key_in_file.get(key, key)] for key in others if key in ignored}
     extra |= {key: file_tensors[key] for key in ignored_scaled}
     check_extra(extra, layout, stored)
@@ -214,10 +214,10 @@ def _find_scaled_extra(
     These tensors must not be decoded, because the config may lack the size of their blocks: a model
     that was loaded in FP8 is saved in bf16, but its extra tensors are saved in FP8.
     """
-    own = list_possible_keys(layout, base_prefix(without_adapters(model)))
+    own = list_possible_keys(layout, get_base_prefix(without_adapters(model)))
     weights = [key for key in find_unjoined_weights(tensors) if key not in own]
     scaled = [key for weight in weights for key in list_fp8_keys(weight) if key in tensors]
-    unexpected = set(unexpected_keys(model, scaled, ignore_unexpected))
+    unexpected = set(find_unexpected_keys(model, scaled, ignore_unexpected))
     return [key for key in scaled if key not in unexpected]
 
 
@@ -258,7 +258,7 @@ def _rename_keys(
     head is then missing, an error follows later, unless its weight is tied.
     """
     stock = without_adapters(model)
-    prefix = base_prefix(stock)
+    prefix = get_base_prefix(stock)
     model_keys = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
     key_in_file = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
     if is_base_model(stock) and model_keys & key_in_file.keys() and not model_keys & tensors.keys():
@@ -276,7 +276,7 @@ def _rename_keys(
     if model_keys <= tensors.keys():
         return {key: key for key in tensors}
     unknown, missing = sorted(tensors.keys() - model_keys), sorted(model_keys - tensors.keys())
-    new_name = other_names(stock, unknown, missing)
+    new_name = find_other_names(stock, unknown, missing)
     return {new_name.get(key, key): key for key in tensors}
 
 
@@ -316,7 +316,7 @@ def _match_parameters(
     tied_keys: set[str] = set()
     parameters = [(n, p) for n, p in model.named_parameters() if n in empty]
     ids = {id(tensor) for _, tensor in parameters}
-    for name, tensor in (*parameters, *persistent_buffers(model)):
+    for name, tensor in (*parameters, *iterate_persistent_buffers(model)):
         names = [checkpoint_name(alias) for alias in aliases.get(id(tensor), [name])]
         present = [alias for alias in names if _find_single_key(alias, layout, tensors)]
         if not present and id(tensor) not in ids and may_be_missing(model, names[0]):
@@ -331,7 +331,7 @@ def _match_parameters(
     try:
         pieces_of = find_pieces(tensors, shapes, layout, plan)
     except ValueError as error:
-        unknown = sorted(unexpected_keys(model, tensors.keys() - model_keys))
+        unknown = sorted(find_unexpected_keys(model, tensors.keys() - model_keys))
         if not unknown:
             raise
         raise ValueError(
@@ -364,7 +364,7 @@ def _check_tied(tensors: Mapping[str, FileTensor]) -> None:
     """On rank 0, raise ValueError if tied tensors differ, because only the first one is read."""
     first, *others = tensors or [""]
     for other in others if is_first() else ():
-        if not same_values(tensors[first], tensors[other]):
+        if not have_same_values(tensors[first], tensors[other]):
             raise ValueError(
                 f"{first} and {other} have different values, but the config ties them to one "
                 f"weight; load the model with tie_word_embeddings=False, or correct config.json"
@@ -382,7 +382,7 @@ def _select_own_stage(
     if state is None or state.stage is None:
         return weights
     aliases = state.stage.aliases
-    stored_names = {name: aliases.get(canonical_name(name), name) for name in targets}
+    stored_names = {name: aliases.get(get_canonical_name(name), name) for name in targets}
     return {name: weights[stored] for name, stored in stored_names.items() if stored in weights}
 
 
@@ -403,21 +403,23 @@ def load_weights(
     quantised = find_quantised_shards(model)
     compute_device = patched_state(model).device if quantised else device
     sizes = {
-        name: quantised[name].num_bytes if name in quantised else local_tensor(targets[name]).nbytes
+        name: quantised[name].num_bytes
+        if name in quantised
+        else get_local_tensor(targets[name]).nbytes
         for name in weights
     }
 
     def read() -> None:
         with (
             Reader() as reader,
-            progress_bar(sum(sizes.values()), "loading weights", is_first()) as progress,
+            make_progress_bar(sum(sizes.values()), "loading weights", is_first()) as progress,
         ):
             for name, stored in weights.items():
                 if name in quantised:
                     quantised[name].read(stored, reader, compute_device)
                 else:
                     tensor = targets[name]
-                    for box, part in stock_parts(tensor, split_dims.get(id(tensor))):
+                    for box, part in list_stock_parts(tensor, split_dims.get(id(tensor))):
                         stored.read_into(part, box, reader)
                 progress.update(sizes[name])
 

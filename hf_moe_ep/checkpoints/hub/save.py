@@ -23,27 +23,27 @@ from torch import Tensor, nn
 from hf_moe_ep.checkpoints.hub.configs import prepare_configs, publish, stage_files
 from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, follow_copies, known_digests
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
-from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
+from hf_moe_ep.checkpoints.hub.layout import list_distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.stages import (
     assign_groups,
     check_folder_is_shared,
-    files_of_stage,
     is_writer,
-    tensors_of_model,
+    list_files_of_stage,
+    list_tensors_of_model,
 )
 from hf_moe_ep.checkpoints.hub.write import (
     TensorGroup,
     choose_dtypes,
     choose_file_names,
-    first_dtype,
+    get_first_dtype,
     group_tensors,
     parse_size,
     split_files,
     write_checkpoint,
 )
-from hf_moe_ep.checkpoints.storage.atomic import check_is_no_file
+from hf_moe_ep.checkpoints.storage.atomic import check_is_not_a_file
 from hf_moe_ep.checkpoints.storage.switch import switch_files
-from hf_moe_ep.etp import slabs_in_stock_shape, split_dims_by_id
+from hf_moe_ep.etp import convert_slabs_to_stock, split_dims_by_id
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import (
     check_alike,
@@ -55,7 +55,7 @@ from hf_moe_ep.ranks.all_ranks import (
 from hf_moe_ep.ranks.boxes import whole
 from hf_moe_ep.state import ModelState, find_state, refuse_quantised_experts
 from hf_moe_ep.upstream.adapters import has_adapters
-from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 
 # The model card, which PEFT saves with adapters.
 _CARD = "README.md"
@@ -83,10 +83,10 @@ def save_pretrained(
         directory: created if it is missing. Only rank 0 writes. With pipeline stages all nodes must
             share the folder, because the first rank of each stage writes.
         max_shard_size: the largest size of a file, in bytes or as text like "5GB".
-        dtype: the dtype of the saved weights; None saves in the dtype in which the model was
-            loaded. torch.float32 saves the fp32 master weights of a bf16 model. torch.bfloat16 does
-            not round tensors that `from_pretrained` keeps in fp32 in a bf16 model, such as
-            correction biases. Adapters are saved in their own dtype.
+        dtype: the dtype of the saved weights; by default, the dtype in which the model was loaded.
+            torch.float32 saves the fp32 master weights of a bf16 model. torch.bfloat16 does not
+            round tensors that `from_pretrained` keeps in fp32 in a bf16 model, such as correction
+            biases. Adapters are saved in their own dtype.
         processor: a tokenizer or processor to save with the model, a list of them, or None.
         extra_tensors: copy the tensors of the loaded checkpoint that the model's class ignores,
             such as layers for multi-token prediction, byte for byte and under their own keys. They
@@ -143,13 +143,13 @@ def _save_weights(
     processors: Sequence[Any],
     extra_tensors: bool,
 ) -> None:
-    tensors, split_dims = tensors_of_model(model, state), split_dims_by_id(model)
+    tensors, split_dims = list_tensors_of_model(model, state), split_dims_by_id(model)
     groups = group_tensors(
         model,
         state.plan,
         tensors,
         choose_dtypes(model, dtype, state.dtypes),
-        lambda name, tensor: slabs_in_stock_shape(slabs_of(tensor), split_dims.get(id(tensor))),
+        lambda name, tensor: convert_slabs_to_stock(slabs_of(tensor), split_dims.get(id(tensor))),
     )
     groups = assign_groups(groups, state)
     files, what = split_files(groups, max_shard_size), f"saving to {folder}"
@@ -158,13 +158,13 @@ def _save_weights(
 
     def prepare() -> tuple[Path, list[str]]:
         extra_files.extend(_list_extra_files(state, groups, max_shard_size, extra_tensors))
-        check_is_no_file(folder)
+        check_is_not_a_file(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        configs = prepare_configs(model, folder, first_dtype(groups), processors)
+        configs = prepare_configs(model, folder, get_first_dtype(groups), processors)
         return configs, choose_file_names(len(files) + len(extra_files))
 
     configs, names = run_on_first(what, prepare)
-    own_files = files_of_stage(files, len(names), state)
+    own_files = list_files_of_stage(files, len(names), state)
     files.extend(extra_files)
     # Every rank takes part in each file, but only rank 0 lists, reads and writes extra tensors. On
     # other ranks these files are empty.
@@ -215,9 +215,9 @@ def save_state_dict(
     state = find_state(model)
     assert state is not None
     refuse_quantised_experts(model, "save_pretrained")
-    folder, names = Path(directory), distinct_tensors(model).keys()
-    by_name = {canonical_name(name): tensor for name, tensor in state_dict.items()}
-    with_tied = {canonical_name(name) for name in model.state_dict(keep_vars=True)}
+    folder, names = Path(directory), list_distinct_tensors(model).keys()
+    by_name = {get_canonical_name(name): tensor for name, tensor in state_dict.items()}
+    with_tied = {get_canonical_name(name) for name in model.state_dict(keep_vars=True)}
     problems = [
         list_names("missing", sorted(names - by_name.keys())),
         list_names("unexpected", sorted(by_name.keys() - with_tied)),
@@ -238,9 +238,9 @@ def save_state_dict(
     max_bytes = parse_size(max_shard_size)
     files = split_files(groups, max_bytes)
     files += _list_extra_files(state, groups, max_bytes, extra_tensors)
-    check_is_no_file(folder)
+    check_is_not_a_file(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    configs = prepare_configs(model, folder, first_dtype(groups), ())
+    configs = prepare_configs(model, folder, get_first_dtype(groups), ())
     follow_copies(state, folder, write_checkpoint(folder, files, configs=configs))
 
 
@@ -250,7 +250,7 @@ def _save_adapters(
     state_dict = gather_state_dict(model, kwargs.get("save_embedding_layers", "auto"))
 
     def write() -> None:
-        check_is_no_file(folder)
+        check_is_not_a_file(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with stage_files(folder) as staged:
             if (folder / _CARD).is_file():  # PEFT updates an existing model card

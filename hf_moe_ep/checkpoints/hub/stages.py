@@ -4,9 +4,9 @@ Every rank lists all tensors of the model, in the same order. In place of a tens
 the list has a tensor on the meta device with the same shape and dtype.
 
     save_pretrained   each stage writes files of its own tensors, and no tensor leaves its stage
-                      (`assign_groups`, `files_of_stage`)
+                      (`assign_groups`, `list_files_of_stage`)
     hub_tensors       the ranks of a stage gather a slab, and each of these ranks sends the slab to
-                      the ranks of other stages in its column (`slabs_for_all_stages`)
+                      the ranks of other stages in its column (`iterate_slabs_for_all_stages`)
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_moe_ep.checkpoints.hub.gather import Change, list_slabs, slabs_for_all
-from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
+from hf_moe_ep.checkpoints.hub.gather import Change, iterate_slabs_for_all, list_slabs
+from hf_moe_ep.checkpoints.hub.layout import list_distinct_tensors
 from hf_moe_ep.checkpoints.hub.write import StageFiles, TensorGroup
 from hf_moe_ep.pipeline.stage import Stage
 from hf_moe_ep.ranks.all_ranks import gather, this_rank
-from hf_moe_ep.ranks.boxes import Box, box_sizes
+from hf_moe_ep.ranks.boxes import Box, get_box_sizes
 from hf_moe_ep.ranks.mesh import Stages
 from hf_moe_ep.state import ModelState
 
@@ -40,14 +40,14 @@ def gather_stages(own: Value, state: ModelState) -> list[Value]:
     return gather(own, state.meshes.stages.column.get_group())
 
 
-def tensors_of_model(
+def list_tensors_of_model(
     model: Any, state: ModelState, without: Collection[str] = ()
 ) -> dict[str, Tensor]:
     """Return parameters and persistent buffers of the whole model by name, without tied copies.
 
     Tensors with a name in `without` are left out.
     """
-    own = distinct_tensors(model, without)
+    own = list_distinct_tensors(model, without)
     stage: Stage | None = state.stage
     if stage is None:
         return own
@@ -73,12 +73,12 @@ def assign_groups(groups: list[TensorGroup], state: ModelState) -> list[TensorGr
     return sorted(assigned, key=lambda group: group.stage)
 
 
-def files_of_stage(
+def list_files_of_stage(
     files: list[list[TensorGroup]], num_files: int, state: ModelState
 ) -> StageFiles | None:
     """Return the files that this rank's stage writes; None for a model without stages.
 
-    Stage 0 also writes the files of extra tensors, which are numbered behind `files`.
+    Stage 0 also writes the files of extra tensors, which are numbered after `files`.
     """
     stage: Stage | None = state.stage
     if stage is None:
@@ -108,7 +108,7 @@ def check_folder_is_shared(folder: Path, configs: Path, state: ModelState) -> No
         )
 
 
-def slabs_for_all_stages(
+def iterate_slabs_for_all_stages(
     name: str,
     tensor: Tensor,
     state: ModelState,
@@ -119,11 +119,11 @@ def slabs_for_all_stages(
 ) -> Iterator[tuple[Box, Tensor]]:
     """Yield (box, values) of a parameter on the compute device of every rank.
 
-    `gather.slabs_for_all` describes the arguments.
+    `gather.iterate_slabs_for_all` describes the arguments.
     """
     stage: Stage | None = state.stage
     if stage is None:
-        yield from slabs_for_all(tensor, dtype, change, max_bytes, slots_E)
+        yield from iterate_slabs_for_all(tensor, dtype, change, max_bytes, slots_E)
         return
     meshes = state.meshes
     assert meshes is not None and meshes.stages is not None
@@ -131,12 +131,12 @@ def slabs_for_all_stages(
     owner = stage.tensors[name].stage
     source, group = stages.rank_in(owner), stages.column.get_group()
     if stage.index == owner:
-        for box, values in slabs_for_all(tensor, dtype, change, max_bytes, slots_E):
+        for box, values in iterate_slabs_for_all(tensor, dtype, change, max_bytes, slots_E):
             values = values.contiguous()
             dist.broadcast(values, source, group=group)
             yield box, values
         return
     for box in list_slabs(tensor, dtype, max_bytes):
-        values = torch.empty(box_sizes(box), dtype=dtype, device=meshes.device)
+        values = torch.empty(get_box_sizes(box), dtype=dtype, device=meshes.device)
         dist.broadcast(values, source, group=group)
         yield box, values

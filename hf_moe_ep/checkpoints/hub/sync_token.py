@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits, sum_over_shards
-from hf_moe_ep.ranks.boxes import Box, local_box, local_tensor, number_elements
+from hf_moe_ep.ranks.boxes import Box, get_local_box, get_local_tensor, number_elements
 
 # The bits of this number of elements are mixed at a time, in about 60 bytes of memory for each.
 _ELEMENTS_PER_STEP = 1 << 20
@@ -85,7 +85,7 @@ def compute_checksums(tensors: Sequence[tuple[Tensor, Tensor | None]]) -> list[S
 
 def _sum_shard(tensor: Tensor, slots: Tensor | None) -> Tensor:
     """Compute the two sums of this rank's shard, a few rows at a time."""
-    local, box = local_tensor(tensor).detach(), local_box(tensor)
+    local, box = get_local_tensor(tensor).detach(), get_local_box(tensor)
     total = torch.zeros(len(SEEDS), dtype=torch.int64, device=local.device)
     if local.numel() == 0:
         return total

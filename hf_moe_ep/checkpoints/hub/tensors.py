@@ -38,38 +38,43 @@ from hf_moe_ep.checkpoints.hub.fp8_blocks import (
     make_fp8_config,
 )
 from hf_moe_ep.checkpoints.hub.gather import gather_tensor
-from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
+from hf_moe_ep.checkpoints.hub.layout import list_distinct_tensors
 from hf_moe_ep.checkpoints.hub.pieces import cut_pieces
 from hf_moe_ep.checkpoints.hub.stages import (
     assign_groups,
     gather_stages,
-    slabs_for_all_stages,
-    tensors_of_model,
+    iterate_slabs_for_all_stages,
+    list_tensors_of_model,
 )
 from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, compute_checksums
 from hf_moe_ep.checkpoints.hub.write import TensorGroup, choose_dtypes, group_tensors
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
-from hf_moe_ep.etp import for_each_half, slabs_in_stock_shape, split_dims_by_id
+from hf_moe_ep.etp import convert_slabs_to_stock, for_each_half, split_dims_by_id
 from hf_moe_ep.lora.merged import add_updates, with_whole_factors
 from hf_moe_ep.ops.quantised import encode_blocks
-from hf_moe_ep.placement.hub_order import placement_by_tensor
+from hf_moe_ep.placement.hub_order import map_tensors_to_placements
 from hf_moe_ep.ranks.all_ranks import (
     StillHere,
     check_alike,
     check_everyone_calls,
+    format_in_one_line,
     gather,
-    one_line,
     run_on_all,
     run_on_first,
 )
 from hf_moe_ep.ranks.boxes import Box
-from hf_moe_ep.state import ModelState, computing_device, patched_state, refuse_quantised_experts
+from hf_moe_ep.state import (
+    ModelState,
+    get_computing_device,
+    patched_state,
+    refuse_quantised_experts,
+)
 from hf_moe_ep.upstream.adapters import (
     LowRank,
     active_adapters,
     active_updates,
-    adapter_layers,
     check_mergeable,
+    iterate_adapter_layers,
     left_out_by_merging,
     updates_of,
 )
@@ -118,16 +123,15 @@ def hub_tensors(
         merge_adapters: add LoRA, on experts and other modules, to the yielded tensors, as PEFT's
             `merge_adapter` adds it to the model: all active adapters are added with their scales,
             and modules_to_save replace the originals. A model without adapters has the same keys.
-        dtype: the dtype of the tensors, as in `save_pretrained`; None yields the dtype in which the
-            model was loaded. "fp8" yields the weights of experts and Linear layers in E4M3
-            with one fp32 scale per block of 128 x 128, as published FP8 checkpoints store them
-            (`x.weight`, then `x.weight_scale_inv`). `HubTensors.quantization_config` describes this
-            format.
+        dtype: the dtype of the tensors, as in `save_pretrained`; by default, the dtype in which the
+            model was loaded. "fp8" yields the weights of experts and Linear layers in E4M3 with one
+            fp32 scale per block of 128 x 128, as published FP8 checkpoints store them (`x.weight`,
+            then `x.weight_scale_inv`). `HubTensors.quantization_config` describes this format.
         max_bytes: the limit of the memory needed besides the shards, including the tensor that was
             yielded last. A larger tensor (the embedding, or all experts of a layer if the hub
             stores them in one tensor) is yielded all the same, but assembled from small slabs. In
             addition each rank holds the whole factors of one parameter's adapters.
-        extra_tensors: yield, behind all others, the tensors of the loaded checkpoint that the
+        extra_tensors: yield, after all others, the tensors of the loaded checkpoint that the
             model's class ignores (layers for multi-token prediction), in their own dtypes. They do
             not change, so an engine needs to load them only once.
         since: a `SyncToken`, which each rank makes for each engine. Tensors that have not changed
@@ -180,7 +184,7 @@ def _check_adapters(model: nn.Module, merge_adapters: bool) -> None:
     With pipeline stages each rank checks the adapters of its own stage.
     """
     if not merge_adapters:
-        if any(True for _ in adapter_layers(model)):
+        if any(True for _ in iterate_adapter_layers(model)):
             raise ValueError(
                 "this model has adapters, which are not part of its own weights; pass "
                 "merge_adapters=True, or save the adapters with save_pretrained(model, directory)"
@@ -277,7 +281,7 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
         """Send an engine one tensor per call, and raise one error for all keys that it refuses.
 
         In a sync, an engine stops at the first unknown key, or skips the key without a message.
-        Call this method on every rank before the first sync. It exhausts this iterator.
+        Call this method on every rank before the first sync. The call exhausts this iterator.
 
         Args:
             load_weights: the engine's method; None on ranks without an engine. The method skips a
@@ -299,7 +303,7 @@ class HubTensors(Iterator[tuple[str, Tensor]]):
                 except (torch.OutOfMemoryError, torch.AcceleratorError):
                     raise
                 except _REFUSALS as error:
-                    refused[key] = one_line(error)
+                    refused[key] = format_in_one_line(error)
                 else:
                     if loaded is not None and not set(loaded):
                         skipped[key] = "skipped without an error"
@@ -467,10 +471,10 @@ class _Source:
         max_bytes = self._max_bytes // _SLABS_IN_MEMORY
         # The tensors are listed before the first all-gather, because the modules of a layer hold
         # other tensors while FSDP2 has gathered its parameters.
-        tensors = tensors_of_model(model, state, names.left_out)
+        tensors = list_tensors_of_model(model, state, names.left_out)
         updates = updates_of(model, tensors.values())
         # For each stacked tensor: the row (slot) in which each expert is stored.
-        slots = placement_by_tensor(model)
+        slots = map_tensors_to_placements(model)
         dtype_of = choose_dtypes(model, dtype, state.dtypes)
         # By id of a parameter: the stock dim 2F that the model holds as (2, F) with etp (`etp.py`).
         split_dims = split_dims_by_id(model)
@@ -481,8 +485,10 @@ class _Source:
             merge = partial(_merge_and_cast, dtype, [_gather_factors(u) for u in tensor_updates])
             # `merge` gets boxes in the stock shape, because products of adapters have this shape.
             change = for_each_half(merge, dim, 0 if dim is None else tensor.shape[dim + 1])
-            slabs = slabs_for_all_stages(name, tensor, state, dtype, change, max_bytes, slots_E)
-            return slabs_in_stock_shape(slabs, dim)
+            slabs = iterate_slabs_for_all_stages(
+                name, tensor, state, dtype, change, max_bytes, slots_E
+            )
+            return convert_slabs_to_stock(slabs, dim)
 
         return group_tensors(model, state.plan, tensors, dtype_of, slabs_of)
 
@@ -555,9 +561,9 @@ class _Source:
         if stage is not None:
             assigned = assign_groups(groups, self._state)
             groups = [group for group in assigned if group.stage == stage.index]
-        tensors = distinct_tensors(model, left_out_by_merging(model))
+        tensors = list_distinct_tensors(model, left_out_by_merging(model))
         updates = updates_of(model, tensors.values())
-        slots = placement_by_tensor(model)
+        slots = map_tensors_to_placements(model)
         sources: dict[int, tuple[Tensor, Tensor | None]] = {}
         for tensor in tensors.values():
             sources[id(tensor)] = tensor, slots.get(id(tensor))
@@ -599,7 +605,7 @@ class _Source:
             if was_prepared:
                 check_everyone_calls("hub_tensors")
             still_here = StillHere("hub_tensors", state.device)
-        device = computing_device(self._model)
+        device = get_computing_device(self._model)
         max_bytes = max(1, self._max_bytes // _SLABS_IN_MEMORY)
         if self._since is not None:
             self._since.clear()

@@ -14,10 +14,10 @@ one term per dim:
     its rows 3 to 5             (7, 0, 3, 0, ..) + (0, e, 0, 0, ..) + (0, 0, o, 0, ..) + ..
     expert 1 of these rows      (7, 1, 3, 0, ..) + (0, 0, o, 0, ..) + (0, 0, 0, i, ..)
 
-So a traced tensor needs memory for its dims, not for its elements. `Untraceable` is raised if the
-coordinates of a tensor cannot be such a sum, or if the conversion calls a torch function that this
-module does not list. A conversion may pad a tensor with zeros; these zeros count as elements of a
-parameter with the number ZEROS.
+A traced tensor therefore needs memory for its dims, not for its elements. `Untraceable` is raised
+if the coordinates of a tensor cannot be a sum of this kind, or if the conversion calls a torch
+function that this module does not list. A conversion may pad a tensor with zeros; these zeros count
+as elements of a parameter with the number ZEROS.
 """
 
 from __future__ import annotations

@@ -7,11 +7,13 @@ where the checkpoint stores them:
     from_pretrained       find_unread      finds the parameters in the files, and reads none
                           finish_loading   reads the buffers of the layers, which are small
     accelerator.prepare   shard_and_read   shards the model, then each rank reads its shards
-    other code            read_whole       reads whole parameters, if code needs their values
+    code that needs       read_whole       reads whole parameters
+    their values
 
-In between, the trainer may attach adapters, replace the embeddings or freeze parameters. Parameters
-get the values that stock would have loaded, rounded to the same dtype. If the trainer has written
-to unread parameters, an error says so, because the written values would be lost.
+Before its parameters are read, the trainer may attach adapters to the model, replace embeddings or
+freeze parameters. Parameters get the values that stock would have loaded, rounded to the same
+dtype. If the trainer has written to an unread parameter, an error is raised, because the reading
+would overwrite the written values.
 
 With axolotl's cpu_ram_efficient_loading, only the first rank of each machine loads weights. On the
 other ranks, some trainers allocate all trainable parameters without values. Such parameters count
@@ -39,15 +41,15 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     fingerprint,
     read_files,
 )
-from hf_moe_ep.config import launched_local_rank
+from hf_moe_ep.config import get_launched_local_rank
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.ranks.boxes import local_tensor, whole_box
+from hf_moe_ep.ranks.boxes import get_local_tensor, make_whole_box
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.shard import build_meshes_and_cut_stages, shard_model
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.hub import checkpoint_name
-from hf_moe_ep.upstream.models import persistent_buffers
-from hf_moe_ep.upstream.modules import own_buffers
+from hf_moe_ep.upstream.models import iterate_persistent_buffers
+from hf_moe_ep.upstream.modules import get_own_buffers
 from hf_moe_ep.upstream.sharded_models import times_written
 
 
@@ -57,20 +59,21 @@ class Unread:
 
     Attributes:
         folder: the folder of the checkpoint.
-        stored: the unread parameters, by their names in checkpoints.
-        buffers: the persistent buffers of the model, by name.
+        stored: where the checkpoint stores each unread parameter, by the parameter's name in
+            checkpoints.
+        buffers: where the checkpoint stores each persistent buffer, by the buffer's name.
         fingerprint: identifies the files; it must be the same on all ranks.
-        keys: the tensors in the files that store these parameters, by key.
-        written: the parameters by their names in checkpoints, each with `times_written` at the end
-            of from_pretrained.
+        file_tensors: the tensors in the files that store these parameters, by key.
+        write_counts: each parameter, by its name in checkpoints, with the result of
+            `times_written` at the end of from_pretrained.
     """
 
     folder: str
     stored: Mapping[str, StoredParameter]
     buffers: Mapping[str, StoredParameter]
     fingerprint: str
-    keys: Mapping[str, FileTensor]
-    written: Mapping[str, tuple[weakref.ref[nn.Parameter], tuple[int, ...]]] = field(
+    file_tensors: Mapping[str, FileTensor]
+    write_counts: Mapping[str, tuple[weakref.ref[nn.Parameter], tuple[int, ...]]] = field(
         default_factory=dict
     )
 
@@ -79,7 +82,7 @@ class Unread:
         return self
 
     def read_whole(self, model: nn.Module) -> None:
-        """Call the function `read_whole`, for lower folders, which may not import this module."""
+        """Call the function `read_whole`. Lower folders cannot import this module to call it."""
         read_whole(model)
 
 
@@ -95,44 +98,45 @@ def find_unread(
     names = set(names)
     folder = files[0].parent
     found = match_checkpoint(model, folder, plan, names, file_tensors=read_files(files))
-    for name, _ in persistent_buffers(model):
+    for name, _ in iterate_persistent_buffers(model):
         if name not in found.stored:  # only stock's code knows the initial value
             raise ValueError(f"{name} is not in {os.fspath(folder)}")
     key_of = {id(tensor): key for key, tensor in found.file_tensors.items()}
     stored = {checkpoint_name(name): found.stored[name] for name in names}
-    keys: dict[str, FileTensor] = {}
+    file_tensors: dict[str, FileTensor] = {}
     for parameter in stored.values():
         for piece, tensor in parameter.pieces:
             if id(tensor) not in key_of:
                 raise ValueError(f"{piece.key} in {os.fspath(folder)} is quantised")
-            keys[key_of[id(tensor)]] = tensor
+            file_tensors[key_of[id(tensor)]] = tensor
     buffers = {name: tensor for name, tensor in found.stored.items() if name not in names}
-    return Unread(os.fspath(folder), stored, buffers, fingerprint(found.file_tensors), keys)
+    digest = fingerprint(found.file_tensors)
+    return Unread(os.fspath(folder), stored, buffers, digest, file_tensors)
 
 
 def finish_loading(model: nn.Module, unread: Unread) -> Unread:
-    """Read the persistent buffers of a model that are on meta after from_pretrained.
+    """Read the persistent buffers that from_pretrained has left on meta.
 
     Returns `unread` with the dtypes in which stock would have loaded the parameters.
     """
     with Reader() as reader:
         for prefix, module in model.named_modules():
-            for name, buffer in own_buffers(module).items():
+            for name, buffer in get_own_buffers(module).items():
                 full_name = f"{prefix}.{name}".lstrip(".")
                 if buffer is None or not buffer.is_meta or full_name not in unread.buffers:
                     continue
                 values = torch.empty(buffer.shape, dtype=buffer.dtype)
-                unread.buffers[full_name].read_into(values, whole_box(buffer.shape), reader)
-                own_buffers(module)[name] = values
+                unread.buffers[full_name].read_into(values, make_whole_box(buffer.shape), reader)
+                get_own_buffers(module)[name] = values
     parameters = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
     stored = {
         name: StoredParameter(parameter.pieces, parameters[name].dtype)
         for name, parameter in unread.stored.items()
     }
-    written = {
+    write_counts = {
         name: (weakref.ref(parameters[name]), times_written(parameters[name])) for name in stored
     }
-    return replace(unread, stored=stored, written=written)
+    return replace(unread, stored=stored, write_counts=write_counts)
 
 
 def shard_and_read(
@@ -143,14 +147,14 @@ def shard_and_read(
     Every rank must call this function.
 
     Raises:
-        ValueError: as `shard_model`; or ranks would read different weights; or unread parameters
-            were written.
+        ValueError: `shard_model` raises an error; ranks would read different weights; or an unread
+            parameter was written.
     """
     unread: Unread | None = state.unread
     if unread is None:
         return shard_model(model, state, options, device)
     parameters = _find_unread_parameters(model, unread)
-    shard_model(model, state, _with_empty(options, parameters), device)
+    shard_model(model, state, _keep_on_meta(options, parameters), device)
     parameters = {name: p for name, p in model.named_parameters() if name in parameters}
     check_same_weights(unread.fingerprint, unread.folder)
     stored = {name: unread.stored[checkpoint_name(name)] for name in parameters}
@@ -171,11 +175,11 @@ def cut_before_sharding(
     unread: Unread | None = state.unread
     parameters = {} if unread is None else _find_unread_parameters(model, unread)
     state.meshes_of_stage = build_meshes_and_cut_stages(
-        model, state, _with_empty(options, parameters), device
+        model, state, _keep_on_meta(options, parameters), device
     )
 
 
-def _with_empty(options: ShardOptions, parameters: Mapping[str, nn.Parameter]) -> ShardOptions:
+def _keep_on_meta(options: ShardOptions, parameters: Mapping[str, nn.Parameter]) -> ShardOptions:
     """Return options with which sharding leaves these parameters on meta."""
     return replace(options, empty_params=options.empty_params | frozenset(parameters.values()))
 
@@ -190,14 +194,20 @@ def read_whole(model: nn.Module) -> None:
         for name, parameter in _find_unread_parameters(model, unread).items():
             stored = unread.stored[checkpoint_name(name)]
             values = torch.empty(parameter.shape, dtype=stored.dtype)
-            stored.read_into(values, whole_box(parameter.shape), reader)
+            stored.read_into(values, make_whole_box(parameter.shape), reader)
             _replace(model, parameter, values.to(parameter.dtype))
     state.unread = None
 
 
 def _find_unread_parameters(model: nn.Module, unread: Unread) -> dict[str, nn.Parameter]:
-    """Return the unread parameters by name, after moving those without values to meta."""
-    is_first_on_machine = launched_local_rank() in (None, 0)
+    """Return the unread parameters by name.
+
+    On a rank that loaded no weights, parameters that were allocated are first moved to meta.
+
+    Raises:
+        ValueError: an unread parameter was written.
+    """
+    is_first_on_machine = get_launched_local_rank() in (None, 0)
     for name, parameter in list(model.named_parameters()):
         is_allocated = checkpoint_name(name) in unread.stored and not parameter.is_meta
         if is_allocated and not is_first_on_machine:
@@ -208,7 +218,7 @@ def _find_unread_parameters(model: nn.Module, unread: Unread) -> dict[str, nn.Pa
         if parameter.is_meta and checkpoint_name(name) in unread.stored
     }
     for name, parameter in found.items():
-        reference, before = unread.written[checkpoint_name(name)]
+        reference, before = unread.write_counts[checkpoint_name(name)]
         if reference() is parameter and times_written(parameter) != before:
             raise ValueError(
                 f"{name} was written after the model was loaded, but its values are read only when "
@@ -224,7 +234,7 @@ def _round_to_loaded_dtype(model: nn.Module, stored: Mapping[str, StoredParamete
     parameters = dict(model.named_parameters())
     for name, parameter in stored.items():
         if name in parameters and parameters[name].is_floating_point():
-            values = local_tensor(parameters[name])
+            values = get_local_tensor(parameters[name])
             if values.dtype != parameter.dtype:
                 values.copy_(values.to(parameter.dtype))
 

@@ -45,16 +45,16 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIG, publish
-from hf_moe_ep.checkpoints.hub.layout import PADDING, group_by_shared_tensors, hub_layout
+from hf_moe_ep.checkpoints.hub.layout import PADDING, find_hub_layout, group_by_shared_tensors
 from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, find_filled_box
 from hf_moe_ep.checkpoints.storage.atomic import write_atomically
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, FileTensor, Writer
-from hf_moe_ep.checkpoints.storage.switch import changed_files, settle, switch_files
-from hf_moe_ep.etp import split_dims_by_id, stock_shape
+from hf_moe_ep.checkpoints.storage.switch import list_changed_files, settle, switch_files
+from hf_moe_ep.etp import get_stock_shape, split_dims_by_id
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.all_ranks import gather_on_first, is_first
-from hf_moe_ep.ranks.boxes import Box, box_sizes, slices
-from hf_moe_ep.upstream.hub import checkpoint_name, kept_in_fp32, progress_bar
+from hf_moe_ep.ranks.boxes import Box, get_box_sizes, slices
+from hf_moe_ep.upstream.hub import checkpoint_name, list_kept_in_fp32, make_progress_bar
 from hf_moe_ep.upstream.models import is_correction_bias
 
 _logger = logging.getLogger("hf_moe_ep")
@@ -90,8 +90,8 @@ class TensorGroup:
             checkpoint tensor are listed like a parameter.
         dtype: the dtype in the checkpoint.
         names: the names of the parameters in the model.
-        source: None, or a tensor in another file that is copied byte for byte. It is then the
-            group's only tensor, and no slabs are read.
+        source: None, or a tensor in another file that is copied byte for byte. A group with a
+            source has only this tensor, and no slabs are read.
         sha256: the hash of `source`, if it is known.
         stage: the pipeline stage that holds the parameters.
     """
@@ -159,8 +159,8 @@ def group_tensors(
     name_in_model = {checkpoint_name(name): name for name in tensors}
     by_name = {name: tensors[in_model] for name, in_model in name_in_model.items()}
     split_dims = split_dims_by_id(model)
-    shapes = {name: stock_shape(t.shape, split_dims.get(id(t))) for name, t in by_name.items()}
-    layout = hub_layout(model, plan, shapes)
+    shapes = {name: get_stock_shape(t.shape, split_dims.get(id(t))) for name, t in by_name.items()}
+    layout = find_hub_layout(model, plan, shapes)
     groups = []
     for group in group_by_shared_tensors(layout, by_name):
         dtypes = {name: dtype_of(name_in_model[name], by_name[name]) for name in group}
@@ -198,10 +198,10 @@ def choose_dtypes(
 
     Args:
         model: the model, stock or patched.
-        dtype: None saves each tensor in the dtype in which it was loaded.
+        dtype: the dtype of the saved tensors; None for the dtypes in which they were loaded.
         loaded: the dtypes in which tensors were loaded, by name, if the model has fp32 masters.
     """
-    kept = [] if dtype is None else kept_in_fp32(model, dtype)
+    kept = [] if dtype is None else list_kept_in_fp32(model, dtype)
     loaded = {checkpoint_name(name): own for name, own in loaded.items()}
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
@@ -246,7 +246,7 @@ def split_files(groups: list[TensorGroup], max_bytes: int) -> list[list[TensorGr
     return files
 
 
-def first_dtype(groups: Iterable[TensorGroup]) -> torch.dtype:
+def get_first_dtype(groups: Iterable[TensorGroup]) -> torch.dtype:
     """Return the dtype for config.json, which is the dtype of the first floating point tensor."""
     return next(group.dtype for group in groups if group.dtype.is_floating_point)
 
@@ -306,7 +306,7 @@ def write_checkpoint(
     total = sum(group.num_bytes for number in own for group in files[number])
     what = what or f"saving to {folder}"
     try:
-        with progress_bar(total, what, commits) as progress:
+        with make_progress_bar(total, what, commits) as progress:
             for number in own:
                 run_on_all(what, partial(_write_file, writer, number, files[number], progress))
             for _ in range(num_waits):
@@ -369,7 +369,7 @@ def _write_slab(
     """Write the part of each piece that is in a slab, and interleaved pieces with one call."""
     for key, parts in cut_pieces(pieces, box).items():
         filled = find_filled_box(parts)
-        block = None if filled is None else torch.empty(box_sizes(filled), dtype=dtype)
+        block = None if filled is None else torch.empty(get_box_sizes(filled), dtype=dtype)
         for part in parts:
             values = part.in_view(slab[part.slices_in(box)])
             if block is None or filled is None:
@@ -469,7 +469,7 @@ class _HubWriter:
         remove_single = SINGLE not in self._names and (self._folder / SINGLE).is_file()
         if self._configs is None or not (self._folder / CONFIG).is_file():
             return False
-        if not remove_single and not changed_files(self._folder, self._configs):
+        if not remove_single and not list_changed_files(self._folder, self._configs):
             return False
         write_atomically(self._configs / INDEX, index)
         if switch_files(self._folder, self._configs, [SINGLE] if remove_single else []):

@@ -12,14 +12,14 @@ from pathlib import Path
 _CHUNK_BYTES = 4 << 20
 
 
-def partial_name(path: Path) -> Path:
-    """Return the name under which `write_atomically` writes before its rename."""
+def make_partial_path(path: Path) -> Path:
+    """Return the path at which `write_atomically` writes a file before the rename."""
     return path.with_name(f".{path.name}.partial")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file under another name and rename it; two processes must not do so at once."""
-    partial = partial_name(path)
+    """Write a file under another name, then rename it; only one process may write the file."""
+    partial = make_partial_path(path)
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -28,8 +28,8 @@ def write_atomically(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def check_is_no_file(folder: Path) -> None:
-    """Raise ValueError if a folder cannot be made, because it or a folder above it is a file."""
+def check_is_not_a_file(folder: Path) -> None:
+    """Raise ValueError if a folder cannot be made because its path, or a parent's, is a file."""
     paths = (folder.absolute(), *folder.absolute().parents)
     lowest = next(path for path in paths if path.exists())
     if lowest.is_dir():
@@ -43,7 +43,7 @@ def check_folder_can_be_made(target: Path) -> None:
     """Raise ValueError if `make_folder_atomically` cannot make the folder `target`."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"target {target} exists and is not empty; name another folder")
-    check_is_no_file(target)
+    check_is_not_a_file(target)
     if target.is_mount():
         raise ValueError(
             f"target {target} is a mount point, to which no folder can be renamed; name a folder "
@@ -51,7 +51,7 @@ def check_folder_can_be_made(target: Path) -> None:
         )
 
 
-def partial_folder_prefix(target: Path) -> str:
+def get_partial_folder_prefix(target: Path) -> str:
     """Return the prefix of the temporary folders that `make_folder_atomically` makes."""
     return f".{target.name}.partial-"
 
@@ -64,7 +64,7 @@ def make_folder_atomically(target: Path) -> Iterator[Path]:
     """
     check_folder_can_be_made(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = target.with_name(f"{partial_folder_prefix(target)}{os.getpid()}")
+    folder = target.with_name(f"{get_partial_folder_prefix(target)}{os.getpid()}")
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed process with the same id
     folder.mkdir()
     try:

@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MAX_ELEMENTS = 1 << 16  # elements of a tensor; a generator's state has 5056
+_MAX_ELEMENTS = 1 << 16  # of a tensor; the state of the CPU's random generator has 5056 elements
 
 
 def encode(value: Any, where: str) -> Any:
-    """Encode `value` as JSON values; errors name its position `where`.
+    """Encode `value` as JSON values. `where` is the position of `value`, which errors name.
 
     Raises:
-        ValueError: a value inside has no form in JSON.
+        ValueError: `value` is, or contains, an object that cannot be encoded.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value

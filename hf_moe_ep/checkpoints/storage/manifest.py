@@ -8,8 +8,9 @@ Rank 0 writes `manifest.json` last. The manifest names every other file of the f
      "layout": {"world_size": 8, "ep_size": 4, ...},
      "files": {"tensors/shard-00001-...": {"size": 1234, "sha256": "..."}, ...}}
 
-The folder counts as unfinished until the manifest is renamed to its final name. So if a rank is
-killed at any moment, the previous checkpoint stays the newest. Each file is synced to disk (fsync)
+The folder counts as unfinished until the manifest is renamed to its final name. If a rank is killed
+at any moment, the previous checkpoint therefore stays the newest. Each file is synced to disk
+(fsync)
 before the manifest is written: if the manifest survives a power failure, so do its files. A rank
 may hash a file while it writes the file. Every other file is read and hashed by one rank.
 
@@ -36,12 +37,12 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_moe_ep.checkpoints.storage.atomic import (
-    partial_name,
+    make_partial_path,
     sha256_of,
     sync_folder,
     write_atomically,
 )
-from hf_moe_ep.checkpoints.storage.order import Saved, newest_last
+from hf_moe_ep.checkpoints.storage.order import Saved, sort_newest_last
 from hf_moe_ep.ranks.all_ranks import (
     gather_on_first,
     run_on_all,
@@ -49,12 +50,12 @@ from hf_moe_ep.ranks.all_ranks import (
     this_rank,
     world_size,
 )
-from hf_moe_ep.upstream.requirements import installed_version
+from hf_moe_ep.upstream.requirements import get_installed_version
 
 MANIFEST = "manifest.json"
 # This file is written first. It marks a checkpoint of this package, even an unfinished one.
 STARTED = "hf_moe_ep.json"
-PARTIAL = partial_name(Path(MANIFEST)).name
+PARTIAL = make_partial_path(Path(MANIFEST)).name
 # On NFS, a deleted file that a process still has open gets a name with this prefix.
 _DELETED_ON_NFS = ".nfs"
 _FORMAT = 1
@@ -99,7 +100,7 @@ def write(
             other files are synced and hashed by `write`, each by one rank.
         belongs: returns True if a path in the folder is part of the checkpoint; None means that
             all files are.
-        group: the process group for the exchange; None is the default group.
+        group: the process group for the exchange; by default, torch's default group.
 
     Raises:
         RuntimeError: a rank failed; every rank raises the error, which names that rank and the
@@ -243,7 +244,7 @@ def list_complete(root: Path) -> tuple[list[Path], dict[Path, str]]:
         # OSError: no permission, a dead mount, or a folder that another process has just deleted
         except (ValueError, OSError) as error:
             reasons[folder] = str(error)
-    return newest_last(complete), reasons
+    return sort_newest_last(complete), reasons
 
 
 def check_is_shared(folder: Path) -> None:
@@ -301,7 +302,7 @@ def _neighbour_numbers(folder: Path) -> Iterator[int]:
 def versions() -> dict[str, str]:
     """Return the versions of the packages that a checkpoint depends on."""
     packages = ("hf_moe_ep", "torch", "transformers")
-    return {package: installed_version(package) or "from source" for package in packages}
+    return {package: get_installed_version(package) or "from source" for package in packages}
 
 
 def _list_files_to_hash(

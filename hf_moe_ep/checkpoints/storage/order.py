@@ -1,7 +1,7 @@
 """Order the checkpoints of one folder by their numbers, not by a clock.
 
 A clock is not reliable: rank 0 of the next job may run on another machine whose clock is behind.
-`newest_last` follows two rules:
+`sort_newest_last` follows two rules:
 
 1. Folders whose names differ only in a final number are ordered by that number. The Trainer
    (`checkpoint-100`), Accelerate (`checkpoint_0`) and the examples of `save_checkpoint`
@@ -41,7 +41,7 @@ class Saved:
     time: float = 0.0
 
 
-def newest_last(saved: Iterable[Saved]) -> list[Path]:
+def sort_newest_last(saved: Iterable[Saved]) -> list[Path]:
     """Sort the checkpoints of one folder by the rules of this module."""
     by_prefix: dict[str, list[tuple[int, Saved]]] = defaultdict(list)
     for checkpoint in saved:

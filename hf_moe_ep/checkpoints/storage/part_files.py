@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, Writer, read_header
-from hf_moe_ep.ranks.boxes import Box, overlap, slices, whole_box
+from hf_moe_ep.ranks.boxes import Box, make_whole_box, overlap, slices
 
 _SHARDING = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
@@ -59,7 +59,7 @@ def write_parts(folder: Path, rank: int, files: Sequence[Shards]) -> dict[str, A
         metadata = {_SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0"}
         with Writer(path, header, metadata) as writer:
             for name, shape, _ in header:
-                writer.write(name, shape, whole_box(shape), shards[name][1].cpu())
+                writer.write(name, shape, make_whole_box(shape), shards[name][1].cpu())
         written[path.name] = {"size": path.stat().st_size, "sha256": writer.sha256}
     return written
 

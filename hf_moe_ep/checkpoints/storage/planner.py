@@ -62,9 +62,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from hf_moe_ep.checkpoints.storage.spread import Spread, choose_writers
-from hf_moe_ep.etp import stock_parts, stock_shape
+from hf_moe_ep.etp import get_stock_shape, list_stock_parts
 from hf_moe_ep.ranks.all_ranks import this_rank, world_size
-from hf_moe_ep.ranks.boxes import box_sizes, local_tensor
+from hf_moe_ep.ranks.boxes import get_box_sizes, get_local_tensor
 from hf_moe_ep.upstream.replaced import replaced
 
 
@@ -139,7 +139,7 @@ class SpreadPlanner(DefaultSavePlanner):
 
     def _stock_size(self, name: str) -> torch.Size:
         return torch.Size(
-            stock_shape(self.state_dict[name].shape, self._split_dims_by_key.get(name))
+            get_stock_shape(self.state_dict[name].shape, self._split_dims_by_key.get(name))
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -169,7 +169,7 @@ class SpreadPlanner(DefaultSavePlanner):
             key = (id(spread), replica, size)
             if key not in shared:
                 shared[key] = _list_chunks(spread, replica, size)
-            properties = TensorProperties.create_from_tensor(local_tensor(value))
+            properties = TensorProperties.create_from_tensor(get_local_tensor(value))
             entries[name] = TensorStorageMetadata(properties, size, shared[key])
         self.metadata = Metadata(entries, planner_data=self.mappings)
         self.global_plan = [SavePlan([]) for _ in all_plans]
@@ -186,7 +186,7 @@ class SpreadPlanner(DefaultSavePlanner):
         """Return True if this rank writes a shard of a tensor."""
         assert self._writers is not None
         spread, replica = self._writers[name]
-        return spread.is_writer(this_rank(), replica) and local_tensor(tensor).numel() > 0
+        return spread.is_writer(this_rank(), replica) and get_local_tensor(tensor).numel() > 0
 
     def _hash_layout(self, tensors: dict[str, Tensor]) -> str:
         assert self._writers is not None
@@ -205,10 +205,10 @@ def _list_chunks(spread: Spread, replica: int, shape: torch.Size) -> list[ChunkS
     """List the boxes of all ranks in DCP's form; empty boxes are left out."""
     return [
         ChunkStorageMetadata(
-            offsets=torch.Size(start for start, _ in box), sizes=torch.Size(box_sizes(box))
+            offsets=torch.Size(start for start, _ in box), sizes=torch.Size(get_box_sizes(box))
         )
         for _, box in spread.boxes(shape, replica)
-        if math.prod(box_sizes(box))
+        if math.prod(get_box_sizes(box))
     ]
 
 
@@ -241,7 +241,7 @@ class SplitLoadPlanner(DefaultLoadPlanner):
         items = []
         for name, dim in self._split_dims_by_key.items():
             stored = self.metadata.state_dict_metadata.get(name)
-            size = torch.Size(stock_shape(tensors[name].shape, dim))
+            size = torch.Size(get_stock_shape(tensors[name].shape, dim))
             if not isinstance(stored, TensorStorageMetadata) or stored.size != size:
                 found = "missing" if stored is None else f"{getattr(stored, 'size', stored)}"
                 raise ValueError(f"{name} is {found} in the checkpoint, but {size} in the model")
@@ -279,11 +279,11 @@ def _list_parts(tensor: Tensor, split_dim: int) -> list[tuple[ChunkStorageMetada
     return [
         (
             ChunkStorageMetadata(
-                offsets=torch.Size(start for start, _ in box), sizes=torch.Size(box_sizes(box))
+                offsets=torch.Size(start for start, _ in box), sizes=torch.Size(get_box_sizes(box))
             ),
             view.detach(),
         )
-        for box, view in stock_parts(tensor, split_dim)
+        for box, view in list_stock_parts(tensor, split_dim)
         if view.numel()
     ]
 

@@ -93,7 +93,7 @@ class FileReferences:
 
         Args:
             reads: if only the modification time of a file differs, compare the hashes of its
-                tensors; False accepts such a file.
+                tensors; False accepts the file.
         """
         for name, (size, time) in self._stamps.items():
             path = self.folder / name

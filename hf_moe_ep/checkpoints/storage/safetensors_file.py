@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.checkpoints.storage.atomic import sha256_of
-from hf_moe_ep.ranks.boxes import Box, box_sizes
+from hf_moe_ep.ranks.boxes import Box, get_box_sizes
 from hf_moe_ep.upstream.named_weights import named_weights
 
 INDEX = "model.safetensors.index.json"
@@ -261,7 +261,7 @@ def fingerprint(tensors: Mapping[str, FileTensor]) -> str:
     return digest.hexdigest()
 
 
-def same_values(tensor: FileTensor, other: FileTensor) -> bool:
+def have_same_values(tensor: FileTensor, other: FileTensor) -> bool:
     """Return True if two tensors are equal byte by byte; reads 4 MiB of each tensor at a time."""
     if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
         return False
@@ -306,10 +306,10 @@ class Reader:
 
         Args:
             box: index ranges in the shape `view`.
-            view: the shape in which the tensor is viewed; None is the tensor's own shape.
+            view: the shape in which the tensor is viewed; by default, the tensor's own shape.
         """
         shape = tensor.shape if view is None else view
-        sizes = box_sizes(box)
+        sizes = get_box_sizes(box)
         flat = torch.empty(math.prod(sizes) * tensor.dtype.itemsize, dtype=torch.uint8)
         if flat.numel():
             target, position = flat.numpy().data, 0

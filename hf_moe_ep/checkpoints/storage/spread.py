@@ -75,7 +75,7 @@ class Spread:
                     f"Replicate"
                 )
             if dim is not None and split_dim is not None and dim > split_dim:
-                dim -= 1  # the model has one more dim in front of it
+                dim -= 1  # the model has one more dim before `dim`
             cuts.append(dim)
         ranks = tuple(mesh.mesh.flatten().tolist())
         return Spread(tuple(mesh.shape), ranks, tuple(cuts), split_dim)

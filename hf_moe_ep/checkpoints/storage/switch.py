@@ -33,7 +33,7 @@ _OLD, _NEW, _CURRENT, _LINK = "old", "new", "current", "link"
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV, errno.EMLINK)
 
 
-def changed_files(folder: Path, staged: Path) -> list[Path]:
+def list_changed_files(folder: Path, staged: Path) -> list[Path]:
     """List the files of `staged`, as relative paths, that are missing or different in `folder`."""
     return [
         name

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from hf_moe_ep.ranks.all_ranks import one_line, run_on_first
+from hf_moe_ep.ranks.all_ranks import format_in_one_line, run_on_first
 from hf_moe_ep.upstream.checkpoint_files import file_of_item, metadata_path, put_value
 
 METADATA_FILE = ".metadata"
@@ -145,7 +145,8 @@ class MetadataReader(FileSystemReader):
                 loaded = _Unpickler(file).load()
                 loaded.storage_meta = loaded.storage_meta or StorageMeta()
                 loaded.storage_meta.load_id = self.load_id
-                # The file names the folder of the save. Errors must name the one that is read now.
+                # The file names the folder of the save. Errors must name the folder that is read
+                # now.
                 loaded.storage_meta.checkpoint_id = os.fspath(self.path)
             except _UNREADABLE as error:
                 raise ValueError(
@@ -186,11 +187,11 @@ def loading_values(folder: Path) -> Iterator[None]:
 
     Raises:
         ValueError: on every rank, as in `check_values`.
-        RuntimeError: loading failed for another reason. It replaces DCP's CheckpointException,
-            which is not derived from Exception, so few callers would catch it.
+        RuntimeError: loading failed for another reason. This error replaces DCP's
+            CheckpointException, which is not derived from Exception, so few callers would catch it.
     """
     run_on_first(f"loading {folder}", lambda: check_values(folder))
     try:
         yield
     except CheckpointException as error:
-        raise RuntimeError(f"loading a checkpoint failed on {one_line(error)}") from error
+        raise RuntimeError(f"loading a checkpoint failed on {format_in_one_line(error)}") from error

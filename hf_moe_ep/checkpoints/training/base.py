@@ -6,9 +6,9 @@
 
 `describe_base` computes the hashes, `check_base` compares them. A hash is two 64-bit sums over the
 words (of 1 to 8 bytes) of a stacked matrix or of its scales (`storage/checksums.py`). Each summand
-depends on a word and on the position of the word in the whole tensor. So the sums of the ranks add
-up to the sum of the whole tensor: no tensor is gathered, and every layout of ranks gives the same
-hash.
+depends on a word and on the position of the word in the whole tensor. The sums of the ranks
+therefore add up to the sum of the whole tensor: no tensor is gathered, and every layout of ranks
+gives the same hash.
 
 If `balance_experts` has moved experts to other rows, the hash uses their positions in hub order, in
 which row e is expert e.
@@ -31,12 +31,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits, sum_over_shards
 from hf_moe_ep.checkpoints.training.stages import join_by_name
-from hf_moe_ep.placement.hub_order import placement_by_tensor
+from hf_moe_ep.placement.hub_order import map_tensors_to_placements
 from hf_moe_ep.ranks.all_ranks import run_on_first
-from hf_moe_ep.ranks.boxes import local_box, local_tensor, number_elements
-from hf_moe_ep.state import KnownSums, find_state, quantised_matrices
-from hf_moe_ep.upstream.models import source_of
-from hf_moe_ep.upstream.module_names import stock_name, unwrap
+from hf_moe_ep.ranks.boxes import get_local_box, get_local_tensor, number_elements
+from hf_moe_ep.state import KnownSums, find_state, iterate_quantised_matrices
+from hf_moe_ep.upstream.models import get_source
+from hf_moe_ep.upstream.module_names import get_stock_name, unwrap
 from hf_moe_ep.upstream.sharded_models import times_written
 
 BASE = "quantised_base.json"
@@ -67,7 +67,7 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
     config = state.config
     return {
         "format": _FORMAT,
-        "model": source_of(model),
+        "model": get_source(model),
         "experts_dtype": config.experts_dtype,
         "experts_double_quant": config.experts_double_quant,
         "hashes": hashes,
@@ -77,13 +77,13 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
 def _hash_experts(model: nn.Module, known: dict[str, KnownSums]) -> dict[str, str]:
     """Return the hashes of the quantised experts of a model, or of this rank's pipeline stage."""
     tensors = {
-        f"{stock_name(name)}{suffix}": tensor
-        for name, matrix, _ in quantised_matrices(model)
+        f"{get_stock_name(name)}{suffix}": tensor
+        for name, matrix, _ in iterate_quantised_matrices(model)
         for suffix, tensor in matrix.by_name("").items()
     }
     if not tensors:
         return {}
-    slots = placement_by_tensor(model)
+    slots = map_tensors_to_placements(model)
     sums = torch.stack(
         [_find_sums(name, tensor, slots.get(id(tensor)), known) for name, tensor in tensors.items()]
     )
@@ -150,7 +150,7 @@ def _find_sums(
     name: str, tensor: Tensor, slots: Tensor | None, known: dict[str, KnownSums]
 ) -> Tensor:
     """Return the sums of this rank's shard; take them from `known` if the shard is unchanged."""
-    shard, written = local_tensor(tensor), times_written(tensor)
+    shard, written = get_local_tensor(tensor), times_written(tensor)
     entry = known.get(name)
     if entry is not None and entry.still_hold(tensor, shard, written):
         return entry.sums
@@ -168,14 +168,14 @@ def _compute_sums(tensor: Tensor, slots: Tensor | None = None) -> Tensor:
     """
     row_bytes = tensor.shape[-1] * tensor.element_size()
     word = next(word for word in _WORDS if row_bytes % word.itemsize == 0)
-    total = local_tensor(tensor).new_zeros(2, dtype=torch.int64)
-    shard_bytes = local_tensor(tensor).shape[-1] * tensor.element_size()
+    total = get_local_tensor(tensor).new_zeros(2, dtype=torch.int64)
+    shard_bytes = get_local_tensor(tensor).shape[-1] * tensor.element_size()
     if shard_bytes % word.itemsize:
         # A word would have bytes of two ranks, as with a few scales. One rank counts whole rows.
         tensor, counts = _with_whole_rows(tensor)
         if not counts:
             return total
-    local, box = local_tensor(tensor).detach(), local_box(tensor)
+    local, box = get_local_tensor(tensor).detach(), get_local_box(tensor)
     (first_slot, _), *inner, columns = box
     sizes = [*tensor.shape[1:-1], row_bytes // word.itemsize]
     ends = [end * tensor.element_size() // word.itemsize for end in columns]

@@ -1,13 +1,14 @@
-"""Store in a training checkpoint where the extra tensors lie, instead of a copy of them.
+"""Store in a training checkpoint in which files the extra tensors are, instead of the tensors.
 
     extra_tensors.json    {"format": 1, "folder": "/models/Qwen3-Next", "source": "Qwen/Qwen3-Next",
                            "files": {"model-00041-of-00041.safetensors": 3992912},
                            "tensors": {"mtp.fc.weight": {"file": .., "dtype": "BF16",
                                        "shape": [2048, 4096], "start": 1024, "sha256": "03f2.."}}}
 
-Training never changes extra tensors (`hub/extra.py`), so a checkpoint need not contain them.
-`hf-moe-ep convert` copies them from their files and compares the hashes. A resumed run that has
-loaded its model from another folder compares the hashes of both folders.
+"files" has the size of each file in bytes. Extra tensors are tensors that a hub checkpoint has and
+the model's class ignores (`hub/extra.py`). Training never changes them, so a training checkpoint
+need not contain them. `hf-moe-ep convert` copies them from these files and compares the hashes. If
+a resumed run has loaded its model from another folder, it compares the hashes of both folders.
 """
 
 from __future__ import annotations
@@ -67,9 +68,10 @@ def read_extra(path: Path) -> FileReferences | None:
 
 
 def restore_extra(state: ModelState, path: Path) -> None:
-    """Let a resumed model refer to the extra tensors of its checkpoint; rank 0 calls this.
+    """Let a resumed model refer to the extra tensors that its training checkpoint names.
 
-    If the model already has all of them, and perhaps more, it keeps its own references.
+    A model that was loaded from another folder keeps its own references if they include all of
+    these tensors. Rank 0 calls this function.
 
     Raises:
         ValueError: the model was loaded from a checkpoint with other extra tensors.

@@ -28,7 +28,7 @@ from torch import nn
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIGS, TEMPORARY_CONFIGS, save_configs
 from hf_moe_ep.checkpoints.storage import manifest
-from hf_moe_ep.checkpoints.storage.atomic import check_is_no_file
+from hf_moe_ep.checkpoints.storage.atomic import check_is_not_a_file
 from hf_moe_ep.checkpoints.storage.part_files import (
     Parts,
     Shards,
@@ -70,7 +70,7 @@ def layout_of(state: ModelState) -> dict[str, Any]:
 
 def check_free(path: Path) -> None:
     """Raise ValueError unless `path` is missing, empty, or has only files of an unfinished save."""
-    check_is_no_file(path)
+    check_is_not_a_file(path)
     if is_written(path):
         raise ValueError(
             f"another model is being saved to {path}; save each model to its own directory"
@@ -93,7 +93,7 @@ def check_free(path: Path) -> None:
 def _is_known(name: str) -> bool:
     """Return True if a save may have written a file of this name."""
     known = (TENSORS, STATE, BASE, EXTRA, *CONFIGS, manifest.STARTED, manifest.PARTIAL)
-    # Python files are those of a model that was loaded with trust_remote_code=True.
+    # A model that was loaded with trust_remote_code=True has Python files.
     if Path(name).suffix == ".py":
         return True
     return name in known or name.startswith(TEMPORARY_CONFIGS) or Path(name).match("random-*.json")
@@ -140,12 +140,12 @@ def read_shards(
     If the checkpoint stores its shardings, the files of ranks that wrote none of these elements are
     not opened.
     """
-    ranks = ranks_needed(targets, saved)
+    ranks = find_ranks_needed(targets, saved)
     needed = [name for name in sorted(names) if ranks is None or writer_of(name) in ranks]
     read_parts((path / name for name in needed), targets)
 
 
-def ranks_needed(targets: Mapping[str, Parts], saved: StateFile) -> set[int] | None:
+def find_ranks_needed(targets: Mapping[str, Parts], saved: StateFile) -> set[int] | None:
     """Return the ranks that wrote the shards that this rank needs.
 
     The result is None for a checkpoint of an older version, which does not store the shardings.

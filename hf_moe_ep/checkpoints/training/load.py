@@ -35,12 +35,12 @@ from hf_moe_ep.checkpoints.training.tensors import (
     allocate_moment,
     fill_model,
     list_model_targets,
-    model_state_tensors,
-    parameter_names,
+    list_parameter_names,
+    list_state_tensors,
     refuse_torch_muon,
     restore_optimizer,
 )
-from hf_moe_ep.etp import stock_parts
+from hf_moe_ep.etp import list_stock_parts
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import (
     check_alike,
@@ -51,7 +51,7 @@ from hf_moe_ep.ranks.all_ranks import (
     this_rank,
 )
 from hf_moe_ep.sharding.units import reshard
-from hf_moe_ep.state import ModelState, computing_device, patched_state
+from hf_moe_ep.state import ModelState, get_computing_device, patched_state
 
 
 def load_checkpoint(
@@ -72,9 +72,9 @@ def load_checkpoint(
         directory: a checkpoint, or a folder of checkpoints, whose newest complete checkpoint is
             loaded.
         model: has the saved architecture and adapters; patched, sharded or not.
-        optimizer: has the saved parameters in its groups. Its state and options are replaced. None
-            ignores the saved optimizer.
-        scheduler: its state is replaced; None ignores the saved scheduler.
+        optimizer: has the saved parameters in its groups. Its state and options are replaced. If it
+            is None, the saved optimizer is ignored.
+        scheduler: its state is replaced. If it is None, the saved scheduler is ignored.
         verify: compare every file with its hash first; False compares only sizes.
 
     Returns:
@@ -118,19 +118,19 @@ def load_checkpoint(
         return saved, _choose_targets(model, optimizer, saved)
 
     def restore() -> None:
-        fill_model(model_state_tensors(model), targets, saved.scalars)
+        fill_model(list_state_tensors(model), targets, saved.scalars)
         if optimizer is not None and saved.optimizer is not None:
             restore_optimizer(model, optimizer, saved.optimizer, targets)
         if scheduler is not None:
             scheduler.load_state_dict(saved.scheduler)
-        _restore_random(path, saved.layout, state, computing_device(model))
+        _restore_random(path, saved.layout, state, get_computing_device(model))
 
     # The files are in hub order: row e of a stacked tensor is expert e. At the end of the block,
     # experts that `balance_experts` had moved are moved again, with their new optimizer state.
     with experts_in_hub_order(model, optimizer):
         saved, (targets, split_dims) = run_on_all(f"reading {path}", compare)
         parts = {
-            name: stock_parts(tensor, split_dims.get(name)) for name, tensor in targets.items()
+            name: list_stock_parts(tensor, split_dims.get(name)) for name, tensor in targets.items()
         }
         run_on_all(f"reading {path}", lambda: folder.read_tensors(path, parts, saved))
         run_on_all(f"reading {path}", restore)
@@ -144,10 +144,10 @@ def _choose_targets(
 
     They are the result of `list_model_targets`, and new tensors for the optimizer's state.
     """
-    targets, split_dims = list_model_targets(model_state_tensors(model))
+    targets, split_dims = list_model_targets(list_state_tensors(model))
     if optimizer is None or saved.optimizer is None:
         return targets, split_dims
-    _, trained = parameter_names(model, optimizer)
+    _, trained = list_parameter_names(model, optimizer)
     for parameter, values in saved.optimizer.values.items():
         if parameter not in trained:
             continue  # another pipeline stage has this parameter

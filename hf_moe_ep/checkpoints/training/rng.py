@@ -2,9 +2,10 @@
 
 A data rank is a group of ranks that share a batch (sp_size * cp_size ranks). If the number of data
 ranks is the same as at the save, each rank restores its own generators. Otherwise every generator
-is seeded from the saved state of rank 0 and the number of the data rank. So if a run is resumed
-twice from one checkpoint, it draws the same numbers both times, and other numbers than in its first
-steps. The ranks of a data rank get the same seed, because they must draw the same samples.
+is seeded from the saved state of rank 0 and the number of the data rank. If a run is resumed twice
+from one checkpoint, it therefore draws the same numbers both times. These are other numbers than in
+its first steps. The ranks of a data rank get the same seed, because they must draw the same
+samples.
 """
 
 from __future__ import annotations

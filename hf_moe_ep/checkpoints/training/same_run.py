@@ -1,7 +1,7 @@
 """Check that a checkpoint belongs to this model and this optimizer, before anything is changed.
 
-If only a part of a checkpoint were loaded, training would continue with a mixture of two runs. So
-`check_model` and `check_optimizer` raise an error that names the differences.
+If only a part of a checkpoint were loaded, training would continue with a mixture of two runs.
+Therefore `check_model` and `check_optimizer` raise an error that names the differences.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import nn
 from hf_moe_ep.checkpoints.training.state_file import OptimizerState, SavedTensor, StateFile
 from hf_moe_ep.checkpoints.training.tensors import (
     StateTensor,
-    base_names_of,
-    class_name_of,
-    model_state_tensors,
-    parameter_names,
+    get_class_name,
+    list_base_names,
+    list_parameter_names,
+    list_state_tensors,
 )
 from hf_moe_ep.state import find_state
 
@@ -37,7 +37,7 @@ def check_model(
 
     With `allow_missing`, the checkpoint may lack tensors of the model.
     """
-    state_tensors = model_state_tensors(model)
+    state_tensors = list_state_tensors(model)
     saved_tensors = {
         name.removeprefix(_MODEL_PREFIX): tensor
         for name, tensor in saved.tensors.items()
@@ -46,11 +46,11 @@ def check_model(
     names = saved_tensors.keys() | saved.scalars.keys()
     problems = []
     if not allow_missing and (missing := state_tensors.keys() - names):
-        problems.append(f"it lacks {list_some(missing)}")
+        problems.append(f"it lacks {format_names(missing)}")
     state = find_state(model)
     in_other_stages = set() if state is None or state.stage is None else state.stage.tensors.keys()
     if unexpected := names - state_tensors.keys() - in_other_stages:
-        problems.append(f"the model lacks {list_some(unexpected)}")
+        problems.append(f"the model lacks {format_names(unexpected)}")
     differences: list[str] = []
     for name in sorted(state_tensors.keys() & names):
         is_scalar = not state_tensors[name].tensor.ndim
@@ -80,11 +80,11 @@ def _find_differences(name: str, tensor: StateTensor, saved: SavedTensor) -> Ite
 def check_optimizer(
     model: nn.Module, optimizer: Any, saved: OptimizerState | None, where: str
 ) -> None:
-    """Raise ValueError if the optimizer's class, groups or parameters differ."""
+    """Raise ValueError if the class, groups or parameters of the optimizer were not saved."""
     if saved is None:
         raise ValueError(f"{where} was saved without an optimizer; call with optimizer=None")
     _check_class(optimizer, saved, where)
-    names, _ = parameter_names(model, optimizer)
+    names, _ = list_parameter_names(model, optimizer)
     groups = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
     state = find_state(model)
     saved_groups = [set(group.names) for group in saved.groups]
@@ -100,17 +100,20 @@ def check_optimizer(
         if group != saved_group:
             raise ValueError(
                 f"{where} was saved with another group {index} of parameters: only the saved group "
-                f"has {list_some(saved_group - group)}, only the group of this optimizer has "
-                f"{list_some(group - saved_group)}"
+                f"has {format_names(saved_group - group)}, only the group of this optimizer has "
+                f"{format_names(group - saved_group)}"
             )
 
 
 def _check_class(optimizer: Any, saved: OptimizerState, where: str) -> None:
-    """Accept the saved class, a class derived from it, or one of its bases."""
-    saved_kind, kind = saved.kind, class_name_of(optimizer)
+    """Raise ValueError unless the optimizer can use the saved state.
+
+    The class must be the saved class, or a derived or a base class that has the same options.
+    """
+    saved_kind, kind = saved.kind, get_class_name(optimizer)
     if saved_kind in (None, kind):
         return
-    if saved_kind not in base_names_of(optimizer) and kind not in saved.bases:
+    if saved_kind not in list_base_names(optimizer) and kind not in saved.bases:
         raise ValueError(
             f"{where} was saved with {saved_kind}, this optimizer is {kind}, which would take over "
             f"the saved lr but cannot use the saved state; load into {saved_kind}, then create "
@@ -121,12 +124,12 @@ def _check_class(optimizer: Any, saved: OptimizerState, where: str) -> None:
     if others := (options ^ saved_options) - _NOT_OPTIONS - _SCHEDULER_OPTIONS:
         raise ValueError(
             f"{where} was saved with {saved_kind}, this optimizer is {kind}, and only one of them "
-            f"has the options {list_some(others)}; load into {saved_kind}, then create {kind}"
+            f"has the options {format_names(others)}; load into {saved_kind}, then create {kind}"
         )
 
 
-def list_some(names: Iterable[str]) -> str:
-    """List the first names as text, with the number of the others."""
+def format_names(names: Iterable[str]) -> str:
+    """Join the first names with commas, followed by the number of the other names."""
     ordered = sorted(names)
     return ", ".join(ordered[:_MAX_NAMES]) + _count_others(ordered) if ordered else "none"
 

@@ -49,7 +49,7 @@ from hf_moe_ep.ranks.all_ranks import (
 )
 from hf_moe_ep.ranks.background import SaveHandle, Saver
 from hf_moe_ep.sharding.units import reshard
-from hf_moe_ep.state import ModelState, computing_device, patched_state
+from hf_moe_ep.state import ModelState, get_computing_device, patched_state
 
 # The approximate size of a file. One rank verifies a file, so with larger files some ranks would
 # have to read much more than others.
@@ -94,7 +94,8 @@ def save_checkpoint(
             holds the files of an unfinished save, they are removed.
         model: patched; sharded, or not sharded in a single process.
         optimizer: the optimizer of the model's current parameters. Its state must consist of
-            tensors of the parameter's shape and of single numbers. None saves only the model.
+            tensors of the parameter's shape and of single numbers. If it is None, only the model is
+            saved.
         scheduler: an object with `state_dict()`, or None.
         progress: the position of the training (step, epoch, position in the data), as a dict of
             numbers, strings, lists, tuples, dicts and small tensors. Rank 0's dict is saved.
@@ -104,7 +105,7 @@ def save_checkpoint(
             process ends.
 
     Returns:
-        A handle; its `wait()` returns at once if `asynchronous` is False.
+        A handle; its `wait()` returns immediately if `asynchronous` is False.
 
     Raises:
         ValueError: on every rank: `directory` holds a complete checkpoint or other files, the model
@@ -126,7 +127,7 @@ def save_checkpoint(
             folder.check_free(path)
             values = {BASE: base, EXTRA: describe_extra(state)}
         files, own = _collect_state(model, optimizer, scheduler, progress, state)
-        random = random_state.capture(computing_device(model))
+        random = random_state.capture(get_computing_device(model))
         values[folder.random_file(this_rank())] = encode(random, "random state")
         if asynchronous:
             files = [
@@ -148,7 +149,7 @@ def save_checkpoint(
         if not asynchronous:
             _write(path, snapshot, None)
     if asynchronous:
-        return saver.start(path, partial(_write, path, snapshot), computing_device(model))
+        return saver.start(path, partial(_write, path, snapshot), get_computing_device(model))
     return SaveHandle(path)
 
 

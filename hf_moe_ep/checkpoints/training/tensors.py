@@ -34,15 +34,15 @@ from hf_moe_ep.checkpoints.training.state_file import (
     OptimizerValue,
     SavedTensor,
 )
-from hf_moe_ep.etp import split_dims_by_id, stock_parts, stock_shape
-from hf_moe_ep.lora.computed import pack_conversion, stack_conversion, stacked_factors
+from hf_moe_ep.etp import get_stock_shape, list_stock_parts, split_dims_by_id
+from hf_moe_ep.lora.computed import iterate_stacked_factors, pack_conversion, stack_conversion
 from hf_moe_ep.lora.factors import is_stacked
 from hf_moe_ep.ranks.all_ranks import this_rank, world_size
 from hf_moe_ep.ranks.boxes import Box
-from hf_moe_ep.state import find_state, quantised_matrices
+from hf_moe_ep.state import find_state, iterate_quantised_matrices
 from hf_moe_ep.upstream.adapters import adapter_parameters, wraps_for_adapters
-from hf_moe_ep.upstream.models import persistent_buffers
-from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+from hf_moe_ep.upstream.models import iterate_persistent_buffers
+from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 
 _WHY_NOT_TORCH_MUON = (
     "it leaves stacked experts to another optimizer, and gathers sharded matrices on every rank; "
@@ -61,8 +61,8 @@ class StateTensor:
     Attributes:
         to_file, from_file: the conversions of a packed LoRA factor, whose form is (E * r, in) in
             the model and [E, r, in] in a file; None for all other tensors.
-        split_dim: the dim in the file that the model splits into two dims (`etp.py`). It needs no
-            conversion, because a rank writes its shard as two boxes.
+        split_dim: the dim in the file that the model splits into two dims (`etp.py`). The split
+            needs no conversion, because a rank writes its shard as two boxes.
     """
 
     tensor: Tensor
@@ -77,7 +77,7 @@ class StateTensor:
     def file_shape(self) -> list[int]:
         """Return the shape in the files."""
         if self.to_file is None:
-            return list(stock_shape(self.tensor.shape, self.split_dim))
+            return list(get_stock_shape(self.tensor.shape, self.split_dim))
         return list(self.to_file(self.tensor.to("meta")).shape)
 
     def to_model_form(self, value: Tensor) -> Tensor:
@@ -110,7 +110,9 @@ class NamedState:
         for name, tensor in self.tensors.items():
             check_dtype(name, tensor.dtype)
         writers = choose_writers(self.tensors, self.ranks, self.split_dims)
-        shapes = {n: stock_shape(t.shape, self.split_dims.get(n)) for n, t in self.tensors.items()}
+        shapes = {
+            n: get_stock_shape(t.shape, self.split_dims.get(n)) for n, t in self.tensors.items()
+        }
         return {
             name: SavedTensor(list(shapes[name]), tensor.dtype, *writers[name])
             for name, tensor in self.tensors.items()
@@ -122,7 +124,7 @@ class NamedState:
         """Return the shards that this rank writes, by file.
 
         All `ranks` return the same number of files; some files are empty. If a shard has a second
-        box, this box is in a file behind all others.
+        box, this box is in a file after all others.
 
         Args:
             saved_tensors: the result of `describe_tensors`.
@@ -140,13 +142,15 @@ class NamedState:
             assert saved.spread is not None
             if not saved.spread.is_writer(rank, saved.replica):
                 continue
-            for number, (box, values) in enumerate(stock_parts(tensor, self.split_dims.get(name))):
+            for number, (box, values) in enumerate(
+                list_stock_parts(tensor, self.split_dims.get(name))
+            ):
                 if values.numel():
                     (second_boxes if number else files)[-1][name] = (box, values.detach())
         return [*files, *second_boxes] if self.split_dims else list(files)
 
 
-def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
+def list_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
     """Return the tensors of a model, or of this rank's pipeline stage, that are saved, by name.
 
     The base model that PEFT froze is left out, and so are experts that are held quantised;
@@ -162,7 +166,7 @@ def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
     converters, split_dims = _find_converters(inner), split_dims_by_id(inner)
     quantised = {
         id(tensor)
-        for name, matrix, _ in quantised_matrices(inner)
+        for name, matrix, _ in iterate_quantised_matrices(inner)
         for tensor in matrix.by_name(name).values()
     }
     parameters = {
@@ -172,12 +176,12 @@ def model_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
         for name, p in inner.named_parameters()
         if id(p) not in quantised and (p.requires_grad or id(p) in adapter_ids or not has_adapters)
     }
-    buffers = persistent_buffers(inner)
-    return parameters | {canonical_name(name): StateTensor(b.detach()) for name, b in buffers}
+    buffers = iterate_persistent_buffers(inner)
+    return parameters | {get_canonical_name(name): StateTensor(b.detach()) for name, b in buffers}
 
 
 def find_trained_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that are trained, as in `model_state_tensors`."""
+    """Return the names of the parameters that are trained, as in `list_state_tensors`."""
     inner = unwrap(model)
     return {
         _name_in_whole_model(inner, name) for name, p in inner.named_parameters() if p.requires_grad
@@ -229,7 +233,7 @@ def _name_in_whole_model(model: nn.Module, name: str) -> str:
 
     On the last stage, a head that is tied to the embedding gets the embedding's name.
     """
-    name, state = canonical_name(name), find_state(model)
+    name, state = get_canonical_name(name), find_state(model)
     return name if state is None or state.stage is None else state.stage.aliases.get(name, name)
 
 
@@ -241,7 +245,7 @@ def collect(model: nn.Module, optimizer: Any) -> NamedState:
     Raises:
         ValueError: the optimizer has state that cannot be named or saved.
     """
-    model_tensors = model_state_tensors(model)
+    model_tensors = list_state_tensors(model)
     state = find_state(model)
     stage = None if state is None else state.stage
     copies = set() if stage is None else set(stage.aliases.values())
@@ -276,7 +280,7 @@ def _collect_optimizer(
 
     `copies` has the names of tied parameters that another pipeline stage saves.
     """
-    names, trained = parameter_names(model, optimizer)
+    names, trained = list_parameter_names(model, optimizer)
     if _is_torch_muon(optimizer):  # an error would lose the run
         warnings.warn(
             f"this checkpoint has the state of torch.optim.Muon, and load_checkpoint will refuse "
@@ -318,7 +322,7 @@ def _collect_optimizer(
         Group([names[id(parameter)] for parameter in group["params"]], _select_options(group))
         for group in optimizer.param_groups
     ]
-    state = OptimizerState(class_name_of(optimizer), base_names_of(optimizer), values, groups)
+    state = OptimizerState(get_class_name(optimizer), list_base_names(optimizer), values, groups)
     return tensors, state, split_dims
 
 
@@ -332,12 +336,12 @@ def _is_torch_muon(optimizer: Any) -> bool:
     return isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.Muon)
 
 
-def class_name_of(optimizer: Any) -> str:
+def get_class_name(optimizer: Any) -> str:
     """Return the class name of an optimizer, which Accelerate may have wrapped."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
-def base_names_of(optimizer: Any) -> list[str]:
+def list_base_names(optimizer: Any) -> list[str]:
     """Return the names of an optimizer's base classes, up to the first class of torch.
 
     The bases of torch's own classes are left out: torch's AdamW derives from Adam, but the state of
@@ -353,7 +357,7 @@ def base_names_of(optimizer: Any) -> list[str]:
     return names[1:]  # without the optimizer's own class
 
 
-def parameter_names(
+def list_parameter_names(
     model: nn.Module, optimizer: Any
 ) -> tuple[dict[int, str], dict[str, StateTensor]]:
     """Return the names of the model's parameters by id, and the optimizer's parameters by name.
@@ -399,7 +403,7 @@ def restore_optimizer(
     model: nn.Module, optimizer: Any, saved: OptimizerState, tensors: dict[str, Tensor]
 ) -> None:
     """Replace the optimizer's state and options by the saved ones."""
-    names, trained = parameter_names(model, optimizer)
+    names, trained = list_parameter_names(model, optimizer)
     for group, saved_group in zip(optimizer.param_groups, saved.groups, strict=True):
         for key, value in saved_group.options.items():
             current = group.get(key)
@@ -453,7 +457,7 @@ def _find_converters(
     """Return (to_file, from_file) of `StateTensor` for each packed LoRA factor of experts."""
     return {
         factor.parameter: (stack_conversion(factor), pack_conversion(factor))
-        for factor in stacked_factors(model)
+        for factor in iterate_stacked_factors(model)
         if not is_stacked(factor.parameter)
     }
 

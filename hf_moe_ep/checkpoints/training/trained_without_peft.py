@@ -25,7 +25,7 @@ from torch import nn
 from hf_moe_ep.checkpoints.storage.part_files import Shards, write_parts
 from hf_moe_ep.checkpoints.training import state_file
 from hf_moe_ep.checkpoints.training.folder import layout_of, read_shards, write_json
-from hf_moe_ep.checkpoints.training.same_run import check_model, list_some
+from hf_moe_ep.checkpoints.training.same_run import check_model, format_names
 from hf_moe_ep.checkpoints.training.stages import join_stages
 from hf_moe_ep.checkpoints.training.state_file import StateFile
 from hf_moe_ep.checkpoints.training.tensors import (
@@ -33,9 +33,9 @@ from hf_moe_ep.checkpoints.training.tensors import (
     fill_model,
     find_trained_names,
     list_model_targets,
-    model_state_tensors,
+    list_state_tensors,
 )
-from hf_moe_ep.etp import stock_parts
+from hf_moe_ep.etp import list_stock_parts
 from hf_moe_ep.ranks.all_ranks import (
     gather,
     is_first,
@@ -54,7 +54,7 @@ _FILE_BYTES = 1 << 30
 def write_tensors_without_peft(
     model: nn.Module, folder: Path, saved_elsewhere: Collection[str]
 ) -> None:
-    """Save the tensors of `model_state_tensors` except `saved_elsewhere`; every rank calls this.
+    """Save the tensors of `list_state_tensors` except `saved_elsewhere`; every rank calls this.
 
     Experts must be in hub order.
 
@@ -68,7 +68,7 @@ def write_tensors_without_peft(
 
     def select() -> tuple[StateFile, list[Shards]]:
         named = collect(model, None)
-        missing = {name for name in model_state_tensors(model) if name not in saved_elsewhere}
+        missing = {name for name in list_state_tensors(model) if name not in saved_elsewhere}
         # The keys of `tensors` begin with "model.", the keys of `scalars` do not (`collect`).
         selected = replace(
             named,
@@ -113,13 +113,13 @@ def check_tensors_without_peft(
         file = path / _TENSORS
         saved = state_file.read(file) if file.is_file() else StateFile(layout={})
         check_model(model, saved, str(path), allow_missing=True)
-        needed = model_state_tensors(model).keys() - set(saved_elsewhere)
+        needed = list_state_tensors(model).keys() - set(saved_elsewhere)
         lacking = sorted(needed - _names_in_model(saved))
         trained = find_trained_names(model)
         if strict and (parameters := [name for name in lacking if name in trained]):
             raise ValueError(
-                f"{folder} has the active adapter, but lacks {list_some(parameters)}, which this "
-                f"run trains as well; resume from a checkpoint of a run that trained the same "
+                f"{folder} has the active adapter, but lacks {format_names(parameters)}, which "
+                f"this run trains as well; resume from a checkpoint of a run that trained the same "
                 f"parameters and was saved by this version of hf_moe_ep"
             )
         return saved, lacking
@@ -128,7 +128,7 @@ def check_tensors_without_peft(
     missing = sorted({name for names in gather(lacking) for name in names})
     if missing and is_first():
         warnings.warn(
-            f"{folder} lacks {list_some(missing)}, as checkpoints of stock code and of older "
+            f"{folder} lacks {format_names(missing)}, as checkpoints of stock code and of older "
             f"versions do; these tensors keep the values that they have in the model",
             stacklevel=2,
         )
@@ -150,11 +150,11 @@ def read_tensors_without_peft(model: nn.Module, folder: Path, saved: StateFile) 
     reshard(model)
 
     def read() -> None:
-        state_tensors = model_state_tensors(model)
+        state_tensors = list_state_tensors(model)
         entries = {name: state_tensors[name] for name in state_tensors if name in names_in_model}
         targets, split_dims = list_model_targets(entries)
         parts = {
-            name: stock_parts(tensor, split_dims.get(name)) for name, tensor in targets.items()
+            name: list_stock_parts(tensor, split_dims.get(name)) for name, tensor in targets.items()
         }
         file_names = [file.name for file in path.glob("shard-*.safetensors")]
         read_shards(path, file_names, parts, saved)

@@ -8,14 +8,13 @@ sent. For example, two ranks own the experts {0 1} and {2 3}, and rank 0 has two
     expert_ids_TK = [[0, 3], [2, 3]]     rows to rank 1: t0, t1      (experts 3; 2 and 3)
                                          rows that stay: t0          (expert 0)
 
-Sent rows are ordered by destination, then by token; the rows that stay are behind them:
-`token_of_row_N = [0, 1, 0]`. Received rows are ordered by sender, with the rows that stayed behind
-them.
+Sent rows are ordered by destination, then by token, and the rows that stay follow:
+`token_of_row_N = [0, 1, 0]`. Received rows are ordered by sender, and the rows that stayed follow.
 
 A row and its routing are one message (`dispatcher.Tokens`, `ops/columns.py`): the routing weights
-and the expert ids are stored behind the hidden states. Likewise the gradients of the routing
-weights are sent behind the gradient of their row. Each chunk of tokens therefore has four
-transfers: rows, results, and the gradients of both. One more transfer has the counts of all chunks.
+and the expert ids are stored after the hidden states. Likewise the gradients of the routing weights
+are sent after the gradient of their row. Each chunk of tokens therefore has four transfers: rows,
+results, and the gradients of both. One more transfer has the counts of all chunks.
 
 `AllToAll.start_plan` computes the destination of every row. Before any row is sent, each rank sends
 a small vector to every other rank (`counts.py`): the number of rows that the receiver will get from

@@ -8,9 +8,9 @@ The calls for one layer in one forward, if all tokens are in one chunk:
     returning = arriving.start_combine(...)  starts to send the experts' results back
     out_TH = returning.finish()              waits for the results, and returns one row per token
 
-Functions named "start" return at once, functions named "finish" wait. Each of the last four calls
-is an autograd node, and each has a method of the `Wire` for forward and one for backward. Forward
-runs from left to right, and backward from right to left:
+Functions named "start" do not wait, functions named "finish" do. Each of the last four calls is an
+autograd node, and each has a method of the `Wire` for forward and one for backward. Forward runs
+from left to right, and backward from right to left:
 
     node        _StartDispatch       _FinishDispatch           _StartCombine    _FinishCombine
     forward     send_tokens        > wait             experts  send_results   > wait, add_results
@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_moe_ep.dispatcher import Tokens
-from hf_moe_ep.ops.autograd import mark_without_grad, placeholder_grad
+from hf_moe_ep.ops.autograd import make_placeholder_grad, mark_without_grad
 
 
 class Exchange(Protocol):
@@ -87,7 +87,7 @@ class ArrivingRows(Protocol):
 
 
 class RunningTransfer(Protocol):
-    """A transfer that has started. It keeps the tensors alive that it reads and writes."""
+    """A transfer that has started. This object keeps the sent and received tensors alive."""
 
     def wait(self) -> object:
         """Make later kernels on this device wait for the transfer."""
@@ -253,7 +253,7 @@ class _FinishDispatch(torch.autograd.Function):
             # A missing gradient is sent as zeros: every rank must take part in the same transfers.
             dense = like.new_zeros(shape) if needed and grad is None else grad
             sent.append(dense if needed else None)
-            placeholders.append(placeholder_grad(like, shape) if needed else None)
+            placeholders.append(make_placeholder_grad(like, shape) if needed else None)
         wire.received_grads = wire.send_row_grads(*sent)
         return (None, *placeholders)
 
@@ -282,4 +282,4 @@ class _FinishCombine(torch.autograd.Function):
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
         grad_TH = grad_TH.to(ctx.like.dtype)
         ctx.wire.received_grads = (ctx.wire.send_result_grads(grad_TH),)
-        return None, placeholder_grad(ctx.like, ctx.shape), None
+        return None, make_placeholder_grad(ctx.like, ctx.shape), None

@@ -32,7 +32,7 @@ class CountsExchange:
     Attributes:
         fields: the fields of this rank's header, on the device.
         max_rows: the largest number of rows that a rank may receive; None for no limit. With a
-            limit, every rank sends all ranks a second vector behind its counts: the number of rows
+            limit, every rank sends all ranks a second vector after its counts: the number of rows
             that it will send to each rank.
     """
 
@@ -88,7 +88,7 @@ def exchange_counts(
     header: Header,
     max_rows: int | None,
 ) -> CountsExchange:
-    """Start to send counts to every rank of `group`, behind this rank's header.
+    """Start to send counts to every rank of `group`, after this rank's header.
 
     `counts` are int64 tables, whose line r is sent to rank r. `rows_D` has one vector for each
     chunk of tokens: the number of rows that this rank will send to each rank.

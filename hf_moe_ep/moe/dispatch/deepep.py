@@ -287,7 +287,7 @@ class DeepEPExchange:
 
 @dataclass
 class _Event:
-    """A transfer of DeepEP. It keeps the tensors alive that the transfer reads and writes."""
+    """A transfer of DeepEP. This object keeps the sent and received tensors alive."""
 
     event: Any
     tensors: Any

@@ -16,7 +16,7 @@ def make_dispatcher(
     """Make the dispatcher that the config requests, or return None if no tokens are dispatched.
 
     With etp_size > 1 each expert is cut into etp_size parts on different ranks. The dispatcher
-    treats these parts as experts (`hf_moe_ep.etp.ids_of_parts`).
+    treats these parts as experts (`hf_moe_ep.etp.replace_by_part_ids`).
 
     Raises:
         ImportError: DeepEP is requested but not installed.

@@ -124,7 +124,7 @@ def dgated_kernel(
     pre += start.to(tl.int64) * pre_size
     grad_pre += start.to(tl.int64) * pre_size
     weighted_act += start.to(tl.int64) * ffn
-    # The gate's formula over a whole block needs more registers than a thread has. It is therefore
+    # The gate's formula over a whole block needs more registers than a thread has. The formula is
     # computed for halves, for quarters if blocks are wide or columns are interleaved, and for
     # eighths if blocks are wide and columns are interleaved.
     HALF: tl.constexpr = BLOCK_N // 2
@@ -168,7 +168,7 @@ def bias_dots_kernel(
     num_column_blocks, hidden, num_pairs, grad_stride, bias_stride_l,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Store <gradient of a's row, bias of a's expert> for each pair a, behind the partial sums."""
+    """Store <gradient of a's row, bias of a's expert> for each pair a, after the partial sums."""
     expert, start, num_left, _ = open_tile(tiles, offsets, 1, 1)
     if expert < 0:
         return

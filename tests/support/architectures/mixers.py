@@ -7,7 +7,7 @@ this table with the behaviour of the modules and with the derived plans.
 
 from torch import nn
 
-from hf_moe_ep.sequence.attach import mixers_by_split
+from hf_moe_ep.sequence.attach import group_mixers_by_split
 from hf_moe_ep.sequence.mixers import MixerSplit
 from support.architectures.parts import parts_of
 
@@ -77,7 +77,7 @@ for model_type, module_name, class_name in map(str.split, MIXES.strip().splitlin
 
 def gathered_names(model: nn.Module) -> list[str]:
     """List the modules of a model for which sequences or keys are gathered, as Markdown."""
-    mixers = mixers_by_split(parts_of(model))
+    mixers = group_mixers_by_split(parts_of(model))
     names = [f"`{name}` ({kind})" for name, kind in mixers.get(MixerSplit.WHOLE, ())]
     keys = [f"`{name}` ({kind}), only keys" for name, kind in mixers.get(MixerSplit.QUERIES, ())]
     return names + keys

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_
-from hf_moe_ep.etp import in_stock_shapes
+from hf_moe_ep.etp import restore_stock_shapes
 from hf_moe_ep.lora.factors import pack_factors
-from hf_moe_ep.moe.stacked import as_stock
+from hf_moe_ep.moe.stacked import make_stock_tensors
 from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.module_names import get_canonical_name
 from support.architectures.inputs import batch
 from support.architectures.models import tiny
 from support.architectures.sizes import tiny_config
@@ -172,10 +172,10 @@ def whole(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     Adapters are packed, quantised matrices are dequantised, and stacked weights of blocks outside
     of the experts interface become the parameters of the stock blocks.
     """
-    gathered = {canonical_name(name): full_tensor(tensor) for name, tensor in tensors.items()}
-    gathered = in_place_of_bytes(model, in_stock_shapes(model, gathered))
+    gathered = {get_canonical_name(name): full_tensor(tensor) for name, tensor in tensors.items()}
+    gathered = in_place_of_bytes(model, restore_stock_shapes(model, gathered))
     packed = pack_factors(model, {n: t for n, t in gathered.items() if t is not None})
-    return as_stock(model, packed)
+    return make_stock_tensors(model, packed)
 
 
 def _clip(model: nn.Module) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from hf_moe_ep.architectures import differences
+from hf_moe_ep.architectures import read_differences
 from support.architectures.results import COLUMNS, read_results
 from support.architectures.types import INSTALLED, OUTSIDE
 
@@ -75,7 +75,7 @@ def merged(data: dict[str, Any], found: Results) -> dict[str, Any]:
     types = {}
     for model_type in sorted({*old, *found, *INSTALLED, *OUTSIDE}):
         columns = {**_without_copies_of_ep(old.get(model_type, {})), **found.get(model_type, {})}
-        if reason := differences(model_type).refused:
+        if reason := read_differences(model_type).refused:
             columns = {name: {"refused": reason} for name in COLUMNS}
         # If patch() refuses a type, its columns without a result are refused for the same reason.
         if "refused" in columns.get("ep", {}):

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from hf_moe_ep.architectures import differences
+from hf_moe_ep.architectures import read_differences
 from support.needs import SINCE_5_23
 
 # The recorded results of all types, and the variable that `make architectures` sets (results.py).
@@ -73,7 +73,7 @@ def _with_experts() -> dict[str, str]:
     for model_type in CONFIG_MAPPING_NAMES:
         names = (head[model_type] for head in _HEADS if model_type in head)
         name = _HEADLESS.get(model_type) or next(names, None)
-        has_plan = "block" in differences(model_type).fields
+        has_plan = "block" in read_differences(model_type).fields
         if name is None or name in NOT_BUILT_UPSTREAM:
             continue
         if name in with_experts or has_plan:
@@ -99,7 +99,7 @@ REFUSED_OUTSIDE = ("doge", "nllb-moe", "switch_transformers", "vitpose")
 CLASS_NAMES = _with_experts()
 # All types outside of the experts interface.
 OUTSIDE = tuple(
-    sorted({*REFUSED_OUTSIDE, *(x for x in CLASS_NAMES if "block" in differences(x).fields)})
+    sorted({*REFUSED_OUTSIDE, *(x for x in CLASS_NAMES if "block" in read_differences(x).fields)})
 )
 INSTALLED = tuple(sorted(CLASS_NAMES))
 # Types with pictures, videos or sound that `pictures.py` cannot make.

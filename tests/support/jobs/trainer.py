@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from hf_moe_ep import Muon, patch
-from hf_moe_ep.etp import in_stock_shapes
+from hf_moe_ep.etp import restore_stock_shapes
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.state import find_state
 from support.adapters import TARGETS, with_lora
@@ -324,7 +324,7 @@ def whole(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
             continue
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         tensors[name] = tensor.cpu().clone()
-    packed = pack_factors(model, in_stock_shapes(model, in_place_of_bytes(model, tensors)))
+    packed = pack_factors(model, restore_stock_shapes(model, in_place_of_bytes(model, tensors)))
     own = {_WRAPPERS.sub("", name): tensor for name, tensor in packed.items()}
     state = find_state(model)
     return own if state is None or state.stage is None else _of_all_stages(own, state.stage.aliases)
