@@ -35,6 +35,7 @@ from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 
 KIND = "activations, logits, transients"
 PERIOD = ["linear_attention"] * 3 + ["full_attention"]
+VOCAB = 512
 SP_SIZES = (1, 2, 4, 8)
 WORLD = 4
 
@@ -42,7 +43,7 @@ WORLD = 4
 def make_qwen3_5_config(**fields: Any) -> PreTrainedConfig:
     """Build the config of one period of layers of a Qwen3.5-MoE with a small vocabulary."""
     config: PreTrainedConfig = CONFIG_MAPPING["qwen3_5_moe_text"](
-        vocab_size=512, num_hidden_layers=len(PERIOD), layer_types=PERIOD, **fields
+        vocab_size=VOCAB, num_hidden_layers=len(PERIOD), layer_types=PERIOD, **fields
     )
     return config
 
@@ -52,6 +53,7 @@ class Small(plan.Sizes):
     """The sizes of the model that is measured."""
 
     seq: int = 512
+    vocab: int = VOCAB
 
     def config(self) -> PreTrainedConfig:
         return make_qwen3_5_config(
