@@ -36,9 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_moe_ep.ranks.missing import explain_timeout
-
-# torch 2.13 renamed the function; its old name warns at every call.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from hf_moe_ep.upstream.process_groups import all_gather_single as _all_gather
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.ranks.mesh import Meshes
+from hf_moe_ep.upstream.process_groups import all_gather_single as _all_gather
+from hf_moe_ep.upstream.process_groups import reduce_scatter_single as _reduce_scatter
 from hf_moe_ep.upstream.sharded_models import allocate_for_group
 
 _NUM_BUFFERS = 2
-# torch 2.11 has the second names only.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass

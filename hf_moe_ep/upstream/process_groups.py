@@ -16,6 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+# torch 2.13 renamed both functions; the old names, which torch 2.11 has, warn at every call.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def get_default_store() -> Any:
     """Return the store of the default process group (distributed_c10d.py)."""
