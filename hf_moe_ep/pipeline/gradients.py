@@ -11,6 +11,9 @@ No gradient was computed for the other outputs. They are connected as well, and 
 error, for example if a caller adds `outputs.aux_loss` to the loss. The same holds for every output
 of a forward that runs no backward, for example in evaluation mode. Every rank has all outputs and
 runs backward through them, so every rank raises the error.
+
+FSDP2 and the experts have summed the gradients over all batches before `backward()` knows the
+factor, so the factor must be the same for all batches. The ranks of a stage compare their factors.
 """
 
 from __future__ import annotations
@@ -21,20 +24,33 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hf_moe_ep.ranks.boxes import get_local_tensor
+from hf_moe_ep.ranks.collectives import max_over_ranks
+from hf_moe_ep.ranks.missing import explain_timeout
 
 # The outputs of models, and of TRL's fused head, that have gradients without stages.
 _DIFFERENTIABLE = ("loss", "aux_loss", "logits", "log_probs", "entropy")
+# The largest relative difference of gradients and factors that counts as rounding.
+ROUNDING = 1e-4
 
 
 class StepGradients:
     """The gradients of one forward."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Set aside the gradients that the parameters have before the forward."""
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """Set aside the gradients that the parameters have before the forward.
+
+        Args:
+            group: the ranks of this stage.
+            device: where the ranks exchange numbers.
+        """
+        self._group, self._device = group, device
         self._before = [(p, p.grad) for p in parameters if p.requires_grad]
         self._new: list[tuple[nn.Parameter, Tensor]] | None = None
         for parameter, _ in self._before:
@@ -57,12 +73,14 @@ class StepGradients:
 
         Raises:
             RuntimeError: the gradients were added already.
+            ValueError: the scales of the ranks differ.
         """
         if self._new is None:
             raise RuntimeError(
                 "backward() ran a second time through one forward of a model with pp_size > 1, "
                 "whose gradients were added by the first backward(); call the model again"
             )
+        _check_same_scale(scale, self._group, self._device)
         for parameter, grad in self._new:
             _multiply(get_local_tensor(grad), scale)
             if parameter.grad is None:
@@ -134,6 +152,29 @@ def _connect(outputs: dict[str, Tensor], backward: Callable[..., None]) -> dict[
     anchor = torch.zeros((), requires_grad=True)
     connected = _CallInBackward.apply(anchor, backward, *outputs.values())
     return dict(zip(outputs, connected, strict=True))
+
+
+def _check_same_scale(scale: Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise ValueError on all ranks of a stage if their scales differ by more than rounding."""
+    if dist.get_world_size(group) == 1:
+        return
+    own = scale.detach().to(device, torch.float64)
+    with explain_timeout(
+        "loss.backward() of a model with pp_size > 1",
+        group,
+        ": ranks could not compare the factors of their losses",
+        goal="backward",
+    ):
+        largest, negated = max_over_ranks(torch.stack([own, -own]), group).tolist()
+    smallest = -negated
+    if largest - smallest > ROUNDING * max(abs(largest), abs(smallest)):
+        raise ValueError(
+            f"outputs.loss is multiplied by different factors on the ranks ({float(own):g} on "
+            f"this rank, {smallest:g} .. {largest:g} on all ranks), but with pp_size > 1 the "
+            f"forward has already summed the gradients of all batches; pass the number of tokens "
+            f"of all batches as num_items_in_batch instead of weighing losses by rank, or leave "
+            f"pp_size at 1"
+        )
 
 
 def _multiply(grad: Tensor, scale: Tensor) -> None:

@@ -249,7 +249,7 @@ class Pipeline:
             # backward. Each micro-batch would then keep unsharded gradients.
             self.model.set_requires_gradient_sync(True)
             self.model.set_is_last_backward(True)
-        gradients = StepGradients(self.model.parameters())
+        gradients = StepGradients(self.model.parameters(), meshes.stages.group, meshes.device)
         try:
             place = state.config.pp_schedule, stage.index, stage.size, count
             self._run(run, operations(*place), find_awaited_early(*place), stock, stage)

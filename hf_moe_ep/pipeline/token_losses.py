@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_moe_ep.pipeline.gradients import StepGradients
+from hf_moe_ep.pipeline.gradients import ROUNDING, StepGradients
 from hf_moe_ep.ranks.neighbours import broadcast_tensor
 from hf_moe_ep.upstream.models import make_fused_output
 
@@ -41,8 +41,6 @@ _PER_TOKEN = (
     "label_mask",
 )
 _FLAGS = ("is_top1", "label_mask")
-# The largest relative difference of gradients that counts as rounding.
-_ROUNDING = 1e-4
 
 
 def add_known_loss(output: Any, divisor: Tensor | float, coefficient: float, share: float) -> Any:
@@ -124,7 +122,11 @@ def _find_scale(
     if by_name.get("entropy") is not None:
         raise _make_refusal("uses the entropy")
     grad = by_name["log_probs"]
-    token_weights = torch.zeros(0, dtype=torch.float64) if grad is None else -grad[mask].double()
+    if grad is not None and mask.any():
+        grad = grad[mask]
+    # The trainer sums over all positions, so a batch without labels has the same weights.
+    token_weights = torch.zeros(0) if grad is None else -grad.flatten()
+    token_weights = token_weights.double()
     has_aux_loss = "aux_loss" in names and coefficient != 0
     aux_loss_grad = by_name.get("aux_loss")
     if not has_aux_loss and aux_loss_grad is not None and aux_loss_grad.ne(0).any():
@@ -135,11 +137,11 @@ def _find_scale(
         aux_loss_scale = aux_loss_scale.to(scale.device, torch.float64)
         if not len(token_weights):
             return aux_loss_scale
-        if (scale - aux_loss_scale).abs() > _ROUNDING * scale.abs():
+        if (scale - aux_loss_scale).abs() > ROUNDING * scale.abs():
             raise _make_refusal("weighs tokens and the router's aux loss in another way")
     if len(token_weights):
         spread = (token_weights - token_weights[0]).abs().max()
-        if spread > _ROUNDING * token_weights[0].abs():
+        if spread > ROUNDING * token_weights[0].abs():
             raise _make_refusal("gives tokens different weights")
     return scale
 

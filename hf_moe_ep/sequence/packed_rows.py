@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
+from hf_moe_ep.sequence.block_masks import build_block_mask
 from hf_moe_ep.sequence.mixer_arguments import Call, MixerArguments
 from hf_moe_ep.sequence.mixers import LayerSlice
 from hf_moe_ep.sequence.slices import Slice
@@ -107,7 +108,7 @@ def _separate_blocks(mask: BlockMask, part: Slice, device: torch.device) -> Bloc
         return same & mask.mask_mod(row, head, query, key)
 
     sizes = len(numbers), mask.shape[1], part.length, part.length
-    return create_block_mask(mask_mod, *sizes, device=device, BLOCK_SIZE=mask.BLOCK_SIZE)
+    return build_block_mask(mask_mod, sizes, device, mask.BLOCK_SIZE)
 
 
 def _number_documents(part: Slice) -> Tensor:

@@ -28,10 +28,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
-    create_block_mask,
     create_mask,
     flex_attention,
 )
+
+from hf_moe_ep.sequence.block_masks import MaskMod, build_block_mask, shift_mask
 
 
 @dataclass(frozen=True)
@@ -172,21 +173,11 @@ def slice_block_mask(mask: BlockMask, box: QueryKeyRange) -> BlockMask:
     """Build the BlockMask of some queries and keys of the whole sequence."""
     rows, heads, *_ = mask.shape
     sizes = box.q_stop - box.q_start, box.k_stop - box.k_start
-    device = mask.kv_num_blocks.device
-    return create_block_mask(_shift(mask, box), rows, heads, *sizes, device=device)
+    return build_block_mask(_shift(mask, box), (rows, heads, *sizes), mask.kv_num_blocks.device)
 
 
-def _shift(mask: BlockMask, box: QueryKeyRange) -> Callable[..., Tensor]:
-    """Return the function of a mask for query and key indices that count from a box's start."""
-    device = mask.kv_num_blocks.device
-    # With Python numbers, torch.compile would compile anew for every box.
-    first_query = torch.tensor(box.q_start, device=device)
-    first_key = torch.tensor(box.k_start, device=device)
-
-    def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return mask.mask_mod(row, head, query + first_query, key + first_key)
-
-    return mask_mod
+def _shift(mask: BlockMask, box: QueryKeyRange) -> MaskMod:
+    return shift_mask(mask.mask_mod, box.q_start, box.k_start, mask.kv_num_blocks.device)
 
 
 def _soft_cap(cap: float) -> Callable[..., Tensor]:

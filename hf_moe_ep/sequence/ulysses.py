@@ -31,9 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from hf_moe_ep.ranks.collectives import swap_slices
+from hf_moe_ep.sequence.block_masks import build_block_mask
 from hf_moe_ep.sequence.context import attend
 from hf_moe_ep.sequence.latent_cache import restore_order
 from hf_moe_ep.sequence.partial_attention import compute_once
@@ -155,10 +156,8 @@ def _slice_block_mask(mask: BlockMask, part: Slice) -> BlockMask:
     def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return mask.mask_mod(row, head + first, query, key)
 
-    device = mask.kv_num_blocks.device
-    return create_block_mask(
-        mask_mod, rows, heads, *mask.seq_lengths, device=device, BLOCK_SIZE=mask.BLOCK_SIZE
-    )
+    shape = rows, heads, *mask.seq_lengths
+    return build_block_mask(mask_mod, shape, mask.kv_num_blocks.device, mask.BLOCK_SIZE)
 
 
 def _can_split(heads: int, kv_heads: int, size: int) -> bool:
