@@ -488,7 +488,7 @@ def _find_mixers(named: _NamedModules, plan: ModelPlan) -> tuple[dict[str, nn.Mo
     """Return, for each decoder layer, the direct children that need whole sequences, by name."""
     layers = named.matching(plan.layers)
     by_layer: dict[str, dict[str, nn.Module]] = {name: {} for name in layers}
-    if plan.mixers or plan.whole_sequences:
+    if plan.mixers or plan.whole_sequences or plan.origin == "given":
         depth = layers[0].count(".") + 1
         for name, module in named.stock.items():
             components = name.split(".")
@@ -501,16 +501,16 @@ def _find_mixers(named: _NamedModules, plan: ModelPlan) -> tuple[dict[str, nn.Mo
 def _needs_whole_sequences(name: str, module: nn.Module, plan: ModelPlan) -> bool:
     """Return True if a module in a layer needs whole sequences.
 
-    This is a module that matches `ModelPlan.whole_sequences`, a mixer, or a module whose input
-    includes the tokens that the indexer of an earlier layer has chosen. A name that matches
-    `ModelPlan.mixers` in a derived plan is not enough: the module may be attention, or may not mix
+    This is a mixer, a module that matches `ModelPlan.whole_sequences`, a module that a given plan
+    calls a mixer, or a module whose input includes the tokens that the indexer of an earlier layer
+    has chosen. A given plan need not list the mixers that `is_mixer` finds. In a derived plan, a
+    name that matches `ModelPlan.mixers` is not enough: the module may be attention, or may not mix
     tokens.
     """
-    if any(matches(pattern, name) for pattern in plan.whole_sequences):
+    patterns = plan.whole_sequences + (plan.mixers if plan.origin == "given" else ())
+    if any(matches(pattern, name) for pattern in patterns):
         return True
-    if any(matches(pattern, name) for pattern in plan.mixers):
-        return plan.origin == "given" or is_mixer(module)
-    return takes_chosen_tokens(module)
+    return is_mixer(module) or takes_chosen_tokens(module)
 
 
 def _find_adapted_experts(

@@ -147,7 +147,8 @@ class ModelPlan:
             module whose name has the fewest components is the norm. Norm and head are one FSDP2
             unit, which stays all-gathered between forward and backward.
         mixers: the modules in decoder layers that mix the tokens of a sequence without calling
-            the attention interface.
+            the attention interface. Modules with a convolution, and modules whose forward takes a
+            mask or a cache, are found even if a given plan does not list them.
         whole_sequences: the modules in decoder layers that call the attention interface, but also
             number the tokens of their input, so with sp_size > 1 they must get whole sequences.
         sequence_parallel: True if sp_size > 1 was tested against stock.

@@ -174,6 +174,15 @@ def test_a_given_plan_does_what_derivation_cannot() -> None:
     assert parts.plan is plan and len(parts.experts) == 2 and len(parts.layers) == 2
 
 
+def test_a_given_plan_need_not_list_the_mixers() -> None:
+    """Without whole sequences, the delta nets of Qwen3-Next would mix packed documents."""
+    model = tiny_of("qwen3_next")
+    derived = find_parts(model)
+    assert any(derived.mixers) and derived.plan.mixers
+    given = find_parts(model, replace(derived.plan, mixers=(), origin="given"))
+    assert given.mixers == derived.mixers
+
+
 # A field of a given plan that does not fit the model, and words of the error.
 NOT_FITTING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"layers": "h.*"}, ("layers='h.*'", "model.layers.*", "ModelPlan(layers=...)")),

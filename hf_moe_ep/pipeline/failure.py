@@ -81,6 +81,11 @@ class Failure:
             is_own = isinstance(error, torch.OutOfMemoryError) or not isinstance(
                 error, RuntimeError
             )
-            if first is None or is_own or first in str(error):
+            if is_own or (first is not None and first in str(error)):
                 raise
-            raise RuntimeError(f"{place} ended because of {first}") from error
+            if first is not None:
+                raise RuntimeError(f"{place} ended because of {first}") from error
+            if type(error) is RuntimeError or isinstance(error, dist.DistError):
+                # The error may come from a collective inside the model, which names no operation.
+                raise RuntimeError(f"{place} failed: {error}") from error
+            raise

@@ -126,7 +126,7 @@ def _try_feature(attempt: Callable[[], Any]) -> str:
 
 def _explain_vision_support(config: Any, parts: Parts) -> str:
     """Return "yes" if pictures are supported, else the reason why not."""
-    if parts.tower is not None:
+    if parts.tower is not None or parts.encoders is not None:
         return YES
     if "vision_config" in config.sub_configs:
         return "only text is supported: this vision tower cannot be made to run on all ranks"

@@ -115,8 +115,7 @@ def check(parts: Parts, state: ModelState) -> None:
             f"(ALL_ATTENTION_FUNCTIONS); {leave}"
         )
     if attention:
-        for heads, kv_heads in sorted(list_attention_heads(parts.config)):
-            check_heads(heads, kv_heads, sp_size)
+        check_heads(list_attention_heads(parts.config), sp_size)
         check_attention(attention[0], parts.root, sizes)
         if cp_size > 1 and flash_aligns_first_query(attention[0]):
             raise ValueError(
@@ -217,7 +216,9 @@ def attach(parts: Parts, state: ModelState) -> None:
                 state.replace(module, "forward", partial(run_slice, module, gather, stock))
             module.register_forward_pre_hook(gather, with_kwargs=True)
             module.register_forward_hook(SliceOutput(gather))
-    separates = any(parts.mixers) or parts.plan.model_type in MASKS_WITHOUT_POSITIONS
+    # The model around a language model (InternVL) has another type than the language model.
+    model_types = {parts.plan.model_type, parts.config.model_type}
+    separates = any(parts.mixers) or not model_types.isdisjoint(MASKS_WITHOUT_POSITIONS)
     if separates:
         _separate_documents(parts, layer_slices)
     if state.config.ranks_per_batch == 1:

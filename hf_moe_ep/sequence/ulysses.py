@@ -62,7 +62,7 @@ def split_attention(
     if part is None:
         return stock(module, query, key, value, attention_mask, **kwargs)
     heads, kv_heads = part.heads, key.shape[1]
-    check_heads(query.shape[1], kv_heads, heads.size)
+    check_heads({(query.shape[1], kv_heads)}, heads.size)
     _slice_sinks(module, kwargs, heads)
     attention_mask = _slice_mask(attention_mask, heads, part.computed)
     if part.positions is not None and "position_ids" in kwargs:
@@ -104,14 +104,24 @@ def exchange_for_tokens(out_BSQW: Tensor, part: Slice) -> Tensor:
     return _SequenceToHeads.apply(out_BSQW, part)
 
 
-def check_heads(heads: int, kv_heads: int, sp_size: int) -> None:
-    """Raise ValueError if the heads cannot be split; the error lists the sizes that work."""
-    sizes = [n for n in range(1, heads + 1) if _can_split(heads, kv_heads, n)]
-    if sp_size not in sizes:
-        raise ValueError(
-            f"sp_size ({sp_size}) must divide the attention heads ({heads}), and divide or be "
-            f"divided by the key-value heads ({kv_heads}); try {', '.join(map(str, sizes))}"
-        )
+def check_heads(heads: set[tuple[int, int]], sp_size: int) -> None:
+    """Raise ValueError if the heads cannot be split; the error lists the sizes that work.
+
+    Args:
+        heads: the pairs (heads, key-value heads) of all layers.
+    """
+    fewest = min(queries for queries, _ in heads)
+    sizes = [
+        size
+        for size in range(1, fewest + 1)
+        if all(_can_split(queries, keys, size) for queries, keys in heads)
+    ]
+    for queries, keys in sorted(heads):
+        if not _can_split(queries, keys, sp_size):
+            raise ValueError(
+                f"sp_size ({sp_size}) must divide the attention heads ({queries}), and divide or "
+                f"be divided by the key-value heads ({keys}); try {', '.join(map(str, sizes))}"
+            )
 
 
 def wrap_attention(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,14 +50,16 @@ def text_config(config: Any) -> Any:
 def list_attention_heads(config: Any) -> set[tuple[int, int]]:
     """Return the pairs (heads, key-value heads) that occur in the layers of a model.
 
-    Layers may differ (transformers/integrations/heterogeneity/configuration_utils.py).
+    Layers may differ (transformers/integrations/heterogeneity/configuration_utils.py, and
+    `num_attention_heads_per_layer` of models/laguna/configuration_laguna.py).
     """
     layers_differ = getattr(config, "is_heterogeneous", False)
     layers = list(config.per_layer_config) if layers_differ else [config]
     pairs = set()
     for layer in layers:
-        heads = int(layer.num_attention_heads)
-        pairs.add((heads, int(getattr(layer, "num_key_value_heads", None) or heads)))
+        by_layer = getattr(layer, "num_attention_heads_per_layer", None)
+        for heads in map(int, by_layer or [layer.num_attention_heads]):
+            pairs.add((heads, int(getattr(layer, "num_key_value_heads", None) or heads)))
     return pairs
 
 

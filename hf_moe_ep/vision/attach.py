@@ -78,7 +78,7 @@ def check(parts: Parts, state: ModelState) -> None:
     if state.config.sp_size == 1 or parts.tower is None:
         return
     heads = count_tower_heads(parts.tower.module)
-    check_heads(heads, heads, state.config.sp_size or 1)
+    check_heads({(heads, heads)}, state.config.sp_size or 1)
     check_attention(parts.tower.attention[0])
 
 

@@ -113,6 +113,14 @@ def test_a_vision_model_has_a_tower(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert printed["plan"]["experts"] == "language_model.layers.*.mlp.experts"
 
 
+@needs_tower_in_blocks
+def test_a_vision_model_whose_encoders_are_gathered_is_supported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = _run_with_json(capsys, _write_config(tmp_path, "qwen3_5_moe"))
+    assert printed["granted"]["vision"] == "yes"
+
+
 REFUSED = {
     "llama": "unknown architecture 'llama'",
     "no_such_type": "'no_such_type' is not a model type",

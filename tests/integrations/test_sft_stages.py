@@ -35,6 +35,18 @@ def test_sft_equals_stock(rows: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_data_rank_without_labels_keeps_the_gradients_of_the_others(tmp_path: Path) -> None:
+    """Each rank has a shard of the sum over all data ranks, whether its own batch has labels."""
+    options = ("--padded", "--unlabelled")
+    want = run_job(tmp_path / "stock", None, "--batch", "2", *options)
+    got = run_job(tmp_path / "ranks", CPU_4, "--batch", "1", *options, *STAGES)
+    for key in ("loss", "grad_norm"):
+        pairs = zip(logged(got, key), logged(want, key), strict=True)
+        for step, pair in enumerate(pairs, start=1):
+            assert_close(f"{key} of step {step}", *pair, FP32_BUDGET)
+
+
+@pytest.mark.slow
 def test_sft_continues_at_another_number_of_stages(tmp_path: Path) -> None:
     """A run of ten steps changes from two stages with ep 2 to ep 4, and back to stages."""
     options = ("--padded", "--steps", "10")

@@ -105,11 +105,11 @@ def calls_are_refused(rank: int, world: int) -> None:
     _expect_error(r"cannot be compiled as a whole.*compile_layers=True", lambda: compiled(**rows))
     with torch.autocast("cpu", torch.float16):
         _expect_error(r"gradients in fp16 would become zero; train in bf16", lambda: model(**rows))
-    model.eval()
-    _expect_error(
-        r"a KV cache.*pp_size=1", lambda: model.generate(rows["input_ids"], max_new_tokens=2)
-    )
-    model.train()
+    for trains in (False, True):
+        model.train(trains)
+        _expect_error(
+            r"a KV cache.*pp_size=1", lambda: model.generate(rows["input_ids"], max_new_tokens=2)
+        )
     before = RoutingReplay(patch(four_layers(rank), pp_size=2))
     _expect_error(
         r"can be recorded and replayed once the model is sharded", before.record().__enter__
@@ -254,6 +254,18 @@ def no_rank_waits_for_one_that_refuses(rank: int, world: int) -> None:
     match = r"ranks of one pipeline column were given different batches" if rank % 2 == 0 else ""
     _expect_error(match or refusal_of_others, lambda: model(**(rows | {"labels": labels})))
     model(**rows).loss.backward()
+
+
+def factors_that_differ_between_batches_are_refused(rank: int, world: int) -> None:
+    """The forward has summed the gradients of the batches of ranks 0 and 1 of each stage."""
+    model = _shard(rank, ep_size=2)
+    (rows,) = rows_of(4)(model, rank % 2, 0)
+    match = r"different factors on the ranks \(%s on this rank, 0.5 .. 1 on all.*num_items_in_batch"
+    factor = [0.5, 1.0][rank % 2]
+    _expect_error(match % f"{factor:g}", lambda: (model(**rows).loss * factor).backward())
+    assert all(p.grad is None for p in model.parameters())
+    (model(**rows).loss * 0.5).backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def stages_disagree(rank: int, world: int) -> None:
@@ -443,7 +455,9 @@ CLOSE_GROUPS = (
     [
         *on_ranks(2, *TWO_RANKS),
         *on_ranks(2, *CLOSE_GROUPS, alone=True),
-        *on_ranks(4, errors_of_one_rank_end_all_ranks),
+        *on_ranks(
+            4, errors_of_one_rank_end_all_ranks, factors_that_differ_between_batches_are_refused
+        ),
         *on_ranks(
             4, no_rank_waits_for_one_that_refuses, ranks_that_share_a_batch_disagree, slow=True
         ),
@@ -453,14 +467,14 @@ def test_calls_are_refused_on_every_rank(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _one_stage_dies(rank: int, world: int) -> None:
+def _last_rank_dies(rank: int, world: int) -> None:
     model = _shard(rank, pp_microbatches=4)
-    (rows,) = rows_of(4)(model, 0, 0)
+    (rows,) = rows_of(4)(model, rank % (world // 2), 0)
     model(**rows).loss.backward()
     stock = driver.Pipeline._backward
 
     def die(self: Any, run: Any, operation: Any) -> None:
-        if rank == 1 and operation.micro_batch == 1:
+        if rank == world - 1 and operation.micro_batch == 1:
             os._exit(3)
         stock(self, run, operation)
 
@@ -478,13 +492,24 @@ def _one_stage_stalls(rank: int, world: int) -> None:
 
 @pytest.mark.slow
 def test_a_stage_that_dies_ends_all_ranks() -> None:
-    first, second = run_ranks(_one_stage_dies, 2, expect_errors=True, group_timeout=20.0)
+    first, second = run_ranks(_last_rank_dies, 2, expect_errors=True, group_timeout=20.0)
     assert second[1] == "ProcessDied"
     assert re.search(
         r"pipeline stage 0 of 2, receiving from stage 1 \(rank 1\): the gradients of micro-batch 1 "
         r"could not be transferred; rank 1 stopped",
         first[2],
     ), first
+
+
+@pytest.mark.slow
+def test_ranks_that_share_no_group_with_a_dead_rank_end_as_well() -> None:
+    """Of 2 x 2 ranks, rank 0 shares neither a stage nor a column with rank 3, which dies."""
+    results = run_ranks(_last_rank_dies, 4, expect_errors=True, group_timeout=20.0)
+    assert results[3][1] == "ProcessDied"
+    for rank, result in enumerate(results[:3]):
+        place = rf"pipeline stage {rank // 2} of 2, the backward of micro-batch \d|receiving from"
+        assert re.search(place, result[2]), result
+        assert "pipeline stage 1 of 2" in result[2] or "stage 1 (rank 3)" in result[2], result
 
 
 @pytest.mark.slow

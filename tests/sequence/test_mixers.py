@@ -20,6 +20,7 @@ import torch
 from support.architectures import MODEL_TYPES, batch, mixed_batch
 from support.architectures.adapted import build_adapted
 from support.architectures.mixers import MIXERS
+from support.architectures.mixes import build_internvl
 from support.architectures.split_steps import is_mean
 from support.architectures.steps import (
     assert_same_grads,
@@ -166,6 +167,13 @@ def test_packed_documents_are_alone_without_sequence_parallelism(model_type: str
         for masked in (False, True) if by_hooks else (False,):
             model, stock = patch(build(model_type)), build(model_type)
             assert_documents_are_alone(model_type, model, stock, masked=masked, with_cache=by_hooks)
+
+
+def test_packed_documents_are_alone_in_a_model_around_gpt_oss() -> None:
+    """transformers builds the masks of gpt-oss without positions inside other models as well."""
+    model, stock = (build_internvl(0, "gpt_oss") for _ in range(2))
+    with FP64():
+        assert_documents_are_alone("internvl of gpt_oss", patch(model), stock, with_cache=False)
 
 
 # The rows have 7 and 12 tokens. Their second documents begin at token 4 and at token 5.

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from support import checks, parity, split_rows
+from support.architectures import tiny_config
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.fakes.flash import use_fake_flash
@@ -24,8 +25,9 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from hf_moe_ep import apply_ep_fsdp2, data_parallel_size, global_token_count, patch, unpatch
 from hf_moe_ep.sequence.slices import Slice
-from hf_moe_ep.sequence.ulysses import _slice_mask
+from hf_moe_ep.sequence.ulysses import _slice_mask, check_heads
 from hf_moe_ep.upstream.attention_interface import copy_with_stock_config
+from hf_moe_ep.upstream.models import list_attention_heads
 
 # No sp_size > 1 divides this length. The documents fill a row of 12 tokens.
 LENGTH, DOCUMENTS = 11, (5, 3, 4)
@@ -277,6 +279,14 @@ def test_an_impossible_sp_size_names_possible_sizes() -> None:
         patch(tiny(), sp_size=3)
     with pytest.raises(ValueError, match="attn_implementation='eager'"):
         patch(tiny(attn_implementation="eager"), sp_size=2)
+
+
+def test_heads_that_differ_by_layer_are_compared_before_training() -> None:
+    heads = list_attention_heads(tiny_config("laguna", num_attention_heads_per_layer=[4, 6, 4, 6]))
+    assert heads == {(4, 2), (6, 2)}
+    check_heads(heads, 2)
+    with pytest.raises(ValueError, match=r"sp_size \(4\).*attention heads \(6\).*; try 1, 2$"):
+        check_heads(heads, 4)
 
 
 def test_a_block_mask_per_head_is_cut_to_the_heads_of_a_rank() -> None:

@@ -128,10 +128,10 @@ def build_kimi_k25(seed: int) -> nn.Module:
     return _build_composite("Kimi_K25", "deepseek_v3", seed, tower, projection_hidden_size=16)
 
 
-def build_internvl(seed: int) -> nn.Module:
-    """Build an InternVL, whose text model is a Qwen3-MoE."""
+def build_internvl(seed: int, text_type: str = "qwen3_moe") -> nn.Module:
+    """Build an InternVL around a text model of an MoE type."""
     tower = {"image_size": 16, "intermediate_size": 20}
-    return _build_composite("InternVL", "qwen3_moe", seed, tower, tie_word_embeddings=False)
+    return _build_composite("InternVL", text_type, seed, tower, tie_word_embeddings=False)
 
 
 def _build_composite(name: str, text_type: str, seed: int, tower: Any, **fields: Any) -> nn.Module:

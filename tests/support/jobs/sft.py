@@ -6,7 +6,8 @@
 
 `--parallel` adds two lines, an import and a call. With `--pp 2` the ranks form 2 pipeline stages
 instead of pairs that share a sequence, and with `--ep 4` neither. `--padded` pads rows instead of
-packing them. With `--own-loss` a subclass of the trainer overrides the loss.
+packing them. With `--own-loss` a subclass of the trainer overrides the loss. With `--unlabelled`
+two of three documents have no labels, and there is no aux loss.
 FOLDER/run.json holds the trainer's log, the lengths of the documents in each packed row, and the
 number of steps that ran.
 
@@ -34,18 +35,19 @@ from support.words import make_tokenizer
 NUM_DOCUMENTS = 60
 
 
-def documents() -> Dataset:
+def documents(unlabelled: bool) -> Dataset:
     """Make tokenised documents of 3 to 21 tokens that count 3, 4, .. 9, 3, 4, ..
 
     The first 1 to 5 tokens are a prompt without labels. The documents are so easy that accuracy
-    changes within a few steps.
+    changes within a few steps. If `unlabelled`, two of three documents consist of a prompt.
     """
     samples = []
     for index in range(NUM_DOCUMENTS):
         length = 3 + 7 * index % 19
         prompt = 1 + index % min(5, length - 1)
         tokens = [3 + (index + position) % 7 for position in range(length)]
-        mask = [0] * prompt + [1] * (length - prompt)
+        labelled = int(not unlabelled or index % 3 == 0)
+        mask = [0] * prompt + [labelled] * (length - prompt)
         samples.append({"input_ids": tokens, "completion_mask": mask})
     return Dataset.from_list(samples)
 
@@ -99,6 +101,7 @@ def main() -> None:
     parser.add_argument("--die-at", type=int, default=0)
     parser.add_argument("--stop-after", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--unlabelled", action="store_true")
     options = parser.parse_args()
 
     arguments = SFTConfig(
@@ -113,7 +116,7 @@ def main() -> None:
         logging_steps=1,
         learning_rate=3e-3,
         max_grad_norm=0.5,
-        router_aux_loss_coef=0.1,
+        router_aux_loss_coef=0.0 if options.unlabelled else 0.1,
         use_cpu=True,
         bf16=False,
         save_strategy="steps" if options.save else "no",
@@ -134,7 +137,7 @@ def main() -> None:
     trainer = (OwnLoss if options.own_loss else SFTTrainer)(
         model,
         args=arguments,
-        train_dataset=documents(),
+        train_dataset=documents(options.unlabelled),
         processing_class=make_tokenizer(model.config.vocab_size),
         callbacks=[steps],
     )
