@@ -48,7 +48,11 @@ def documents(unlabelled: bool) -> Dataset:
         tokens = [3 + (index + position) % 7 for position in range(length)]
         labelled = int(not unlabelled or index % 3 == 0)
         mask = [0] * prompt + [labelled] * (length - prompt)
-        samples.append({"input_ids": tokens, "completion_mask": mask})
+        sample = {"input_ids": tokens, "completion_mask": mask}
+        if unlabelled:
+            labels = [token if chosen else -100 for token, chosen in zip(tokens, mask, strict=True)]
+            sample = {"input_ids": tokens, "labels": labels}
+        samples.append(sample)
     return Dataset.from_list(samples)
 
 
@@ -110,6 +114,8 @@ def main() -> None:
         loss_type=options.loss,
         max_length=32,
         completion_only_loss=True,
+        # TRL's preparation drops documents without labels.
+        dataset_kwargs={"skip_prepare_dataset": options.unlabelled},
         per_device_train_batch_size=options.batch,
         gradient_accumulation_steps=2,
         max_steps=options.steps,
