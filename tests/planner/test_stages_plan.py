@@ -1,6 +1,7 @@
 """Plans of pipeline stages have the layers, peaks, transfers and seconds of real stages."""
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -186,6 +187,9 @@ def test_the_command_shows_stages(tmp_path: Any, capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     assert "  bubble      share of the step" in out and "  20.0%  " in out
     assert "Best layout: patch(model, pp_size=2, pp_microbatches=4, ep_size=2)" in out
+    assert main([*arguments, "--gpu", "h100"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"With pp_layers=\(\d, \d\) all stages take about equally long", out), out
     assert main([*arguments, "--json"]) == 0
     first = json.loads(capsys.readouterr().out)["fit"][0]
     assert (first["layout"]["pp"], first["bubble"]) == (2, 0.2)

@@ -25,6 +25,7 @@ class Case:
     ep: int = 2
     sp: int = 1
     cp: int = 1
+    pp: int = 1
     reference_ep: int = 2
     data: str = "pairs"
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -102,6 +103,8 @@ PREFERENCES = [
     Case("GRPO", "GRPO", arguments=GREEDY),
     Case("GRPO, sp 2", "GRPO", sp=2, arguments=GREEDY, refused=GENERATES),
     Case("GRPO, LoRA, sp 2", "GRPO", sp=2, lora="TRL's", arguments=GREEDY, refused=GENERATES),
+    Case("GRPO, stages", "GRPO", pp=2, arguments=GREEDY, refused=GENERATES),
+    Case("DPO, stages", "DPO", pp=2, refused="DPO and GRPO do"),
     Case("RLOO, sp 2", "RLOO", sp=2, arguments=GREEDY, refused=GENERATES),
     Case("RLOO, LoRA, sp 2", "RLOO", sp=2, lora="TRL's", arguments=GREEDY, refused=GENERATES),
     Case("GKD, patched teacher", "GKD", "patched", arguments=OFF_POLICY),

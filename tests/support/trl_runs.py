@@ -117,7 +117,8 @@ def train(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] 
     if case.lora == "ours":
         policy = with_lora(policy, seed=0)
     if prepare is not None:
-        prepare(policy, ep_size=case.ep, sp_size=case.sp, cp_size=case.cp)
+        sizes = {"ep_size": case.ep, "sp_size": case.sp, "cp_size": case.cp, "pp_size": case.pp}
+        prepare(policy, **sizes)
         if case.reference == "patched":
             prepare(reference, ep_size=case.reference_ep)
     options: dict[str, Any] = {}
@@ -139,7 +140,7 @@ def train(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] 
             **(heads if case.trainer == "Reward" else {}),
         )
         torch.manual_seed(0)
-    ranks_per_batch = 1 if prepare is None else case.sp * case.cp
+    ranks_per_batch = 1 if prepare is None else case.sp * case.cp * case.pp
     arguments = getattr(trainers, f"{case.trainer}Config")(
         output_dir=os.fspath(folder),
         # All runs have the same global batch.
@@ -218,7 +219,7 @@ def assert_equals_stock(case: Case, found: tuple[Log | str, Log], stock: StockLo
     """Compare rank 0's log with the stock log, or its error text with the text of the case."""
     got, stock_log = found
     if case.refused:
-        assert isinstance(got, str) and case.refused in got
+        assert isinstance(got, str) and case.refused in got, got
     else:
         assert isinstance(got, list)
         assert_same_log(case, got, stock_log if case.each_rank else stock.find_or_run(case))
