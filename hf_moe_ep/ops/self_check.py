@@ -8,7 +8,8 @@ torch, and raises if the results differ:
     products    the forward of a few experts and, if an input is trained, the backward, with the
                 dtypes, formula, block sizes, alignment and adapter ranks of the call. If the
                 matrices are quantised, torch computes with the dequantised matrices
-    routing     the sort of pairs by expert, with the call's number of experts and top-k
+    routing     the sort of pairs by expert, with the call's number of experts and top-k, which
+                may be larger than the number of experts on this rank
     sums        the weighted sum of a row's experts, with rows of the call's width
 
 Two calls are of the same kind if Triton builds the same kernels for both. Every kernel is therefore
@@ -189,8 +190,9 @@ def _compare_products(kind: Kind) -> Iterator[Comparison]:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=kind.device, dtype=torch.float64)
 
-    # A row names an expert at most once.
-    num_experts = min(kind.num_experts, max(3, kind.top_k + 1))
+    # A row names an expert at most once, so there are more experts than columns of ids, even if the
+    # call has fewer. The number of experts changes no kernel of these products.
+    num_experts = max(kind.top_k + 1, min(kind.num_experts, 3))
     hidden, ffn = _shorten(kind.hidden), kind.ffn
     pre_size = 2 * ffn if kind.formula.gated else ffn
     pairs_per_expert = FEW_ROWS // 2 if kind.few else MANY_ROWS + 1
@@ -282,8 +284,10 @@ def _compare_routing(kind: Kind) -> Iterator[Comparison]:
     """Yield the tensors of one routing on both paths. Some of its pairs have no expert here."""
     generator = torch.Generator(kind.device).manual_seed(0)
     num_rows = 1 + 1024 // kind.top_k
-    scores = torch.rand(num_rows, kind.num_experts, generator=generator, device=kind.device)
-    ids_RK = scores.argsort(1)[:, : kind.top_k]
+    # If this rank has fewer experts than top-k, at least one id of each row is "no expert here".
+    num_ids = max(kind.num_experts, kind.top_k)
+    scores = torch.rand(num_rows, num_ids, generator=generator, device=kind.device)
+    ids_RK = scores.argsort(1)[:, : kind.top_k].clamp(max=kind.num_experts)
     ids_RK[::3, 0] = kind.num_experts
     has_expert = ids_RK < kind.num_experts
     counts_L = torch.bincount(ids_RK[has_expert], minlength=kind.num_experts).tolist()

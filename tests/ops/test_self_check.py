@@ -84,6 +84,15 @@ def test_right_kernels_pass(name: str) -> None:
     assert check_once(KINDS[name]) == ""
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "top_k"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.slow)]
+)
+def test_right_kernels_of_fewer_experts_than_choices_pass(num_experts: int, top_k: int) -> None:
+    """A rank of Mixtral at ep 8 has one expert, and routings with two columns."""
+    kind = replace(INFERENCE, trained=("weights",), num_experts=num_experts, top_k=top_k)
+    assert check_once(kind) == ""
+
+
 def test_wrong_scales_of_quantised_matrices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Right scales pass, although bitsandbytes is missing. Scales in another order are refused."""
     monkeypatch.setattr(self_check, "_shorten", lambda size: size)
@@ -359,6 +368,9 @@ LAUNCHED = {
     "few rows": replace(REAL, few=True),
     # 260 rows per expert.
     "some rows": replace(REAL, num_experts=1024),
+    # A rank of Mixtral at ep 8, and of Qwen3-30B at ep 32.
+    "one expert, top-2": replace(REAL, num_experts=1, top_k=2),
+    "four experts, top-8": replace(REAL, num_experts=4),
     "padded": replace(REAL, padded=True),
     "padded, transposed": replace(REAL, padded=True, transposed=True),
     "frozen": replace(REAL, tensors=MATRICES, trained=("rows", "weights")),
