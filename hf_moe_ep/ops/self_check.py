@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import subprocess
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -44,16 +43,16 @@ from hf_moe_ep.ops.quantised import NESTED_SCALE, Quantisation, Quantised, quant
 from hf_moe_ep.ops.reference import matrices
 from hf_moe_ep.ops.sum_check import (
     ROUNDINGS,
+    USE_TORCH,
     Comparison,
     TokenSumKind,
     check_close,
     compare_token_sums,
     describe_device,
     draw_rows_and_positions,
+    try_to_build,
 )
 
-# Errors of Triton, its compilers and ptxas for a kernel that cannot be built or does not fit.
-_BUILD_ERRORS = (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError)
 # The largest allowed error of exact fp32 products, in multiples of epsilon. These products round at
 # every addition. ROUNDINGS is the limit for all other products. Products in TF32, which has the
 # mantissa of fp16, have far larger errors than this limit.
@@ -151,18 +150,15 @@ def check_both_sizes(kind: Kind) -> str:
 def check_once(kind: Kind) -> str:
     """Compare the kernels of a kind with torch (see `self_check`)."""
     checks = (_compare_products, _compare_routing, _compare_sums)
-    try:
-        comparisons = [comparison for check in checks for comparison in check(kind)]
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except _BUILD_ERRORS as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+    comparisons, reason = try_to_build(
+        lambda: itertools.chain.from_iterable(check(kind) for check in checks)
+    )
     exact = kind.dtype == torch.float32 and kind.precision == "ieee"
     # fp32 products may be computed in TF32, which rounds like fp16.
     rounded = torch.float16 if kind.dtype == torch.float32 and not exact else kind.dtype
     limit = (_ROUNDINGS_OF_FP32 if exact else ROUNDINGS) * torch.finfo(rounded).eps
-    check_close(comparisons, limit, kind, "Train with experts_backend='torch'")
-    return ""
+    check_close(comparisons, limit, kind, USE_TORCH)
+    return reason
 
 
 @functools.cache
