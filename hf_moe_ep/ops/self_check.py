@@ -7,7 +7,8 @@ torch, and raises if the results differ:
 
     products    the forward of a few experts and, if an input is trained, the backward, with the
                 dtypes, formula, block sizes, alignment and adapter ranks of the call. If the
-                matrices are quantised, torch computes with the dequantised matrices
+                matrices are quantised, torch computes with the dequantised matrices. If a step
+                adds up the experts' gradients of several chunks of rows, the check adds up two
     routing     the sort of pairs by expert, with the call's number of experts and top-k, which
                 may be larger than the number of experts on this rank
     sums        the weighted sum of a row's experts, with rows of the call's width
@@ -34,7 +35,7 @@ from torch import Tensor
 from hf_moe_ep.ops import torch_mlp, triton_mlp
 from hf_moe_ep.ops.devices import make_device_current
 from hf_moe_ep.ops.formula import ExpertFormula
-from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertWeights
+from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertGrads, ExpertWeights
 from hf_moe_ep.ops.kernels.blocks import FEW_ROWS, MANY_ROWS, choose_blocks, get_dot_precision
 from hf_moe_ep.ops.kernels.product import tma_can_load
 from hf_moe_ep.ops.kernels.reduce import combine
@@ -72,6 +73,7 @@ class Kind:
         padded: True if TMA cannot load the matrices.
         ranks: ranks of the adapters of up and down, 0 without an adapter.
         quantised: format of the matrices, empty if they are not quantised.
+        wide: True if the gradients of the experts are summed over chunks of rows, in fp32.
     """
 
     device: torch.device
@@ -91,6 +93,7 @@ class Kind:
     padded: bool = False
     ranks: tuple[int, int] = (0, 0)
     quantised: str = ""
+    wide: bool = False
 
 
 def self_check(
@@ -102,6 +105,7 @@ def self_check(
     *,
     keep_pre: bool,
     trained: tuple[str, ...],
+    wide: bool = False,
 ) -> str:
     """Return the reason why the kernels of this call cannot run here, or "" if they can run.
 
@@ -131,6 +135,7 @@ def self_check(
         padded=not (tma_can_load(experts.up) and tma_can_load(experts.down)),
         ranks=(up, down),
         quantised=experts.quantised,
+        wide=wide,
     )
     return check_both_sizes(kind)
 
@@ -269,10 +274,16 @@ def _run_implementation(
     out_RH, kept_AG = implementation.forward(*call, kind.formula, kind.keep_pre)
     if not kind.trained:
         return {"out": out_RH}
-    options = {"grad_scale": 1.0, "need": set(kind.trained)}
+    options: dict[str, Any] = {"grad_scale": 1.0, "need": set(kind.trained)}
     own_AG = kept_AG if kind.keep_pre else implementation.forward(*call, kind.formula, True)[1]
     at_AG = pre_AG.to(own_AG) if pre_AG is not None else kept_AG if kind.keep_pre else None
-    grads, _ = implementation.backward(inputs["grad"], *call, at_AG, kind.formula, **options)
+    options["postpone"] = kind.wide
+    grads, finish = implementation.backward(inputs["grad"], *call, at_AG, kind.formula, **options)
+    if finish is not None:
+        sums = ExpertGrads(wide=True)
+        finish(sums)
+        finish(sums)
+        grads |= sums.take()
     return {"out": out_RH, "pre": own_AG} | {name: grads[name] for name in kind.trained}
 
 
