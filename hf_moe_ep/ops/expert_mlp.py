@@ -144,10 +144,7 @@ def postpone_grads(experts: ExpertWeights) -> ExpertWeights:
     tensors = experts.named_tensors()
     previous, masters = experts.postponed, experts.masters
     is_first = previous is None
-    postponed = PostponedGrads()
-    if previous is not None:
-        previous.in_chunks = True
-        postponed = PostponedGrads(previous.sums, in_chunks=True)
+    postponed = PostponedGrads() if previous is None else previous.for_next_chunk()
     outputs = _Postpone.apply(postponed, masters, is_first, tuple(tensors), *tensors.values())
     named = dict(zip(tensors, outputs, strict=True))
     return replace(experts, postponed=postponed, **named)

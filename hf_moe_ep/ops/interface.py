@@ -249,3 +249,8 @@ class PostponedGrads:
     sums: ExpertGrads = field(default_factory=lambda: ExpertGrads(wide=True))
     finish: Callable[[ExpertGrads], None] | None = None
     in_chunks: bool = False
+
+    def for_next_chunk(self) -> PostponedGrads:
+        """Return the gradients of another chunk, which are added to the same sums."""
+        self.in_chunks = True
+        return PostponedGrads(self.sums, in_chunks=True)
