@@ -51,7 +51,7 @@ change. `python benchmarks/compile_kernels.py --write` makes this page. Every la
 | spilled | bytes per thread |
 | shared | KiB per program |
 | programs | programs that fit on a multiprocessor |
-| ahead | steps of the main loop whose loads run while one step computes |
+| ahead | steps of the main loop whose loads run while one step computes, "-" if TMA loads all |
 | instructions | instructions of one step of the main loop |
 """
 

@@ -2,14 +2,19 @@
 
 `layer_kernels.py --sweep` times these candidates on a GPU. `compile_kernels.py --check` compiles
 them without a GPU. It fails if a kernel needs too much shared memory, or if one of its loops spills
-registers or waits for loads that it has just started.
+registers or waits for loads that it has just started. Both run under `requiring_tma`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
+from hf_moe_ep.ops.kernels import dgated, gate_up, grouped_mm, outer
 from hf_moe_ep.ops.kernels.blocks import TABLE, Block, Blocks, OuterBlock
 
 
@@ -69,3 +74,38 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate(_A100, "rows", Block(n=128, k=64, warps=8, stages=3)),
     Candidate(_A100, "outer", OuterBlock(m=128, n=128, k=32, warps=8, stages=6)),
 )
+
+
+@contextmanager
+def requiring_tma() -> Iterator[None]:
+    """Raise ValueError where a block with tma=True would load a tensor through pointers.
+
+    Training falls back to pointers, because models have tensors that TMA cannot load. A benchmark
+    that fell back would time, or compile, another kernel than its output says.
+    """
+
+    def make_strict(describe: Callable[..., Any]) -> Callable[..., Any]:
+        def describe_or_raise(tensor: Tensor, block: Block, *args: Any, **kwargs: Any) -> Any:
+            described = describe(tensor, block, *args, **kwargs)
+            if block.tma and described in (None, (None, "")):
+                raise ValueError(
+                    f"TMA cannot load a tensor of {tuple(tensor.shape)} with strides "
+                    f"{tensor.stride()} for {block}; choose other sizes, or a block without TMA"
+                )
+            return described
+
+        return describe_or_raise
+
+    originals = [
+        (module, name, vars(module)[name])
+        for module in (dgated, gate_up, grouped_mm, outer)
+        for name in ("describe_row_blocks", "describe_matrix_blocks")
+        if name in vars(module)
+    ]
+    try:
+        for module, name, describe in originals:
+            setattr(module, name, make_strict(describe))
+        yield
+    finally:
+        for module, name, describe in originals:
+            setattr(module, name, describe)

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 import triton
 from ahead_of_time import IN_TABLE, figures, record, recorded, recorded_figures, version
-from block_candidates import CANDIDATES
+from block_candidates import CANDIDATES, requiring_tma
 from machine_code import product_loops
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -372,7 +372,9 @@ def list_candidate_jobs() -> list[Job]:
         (index,) = (i for i, case in enumerate(list_cases()) if case.name == name)
         before = [(x.options, _make_compile_key(x)) for x in list_cases()[index].launches()]
         _use_candidate(number)
-        for launch, x in enumerate(list_cases()[index].launches()):
+        with requiring_tma():
+            launches = list_cases()[index].launches()
+        for launch, x in enumerate(launches):
             if (x.options, _make_compile_key(x)) != before[launch]:
                 found.append(Job([f"{candidate.field} {x.role()}"], arch, index, launch, number))
         _use_candidate(None)

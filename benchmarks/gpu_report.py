@@ -69,6 +69,8 @@ BEST_COLUMNS: list[Column] = [
     ("tokens", "tokens"),
     ("best", "kernel"),
     ("table_ms", "table, ms"),
+    ("table_first_ms", "first"),
+    ("table_last_ms", "last"),
     ("ms", "best, ms"),
     ("block", "its block"),
     ("keep", "keep"),

@@ -12,6 +12,10 @@ number of registers does not show. One step of such a loop on sm_90, shortened:
 If a step closes two groups, "at most two" means that the loads of one whole step run while another
 step computes. "At most zero" waits for every load that was started. Such a loop does not prefetch,
 even if it has several stages.
+
+TMA copies a block by one instruction (UTMALDG), and a barrier (SYNCS) waits for the copy. If only
+one factor of the product is copied by TMA, the loads of the other factor show how far the loop
+prefetches: LDGSTS in groups as above, or LDG, whose result the same step uses.
 """
 
 from __future__ import annotations
@@ -33,9 +37,9 @@ class Loop:
     """One loop of matrix products. All numbers are per step.
 
     `steps_ahead` is the number of whole steps whose loads may run while one step computes. It is
-    None if TMA copies blocks (UTMALDG), because barriers wait for such copies, and the code of a
-    barrier does not contain a number of steps. `serial` is True if each product waits for the
-    previous product. `spills` counts accesses to registers that were spilled to memory.
+    None if TMA copies both factors, because the code of a barrier does not contain a number of
+    steps. `serial` is True if each product waits for the previous product. `spills` counts accesses
+    to registers that were spilled to memory.
     """
 
     instructions: int
@@ -75,12 +79,13 @@ def _read_loop(body: list[str], kinds: tuple[str, ...]) -> Loop:
     in_flight = [int(n, 16) for text in body for n in re.findall(r"^DEPBAR\.LE SB0, 0x(\w+)", text)]
     full_waits = sum(text.startswith("WARPGROUP.DEPBAR.LE gsb0, 0x0") for text in body)
     steps_ahead = min(in_flight) // groups if in_flight and groups else 0
-    by_tma = any(text.startswith("UTMALDG") for text in body)
+    has_tma = any(text.startswith("UTMALDG") for text in body)
+    has_other_loads = any(text.startswith(("LDGSTS", "LDG.")) for text in body)
     return Loop(
         instructions=len(body),
         products=products,
         loads=sum(text.startswith(("LDGSTS", "UTMALDG")) for text in body),
-        steps_ahead=None if by_tma else steps_ahead,
+        steps_ahead=None if has_tma and not has_other_loads else steps_ahead,
         serial=full_waits > 1,
         spills=sum(text.startswith(("LDL", "STL")) for text in body),
     )

@@ -4,7 +4,8 @@
     wraps      look for the functions of Accelerate, transformers and PEFT that patch() wraps; if a
                function is missing, the feature that wraps it does not work. Also list the functions
                that are replaced in this process now
-    machine    look for GPUs, Triton, NCCL, DeepEP and flash-attn, which decide what code runs
+    machine    look for GPUs, Triton, NCCL, DeepEP and flash-attn, which decide what code runs. On
+               a GPU, build one Triton kernel and compare its results with torch's
     launch     report how this process was started, or how the next `accelerate launch` would start
                processes
 
@@ -183,14 +184,28 @@ def _report_gpus() -> list[Finding]:
 
 
 def _report_kernels() -> Finding:
-    """Report whether experts_backend="auto" runs the Triton kernels or the torch path."""
+    """Report whether experts_backend="auto" runs the Triton kernels or the torch path.
+
+    The smallest kernel is built and checked as dispatch checks it. A kernel of the experts may
+    still need more shared memory than this GPU has.
+    """
     from hf_moe_ep.moe.experts import explain_missing_kernels
 
     name = "Triton kernels"
-    reason = explain_missing_kernels()
+    reason = explain_missing_kernels() or _try_smallest_kernel()
     if reason:
         return Finding(NOTE, name, f"{reason}: experts run on the torch path")
-    return Finding(OK, name, "the experts use them (experts_backend='auto')")
+    text = "the experts use them (experts_backend='auto'). One was built and is right; the first "
+    return Finding(OK, name, f"{text}step checks the others")
+
+
+def _try_smallest_kernel() -> str:
+    """Return the reason why Triton cannot build kernels for the current GPU, or ""."""
+    import torch
+
+    from hf_moe_ep.ops.sum_check import TokenSumKind, check_sums_once
+
+    return check_sums_once(TokenSumKind(torch.device("cuda"), torch.bfloat16, 2, 256))
 
 
 def _check_backends() -> list[Finding]:

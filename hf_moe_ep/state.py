@@ -93,6 +93,7 @@ the row above.
     ops/self_check.py | check_both_sizes check_once warn_once | results of checks of the kernels
     ops/autograd.py | _zero | the element of placeholder gradients, by dtype and device
     ops/sum_check.py | check_sums_once | results of checks of compiled sums
+    ops/permute.py | _warn_once | the warnings that torch computes these sums
     ops/quantised.py | _nested_codes | values of the bytes of nested scales, by device
     sequence/partial_attention.py | _compiled_flex_attention | the compiled kernel of FlexAttention
     plan.py | _compiled | patterns of module names

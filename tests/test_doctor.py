@@ -19,6 +19,7 @@ from support.tiny_models import tiny
 from hf_moe_ep import doctor, patch
 from hf_moe_ep.cli import main as cli
 from hf_moe_ep.doctor import Finding
+from hf_moe_ep.ops import sum_check
 from hf_moe_ep.upstream import requirements, wrap
 from hf_moe_ep.upstream.requirements import AllowedPackage
 
@@ -174,16 +175,31 @@ def test_without_peft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("major", "kernels"),
+    ("major", "built", "kernels"),
     [
-        (9, "ok Triton kernels the experts use them"),
-        (7, "-- Triton kernels compute capability (7, "),
+        (9, "", "ok Triton kernels the experts use them (experts_backend='auto'). One was built"),
+        (9, "no C compiler", "-- Triton kernels RuntimeError: no C compiler: experts run on the"),
+        (7, "", "-- Triton kernels compute capability (7, "),
     ],
 )
 def test_a_machine_with_gpus(
-    major: int, kernels: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    major: int,
+    built: str,
+    kernels: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """torch is made to report two GPUs, because the machine of the tests may have none."""
+
+    def build(kind: sum_check.TokenSumKind) -> list[sum_check.Comparison]:
+        assert kind.device.type == "cuda"
+        if built:
+            raise RuntimeError(built)
+        return []
+
+    check = sum_check.check_sums_once.__wrapped__  # without the cache of this process
+    monkeypatch.setattr(sum_check, "check_sums_once", check)
+    monkeypatch.setattr(sum_check, "compare_token_sums", build)
     gpu = SimpleNamespace(name="A GPU", major=major, minor=0, total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

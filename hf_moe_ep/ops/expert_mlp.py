@@ -143,8 +143,8 @@ def postpone_grads(experts: ExpertWeights) -> ExpertWeights:
         return experts
     tensors = experts.named_tensors()
     previous, masters = experts.postponed, experts.masters
-    postponed = PostponedGrads() if previous is None else PostponedGrads(previous.sums)
     is_first = previous is None
+    postponed = PostponedGrads() if previous is None else previous.for_next_chunk()
     outputs = _Postpone.apply(postponed, masters, is_first, tuple(tensors), *tensors.values())
     named = dict(zip(tensors, outputs, strict=True))
     return replace(experts, postponed=postponed, **named)
@@ -224,7 +224,12 @@ class _PostponingExpertMLP(torch.autograd.Function):
         saved = ctx.saved_tensors
         with hidden_from_function_modes():
             grads, finish = run_backward(
-                grad_RH, _cast_masters(saved, ctx.masters), needs, ctx.settings, postpone=True
+                grad_RH,
+                _cast_masters(saved, ctx.masters),
+                needs,
+                ctx.settings,
+                postpone=True,
+                in_chunks=ctx.postponed.in_chunks and any(needs[2:]),
             )
         if any(needs[2:]):
             ctx.postponed.finish = finish

@@ -242,8 +242,15 @@ class PostponedGrads:
     """The experts' gradients of one `expert_mlp` call, which are computed after its backward.
 
     The backward sets `finish`. `finish(grads)` computes the gradients and adds them to `grads`.
-    Calls for other chunks of rows with the same weights share `sums`.
+    Calls for other chunks of rows with the same weights share `sums`. If there are such calls,
+    `in_chunks` is True from the end of the forward on.
     """
 
     sums: ExpertGrads = field(default_factory=lambda: ExpertGrads(wide=True))
     finish: Callable[[ExpertGrads], None] | None = None
+    in_chunks: bool = False
+
+    def for_next_chunk(self) -> PostponedGrads:
+        """Return the gradients of another chunk, which are added to the same sums."""
+        self.in_chunks = True
+        return PostponedGrads(self.sums, in_chunks=True)

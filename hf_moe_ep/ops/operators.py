@@ -123,12 +123,14 @@ def _choose_implementation(
     weights_RK: Tensor,
     num_pairs: int,
     experts: ExpertWeights,
-    *more_trained: tuple[str, ...],
+    need: tuple[str, ...] | None = None,
+    *,
+    in_chunks: bool = False,
 ) -> Any:
     """Return the module that computes the forward and, for trained inputs, the backward.
 
-    The kernels are checked for the trained inputs of `settings`, and for each set of inputs in
-    `more_trained`.
+    The kernels are checked for the trained inputs of `settings`, and for the inputs in `need`. If
+    `in_chunks`, they are also checked for gradients of experts that are sums over chunks of rows.
 
     Raises:
         RuntimeError: the backend is "triton" and the kernels cannot run here.
@@ -137,11 +139,13 @@ def _choose_implementation(
         return torch_mlp
     from hf_moe_ep.ops.self_check import self_check, warn_once
 
-    formula, keep_pre = settings.formula, settings.keep_pre
-    for trained in (tuple(settings.trained), *more_trained):
-        reason = self_check(
-            rows_RH, weights_RK, num_pairs, experts, formula, keep_pre=keep_pre, trained=trained
-        )
+    call = (rows_RH, weights_RK, num_pairs, experts, settings.formula)
+    trained = tuple(settings.trained)
+    checks = [(trained, False)] if need is None else [(trained, False), (need, False)]
+    if need is not None and in_chunks:
+        checks.append((need, True))
+    for names, wide in checks:
+        reason = self_check(*call, keep_pre=settings.keep_pre, trained=names, wide=wide)
         if reason and settings.backend == "triton":
             raise RuntimeError(
                 f"experts_backend='triton' cannot run here: {reason}; use "
@@ -252,8 +256,12 @@ def run_backward(
     settings: Settings,
     *,
     postpone: bool = False,
+    in_chunks: bool = False,
 ) -> tuple[dict[str, Tensor], Callable[[ExpertGrads], None] | None]:
-    """Choose the implementation, call its `backward` with the saved tensors, return its result."""
+    """Choose the implementation, call its `backward` with the saved tensors, return its result.
+
+    `in_chunks` is True if the gradients of the experts are sums over several chunks of rows.
+    """
     rows_RH, weights_RK, *tensors = saved[: len(INPUT_NAMES)]
     pre_AG, *routing_tensors = saved[len(INPUT_NAMES) :]
     assert rows_RH is not None and weights_RK is not None
@@ -261,7 +269,9 @@ def run_backward(
     experts = settings.experts(tensors)
     need = tuple(name for name, needed in zip(INPUT_NAMES, needs, strict=True) if needed)
     num_pairs = routing.pair_A.numel()
-    implementation = _choose_implementation(settings, rows_RH, weights_RK, num_pairs, experts, need)
+    implementation = _choose_implementation(
+        settings, rows_RH, weights_RK, num_pairs, experts, need, in_chunks=in_chunks
+    )
     grads, finish = implementation.backward(
         grad_RH,
         rows_RH,

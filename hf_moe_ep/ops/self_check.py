@@ -7,8 +7,10 @@ torch, and raises if the results differ:
 
     products    the forward of a few experts and, if an input is trained, the backward, with the
                 dtypes, formula, block sizes, alignment and adapter ranks of the call. If the
-                matrices are quantised, torch computes with the dequantised matrices
-    routing     the sort of pairs by expert, with the call's number of experts and top-k
+                matrices are quantised, torch computes with the dequantised matrices. If a step
+                adds up the experts' gradients of several chunks of rows, the check adds up two
+    routing     the sort of pairs by expert, with the call's number of experts and top-k, which
+                may be larger than the number of experts on this rank
     sums        the weighted sum of a row's experts, with rows of the call's width
 
 Two calls are of the same kind if Triton builds the same kernels for both. Every kernel is therefore
@@ -21,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import subprocess
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from torch import Tensor
 from hf_moe_ep.ops import torch_mlp, triton_mlp
 from hf_moe_ep.ops.devices import make_device_current
 from hf_moe_ep.ops.formula import ExpertFormula
-from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertWeights
+from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertGrads, ExpertWeights
 from hf_moe_ep.ops.kernels.blocks import FEW_ROWS, MANY_ROWS, choose_blocks, get_dot_precision
 from hf_moe_ep.ops.kernels.product import tma_can_load
 from hf_moe_ep.ops.kernels.reduce import combine
@@ -43,16 +44,16 @@ from hf_moe_ep.ops.quantised import NESTED_SCALE, Quantisation, Quantised, quant
 from hf_moe_ep.ops.reference import matrices
 from hf_moe_ep.ops.sum_check import (
     ROUNDINGS,
+    USE_TORCH,
     Comparison,
     TokenSumKind,
     check_close,
     compare_token_sums,
     describe_device,
     draw_rows_and_positions,
+    try_to_build,
 )
 
-# Errors of Triton, its compilers and ptxas for a kernel that cannot be built or does not fit.
-_BUILD_ERRORS = (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError)
 # The largest allowed error of exact fp32 products, in multiples of epsilon. These products round at
 # every addition. ROUNDINGS is the limit for all other products. Products in TF32, which has the
 # mantissa of fp16, have far larger errors than this limit.
@@ -72,6 +73,7 @@ class Kind:
         padded: True if TMA cannot load the matrices.
         ranks: ranks of the adapters of up and down, 0 without an adapter.
         quantised: format of the matrices, empty if they are not quantised.
+        wide: True if the gradients of the experts are summed over chunks of rows, in fp32.
     """
 
     device: torch.device
@@ -91,6 +93,7 @@ class Kind:
     padded: bool = False
     ranks: tuple[int, int] = (0, 0)
     quantised: str = ""
+    wide: bool = False
 
 
 def self_check(
@@ -102,6 +105,7 @@ def self_check(
     *,
     keep_pre: bool,
     trained: tuple[str, ...],
+    wide: bool = False,
 ) -> str:
     """Return the reason why the kernels of this call cannot run here, or "" if they can run.
 
@@ -131,6 +135,7 @@ def self_check(
         padded=not (tma_can_load(experts.up) and tma_can_load(experts.down)),
         ranks=(up, down),
         quantised=experts.quantised,
+        wide=wide,
     )
     return check_both_sizes(kind)
 
@@ -150,18 +155,15 @@ def check_both_sizes(kind: Kind) -> str:
 def check_once(kind: Kind) -> str:
     """Compare the kernels of a kind with torch (see `self_check`)."""
     checks = (_compare_products, _compare_routing, _compare_sums)
-    try:
-        comparisons = [comparison for check in checks for comparison in check(kind)]
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except _BUILD_ERRORS as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+    comparisons, reason = try_to_build(
+        lambda: itertools.chain.from_iterable(check(kind) for check in checks)
+    )
     exact = kind.dtype == torch.float32 and kind.precision == "ieee"
     # fp32 products may be computed in TF32, which rounds like fp16.
     rounded = torch.float16 if kind.dtype == torch.float32 and not exact else kind.dtype
     limit = (_ROUNDINGS_OF_FP32 if exact else ROUNDINGS) * torch.finfo(rounded).eps
-    check_close(comparisons, limit, kind, "Train with experts_backend='torch'")
-    return ""
+    check_close(comparisons, limit, kind, USE_TORCH)
+    return reason
 
 
 @functools.cache
@@ -189,8 +191,9 @@ def _compare_products(kind: Kind) -> Iterator[Comparison]:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=kind.device, dtype=torch.float64)
 
-    # A row names an expert at most once.
-    num_experts = min(kind.num_experts, max(3, kind.top_k + 1))
+    # A row names an expert at most once, so there are more experts than columns of ids, even if the
+    # call has fewer. The number of experts changes no kernel of these products.
+    num_experts = max(kind.top_k + 1, min(kind.num_experts, 3))
     hidden, ffn = _shorten(kind.hidden), kind.ffn
     pre_size = 2 * ffn if kind.formula.gated else ffn
     pairs_per_expert = FEW_ROWS // 2 if kind.few else MANY_ROWS + 1
@@ -271,10 +274,16 @@ def _run_implementation(
     out_RH, kept_AG = implementation.forward(*call, kind.formula, kind.keep_pre)
     if not kind.trained:
         return {"out": out_RH}
-    options = {"grad_scale": 1.0, "need": set(kind.trained)}
+    options: dict[str, Any] = {"grad_scale": 1.0, "need": set(kind.trained)}
     own_AG = kept_AG if kind.keep_pre else implementation.forward(*call, kind.formula, True)[1]
     at_AG = pre_AG.to(own_AG) if pre_AG is not None else kept_AG if kind.keep_pre else None
-    grads, _ = implementation.backward(inputs["grad"], *call, at_AG, kind.formula, **options)
+    options["postpone"] = kind.wide
+    grads, finish = implementation.backward(inputs["grad"], *call, at_AG, kind.formula, **options)
+    if finish is not None:
+        sums = ExpertGrads(wide=True)
+        finish(sums)
+        finish(sums)
+        grads |= sums.take()
     return {"out": out_RH, "pre": own_AG} | {name: grads[name] for name in kind.trained}
 
 
@@ -282,8 +291,10 @@ def _compare_routing(kind: Kind) -> Iterator[Comparison]:
     """Yield the tensors of one routing on both paths. Some of its pairs have no expert here."""
     generator = torch.Generator(kind.device).manual_seed(0)
     num_rows = 1 + 1024 // kind.top_k
-    scores = torch.rand(num_rows, kind.num_experts, generator=generator, device=kind.device)
-    ids_RK = scores.argsort(1)[:, : kind.top_k]
+    # If this rank has fewer experts than top-k, at least one id of each row is "no expert here".
+    num_ids = max(kind.num_experts, kind.top_k)
+    scores = torch.rand(num_rows, num_ids, generator=generator, device=kind.device)
+    ids_RK = scores.argsort(1)[:, : kind.top_k].clamp(max=kind.num_experts)
     ids_RK[::3, 0] = kind.num_experts
     has_expert = ids_RK < kind.num_experts
     counts_L = torch.bincount(ids_RK[has_expert], minlength=kind.num_experts).tolist()

@@ -9,7 +9,8 @@ the other functions of this module as well.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,10 @@ from hf_moe_ep.ops.kernels.reduce import combine
 
 # The largest allowed error relative to the largest element, in multiples of the dtype's epsilon.
 ROUNDINGS = 8
+# The end of the message about wrong numbers.
+USE_TORCH = "Train with experts_backend='torch'"
+# Errors of Triton, its compilers and ptxas for a kernel that cannot be built or does not fit.
+_BUILD_ERRORS = (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError)
 # (name, our tensor, torch's tensor in fp64 or of integers)
 Comparison = tuple[str, Tensor, Tensor]
 
@@ -43,27 +48,42 @@ class TokenSumKind:
     out_dtype: torch.dtype | None = None
 
 
-def self_check_sums(rows_NH: Tensor, rows_per_sum: int, out_dtype: torch.dtype) -> None:
+def self_check_sums(rows_NH: Tensor, rows_per_sum: int, out_dtype: torch.dtype) -> str:
     """Check the kernel for rows of the dtype, width, strides and device of `rows_NH`.
 
     Each sum has up to `rows_per_sum` rows and is rounded to `out_dtype`. If Triton interprets its
-    kernels, nothing is checked.
+    kernels, nothing is checked. Returns the reason why the kernel cannot be built, or "".
 
     Raises:
         RuntimeError: the sums are wrong.
     """
-    if not triton_mlp.interpreted():
-        hidden, row_stride = rows_NH.shape[1], rows_NH.stride(0)
-        check_sums_once(
-            TokenSumKind(rows_NH.device, rows_NH.dtype, rows_per_sum, hidden, row_stride, out_dtype)
-        )
+    if triton_mlp.interpreted():
+        return ""
+    hidden, row_stride = rows_NH.shape[1], rows_NH.stride(0)
+    return check_sums_once(
+        TokenSumKind(rows_NH.device, rows_NH.dtype, rows_per_sum, hidden, row_stride, out_dtype)
+    )
 
 
 @functools.cache
-def check_sums_once(kind: TokenSumKind) -> None:
-    """Check the kernel of this kind. The cache skips kinds that have passed the check before."""
+def check_sums_once(kind: TokenSumKind) -> str:
+    """Check the kernel of this kind (see `self_check_sums`). The cache skips known kinds."""
+    comparisons, reason = try_to_build(lambda: compare_token_sums(kind))
     limit = ROUNDINGS * torch.finfo(kind.out_dtype or kind.dtype).eps
-    check_close(compare_token_sums(kind), limit, kind, "Install another version of Triton")
+    check_close(comparisons, limit, kind, USE_TORCH)
+    return reason
+
+
+def try_to_build(
+    compare: Callable[[], Iterable[Comparison]],
+) -> tuple[list[Comparison], str]:
+    """Return the comparisons and "", or no comparison and the reason why a kernel is missing."""
+    try:
+        return list(compare()), ""
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except _BUILD_ERRORS as error:
+        return [], f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def compare_token_sums(kind: TokenSumKind) -> Iterator[Comparison]:

@@ -69,6 +69,20 @@ def test_jobs_that_fail_or_hang_are_recorded_and_the_next_job_runs(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_a_stopped_job_prints_what_it_has_collected(tmp_path: Path) -> None:
+    """ncu prints its tables at the end, also after an interrupt. A job that goes on is killed."""
+    waits = "import time; time.sleep(600)"
+    collects = f"try:\n {waits}\nexcept KeyboardInterrupt:\n {_make_figure_code(1)}"
+    deaf = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {waits}"
+    jobs = [_make_job("collects", collects, 8.0), _make_job("deaf", deaf, 8.0)]
+    start = time.monotonic()
+    assert gpu.run_part(7, jobs, tmp_path) == ["collects", "deaf"]
+    assert time.monotonic() - start < 8 + 8 + gpu.GRACE_SECONDS + 20
+    assert _read_figures(tmp_path) == [("collects", 1)]
+    assert set(_read_endings(tmp_path).values()) == {"stopped after 8 s"}
+
+
+@pytest.mark.slow
 def test_failures_of_tests_that_are_stopped_are_in_the_log(tmp_path: Path) -> None:
     """pytest itself prints failures at the end of a run, which a stopped run does not reach."""
     test_file = tmp_path / "test_stopped.py"

@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,14 @@ from support.threaded_ranks import Network
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.dispatcher import Dispatcher, Header, Tokens
+from hf_moe_ep.moe.dispatch import all_to_all
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 from hf_moe_ep.moe.dispatch.hierarchical import Hierarchical
+from hf_moe_ep.moe.dispatch.make_dispatcher import make_dispatcher
 from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
+from hf_moe_ep.ops.permute import add_rows
 
 HIDDEN = 29  # odd, so that a row never has as many bytes as its routing (2 K columns)
 HEADER = Header(1, 0, True, True, False, False, 2, 8)
@@ -129,10 +134,16 @@ def _make_dispatcher(
 
 
 def _run_layer(
-    kind: str, case: Case, network: Network, rank: int, *, recompute: bool = False
+    kind: str,
+    case: Case,
+    network: Network,
+    rank: int,
+    *,
+    recompute: bool = False,
+    **options: Any,
 ) -> Result:
     """Run forward and backward of a layer on one rank; `recompute` runs its exchanges twice."""
-    dispatcher = _make_dispatcher(kind, case, network, rank)
+    dispatcher = _make_dispatcher(kind, case, network, rank, **options)
     ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
     factors_E = case.factors_E().requires_grad_()
     factors_L = factors_E[rank * case.local : (rank + 1) * case.local]
@@ -337,6 +348,37 @@ def test_two_runs_give_the_same_bits() -> None:
         for first, second in zip(*runs, strict=True):
             assert torch.equal(first.out_TH, second.out_TH)
             assert all(torch.equal(a, b) for a, b in zip(first.grads, second.grads, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "hierarchical"])
+def test_no_dispatcher_uses_triton_if_torch_was_requested(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices: list[bool] = []
+
+    def record_choice(*args: Any, triton: bool) -> Tensor:
+        choices.append(triton)
+        return add_rows(*args, triton=triton)
+
+    monkeypatch.setattr(all_to_all, "add_rows", record_choice)
+    nodes = SimpleNamespace(between=_Mesh(), inside=_Mesh()) if kind == "hierarchical" else None
+    meshes: Any = SimpleNamespace(dispatch=_Mesh(), nodes=nodes, etp_size=1)
+    for backend in ("torch", "auto", "triton"):
+        config = ParallelConfig(experts_backend=backend)
+        requested: Any = make_dispatcher(config, meshes, num_experts=8)
+        choices.clear()
+        _run_all_ranks(kind, CASES[0], triton_sums=requested.triton_sums)
+        assert set(choices) == {backend != "torch"}
+
+
+class _Mesh:
+    """Stands for a mesh of two ranks."""
+
+    def size(self) -> int:
+        return 2
+
+    def get_group(self) -> None:
+        return None
 
 
 def test_two_rows_leave_the_node_in_the_example_of_the_docstring() -> None:

@@ -1,4 +1,4 @@
-"""The tables of README and docs/comparison.md show the medians of the benchmark's results."""
+"""Numbers that stand on several pages agree, such as the medians of a benchmark's results."""
 
 import re
 
@@ -29,3 +29,12 @@ def test_the_table_has_the_medians_of_the_results(page: str) -> None:
     for label, figure in FIGURES.items():
         for ep, cell in zip(("2", "4"), table[label], strict=True):
             assert tuple(re.findall(r"[\d.]+", cell)) == medians[ep, figure], (label, ep)
+
+
+def test_the_planned_gain_of_compiled_layers_is_that_of_the_plan() -> None:
+    rows = re.findall(r"^\| (un)?compiled \| ([\d,]+) ", pages.read("docs/will-it-fit.md"), re.M)
+    uncompiled, compiled = (int(tokens.replace(",", "")) for _, tokens in rows)
+    (ratio,) = re.findall(
+        r"planned ratio to ours uncompiled: ([\d.]+)", pages.read("benchmarks/GPU.md")
+    )
+    assert ratio == f"{compiled / uncompiled:.2f}"

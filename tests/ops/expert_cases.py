@@ -81,6 +81,11 @@ def draw_ids(rows: int, top_k: int, num_experts: int, seed: int) -> list[list[in
     return order.clamp(max=num_experts).tolist()
 
 
+def _clamp(ids: list[list[int]], num_experts: int) -> list[list[int]]:
+    """Replace the ids from `num_experts` on by "no expert here"."""
+    return [[min(expert, num_experts) for expert in row] for row in ids]
+
+
 CASES = {
     "docstring": Case([[1, 0], [0, 2]], 2),
     "random": Case(draw_ids(23, 3, 5, seed=1), 5, hidden=11, ffn=7),
@@ -89,6 +94,8 @@ CASES = {
     "nothing here": Case([[3, 3], [3, 3]], 3),
     "one pair": Case([[1]], 2, hidden=1, ffn=1),
     "one expert": Case([[0, 1], [1, 0], [1, 1]], 1),
+    "one expert, several tiles": Case(_clamp(draw_ids(45, 2, 2, seed=4), 1), 1),
+    "fewer experts than choices": Case(_clamp(draw_ids(23, 4, 5, seed=5), 2), 2, hidden=11, ffn=7),
     "top-1": Case([[1], [0], [1], [2]], 2),
     "every expert, every row": Case([[2, 0, 1], [0, 1, 2]], 3),
     "no rows": Case([], 3),

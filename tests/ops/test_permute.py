@@ -1,11 +1,17 @@
 """`invert_index` lists the rows of each token, `add_rows` sums them, `count_pairs` counts pairs."""
 
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from support.close import assert_close, max_error
 from torch import Tensor
 
-from hf_moe_ep.ops import reference
+from hf_moe_ep.ops import permute, reference, sum_check, triton_mlp
 from hf_moe_ep.ops.permute import add_rows, count_pairs, invert_index
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -132,3 +138,60 @@ def test_rows_may_have_columns_behind_them_and_sums_another_dtype(device: str) -
         got_TH = add_rows(joined[:, :32], token_of_row_N, row_TJ, dtype)
         assert got_TH.dtype == (dtype or torch.bfloat16)
         assert torch.equal(got_TH.cpu(), want_TH.to(got_TH.dtype))
+
+
+class _OnGpu(torch.Tensor):
+    """A tensor of the CPU that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let no Triton kernel run, and forget earlier checks and warnings before and after."""
+    caches = (sum_check.check_sums_once, permute._warn_once)
+    monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def _sum_on_gpu_twice(**options: Any) -> list[str]:
+    """Check the sums of rows that are on a GPU, two times; return the texts of all warnings."""
+    token_of_row_N, row_TJ, hidden = _make_layout("odd sizes")
+    rows_NH = torch.randn(len(token_of_row_N), hidden)
+    want_TH = add_rows(rows_NH, token_of_row_N, row_TJ)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in (rows_NH, rows_NH.t().contiguous().t()):
+            on_gpu = rows.as_subclass(_OnGpu)
+            got_TH = add_rows(on_gpu, token_of_row_N, row_TJ, **options)
+            assert torch.equal(got_TH.as_subclass(torch.Tensor), want_TH)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("missing", ["Triton", "a C compiler"])
+def test_torch_sums_the_rows_if_the_kernel_cannot_be_built(
+    missing: str, monkeypatch: pytest.MonkeyPatch, without_kernels: None
+) -> None:
+    """The sums are right, and there is one warning. If torch was requested, there is none."""
+    reason = "triton is not installed"
+    if missing == "Triton":
+        find_spec = importlib.util.find_spec
+        for name in ("hf_moe_ep.ops.sum_check", "hf_moe_ep.ops.kernels.reduce"):
+            monkeypatch.setitem(sys.modules, name, None)  # importing these modules is an error
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: None if name == "triton" else find_spec(name)
+        )
+    else:
+
+        def fail_to_build(*args: Any) -> None:
+            raise RuntimeError(f"{reason}\nmore lines")
+
+        reason = "Failed to find C compiler"
+        monkeypatch.setattr(sum_check, "combine", fail_to_build)
+    assert _sum_on_gpu_twice(triton=False) == []
+    (message,) = _sum_on_gpu_twice()
+    assert "so torch sums them" in message and message.endswith(reason)

@@ -6,6 +6,7 @@ would launch with the kernels that the self-check runs.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,12 +16,13 @@ import pytest
 import torch
 import triton
 from launches import Launches
+from support.close import assert_close
 from torch import Tensor
 
 from hf_moe_ep.ops import self_check, sum_check, torch_mlp, triton_mlp
-from hf_moe_ep.ops.expert_mlp import expert_mlp
+from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
 from hf_moe_ep.ops.formula import ExpertFormula
-from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights
 from hf_moe_ep.ops.kernels import blocks, dgated, gate_up, grouped_mm, outer
 from hf_moe_ep.ops.kernels.reduce import combine
 from hf_moe_ep.ops.quantised import Quantisation, allocate_stack
@@ -60,7 +62,7 @@ SCALES = ("up_block_scale", "down_block_scale")
 BYTES = replace(
     FROZEN, tensors=(*MATRICES, *SCALES), top_k=1, num_experts=2, hidden=64, ffn=64, quantised="nf4"
 )
-KINDS = {"base": KIND, "frozen": FROZEN, "lora": LORA}
+KINDS = {"base": KIND, "chunks": replace(LORA, wide=True), "frozen": FROZEN, "lora": LORA}
 KINDS |= {"inference": INFERENCE, "recomputed": RECOMPUTED}
 
 
@@ -82,6 +84,15 @@ def _clear_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_right_kernels_pass(name: str) -> None:
     assert check_once(KINDS[name]) == ""
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.slow)]
+)
+def test_right_kernels_of_fewer_experts_than_choices_pass(num_experts: int, top_k: int) -> None:
+    """A rank of Mixtral at ep 8 has one expert, and routings with two columns."""
+    kind = replace(INFERENCE, trained=("weights",), num_experts=num_experts, top_k=top_k)
+    assert check_once(kind) == ""
 
 
 def test_wrong_scales_of_quantised_matrices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +172,7 @@ VARIANTS = {
     "a frozen base": ("dgated", lambda x: not x["need_act"], FROZEN, KIND),
     "inference": ("up", lambda x: not x["keep_pre"], INFERENCE, FROZEN),
     "recomputed": ("up", lambda x: not x["keep_pre"], RECOMPUTED, FROZEN),
+    "a later chunk": ("outer", lambda x: x["add"], replace(KIND, wide=True), KIND),
     "16-bit routing weights": (
         "combine",
         lambda x: x[2] is not None and x[2].dtype == torch.float16,
@@ -330,6 +342,44 @@ def test_torch_computes_the_experts_if_kernels_cannot_be_built(
     assert reason in str(error.value)
 
 
+def test_the_backward_of_chunks_is_checked_before_its_first_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If the kernels cannot add up the gradients of chunks, torch computes the backward."""
+    kinds: list[Kind] = []
+
+    def check(kind: Kind) -> str:
+        kinds.append(kind)
+        return "no sums" if kind.wide else ""
+
+    monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
+    monkeypatch.setattr(self_check, "check_both_sizes", check)
+    monkeypatch.setattr(triton_mlp, "outer", None)  # calling it is an error
+
+    def compute_grads(backend: str, num_chunks: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        rows_RH, weights_RK = torch.randn(6, 32), torch.rand(6, 2)
+        leaves = [torch.randn(4, 64, 32), torch.randn(4, 32, 32)]
+        up_LGH, down_LHF = leaves = [x.requires_grad_() for x in leaves]
+        experts, outs = ExpertWeights(up_LGH, None, down_LHF, None), []
+        ids_RK = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 1], [2, 0], [1, 3]])
+        for part in torch.arange(6).chunk(num_chunks):
+            experts = postpone_grads(experts)
+            args = (rows_RH[part], ids_RK[part], weights_RK[part], experts, ExpertFormula())
+            outs.append(expert_mlp(*args, backend=backend))
+        return list(torch.autograd.grad(torch.cat(outs).square().sum(), leaves))
+
+    with pytest.warns(UserWarning, match=r"on the torch path.*no sums"):
+        got = compute_grads("auto", 2)
+    for name, grad, want in zip(MATRICES, got, compute_grads("torch", 2), strict=True):
+        assert_close(name, grad, want, 1e-5)  # pre-activations differ by roundings of fp32
+    assert {kind.wide for kind in kinds} == {False, True}
+    kinds.clear()
+    with pytest.raises(TypeError):
+        compute_grads("auto", 1)
+    assert {kind.wide for kind in kinds} == {False}
+
+
 @pytest.mark.slow
 def test_auto_uses_the_kernels_if_they_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
@@ -359,7 +409,18 @@ LAUNCHED = {
     "few rows": replace(REAL, few=True),
     # 260 rows per expert.
     "some rows": replace(REAL, num_experts=1024),
+    # A rank of Mixtral at ep 8, and of Qwen3-30B at ep 32.
+    "one expert, top-2": replace(REAL, num_experts=1, top_k=2),
+    "four experts, top-8": replace(REAL, num_experts=4),
     "padded": replace(REAL, padded=True),
+    "chunks": replace(REAL, wide=True),
+    "chunks, lora": replace(
+        REAL,
+        tensors=(*MATRICES, *ADAPTERS),
+        trained=("rows", "weights", *ADAPTERS),
+        ranks=(16, 16),
+        wide=True,
+    ),
     "padded, transposed": replace(REAL, padded=True, transposed=True),
     "frozen": replace(REAL, tensors=MATRICES, trained=("rows", "weights")),
     "first layer, frozen": replace(REAL, tensors=MATRICES, trained=("weights",)),
@@ -422,8 +483,8 @@ def test_the_self_check_runs_every_kernel_variant_of_a_call(
             self_check._compare_routing,
             self_check._compare_sums,
         ):
-            for few in (True, False):
-                list(check(replace(kind, few=few, ffn=256 + kind.ffn % 256)))
+            for few, wide in itertools.product((True, False), {False, kind.wide}):
+                list(check(replace(kind, few=few, wide=wide, ffn=256 + kind.ffn % 256)))
     with Launches() as launched:
         _launch(kind)
     assert {"up_kernel", "combine_kernel"} <= launched.variants.keys()
@@ -459,7 +520,7 @@ class _NoTruth:
 
     @staticmethod
     def backward(grad_RH: Tensor, *args: Any, need: set[str], **kwargs: Any) -> Any:
-        return dict.fromkeys(need, grad_RH), None
+        return dict.fromkeys(need, grad_RH), (lambda sums: None) if kwargs["postpone"] else None
 
 
 def _launch(kind: Kind) -> None:
@@ -498,5 +559,9 @@ def _launch(kind: Kind) -> None:
     out_RH, pre_AG = triton_mlp.forward(*call, kind.formula, kind.keep_pre)
     if kind.trained:
         pre_AG = pre_AG if kind.keep_pre else None
-        need = set(kind.trained)
-        triton_mlp.backward(out_RH, *call, pre_AG, kind.formula, grad_scale=0.5, need=need)
+        options: dict[str, Any] = {"grad_scale": 0.5, "need": set(kind.trained)}
+        options["postpone"] = kind.wide
+        _, finish = triton_mlp.backward(out_RH, *call, pre_AG, kind.formula, **options)
+        sums = ExpertGrads(wide=True)
+        for _ in range(2 if finish else 0):
+            finish(sums)

@@ -11,7 +11,8 @@ from hf_moe_ep.ops.kernels.sort_pairs import sort_pairs
 # one program scans.
 @pytest.mark.parametrize(("backend", "device"), TRITON)
 @pytest.mark.parametrize(
-    ("rows", "top_k", "num_experts"), [(1, 1, 1), (300, 3, 5), (700, 4, 9), (90, 8, 384)]
+    ("rows", "top_k", "num_experts"),
+    [(1, 1, 1), (300, 3, 5), (700, 4, 9), (90, 8, 384), (300, 2, 1), (150, 4, 2)],
 )
 def test_sort_pairs_equals_a_stable_sort(
     rows: int, top_k: int, num_experts: int, backend: str, device: str

@@ -56,12 +56,14 @@ class AllToAll:
         num_chunks: the number of chunks into which the tokens of a layer are split.
         max_rows: the largest number of rows that a rank may receive in one layer; None for no
             limit.
+        triton_sums: False if torch sums the rows of each token, although a Triton kernel could.
     """
 
     group: dist.ProcessGroup
     num_experts: int
     num_chunks: int = 1
     max_rows: int | None = None
+    triton_sums: bool = True
 
     constants: Constants = field(default_factory=Constants, compare=False, repr=False)
 
@@ -95,6 +97,7 @@ class AllToAll:
             pairs_of_chunks,
             [order_rows(sends, rank, rows_per_token, self.constants) for sends in sends_of_chunks],
             self.constants.number_experts(self.num_experts, num_local, rank, device),
+            self.triton_sums,
         )
 
     @property
@@ -126,6 +129,7 @@ class AllToAllPlanning:
     pairs_of_chunks: Sequence[Tensor]
     orders: Sequence[Order]
     local_id_E: Tensor
+    triton_sums: bool
 
     @property
     def pairs_E(self) -> Tensor:
@@ -143,6 +147,7 @@ class AllToAllPlanning:
                 local_id_E=self.local_id_E,
                 counts_L=counts_L,
                 where=self.counts.header,
+                triton_sums=self.triton_sums,
             )
             for order, sends, receives, counts_L in zip(
                 self.orders, values[::3], values[1::3], values[2::3], strict=True
@@ -180,6 +185,7 @@ class AllToAllExchange:
         num_own: the number of rows that stay on this rank.
         counts_L: (row, expert) pairs per local expert.
         where: the position in the model. Its text is made only for an error.
+        triton_sums: see `AllToAll`.
     """
 
     group: dist.ProcessGroup
@@ -191,6 +197,7 @@ class AllToAllExchange:
     num_own: int
     counts_L: list[int]
     where: object
+    triton_sums: bool
 
     @classmethod
     def from_counts(
@@ -204,6 +211,7 @@ class AllToAllExchange:
         local_id_E: Tensor,
         counts_L: list[int],
         where: object,
+        triton_sums: bool,
     ) -> AllToAllExchange:
         """Make an exchange from the order of its rows and from the number of rows per rank.
 
@@ -219,6 +227,7 @@ class AllToAllExchange:
             num_own=sends[rank],
             counts_L=counts_L,
             where=where,
+            triton_sums=triton_sums,
         )
 
     def start(self, tokens: Tokens) -> DispatchedRows:
@@ -269,7 +278,9 @@ class _RowWire(Wire):
         return self._send_rows(rows_RX, self.exchange.recv_counts, self.exchange.send_counts)
 
     def add_results(self, rows_NX: Tensor, dtype: torch.dtype) -> Tensor:
-        return add_rows(rows_NX, self.exchange.token_of_row_N, self.exchange.row_TJ, dtype)
+        token_of_row_N, row_TJ = self.exchange.token_of_row_N, self.exchange.row_TJ
+        triton = self.exchange.triton_sums
+        return add_rows(rows_NX, token_of_row_N, row_TJ, dtype, triton=triton)
 
     def send_result_grads(self, grad_TH: Tensor) -> Tensor:
         return self._send_tokens(grad_TH)

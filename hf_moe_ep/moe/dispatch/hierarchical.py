@@ -84,6 +84,7 @@ class Hierarchical:
         num_chunks: the number of chunks into which the tokens of a layer are split.
         max_rows: the largest number of rows that a rank may receive in one layer for its own
             experts; None for no limit. Rows that a rank only forwards do not count.
+        triton_sums: see `AllToAll`.
     """
 
     group: dist.ProcessGroup
@@ -92,6 +93,7 @@ class Hierarchical:
     num_experts: int
     num_chunks: int = 1
     max_rows: int | None = None
+    triton_sums: bool = True
 
     constants: Constants = field(default_factory=Constants, compare=False, repr=False)
 
@@ -201,6 +203,7 @@ class HierarchicalPlanning:
             local_id_E=self.on_node_E,
             counts_L=[],
             where=where,
+            triton_sums=dispatcher.triton_sums,
         )
         second_leg = SecondLeg(
             dispatcher.inside,
@@ -209,6 +212,7 @@ class HierarchicalPlanning:
             self.on_rank_X,
             where,
             dispatcher.constants,
+            dispatcher.triton_sums,
         )
         return HierarchicalExchange(first_leg, second_leg)
 
@@ -300,6 +304,7 @@ class SecondLeg:
         counts: the counts of both legs.
         on_rank_X: see `HierarchicalPlanning`.
         where: the position in the model. Its text is made only for an error.
+        triton_sums: see `AllToAll`.
     """
 
     group: dist.ProcessGroup
@@ -308,6 +313,7 @@ class SecondLeg:
     on_rank_X: Tensor
     where: object
     constants: Constants
+    triton_sums: bool
 
     def plan(self, ids_ZK: Tensor) -> AllToAllExchange:
         """Plan the second leg without a host sync; `ids_ZK` are numbers of `on_node_E`."""
@@ -326,6 +332,7 @@ class SecondLeg:
             local_id_E=self.on_rank_X,
             counts_L=self.counts.counts_L,
             where=self.where,
+            triton_sums=self.triton_sums,
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.dispatcher import Dispatcher
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
@@ -31,7 +33,9 @@ def make_dispatcher(
     if config.dispatcher == "deepep":
         buffer = GroupBuffer(group, num_sms=config.deepep_num_sms)
         return DeepEP(buffer, num_experts, num_chunks=chunks, max_rows=limit)
+    options: dict[str, Any] = {"num_chunks": chunks, "max_rows": limit}
+    options["triton_sums"] = config.experts_backend != "torch"
     if meshes.nodes is not None:
         between, inside = meshes.nodes.between.get_group(), meshes.nodes.inside.get_group()
-        return Hierarchical(group, between, inside, num_experts, num_chunks=chunks, max_rows=limit)
-    return AllToAll(group, num_experts, num_chunks=chunks, max_rows=limit)
+        return Hierarchical(group, between, inside, num_experts, **options)
+    return AllToAll(group, num_experts, **options)
