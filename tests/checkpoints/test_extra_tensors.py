@@ -750,6 +750,37 @@ def test_a_name_of_the_hub_is_found_in_its_cache(
     assert f"2 of 3 folders in the cache have the weights of this model: {loaded}" in caplog.text
 
 
+def test_commits_without_weights_or_with_the_same_files_are_no_other_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The hub's client links a file that a new commit has not changed to the file in the cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cache = tmp_path / "models--owner--model"
+    config, loaded, readme, partial_download = (
+        cache / "snapshots" / (letter * 40) for letter in "abcd"
+    )
+    extra = write_with_extra(cache / "blobs", "qwen3_next")
+    for folder in (loaded, readme):
+        folder.mkdir(parents=True)
+        for path in (cache / "blobs").iterdir():
+            (folder / path.name).symlink_to(Path("..", "..", "blobs", path.name))
+    (readme / "README.md").write_text("This commit has the same weights.")
+    for folder, name in ((config, "config.json"), (partial_download, INDEX)):
+        folder.mkdir()
+        shutil.copy(cache / "blobs" / name, folder)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(loaded.name)
+    options = {"cache_dir": str(tmp_path), "local_files_only": True}
+    model = AutoModelForCausalLM.from_pretrained("owner/model", **options)
+    monkeypatch.setattr(model.config, "_commit_hash", None, raising=False)  # as Transformers 5.24
+    with_head = patch(copy.deepcopy(model), mtp_layers=1)
+    assert torch.equal(with_head.state_dict()["mtp.fc.weight"].bfloat16(), extra["mtp.fc.weight"])
+    patch(model).save_pretrained(tmp_path / "saved")
+    assert_same_bytes(read_files(tmp_path / "saved"), read_files(loaded))
+    assert not caplog.text
+
+
 def save_until_killed(
     rank: int, world: int, folder: str, target: str, victim: int, after: float
 ) -> None:
