@@ -10,7 +10,8 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -721,6 +722,44 @@ def test_damaged_references_are_an_error(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=r"extra.json is damaged \(.*\); load an older"):
             FileReferences.from_json(content | damage, tmp_path / "extra.json")
+
+
+def _list_expert_tensors(folder: Path, count: int) -> dict[str, FileTensor]:
+    """List FP8 matrices of experts and their scales, as the head of DeepSeek-V3 has them."""
+    tensors: dict[str, FileTensor] = {}
+    kinds = (
+        ("gate_proj.weight", torch.float8_e4m3fn, (2048, 7168)),
+        ("gate_proj.weight_scale_inv", torch.float32, (16, 56)),
+    )
+    for expert in range(count // len(kinds)):
+        file, start = folder / f"model-{expert % 4}.safetensors", 2**33 + expert * 14_683_648
+        for name, dtype, shape in kinds:
+            key = f"model.layers.61.mlp.experts.{expert}.{name}"
+            tensors[key] = FileTensor(file, dtype, shape, start)
+            start += tensors[key].nbytes
+    return tensors
+
+
+def test_references_take_less_than_a_mebibyte_for_10_000_tensors(tmp_path: Path) -> None:
+    """Keys, positions and hashes are counted."""
+    for number in range(4):
+        (tmp_path / f"model-{number}.safetensors").touch()
+
+    def draw_hashes(keys: Iterable[str]) -> dict[str, bytes]:
+        draw = random.Random(0)
+        return {key: draw.randbytes(32) for key in keys}
+
+    tracemalloc.start()
+    try:
+        tensors = _list_expert_tensors(tmp_path, 10_000)
+        references = FileReferences.of(tmp_path, tensors, digests=draw_hashes(tensors))
+        del tensors
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken <= 2**20
+    assert references.tensors() == _list_expert_tensors(tmp_path, 10_000)
+    assert references.known_digests() == draw_hashes(references.tensors())
 
 
 def test_a_name_of_the_hub_is_found_in_its_cache(

@@ -89,7 +89,7 @@ _HASHING_THREADS = 4
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FileTensor:
     """A tensor in a safetensors file.
 
