@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,21 @@ def test_an_error_of_the_disk_in_another_thread_is_raised(
     monkeypatch.setattr(safetensors_file, "_BYTES_PER_SYNC", 600_000)  # after the last tensor
     with pytest.raises(OSError, match="Input/output error"):
         _copy_all(tmp_path)
+
+
+def test_a_sync_does_not_wait_for_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk works while hashes of earlier tensors are queued."""
+    synced = threading.Event()
+
+    def hash_after_the_sync(tensor: Any) -> bytes:
+        assert synced.wait(10), "the sync waits for the hashes"
+        return tensor_sha256(tensor)
+
+    monkeypatch.setattr(safetensors_file, "tensor_sha256", hash_after_the_sync)
+    monkeypatch.setattr(safetensors_file, "_BYTES_PER_SYNC", 600_000)  # after the last tensor
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: synced.set())
+    path, _ = _copy_all(tmp_path)
+    assert_same_bytes(load_file(path), TENSORS)
 
 
 def test_the_second_save_does_not_hash_again(

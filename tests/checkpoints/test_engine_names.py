@@ -7,13 +7,14 @@ classes for drafts, which get the keys of a trained head for multi-token predict
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.architectures.models import tiny
-from support.extra_files import is_of_head, write_with_extra
+from support.extra_files import is_of_head, read_files, write_with_extra
 from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import SyncToken, hub_tensors, patch
@@ -23,6 +24,7 @@ TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads(
 )
 ROWS = [(engine, kind) for engine, rows in TABLE.items() for kind in rows]
 HEAD = "head of "
+HEADS = ("qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe")
 
 
 def test_the_table_has_the_types_that_people_train() -> None:
@@ -32,7 +34,7 @@ def test_the_table_has_the_types_that_people_train() -> None:
         assert {"qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "mixtral"} <= types
         heads = {name.removeprefix(HEAD) for name in rows.keys() - types}
         assert len(types) >= 12
-        assert heads == {"qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe"}
+        assert heads == set(HEADS)
 
 
 @pytest.mark.parametrize(("engine", "model_type"), ROWS)
@@ -41,8 +43,31 @@ def test_the_engine_takes_every_key(engine: str, model_type: str, tmp_path: Path
     assert row["skipped"] == [] and row["unfilled"] == []
     keys = _list_keys(model_type, row.get("options", {}), tmp_path)
     assert len(keys) == row["keys"]
-    assert hashlib.sha256("\n".join(keys).encode()).hexdigest() == row["sha256"]
+    assert _hash(keys) == row["sha256"]
     assert set(row.get("together", [])) <= set(keys)
+
+
+@pytest.mark.parametrize("model_type", HEADS)
+def test_a_saved_checkpoint_has_the_keys_of_both_classes(model_type: str, tmp_path: Path) -> None:
+    """One class of vLLM takes the model, one takes the carried head; no other key is left.
+
+    DeepSeek-V3's head is in FP8, and each of its weights has a key of scales, too.
+    """
+    write_with_extra(tmp_path / "base", model_type, dtype=torch.bfloat16)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    model = patch(base)
+    model.save_pretrained(tmp_path / "saved")
+    saved = read_files(tmp_path / "saved")
+    infos = {info.key: info.dtype for info in hub_tensors(model).metadata()}
+    assert infos == {key: tensor.dtype for key, tensor in saved.items()}
+    in_fp8 = {key for key, dtype in infos.items() if dtype == torch.float8_e4m3fn}
+    scales = {f"{key}_scale_inv" for key in in_fp8}
+    assert scales <= saved.keys() and bool(scales) == (model_type == "deepseek_v3")
+    of_head = {key for key in saved if is_of_head(key, model)}
+    assert in_fp8 | scales <= of_head
+    (rows,) = (rows for name, rows in TABLE.items() if name.startswith("vllm"))
+    for name, keys in ((model_type, saved.keys() - of_head), (HEAD + model_type, of_head - scales)):
+        assert _hash(keys) == rows[name]["sha256"]
 
 
 def test_by_module_yields_all_keys_of_an_attention_in_one_list(tmp_path: Path) -> None:
@@ -73,6 +98,10 @@ def test_a_module_is_sent_whole_if_one_of_its_tensors_has_changed() -> None:
     keys = [key for key, _ in sent]
     assert keys == [key for key, _ in hub_tensors(model) if "layers.1.self_attn." in key]
     assert keys == [info.key for info in stream.metadata()] and len(keys) > 5
+
+
+def _hash(keys: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()
 
 
 def _list_keys(model_type: str, options: dict[str, Any], folder: Path) -> list[str]:

@@ -10,7 +10,8 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -723,6 +724,44 @@ def test_damaged_references_are_an_error(tmp_path: Path) -> None:
             FileReferences.from_json(content | damage, tmp_path / "extra.json")
 
 
+def _list_expert_tensors(folder: Path, count: int) -> dict[str, FileTensor]:
+    """List FP8 matrices of experts and their scales, as the head of DeepSeek-V3 has them."""
+    tensors: dict[str, FileTensor] = {}
+    kinds = (
+        ("gate_proj.weight", torch.float8_e4m3fn, (2048, 7168)),
+        ("gate_proj.weight_scale_inv", torch.float32, (16, 56)),
+    )
+    for expert in range(count // len(kinds)):
+        file, start = folder / f"model-{expert % 4}.safetensors", 2**33 + expert * 14_683_648
+        for name, dtype, shape in kinds:
+            key = f"model.layers.61.mlp.experts.{expert}.{name}"
+            tensors[key] = FileTensor(file, dtype, shape, start)
+            start += tensors[key].nbytes
+    return tensors
+
+
+def test_references_take_less_than_a_mebibyte_for_10_000_tensors(tmp_path: Path) -> None:
+    """Keys, positions and hashes are counted."""
+    for number in range(4):
+        (tmp_path / f"model-{number}.safetensors").touch()
+
+    def draw_hashes(keys: Iterable[str]) -> dict[str, bytes]:
+        draw = random.Random(0)
+        return {key: draw.randbytes(32) for key in keys}
+
+    tracemalloc.start()
+    try:
+        tensors = _list_expert_tensors(tmp_path, 10_000)
+        references = FileReferences.of(tmp_path, tensors, digests=draw_hashes(tensors))
+        del tensors
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken <= 2**20
+    assert references.tensors() == _list_expert_tensors(tmp_path, 10_000)
+    assert references.known_digests() == draw_hashes(references.tensors())
+
+
 def test_a_name_of_the_hub_is_found_in_its_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -748,6 +787,37 @@ def test_a_name_of_the_hub_is_found_in_its_cache(
         return
     assert find_state(patch(model)).extra is None
     assert f"2 of 3 folders in the cache have the weights of this model: {loaded}" in caplog.text
+
+
+def test_commits_without_weights_or_with_the_same_files_are_no_other_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The hub's client links a file that a new commit has not changed to the file in the cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cache = tmp_path / "models--owner--model"
+    config, loaded, readme, partial_download = (
+        cache / "snapshots" / (letter * 40) for letter in "abcd"
+    )
+    extra = write_with_extra(cache / "blobs", "qwen3_next")
+    for folder in (loaded, readme):
+        folder.mkdir(parents=True)
+        for path in (cache / "blobs").iterdir():
+            (folder / path.name).symlink_to(Path("..", "..", "blobs", path.name))
+    (readme / "README.md").write_text("This commit has the same weights.")
+    for folder, name in ((config, "config.json"), (partial_download, INDEX)):
+        folder.mkdir()
+        shutil.copy(cache / "blobs" / name, folder)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(loaded.name)
+    options = {"cache_dir": str(tmp_path), "local_files_only": True}
+    model = AutoModelForCausalLM.from_pretrained("owner/model", **options)
+    monkeypatch.setattr(model.config, "_commit_hash", None, raising=False)  # as Transformers 5.24
+    with_head = patch(copy.deepcopy(model), mtp_layers=1)
+    assert torch.equal(with_head.state_dict()["mtp.fc.weight"].bfloat16(), extra["mtp.fc.weight"])
+    patch(model).save_pretrained(tmp_path / "saved")
+    assert_same_bytes(read_files(tmp_path / "saved"), read_files(loaded))
+    assert not caplog.text
 
 
 def save_until_killed(

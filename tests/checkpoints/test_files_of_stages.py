@@ -7,6 +7,7 @@ stages loads all of them.
 import copy
 import json
 import os
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 from support.adapters import TARGETS, with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
+from support.extra_files import assert_same_bytes, is_of_head, read_files, write_with_extra
 from support.hub_files import read_all
 from support.parity import whole_parameters
 from support.quantised import SIZES
@@ -42,10 +44,11 @@ from hf_moe_ep import (
     save_checkpoint,
     save_pretrained,
 )
+from hf_moe_ep.checkpoints.convert import convert
 from hf_moe_ep.checkpoints.hub import write
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict
 from hf_moe_ep.checkpoints.storage import safetensors_file
-from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, Writer
+from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, Reader, Writer, read_index
 from hf_moe_ep.checkpoints.training.base import BASE, describe_base
 from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.integrations.saving import save_adapters
@@ -297,14 +300,18 @@ def adapters_that_cannot_be_merged_raise_on_every_stage(rank: int, world: int) -
     assert_same_stream(hub_tensors(last, **merge), hub_tensors(unstaged, **merge))
 
 
+def _find_layer(key: str) -> int:
+    """Return the layer of a key; the embedding counts as layer 0, norm and head as layer 3."""
+    _, is_layer, rest = key.partition("layers.")
+    return int(rest.split(".")[0]) if is_layer else 0 if "embed" in key else 3
+
+
 def _layers_by_file(folder: Path) -> dict[str, set[int]]:
-    """Return the layers in each file; the embedding counts as layer 0, norm and head as layer 3."""
+    """Return the layers in each file."""
     index = json.loads((folder / INDEX).read_text())
     layers: dict[str, set[int]] = {}
     for key, file in index["weight_map"].items():
-        _, is_layer, rest = key.partition("layers.")
-        layer = int(rest.split(".")[0]) if is_layer else 0 if "embed" in key else 3
-        layers.setdefault(file, set()).add(layer)
+        layers.setdefault(file, set()).add(_find_layer(key))
     assert index["metadata"]["hf_moe_ep_sha256"].keys() == layers.keys()
     return layers
 
@@ -492,6 +499,61 @@ def parameter_groups_of_stages_that_differ_are_refused(rank: int, world: int, fo
     save_checkpoint(f"{folder}/groups", run.model, run.optimizer)
 
 
+def extra_tensors_are_written_by_the_first_stage(rank: int, world: int, folder: str) -> None:
+    """Every save has the tensors that the class ignores, and only rank 0 reads them."""
+    root = Path(folder)
+    if rank == 0:
+        write_with_extra(root / "base", "glm4_moe")
+    dist.barrier()
+    model = from_pretrained(root / "base", pp_size=2)
+    copied: list[str] = []
+    copy_tensor = Writer.copy
+
+    def copy_and_count(writer: Any, key: str, *args: Any) -> None:
+        copied.append(key)
+        copy_tensor(writer, key, *args)
+
+    with mock.patch.object(Writer, "copy", copy_and_count):
+        save_pretrained(model, root / "saved", max_shard_size=60_000)
+    save_checkpoint(root / "step", model, None)
+    stream = dict(hub_tensors(model))
+    before = read_files(root / "base")
+    extra = {key for key in before if is_of_head(key, model)}
+    assert len(extra) == 41 and set(copied) == (extra if rank == 0 else set())
+    if rank == 0:
+        convert(root / "step", root / "converted")
+    dist.barrier()
+    assert verify(root / "saved").facts["ignored tensors"].startswith("41, such as ")
+    for got in (stream, read_files(root / "saved"), read_files(root / "converted")):
+        assert got.keys() == before.keys()
+        assert_same_bytes(got, before)
+
+
+def a_stage_reads_only_its_own_tensors(rank: int, world: int, folder: str) -> None:
+    """Each rank reads the bytes of its stage once. The last stage also reads a tied embedding."""
+    for name, config in (("base", {}), ("tied", TIED)):
+        path = Path(folder, name)
+        if rank == 0:
+            four_layers(0, **config).save_pretrained(path, max_shard_size="60KB")
+        dist.barrier()
+        with mock.patch.object(Reader, "_fill_from_file") as fill:
+            from_pretrained(path, experts_implementation="eager", pp_size=2, pp_layers=(1, 3))
+        tensors = read_index(path)
+        read: Counter[str] = Counter()
+        for file, target, start in (call.args for call in fill.call_args_list):
+            (key,) = (
+                key
+                for key, tensor in tensors.items()
+                if tensor.file == file and 0 <= start - tensor.start < tensor.nbytes
+            )
+            read[key] += len(target)
+        own_layers = {0} if rank == 0 else {1, 2, 3}
+        own = {key for key in tensors if _find_layer(key) in own_layers}
+        own |= {"model.embed_tokens.weight"} if config else set()
+        assert len(own) < 0.8 * len(tensors)
+        assert read == {key: tensors[key].nbytes for key in own}
+
+
 TWO_RANKS = (
     adapters_of_one_stage_are_all_that_is_saved,
     parameter_groups_of_stages_that_differ_are_refused,
@@ -499,6 +561,8 @@ TWO_RANKS = (
     an_error_of_one_stage_leaves_the_folder_unchanged,
     adapters_of_no_layer_are_refused,
     adapters_that_cannot_be_merged_raise_on_every_stage,
+    extra_tensors_are_written_by_the_first_stage,
+    a_stage_reads_only_its_own_tensors,
 )
 
 

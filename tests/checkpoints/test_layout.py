@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
+from hf_moe_ep.checkpoints.hub.extra import find_extra
 from hf_moe_ep.checkpoints.hub.layout import PADDING, find_hub_layout, list_distinct_tensors
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
@@ -270,12 +271,26 @@ def _remove_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix("model."): x for key, x in tensors.items()}
 
 
+def _use_original_names_and_add_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Use the names of DeepSeek's own code, as the files of DeepSeek-V4 do."""
+    new_names = {"embed_tokens.weight": "embed.weight"}
+    new_names |= {f"hc_head.hc_{kind}": f"hc_head_{kind}" for kind in ("base", "fn", "scale")}
+    without_prefix = _remove_prefix(tensors)
+    assert new_names.keys() < without_prefix.keys()
+    head = {key: torch.ones(4) for key in HEAD_KEYS}
+    return {new_names.get(key, key): x for key, x in without_prefix.items()} | head
+
+
+HEAD_KEYS = ("mtp.0.attn.q_norm.weight", "mtp.0.norm.weight", "mtp.0.hc_head_fn")
+
+
 @pytest.mark.parametrize(
     ("model_type", "change"),
     [
         ("deepseek_v3", _add_old_buffers),
         ("axk1", _remove_biases_and_add_norm),
         ("deepseek_v4", _remove_prefix),
+        ("deepseek_v4", _use_original_names_and_add_head),
     ],
 )
 def test_published_files_are_read_as_stock_reads_them(
@@ -288,9 +303,14 @@ def test_published_files_are_read_as_stock_reads_them(
         pytest.skip("in this transformers the class needs its biases")
     model.save_pretrained(tmp_path)
     _change_files(tmp_path, change)
-    want = type(model).from_pretrained(tmp_path)
+    want, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    if change is _use_original_names_and_add_head and info["missing_keys"]:
+        pytest.skip("this transformers does not know the original names")
     found = find_weights(model, tmp_path, PLAN, [name for name, _ in model.named_parameters()])
-    assert not [key for key in found.extra if key.endswith("inv_freq")]
+    extra = set(HEAD_KEYS) if change is _use_original_names_and_add_head else set()
+    assert {key for key in found.extra if not key.endswith("post_mlp_layernorm.weight")} == extra
+    references = find_extra(want, PLAN)
+    assert (set() if references is None else references.tensors().keys()) == found.extra.keys()
     got = _load_model(type(model), tmp_path)
     assert_equal(dict(got.state_dict()), dict(want.state_dict()))
 

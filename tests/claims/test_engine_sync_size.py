@@ -4,6 +4,8 @@ With a model of 960 MiB, resident memory grows by at most 1.2 times max_bytes, i
 of collectives.
 """
 
+import gc
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,7 @@ from support.received import Received, not_here
 from support.resident import Resident, return_what_is_freed
 from support.tiny_models import tiny
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from hf_moe_ep import apply_ep_fsdp2, hub_tensors
 from hf_moe_ep.lora.merged import compute_delta
@@ -55,6 +58,46 @@ def memory_grows_by_a_few_parts(rank: int, world: int) -> None:
         grown = memory_taken.grown
         assert sent == size
         assert max_bytes / 8 < grown <= 1.2 * max_bytes, (max_bytes, grown / max_bytes)
+
+
+class Allocated:
+    """Context manager whose `grown` is the peak of what torch allocates in a block, in bytes."""
+
+    def __enter__(self) -> "Allocated":
+        gc.collect()
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        events = self._profile.profiler.kineto_results.events()
+        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        self.grown = max(accumulate(size for _, size in changes))
+
+
+def torch_allocates_at_most_max_bytes(rank: int, world: int) -> None:
+    """The peak of what torch allocates is at most max_bytes, and twice the factors of a parameter.
+
+    The smaller max_bytes is 8 times gate and up of an expert. All experts of a layer have more
+    bytes than the larger one.
+    """
+    sizes = {**DIVISIBLE, "moe_intermediate_size": 128, "num_experts": 32}
+    bytes_of_expert = 2 * 128 * 32 * 2
+    for name, layout in LAYOUTS.items():
+        for adapted in (False, True):
+            model = tiny(dtype=torch.bfloat16, **sizes)
+            model = apply_ep_fsdp2(with_lora(model, r=4) if adapted else model, **layout)
+            sizes_of_factors = [
+                max(p.nbytes for n, p in model.named_parameters() if factor in n)
+                for factor in (("lora_A", "lora_B") if adapted else ())
+            ]
+            for max_bytes in (8 * bytes_of_expert, 400_000):
+                with Allocated() as memory_taken:
+                    for _ in hub_tensors(model, merge_adapters=adapted, max_bytes=max_bytes):
+                        pass
+                limit = max_bytes + 2 * sum(sizes_of_factors)
+                assert max_bytes / 8 < memory_taken.grown <= limit, (name, adapted, max_bytes)
 
 
 def each_byte_is_received_once(rank: int, world: int) -> None:
@@ -111,6 +154,7 @@ def each_product_of_factors_is_computed_once(rank: int, world: int) -> None:
     on_ranks(
         4,
         memory_grows_by_a_few_parts,
+        torch_allocates_at_most_max_bytes,
         each_byte_is_received_once,
         each_product_of_factors_is_computed_once,
     ),

@@ -23,6 +23,7 @@ Rank 0 writes checkpoints, so only the references of rank 0 are used.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -202,18 +203,34 @@ def find_loaded(stock: nn.Module) -> tuple[Path, dict[str, FileTensor]] | None:
 def _choose_commit(model: nn.Module, folders: list[Path]) -> tuple[Path, dict[str, FileTensor]]:
     """Choose the commit of the hub's cache that has the weights of the model.
 
+    The cache also has a folder for each commit from which only the config or the tokenizer was
+    loaded, and for each commit that changed other files. In the second folder the weights are links
+    to the same files, so both folders fit.
+
     Raises:
-        ValueError: no commit or several commits have all values that are compared.
+        ValueError: no commit has all values that are compared, or several commits with different
+            files of weights have them.
     """
-    read = {folder: read_index(folder) for folder in folders}
+    read: dict[Path, dict[str, FileTensor]] = {}
+    for folder in folders:
+        # from_pretrained cannot have loaded a folder without complete weights either.
+        with contextlib.suppress(ValueError, OSError):
+            read[folder] = read_index(folder)
     fitting = [folder for folder, tensors in read.items() if _compare(model, tensors).is_exact]
-    if len(fitting) != 1:
+    files = [_follow_links(read[folder]) for folder in fitting]
+    if not fitting or any(others != files[0] for others in files):
         names = ", ".join(map(str, folders))
         raise ValueError(
             f"{len(fitting)} of {len(folders)} folders in the cache have the weights of this "
             f"model: {names}; load the model from a folder, or delete the commits that are not used"
         )
     return fitting[0], read[fitting[0]]
+
+
+def _follow_links(tensors: Mapping[str, FileTensor]) -> dict[str, Path]:
+    """Return the file of each tensor by key; links are followed."""
+    targets = {file: file.resolve() for file in {tensor.file for tensor in tensors.values()}}
+    return {key: targets[tensor.file] for key, tensor in tensors.items()}
 
 
 def _choose_weights(model: nn.Module, folder: Path) -> tuple[Path, dict[str, FileTensor]]:

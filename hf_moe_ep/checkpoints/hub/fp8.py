@@ -47,7 +47,7 @@ _STACKED = 3
 _VALUES_PER_STEP = 1 << 18
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Fp8Tensor(FileTensor):
     """A tensor of a file with one scale per block of its last two dims.
 

@@ -39,7 +39,7 @@ _VALUES_PER_STEP = 1 << 18
 _VALUE_OF_CODE = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Mxfp4Tensor(FileTensor):
     """A weight [E, in, out] that a checkpoint stores as packed blocks and their scales.
 

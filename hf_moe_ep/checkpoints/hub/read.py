@@ -186,7 +186,9 @@ def match_checkpoint(
     except ValueError as error:
         text = str(error)
         prefix = get_base_prefix(without_adapters(model))
-        if key_in_file and all(key == f"{prefix}{old}" for key, old in key_in_file.items()):
+        own_keys = {piece.key for pieces in layout.values() for piece in pieces}
+        own = own_keys & key_in_file.keys()
+        if own and all(key == f"{prefix}{key_in_file[key]}" for key in own):
             text += (
                 "; it holds a base model without a head, and transformers would add a head "
                 "that is not trained. If you want this, load the checkpoint in transformers "
@@ -267,17 +269,19 @@ def _rename_keys(
             text = list_names("ignores", ignored)
             _logger.warning("%s has no head and %s", type(stock).__name__, text)
         return key_in_file
+    names = {key: key for key in tensors}
     # Some keys may match with the prefix and others without it; the form with more matches is used.
     with_prefix = model_keys & {f"{prefix}{key}" for key in tensors}
     if not is_base_model(stock) and len(with_prefix) > len(model_keys & tensors.keys()):
-        # The head has no prefix.
+        # The head has no prefix, and no tensor of a module outside the base model has one (`mtp.`).
+        modules = tuple(f"{name}." for name, _ in stock.base_model.named_children())
         keeps = {key for key in model_keys & tensors.keys() if f"{prefix}{key}" not in model_keys}
-        return {key if key in keeps else f"{prefix}{key}": key for key in tensors}
-    if model_keys <= tensors.keys():
-        return {key: key for key in tensors}
-    unknown, missing = sorted(tensors.keys() - model_keys), sorted(model_keys - tensors.keys())
-    new_name = find_other_names(stock, unknown, missing)
-    return {new_name.get(key, key): key for key in tensors}
+        own = {key for key in tensors if f"{prefix}{key}" in with_prefix or key.startswith(modules)}
+        names |= {key: f"{prefix}{key}" for key in own - keeps}
+    if missing := sorted(model_keys - set(names.values())):
+        unknown = sorted(key for key, name in names.items() if name not in model_keys)
+        names |= find_other_names(stock, unknown, missing)
+    return {name: key for key, name in names.items()}
 
 
 def check_same_weights(own_fingerprint: str, folder: str) -> None:

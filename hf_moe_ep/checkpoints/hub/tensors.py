@@ -129,8 +129,10 @@ def hub_tensors(
             then `x.weight_scale_inv`). `HubTensors.quantization_config` describes this format.
         max_bytes: the limit of the memory needed besides the shards, including the tensor that was
             yielded last. A larger tensor (the embedding, or all experts of a layer if the hub
-            stores them in one tensor) is yielded all the same, but assembled from small slabs. In
-            addition each rank holds the whole factors of one parameter's adapters.
+            stores them in one tensor) is yielded all the same, but assembled from small slabs. A
+            slab has at least one row of dim 0, such as gate and up of one expert, so the limit
+            holds from 8 such rows on. In addition each rank holds the whole factors of one
+            parameter's adapters, twice while they are gathered.
         extra_tensors: yield, after all others, the tensors of the loaded checkpoint that the
             model's class ignores (layers for multi-token prediction), in their own dtypes. They do
             not change, so an engine needs to load them only once.

@@ -8,11 +8,16 @@ A file counts as unchanged if its size and its modification time are the same as
 If only the time differs, the bytes of its tensors are hashed and compared with the known hashes;
 without known hashes the file counts as changed. References that were read from a checkpoint
 (`from_json`) have hashes but no times, so their first check reads the tensors.
+
+Between two saves the positions are kept compressed, and the hashes as one row of bytes. For 10,000
+experts' tensors this takes 0.5 MiB, and 3.4 MiB as Python objects.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -41,15 +46,18 @@ class FileReferences:
         self,
         folder: Path,
         source: str,
-        tensors: dict[str, FileTensor],
+        tensors: Mapping[str, FileTensor],
         stamps: dict[str, tuple[int, int | None]],
-        digests: dict[str, bytes] | None = None,
+        digests: Mapping[str, bytes] | None = None,
     ) -> None:
         self.folder, self.source = folder, source
-        self._tensors = tensors
+        self._num_tensors, self._rows = len(tensors), _pack(folder, tensors)
         # The size and the modification time in ns of each file; the time is None if unknown.
         self._stamps = stamps
-        self._digests = digests
+        # The sha256 of all tensors in the order of `tensors()`; None if they are not known.
+        self._digests: bytes | None = None
+        if digests is not None:
+            self.learn(digests)
 
     @classmethod
     def of(
@@ -57,7 +65,7 @@ class FileReferences:
         folder: Path,
         tensors: Mapping[str, FileTensor],
         source: str = "",
-        digests: dict[str, bytes] | None = None,
+        digests: Mapping[str, bytes] | None = None,
     ) -> FileReferences:
         """Refer to tensors of the files in a folder.
 
@@ -68,25 +76,28 @@ class FileReferences:
             digests: the sha256 of each tensor by key; None if they are not known.
         """
         absolute = folder.absolute()  # os.chdir must not redirect a later save
-        moved = {
-            key: replace(tensor, file=absolute / _name_in(folder, tensor))
-            for key, tensor in tensors.items()
-        }
+        files = {tensor.file: absolute / _name_in(folder, tensor) for tensor in tensors.values()}
+        moved = {key: replace(tensor, file=files[tensor.file]) for key, tensor in tensors.items()}
         stamps: dict[str, tuple[int, int | None]] = {}
-        for name in sorted({_name_in(absolute, tensor) for tensor in moved.values()}):
-            status = (absolute / name).stat()
-            stamps[name] = status.st_size, status.st_mtime_ns
+        for file in sorted(files.values()):
+            status = file.stat()
+            stamps[file.relative_to(absolute).as_posix()] = status.st_size, status.st_mtime_ns
         return cls(absolute, source or os.fspath(absolute), moved, stamps, digests)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FileReferences:
         return self
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return self._num_tensors
 
     def tensors(self) -> dict[str, FileTensor]:
         """Return the tensors by key, in their order in the checkpoint."""
-        return dict(self._tensors)
+        rows = json.loads(zlib.decompress(self._rows))
+        files = {name: self.folder / name for name in self._stamps}
+        return {
+            key: FileTensor(files[name], DTYPES[dtype], tuple(shape), start)
+            for key, (name, dtype, shape, start) in rows.items()
+        }
 
     def check_unchanged(self, *, reads: bool = True) -> None:
         """Raise ValueError if a file is gone, or has changed since the first look at it.
@@ -125,21 +136,25 @@ class FileReferences:
         """
         if self._digests is None:
             self.check_unchanged()
-            self._digests = {key: tensor_sha256(tensor) for key, tensor in self._tensors.items()}
-        return {key: digest.hex() for key, digest in self._digests.items()}
+            self.learn({key: tensor_sha256(tensor) for key, tensor in self.tensors().items()})
+        return {key: digest.hex() for key, digest in self.known_digests().items()}
 
     def known_digests(self) -> dict[str, bytes]:
         """Return the sha256 of each tensor by key; {} if the hashes are not known."""
-        return dict(self._digests or {})
+        if self._digests is None:
+            return {}
+        starts = range(0, len(self._digests), _DIGEST_BYTES)
+        digests = (self._digests[start : start + _DIGEST_BYTES] for start in starts)
+        return dict(zip(self.tensors(), digests, strict=True))
 
     def learn(self, digests: Mapping[str, bytes]) -> None:
         """Store the sha256 of all tensors, which other code computed while it read their bytes."""
-        self._digests = {key: digests[key] for key in self._tensors}
+        self._digests = b"".join(digests[key] for key in self.tensors())
 
     def _compare_hashes(self, name: str) -> None:
         hashes = self.hashes()
-        for key, tensor in self._tensors.items():
-            if _name_in(self.folder, tensor) != name:
+        for key, tensor in self.tensors().items():
+            if tensor.file != self.folder / name:
                 continue
             actual, known = tensor_sha256(tensor).hex(), hashes[key]
             if actual != known:
@@ -147,8 +162,8 @@ class FileReferences:
 
     def moved(self, folder: Path, tensors: Mapping[str, FileTensor]) -> FileReferences:
         """Return references to copies of the tensors in another folder, with the known hashes."""
-        copies = {key: tensors[key] for key in self._tensors}
-        return FileReferences.of(folder, copies, self.source, self._digests)
+        copies = {key: tensors[key] for key in self.tensors()}
+        return FileReferences.of(folder, copies, self.source, self.known_digests() or None)
 
     def to_json(self) -> dict[str, Any]:
         """Convert the references to JSON values, with the hash of each tensor."""
@@ -166,7 +181,7 @@ class FileReferences:
                     "start": tensor.start,
                     "sha256": hashes[key],
                 }
-                for key, tensor in self._tensors.items()
+                for key, tensor in self.tensors().items()
             },
         }
 
@@ -206,3 +221,13 @@ class FileReferences:
 
 def _name_in(folder: Path, tensor: FileTensor) -> str:
     return tensor.file.relative_to(folder).as_posix()
+
+
+def _pack(folder: Path, tensors: Mapping[str, FileTensor]) -> bytes:
+    """Compress the positions of tensors, whose files are in a folder, for `tensors()`."""
+    names = {tensor.file: _name_in(folder, tensor) for tensor in tensors.values()}
+    rows = {
+        key: (names[tensor.file], DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.start)
+        for key, tensor in tensors.items()
+    }
+    return zlib.compress(json.dumps(rows, separators=(",", ":")).encode())

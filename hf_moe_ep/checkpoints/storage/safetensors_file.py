@@ -89,7 +89,7 @@ _HASHING_THREADS = 4
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FileTensor:
     """A tensor in a safetensors file.
 
@@ -387,6 +387,8 @@ class Writer:
         self._path, self._num_missing = path, data + end
         self._digest, self._end, self._in_order = hashlib.sha256(), 0, True
         self._hashing = ThreadPoolExecutor(_HASHING_THREADS, thread_name_prefix="hf_moe_ep hashes")
+        # Syncs have a thread of their own, because they would wait behind all queued hashes.
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="hf_moe_ep syncs")
         self._copied: dict[str, bytes | Future[bytes]] = {}
         self._num_unsynced, self._syncing = 0, Future[None]()
         self._syncing.set_result(None)
@@ -432,7 +434,7 @@ class Writer:
         self._num_unsynced += tensor.nbytes
         if self._num_unsynced > _BYTES_PER_SYNC and self._syncing.done():
             self._syncing.result()
-            self._syncing = self._hashing.submit(os.fdatasync, self._file.fileno())
+            self._syncing = self._disk.submit(os.fdatasync, self._file.fileno())
             self._num_unsynced = 0
 
     def _write_bytes(self, data: bytes | memoryview, start: int) -> None:
@@ -476,7 +478,8 @@ class Writer:
                 for key, hashed in self._copied.items():
                     self._copied[key] = hashed if isinstance(hashed, bytes) else hashed.result()
         finally:
-            self._hashing.shutdown(cancel_futures=True)
+            for pool in (self._hashing, self._disk):
+                pool.shutdown(cancel_futures=True)
             self._file.close()
 
     @property
