@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import FrameType, SimpleNamespace
 from typing import Any
 
+from accelerate import Accelerator
 from packaging.version import Version
 
 from hf_moe_ep.upstream.requirements import get_installed_version
@@ -219,6 +220,14 @@ def split_over_data_ranks(loader: Any, ranks_per_batch: int) -> None:
         )
     sampler.tp_size = ranks_per_batch
     sampler.total_samples = len(loader.dataset) // sampler.world_size
+
+
+def drops_nan_gradients() -> bool:
+    """Return True while ms-swift trains: it drops all gradients of a step whose norm is NaN.
+
+    For this, ms-swift replaces a method of Accelerate's class (swift/trainers/mixin.py).
+    """
+    return Accelerator.clip_grad_norm_.__module__.startswith("swift.")
 
 
 def recount_steps(trainer: Any, ranks_per_batch: int, sizes: str) -> None:

@@ -5,6 +5,7 @@ clipping) and saved tensors of six steps are compared.
 """
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,20 @@ EVALUATION: Config = {
     "eval_strategy": "steps",
     "eval_steps": MIDDLE,
 }
+# A file for --external_plugins, which fills one gradient of a step with NaN.
+POISON = f"""
+from transformers import Trainer
+
+original = Trainer.training_step
+
+def training_step(self, model, *args, **kwargs):
+    loss = original(self, model, *args, **kwargs)
+    if self.state.global_step == {MIDDLE - 1}:
+        next(p.grad for p in model.parameters() if p.grad is not None).fill_(float("nan"))
+    return loss
+
+Trainer.training_step = training_step
+"""
 
 # ms-swift's template uses constants as the ids of the placeholder tokens.
 PLACEHOLDERS = {
@@ -255,6 +270,19 @@ def test_evaluation_and_resume_equal_stock(folder: Path, stock_sft: Path) -> Non
     for run in (output, resumed):
         convert(run / LAST, run / "whole")
         assert_same_tensors(read_saved_tensors(run / "whole"), read_saved_tensors(stock_sft / LAST))
+
+
+def test_a_step_with_nan_gradients_changes_nothing_as_in_stock(folder: Path) -> None:
+    (folder / "poison.py").write_text(POISON)
+    changes = {"external_plugins": "poison.py"}
+    want = train_stock(folder, "stock_nan", **changes)
+    got = train_ours(folder, "nan", fsdp=FULL_STATE_DICT, **changes)
+    logs = [read_training_log(output) for output in (got, want)]
+    for mine, theirs in zip(*logs, strict=True):
+        assert math.isnan(mine["grad_norm"]) == math.isnan(theirs["grad_norm"])
+        assert math.isnan(mine["grad_norm"]) == (mine["step"] == MIDDLE)
+        assert abs(mine["loss"] - theirs["loss"]) <= LOSS_BUDGET * theirs["loss"]
+    assert_same_tensors(read_saved_tensors(got / LAST), read_saved_tensors(want / LAST))
 
 
 def test_without_fsdp_an_error_names_the_option(folder: Path) -> None:

@@ -278,7 +278,7 @@ def test_steps_of_axolotl_are_counted_for_shared_batches(case: str) -> None:
 
 
 def test_steps_that_axolotl_did_not_count_are_refused() -> None:
-    match = r"counted 509 steps .* sp_size=2 2 ranks share one batch; write `max_steps: 1018`, `warmup_ste"
+    match = r"counted 509 steps .* sp_size=2 2 ranks share one batch; write `max_steps: 1018`, `war"
     with pytest.raises(ValueError, match=match):
         train_by_axolotl({}, world_size=8, others=9)
     keys = {"max_steps": 700, "warmup_steps": 3, "logging_steps": 4}
