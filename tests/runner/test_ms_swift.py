@@ -7,6 +7,7 @@ clipping) and saved tensors of six steps are compared.
 import json
 import math
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,11 @@ TINY: Config = {
     "train_dataloader_shuffle": False,
     "dataset_num_proc": 1,
     "dataloader_num_workers": 0,
-    "packing": False,
     "max_length": 128,
     "use_cpu": True,
     "torch_dtype": "float32",
     "bf16": False,
     "fp16": False,
-    "attn_impl": "sdpa",
     "optim": "adamw_torch",
     "gradient_checkpointing": False,
     "per_device_train_batch_size": STOCK_BATCH,
@@ -105,6 +104,19 @@ def training_step(self, model, *args, **kwargs):
     return loss
 
 Trainer.training_step = training_step
+"""
+# Parse the arguments of `swift sft` in the way of swift/cli/main.py.
+PARSE = """
+import sys
+from swift.arguments import SftArguments
+from swift.cli.main import parse_yaml_args
+from swift.utils import parse_args
+
+words = sys.argv[1:]
+parse_yaml_args(words)
+arguments, others = parse_args(SftArguments, words)
+assert not others, others
+print("FSDP", arguments.fsdp_config["fsdp_version"])
 """
 
 # ms-swift's template uses constants as the ids of the placeholder tokens.
@@ -283,6 +295,16 @@ def test_a_step_with_nan_gradients_changes_nothing_as_in_stock(folder: Path) -> 
         assert math.isnan(mine["grad_norm"]) == (mine["step"] == MIDDLE)
         assert abs(mine["loss"] - theirs["loss"]) <= LOSS_BUDGET * theirs["loss"]
     assert_same_tensors(read_saved_tensors(got / LAST), read_saved_tensors(want / LAST))
+
+
+def test_ms_swift_accepts_the_unchanged_example(folder: Path) -> None:
+    """Options replace the model and the data, which have to be downloaded, and the GPUs."""
+    (folder / "parse.py").write_text(PARSE)
+    options = f"--model {MODEL} --model_type qwen3_moe --template chatml --use_cpu true"
+    data = "--dataset chat/train.jsonl"
+    command = [sys.executable, "parse.py", str(EXAMPLE), *options.split(), *data.split()]
+    printed = run_stock(command, folder, "parse.txt", PYTHONPATH=ON_CPU)
+    assert printed.splitlines()[-1] == "FSDP 2"
 
 
 def test_without_fsdp_an_error_names_the_option(folder: Path) -> None:
