@@ -187,29 +187,46 @@ def test_axolotls_kernels_plugin_without_a_kernel_changes_nothing(
     assert_same_training(folder / output, stock_full)
 
 
-def test_the_plugin_trains_and_the_runner_resumes_as_stock(folder: Path, stock_full: Path) -> None:
+@pytest.mark.parametrize(
+    ("train", "resume"),
+    [(train_by_plugin, train_by_runner), (train_by_runner, train_by_plugin)],
+)
+def test_one_way_trains_and_the_other_resumes_as_stock(
+    train: Callable[[Config, Path], str],
+    resume: Callable[[Config, Path], str],
+    folder: Path,
+    stock_full: Path,
+) -> None:
     """The run uses lean loading, activation checkpointing and sharded state dicts."""
     fsdp = {
         "cpu_ram_efficient_loading": True,
         "activation_checkpointing": True,
         "state_dict_type": "SHARDED_STATE_DICT",
     }
-    config = make_our_config(folder, "plugin", fsdp=fsdp, save_steps=MIDDLE)
-    assert_has_report(train_by_plugin(config, folder), folder / "plugin")
-    assert_same_training(folder / "plugin", stock_full)
-    middle = f"plugin/checkpoint-{MIDDLE}"
-    config |= {"output_dir": "resumed", "resume_from_checkpoint": middle}
-    train_by_runner(config, folder)
-    assert_same_log(read_training_log(folder / "resumed"), read_training_log(stock_full))
-    assert_same_tensors(read_saved_tensors(folder / "resumed"), read_saved_tensors(stock_full))
+    first, second = f"sharded_{train.__name__}", f"resumed_{resume.__name__}"
+    config = make_our_config(folder, first, fsdp=fsdp, save_steps=MIDDLE)
+    assert_has_report(train(config, folder), folder / first)
+    assert_same_training(folder / first, stock_full)
+    middle = f"{first}/checkpoint-{MIDDLE}"
+    resume(config | {"output_dir": second, "resume_from_checkpoint": middle}, folder)
+    assert_same_log(read_training_log(folder / second), read_training_log(stock_full))
+    assert_same_tensors(read_saved_tensors(folder / second), read_saved_tensors(stock_full))
 
 
-def test_packed_samples_train_as_stock(folder: Path) -> None:
+@pytest.mark.parametrize("train", [train_by_runner, train_by_plugin])
+def test_packed_samples_train_as_stock(
+    train: Callable[[Config, Path], str], folder: Path, stock_packing: Path
+) -> None:
+    output = f"packing_{train.__name__}"
+    train(make_our_config(folder, output, **PACKING), folder)
+    assert_same_training(folder / output, stock_packing)
+
+
+@pytest.fixture(scope="module")
+def stock_packing(folder: Path) -> Path:
     """Stock accumulates batches of two rows, because axolotl packs batches of four differently."""
     batches = {"micro_batch_size": STOCK_BATCH // RANKS, "gradient_accumulation_steps": RANKS}
-    want = train_stock(folder, "stock_packing", **batches, **PACKING)
-    train_by_runner(make_our_config(folder, "packing", **PACKING), folder)
-    assert_same_training(folder / "packing", want)
+    return train_stock(folder, "stock_packing", **batches, **PACKING)
 
 
 @pytest.mark.parametrize("by_plugin", [False, True])
