@@ -120,6 +120,8 @@ the row above.
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
     integrations/shared_batches.py | setattr | attributes that Accelerate sets on a scheduler
     upstream/frameworks.py | tp_size total_samples | of the sampler of a loader of ms-swift
+    upstream/frameworks.py | setattr | the arguments of a Trainer whose steps axolotl has counted
+    integrations/optimizers.py | grad | of parameters, None in a step that ms-swift would skip
     integrations/shared_batches.py | num_input_tokens_seen | counted once per data rank
     upstream/hub.py | generation_config data | of a model loaded by `from_pretrained`
     upstream/models.py | name_or_path _name_or_path | the same

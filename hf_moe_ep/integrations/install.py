@@ -144,6 +144,7 @@ def train(
         return original(self, *args, **kwargs)
     # If the Trainer has no model, `model_init` builds one inside the original function.
     state = None if self.model is None else find_state(self.model)
+    shared_batches.correct_steps(self)
     if state is not None and state.is_reported:
         # This module is slow to import, so it is imported only for `hf-moe-ep run`.
         from hf_moe_ep.integrations.run_report import add_report

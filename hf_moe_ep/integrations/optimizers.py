@@ -34,6 +34,7 @@ from hf_moe_ep.upstream.accelerate_and_trainer import (
     prepared_models,
     prepared_optimizers,
 )
+from hf_moe_ep.upstream.frameworks import drops_nan_gradients
 from hf_moe_ep.upstream.sharded_models import is_refused_by_dtensor
 from hf_moe_ep.upstream.wrap import Wrap, bind_wrapper
 
@@ -165,11 +166,19 @@ def get_grad_norm(
 ) -> Any:
     """Wrap `Trainer._get_grad_norm`: log the norm of all stages, and unscale fp16 before.
 
+    If ms-swift runs, a step whose norm is NaN changes no parameter, as in stock. ms-swift's own
+    check is in a function that the Trainer (since 5.19) does not call for gradients on two meshes.
+
     `_needs_clip_of_accelerator` says when the Trainer's own function would be wrong.
     """
     if grad_norm is None and _needs_clip_of_accelerator(self):
         grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
-    return original(self, model, grad_norm)
+    grad_norm = original(self, model, grad_norm)
+    # The Trainer calls this function before each step, also after it has clipped.
+    if drops_nan_gradients() and isinstance(grad_norm, Tensor) and grad_norm.isnan().item():
+        for parameter in model.parameters():
+            parameter.grad = None
+    return grad_norm
 
 
 def _needs_clip_of_accelerator(trainer: transformers.Trainer) -> bool:

@@ -40,6 +40,7 @@ from hf_moe_ep.upstream.accelerate_and_trainer import generates_in_training, pre
 from hf_moe_ep.upstream.frameworks import (
     check_reads_no_logits,
     multiplies_by_processes,
+    recount_steps,
     split_over_data_ranks,
 )
 from hf_moe_ep.upstream.wrap import runs_wrapper_first
@@ -100,6 +101,16 @@ def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> N
         check_reads_no_logits(trainer)
     share_batches(trainer.accelerator, state)
     state.sums_losses = trainer.args.average_tokens_across_devices
+
+
+def correct_steps(trainer: transformers.Trainer) -> None:
+    """Correct the steps that a framework has counted with a batch for each process.
+
+    Raises:
+        ValueError: the framework is axolotl, and the right number of steps is not known.
+    """
+    ranks_per_batch = count_processes_per_batch(trainer.accelerator)
+    recount_steps(trainer, ranks_per_batch, describe_shared_batch(trainer.accelerator))
 
 
 def count_processes_per_batch(accelerator: Accelerator) -> int:

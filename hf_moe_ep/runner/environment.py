@@ -11,6 +11,7 @@ The variables alone patch nothing. Python ignores PYTHONPATH if it is started wi
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import shutil
@@ -82,7 +83,13 @@ def run_command(
         # Python ignores these signals, and the command would inherit that they are ignored.
         for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(ignored, signal.SIG_DFL)
-        os.execve(program, list(command), new)
+        try:
+            os.execve(program, list(command), new)
+        except OSError as error:
+            if error.errno != errno.ENOEXEC:
+                raise
+            # A script without a line "#!". Shells run it by sh, as POSIX says of execvp.
+            os.execve("/bin/sh", ["sh", program, *command[1:]], new)
     return 0
 
 

@@ -7,6 +7,7 @@ from_pretrained and from_config of auto classes and of models return patched mod
     the model is a part of another model     the call comes from the constructor of that model, or
                                              from another call of from_pretrained
     an inference engine builds the model     such as a worker of vLLM
+    a program quantises the model            such as llm-compressor or GPTQModel
     hf_moe_ep builds the model               in its own from_pretrained or in its planner
 
 Rank 0 prints one line for each patched model to stderr. Every process that imports transformers
@@ -37,9 +38,11 @@ from hf_moe_ep.upstream.wrap import Feature, Wrap, find_owner, wrap_process
 
 _COMMAND = "hf-moe-ep run"
 _logger = logging.getLogger("hf_moe_ep.runner")
-# Packages that build transformers' models for inference, and the module through which hf_moe_ep
-# builds models without values.
-_NOT_PATCHED_IN = ("vllm", "sglang", "lmdeploy", "hf_moe_ep.upstream.hub")
+# Packages that build transformers' models for inference or to quantise them, and the module through
+# which hf_moe_ep builds models without values.
+_ENGINES = ("vllm", "sglang", "lmdeploy")
+_QUANTISERS = ("llmcompressor", "gptqmodel", "auto_gptq", "awq", "auto_round", "modelopt")
+_NOT_PATCHED_IN = (*_ENGINES, *_QUANTISERS, "hf_moe_ep.upstream.hub")
 # True while from_pretrained or from_config runs.
 _is_building: ContextVar[bool] = ContextVar("_is_building", default=False)
 
@@ -68,7 +71,13 @@ def load(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> 
 
     config, options = _read_settings()
     this_load = Load(config, options)
-    with _building(), before_weights(this_load.choose):
+
+    def choose(model: Any, weights: Any) -> Any:
+        if _is_moe(model):
+            _warn_of_old_trainer()
+        return this_load.choose(model, weights)
+
+    with _building(), before_weights(choose):
         result = original(cls, *args, **kwargs)
     # With output_loading_info=True, the result is the model and a report.
     _patch(result[0] if isinstance(result, tuple) else result, this_load)
@@ -106,7 +115,7 @@ def _building() -> Iterator[None]:
 
 
 def _is_top_level() -> bool:
-    """Return False for a call from a model's part, an inference engine or hf_moe_ep itself."""
+    """Return False for a call from a part of a model or from a package in _NOT_PATCHED_IN."""
     if _is_building.get():
         return False
     model_class = sys.modules["transformers.modeling_utils"].PreTrainedModel
@@ -128,17 +137,15 @@ def _read_settings() -> tuple[ParallelConfig, RunOptions]:
 
 def _patch(model: Any, this_load: Any) -> None:
     """Patch a model that has experts, and log on rank 0 what was done."""
-    from hf_moe_ep.architectures import find_block
-    from hf_moe_ep.derive import has_experts
     from hf_moe_ep.ranks.all_ranks import get_rank_of_launch
-    from hf_moe_ep.upstream.frameworks import describe_version_problem
 
     _show_log()
     name = type(model).__name__
-    if not has_experts(model) and find_block(model) is None:
+    if not _is_moe(model):
         if get_rank_of_launch() == 0:
             _warn_once(f"warning: {name} has no experts, so it is not patched")
         return
+    _warn_of_old_trainer()
     state = this_load.patch(model)
     how = ""
     if this_load.unread is not None:
@@ -146,8 +153,6 @@ def _patch(model: Any, this_load: Any) -> None:
     elif this_load.why_stock:
         how = f"; every process has read the whole model: {this_load.why_stock}"
     if get_rank_of_launch() == 0:
-        if problem := describe_version_problem():
-            _warn_once(f"warning: {problem}")
         _logger.info(
             "patched %s (%s): %d MoE layers of %d experts%s",
             name,
@@ -156,6 +161,23 @@ def _patch(model: Any, this_load: Any) -> None:
             state.num_experts,
             how,
         )
+
+
+def _is_moe(model: Any) -> bool:
+    from hf_moe_ep.architectures import find_block
+    from hf_moe_ep.derive import has_experts
+
+    return has_experts(model) or find_block(model) is not None
+
+
+def _warn_of_old_trainer() -> None:
+    """Warn on rank 0 of an old trainer, before the checks and the patch, which may fail with it."""
+    from hf_moe_ep.ranks.all_ranks import get_rank_of_launch
+    from hf_moe_ep.upstream.frameworks import describe_version_problem
+
+    _show_log()
+    if get_rank_of_launch() == 0 and (problem := describe_version_problem()):
+        _warn_once(f"warning: {problem}")
 
 
 @functools.cache

@@ -3,15 +3,19 @@
 The functions look for a framework among the imported modules, and never import one. Most of them
 choose the words of errors, because the users of such a framework write a YAML file or options
 instead of Python. The names come from the frameworks' own options, and from
-swift/sequence_parallel/ and swift/dataloader/.
+swift/sequence_parallel/, swift/dataloader/ and axolotl/train.py.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
 import sys
 from dataclasses import dataclass, field
+from types import FrameType, SimpleNamespace
 from typing import Any
 
+from accelerate import Accelerator
 from packaging.version import Version
 
 from hf_moe_ep.upstream.requirements import get_installed_version
@@ -216,6 +220,105 @@ def split_over_data_ranks(loader: Any, ranks_per_batch: int) -> None:
         )
     sampler.tp_size = ranks_per_batch
     sampler.total_samples = len(loader.dataset) // sampler.world_size
+
+
+def drops_nan_gradients() -> bool:
+    """Return True while ms-swift trains: it drops all gradients of a step whose norm is NaN.
+
+    For this, ms-swift replaces a method of Accelerate's class (swift/trainers/mixin.py).
+    """
+    return Accelerator.clip_grad_norm_.__module__.startswith("swift.")
+
+
+def recount_steps(trainer: Any, ranks_per_batch: int, sizes: str) -> None:
+    """Correct the steps of a run of axolotl in which several ranks share a batch.
+
+    axolotl counts the steps while it prepares the data, with a batch for each process. It passes
+    the count as max_steps, and derives warm-up steps and the logging interval from it. This
+    function counts again, with the batch size that axolotl would use for a context_parallel_size of
+    `ranks_per_batch`. Arguments that the YAML file sets are not changed.
+
+        8,000 samples, 8 processes, micro_batch_size 1    1,000 steps
+        sp_size 2: a step takes 4 samples                 2,000 steps
+
+    Args:
+        trainer: a Trainer that is about to train.
+        ranks_per_batch: the number of processes that share a batch.
+        sizes: the sizes that make them share it, for the error.
+
+    Raises:
+        ValueError: the count comes from a plugin of axolotl, which counts in its own way; or
+            axolotl.train.train does not run.
+    """
+    if ranks_per_batch == 1 or "axolotl" not in sys.modules or trainer.args.max_steps <= 0:
+        return
+    call = _find_call("axolotl.train", "train")
+    if call is None:
+        if any(kind.__module__.startswith("axolotl.") for kind in type(trainer).__mro__):
+            raise ValueError(
+                f"axolotl counts max_steps with a batch for each process, but with {sizes} "
+                f"{ranks_per_batch} ranks share one batch; start the training by "
+                f"axolotl.train.train (axolotl 0.19), from whose arguments hf_moe_ep corrects it"
+            )
+        return  # a Trainer of the user's own script
+    cfg, data = call["cfg"], call["dataset_meta"]
+    counted = data.total_num_steps
+    # Without a count, and for streams, max_steps comes from the YAML file.
+    if not counted or counted == cfg.max_steps or _sets_all_steps(cfg):
+        return
+    changes: dict[str, Any] = {}
+    if _count_steps(cfg, data.train_dataset) != counted:
+        # axolotl counts packed batches, and then stores their efficiency in the configuration,
+        # from which it would count in another way.
+        changes["sample_packing_eff_est"] = None
+        if cfg.rl or not cfg.sample_packing:
+            raise _make_steps_error(counted, ranks_per_batch, sizes)
+    changes["batch_size"] = cfg.batch_size // ranks_per_batch
+    right = _count_steps(type(cfg)({**cfg, **changes}), data.train_dataset)
+    old, new = _derive_arguments(cfg, counted), _derive_arguments(cfg, right)
+    for name, value in old.items():
+        if getattr(trainer.args, name) == value:
+            setattr(trainer.args, name, new[name])
+
+
+def _find_call(module: str, function: str) -> dict[str, Any] | None:
+    """Return the variables of the running call of a function, or None if it does not run."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
+            return frame.f_locals
+        frame = frame.f_back
+    return None
+
+
+def _sets_all_steps(cfg: Any) -> bool:
+    return bool(cfg.max_steps and cfg.logging_steps) and cfg.warmup_steps is not None
+
+
+def _count_steps(cfg: Any, dataset: Any) -> int:
+    """Count the steps as axolotl does (axolotl/utils/data/sft.py, axolotl/common/datasets.py)."""
+    if cfg.rl:
+        return math.ceil(len(dataset) * cfg.num_epochs / cfg.batch_size)
+    count = sys.modules["axolotl.utils.trainer"].calculate_total_num_steps
+    steps: int = count(cfg, dataset, update=False)
+    return min(steps, cfg.max_steps) if cfg.max_steps else steps
+
+
+def _derive_arguments(cfg: Any, steps: int) -> dict[str, Any]:
+    """Return the arguments that axolotl derives from the count (axolotl/core/builders/base.py)."""
+    builder = sys.modules["axolotl.core.builders.base"].TrainerBuilderBase
+    arguments: dict[str, Any] = {"max_steps": cfg.max_steps or steps}
+    builder._configure_warmup_and_logging(SimpleNamespace(cfg=cfg), steps, arguments)
+    # TrainingArguments evaluates as often as it logs if no interval is set.
+    return arguments if cfg.eval_steps else arguments | {"eval_steps": arguments["logging_steps"]}
+
+
+def _make_steps_error(counted: int, ranks_per_batch: int, sizes: str) -> ValueError:
+    return ValueError(
+        f"axolotl has counted {counted} steps with a batch for each process, but with {sizes} "
+        f"{ranks_per_batch} ranks share one batch; write `max_steps: {counted * ranks_per_batch}`, "
+        f"`warmup_steps` and `logging_steps` into the YAML file"
+    )
 
 
 def _find_running() -> _Framework | None:

@@ -7,6 +7,7 @@ show that the replacement does everything that the stock function does.
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import accelerate.utils.fsdp_utils
 import pytest
@@ -330,6 +331,37 @@ def _check_trainer_unscales(clips: bool, rank: int, world: int) -> None:
             assert_close(name, full_tensor(ours.grad), full_tensor(theirs.grad), FP32_BUDGET)
 
 
+def _check_nan_gradients(rank: int, world: int) -> None:
+    """While ms-swift trains, a norm that is NaN drops all gradients, on two meshes as well."""
+
+    stock = Accelerator.clip_grad_norm_
+
+    def swifts(self: Accelerator, *args: Any) -> Any:
+        return stock(self, *args)
+
+    swifts.__module__ = "swift.trainers.mixin"
+    inputs = batch(tiny(), 2, 7, seed=rank)
+    with launched():
+        accelerator, model, _ = prepared(
+            tiny(dtype=torch.float32), make_optimizer=torch.optim.SGD, ep_size=2
+        )
+        trainer = Trainer.__new__(Trainer)
+        trainer.model, trainer.accelerator, trainer._mixed_mesh_grads = model, accelerator, None
+        trainer.args = SimpleNamespace(max_grad_norm=0.1, fp16=False)
+        for is_nan, is_swift in ((True, False), (False, True), (True, True)):
+            model.zero_grad()
+            model(**inputs).loss.backward()
+            if is_nan and rank == 1:
+                next(model.parameters()).grad.to_local().fill_(float("nan"))
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                if is_swift:
+                    monkeypatch.setattr(Accelerator, "clip_grad_norm_", swifts)
+                norm = get_grad_norm(Trainer._get_grad_norm, trainer, model)
+            assert torch.as_tensor(norm).isnan().item() == is_nan
+            kept = {parameter.grad is not None for parameter in model.parameters()}
+            assert kept == {not (is_nan and is_swift)}
+
+
 SLOW_ON_TWO_RANKS = {
     f"trains as stock: {name}": partial(_train_as_stock, name)
     for name in VARIANTS
@@ -340,6 +372,7 @@ ON_TWO_RANKS = {
     "trains as stock: patched first": _train_as_stock_after_patch,
     "the Trainer unscales before it clips": partial(_check_trainer_unscales, True),
     "the Trainer logs the norm of unscaled gradients": partial(_check_trainer_unscales, False),
+    "ms-swift drops gradients that are NaN": _check_nan_gradients,
     "clips only the given parameters": _check_clip_of_given_parameters,
     "prepares once by every name": _check_replacement_of_every_name,
     **{f"duty: {name}": partial(_run_check, name) for name in DUTIES},

@@ -51,25 +51,37 @@ def runs(folder: Path) -> Results:
 
     torn     the manifest is missing, as after a save that did not finish
     stock    our two files are missing, as after a save of the stock Trainer
+    saved by stock     the stock Trainer has trained an unpatched model, sharded by FSDP2
+    resumed by stock   the stock Trainer resumes from our checkpoint
     """
-    half = folder / "half"
+    half, by_stock = folder / "half", folder / "saved by stock"
     results = launch(
         [
             Case("whole", ep=2),
             Case("half", ep=2, arguments=SAVE, folder=half, stop_after=3),
+            Case("stock half", arguments=SAVE, folder=by_stock, stop_after=3),
         ],
         folder / "first",
         CPU_4,
     )
+    assert not (by_stock / "checkpoint-3" / manifest.MANIFEST).exists()
+    shutil.copytree(half, folder / "resumed by stock")
     for name in ("torn", "stock"):
         shutil.copytree(half, folder / name)
         (folder / name / "checkpoint-3" / manifest.MANIFEST).unlink()
     (folder / "stock" / "checkpoint-3" / manifest.STARTED).unlink()
-    resume = {"seed": 1, "arguments": SAVE, "ep": 4}
+    resume: dict[str, Any] = {"seed": 1, "arguments": SAVE, "ep": 4}
     return results | launch(
         [
             Case("torn", ("resume",), folder=folder / "torn", **resume),
             Case("stock", ("resume 3",), folder=folder / "stock", **resume),
+            Case("saved by stock", ("resume 3",), folder=by_stock, **resume),
+            Case(
+                "resumed by stock",
+                ("resume 3",),
+                folder=folder / "resumed by stock",
+                **resume | {"ep": 0},
+            ),
         ],
         folder / "second",
         CPU_4,
@@ -102,7 +114,7 @@ def test_each_rank_plans_what_it_saves(runs: Results, folder: Path, part: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["torn", "stock"])
+@pytest.mark.parametrize("case", ["torn", "stock", "saved by stock", "resumed by stock"])
 def test_runs_resume_at_another_ep_size(runs: Results, case: str) -> None:
     """resume_from_checkpoint=True skips the torn checkpoint-3. Stock's need no manifest."""
     assert_same_log(runs[case][0], runs["whole"][0])

@@ -46,6 +46,8 @@ TEXT_ARGUMENTS = EVALUATE | {"include_num_input_tokens_seen": "non_padding"}
 LABEL_SMOOTHING = {"label_smoothing_factor": 0.1}
 TOKENS_PER_RANK = {"average_tokens_across_devices": False}
 ONE_EPOCH = {"train_sampling_strategy": "random", "max_steps": -1, "num_train_epochs": 1}
+# axolotl passes intervals as fractions, which the Trainer multiplies by max_steps.
+AXOLOTL = {"lr_scheduler_type": "cosine", "eval_strategy": "steps", "eval_steps": 0.5}
 ALL_STEPS = ("train", "evaluate", "predict", "predict 21")
 
 
@@ -65,6 +67,7 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
         Case("stock smoothed", arguments=LABEL_SMOOTHING),
         Case("stock per rank", arguments=TOKENS_PER_RANK, model=AUX_LOSS),
         Case("stock epoch", arguments=ONE_EPOCH),
+        Case("stock axolotl", ("train by axolotl",), arguments=AXOLOTL),
         Case("stock delta net", split=2, **DELTA_NET),
         *(STOCK_VISION if TOWER_IN_BLOCKS else ()),
     ]
@@ -76,6 +79,7 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
         Case("per rank sp4", ep=2, sp=4, arguments=TOKENS_PER_RANK, model=AUX_LOSS),
         Case("epoch sp4", ep=2, sp=4, arguments=ONE_EPOCH),
         Case("epoch sp2", ep=2, sp=2, arguments=ONE_EPOCH),
+        Case("axolotl sp2", ("train by axolotl",), ep=2, sp=2, arguments=AXOLOTL),
         Case("delta net sp2", ep=2, sp=2, **DELTA_NET),
         *(SP_VISION if TOWER_IN_BLOCKS else ()),
     ]
@@ -125,6 +129,19 @@ def test_a_shuffled_epoch_has_the_steps_and_samples_of_stock(slow_runs: Results,
     actual, expected = slow_runs[name][0], slow_runs["stock epoch"][0]
     assert_same_training(actual, expected)
     assert torch.equal(actual.series("epoch"), expected.series("epoch"))
+
+
+@pytest.mark.slow
+def test_an_epoch_has_the_steps_and_learning_rates_of_axolotls_stock(slow_runs: Results) -> None:
+    """axolotl counts 3 steps on 4 ranks, with a batch for each rank, and stock has 6."""
+    actual, expected = slow_runs["axolotl sp2"][0], slow_runs["stock axolotl"][0]
+    want = {"train by axolotl": {"max_steps": STEPS, "warmup_steps": 3, "logging_steps": 1}}
+    assert expected.values == actual.values == want
+    assert_same_training(actual, expected)
+    for key in ("epoch", "learning_rate"):
+        assert torch.equal(actual.series(key), expected.series(key)), key
+    evaluated = [[e["step"] for e in r.log if "eval_loss" in e] for r in (actual, expected)]
+    assert evaluated == [[3, 6], [3, 6]]
 
 
 @pytest.mark.slow

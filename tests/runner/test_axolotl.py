@@ -17,6 +17,7 @@ from support.commands import (
     MODEL,
     ON_CPU,
     RANKS,
+    SAMPLES,
     STEPS,
     STOCK_BATCH,
     assert_same_log,
@@ -37,7 +38,7 @@ PLUGIN = ("plugins", "hf_moe_ep")
 FSDP = ("fsdp_version", "fsdp_config")
 LAUNCH = ("--launcher", "torchrun", "--", "--nproc_per_node", str(RANKS))
 MIDDLE = STEPS // 2
-PATCHED = "hf-moe-ep run: patched Qwen3MoeForCausalLM (--ep-size 2)"
+PATCHED = "hf-moe-ep run: patched Qwen3MoeForCausalLM (--ep-size 2"
 Config = dict[str, Any]
 # Settings for a tiny model, and for features that the CPU lacks.
 TINY: Config = {
@@ -61,6 +62,13 @@ TINY: Config = {
     "save_steps": STEPS,
     "val_set_size": 0,
     "seed": 3,
+}
+# Six steps with batches of four samples.
+EPOCHS: Config = {
+    "max_steps": None,
+    "num_epochs": STEPS * STOCK_BATCH / SAMPLES,
+    "lr_scheduler": "cosine",
+    "warmup_ratio": 0.5,
 }
 # axolotl shuffles packed samples with the random state of the process, so the order is fixed here.
 PACKING: Config = {
@@ -129,13 +137,14 @@ def make_our_config(
     return config | {"fsdp_config": config["fsdp_config"] | (fsdp or {})}
 
 
-def train_by_runner(config: Config, folder: Path) -> str:
-    """Train by `hf-moe-ep run` without our plugin. Returns the output."""
+def train_by_runner(config: Config, folder: Path, *options: str) -> str:
+    """Train by `hf-moe-ep run` with `options`, without our plugin. Returns the output."""
     stock_keys = {key: value for key, value in config.items() if key not in PLUGIN}
     if others := [name for name in config["plugins"] if not name.startswith("hf_moe_ep")]:
         stock_keys["plugins"] = others
     command = ["axolotl", "train", write_config(stock_keys, folder), *LAUNCH]
-    printed = run_ours(command, folder, output=f"{config['output_dir']}.txt", PYTHONPATH=ON_CPU)
+    output = f"{config['output_dir']}.txt"
+    printed = run_ours(command, folder, *options, output=output, PYTHONPATH=ON_CPU)
     assert printed.count(PATCHED) == 1
     card = (folder / config["output_dir"] / "README.md").read_text()
     assert "hf_moe_ep" not in card and "hf-moe-ep" not in card
@@ -178,29 +187,70 @@ def test_axolotls_kernels_plugin_without_a_kernel_changes_nothing(
     assert_same_training(folder / output, stock_full)
 
 
-def test_the_plugin_trains_and_the_runner_resumes_as_stock(folder: Path, stock_full: Path) -> None:
+@pytest.mark.parametrize(
+    ("train", "resume"),
+    [(train_by_plugin, train_by_runner), (train_by_runner, train_by_plugin)],
+)
+def test_one_way_trains_and_the_other_resumes_as_stock(
+    train: Callable[[Config, Path], str],
+    resume: Callable[[Config, Path], str],
+    folder: Path,
+    stock_full: Path,
+) -> None:
     """The run uses lean loading, activation checkpointing and sharded state dicts."""
     fsdp = {
         "cpu_ram_efficient_loading": True,
         "activation_checkpointing": True,
         "state_dict_type": "SHARDED_STATE_DICT",
     }
-    config = make_our_config(folder, "plugin", fsdp=fsdp, save_steps=MIDDLE)
-    assert_has_report(train_by_plugin(config, folder), folder / "plugin")
-    assert_same_training(folder / "plugin", stock_full)
-    middle = f"plugin/checkpoint-{MIDDLE}"
-    config |= {"output_dir": "resumed", "resume_from_checkpoint": middle}
-    train_by_runner(config, folder)
-    assert_same_log(read_training_log(folder / "resumed"), read_training_log(stock_full))
-    assert_same_tensors(read_saved_tensors(folder / "resumed"), read_saved_tensors(stock_full))
+    first, second = f"sharded_{train.__name__}", f"resumed_{resume.__name__}"
+    config = make_our_config(folder, first, fsdp=fsdp, save_steps=MIDDLE)
+    assert_has_report(train(config, folder), folder / first)
+    assert_same_training(folder / first, stock_full)
+    middle = f"{first}/checkpoint-{MIDDLE}"
+    resume(config | {"output_dir": second, "resume_from_checkpoint": middle}, folder)
+    assert_same_log(read_training_log(folder / second), read_training_log(stock_full))
+    assert_same_tensors(read_saved_tensors(folder / second), read_saved_tensors(stock_full))
 
 
-def test_packed_samples_train_as_stock(folder: Path) -> None:
+@pytest.mark.parametrize("train", [train_by_runner, train_by_plugin])
+def test_packed_samples_train_as_stock(
+    train: Callable[[Config, Path], str], folder: Path, stock_packing: Path
+) -> None:
+    output = f"packing_{train.__name__}"
+    train(make_our_config(folder, output, **PACKING), folder)
+    assert_same_training(folder / output, stock_packing)
+
+
+@pytest.fixture(scope="module")
+def stock_packing(folder: Path) -> Path:
     """Stock accumulates batches of two rows, because axolotl packs batches of four differently."""
     batches = {"micro_batch_size": STOCK_BATCH // RANKS, "gradient_accumulation_steps": RANKS}
-    want = train_stock(folder, "stock_packing", **batches, **PACKING)
-    train_by_runner(make_our_config(folder, "packing", **PACKING), folder)
-    assert_same_training(folder / "packing", want)
+    return train_stock(folder, "stock_packing", **batches, **PACKING)
+
+
+@pytest.mark.parametrize("by_plugin", [False, True])
+def test_epochs_of_ranks_that_share_batches_have_the_steps_of_stock(
+    by_plugin: bool, folder: Path, stock_epochs: Path
+) -> None:
+    """axolotl counts a batch for each rank, so it would stop after half of the samples."""
+    output = f"epochs_{by_plugin}"
+    sizes = {"ep_size": 2, "sp_size": 2}
+    config = make_our_config(folder, output, **EPOCHS, hf_moe_ep=sizes)
+    config |= {"micro_batch_size": STOCK_BATCH}
+    if by_plugin:
+        train_by_plugin(config, folder)
+    else:
+        train_by_runner(config, folder, "--sp-size", "2")
+    assert_same_training(folder / output, stock_epochs)
+    got, want = (read_training_log(path) for path in (folder / output, stock_epochs))
+    for key in ("epoch", "learning_rate"):
+        assert [entry[key] for entry in got] == [entry[key] for entry in want]
+
+
+@pytest.fixture(scope="module")
+def stock_epochs(folder: Path) -> Path:
+    return train_stock(folder, "stock_epochs", **EPOCHS)
 
 
 @pytest.mark.parametrize("train", [train_by_runner, train_by_plugin])

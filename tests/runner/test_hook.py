@@ -149,6 +149,9 @@ NOT_PATCHED: dict[str, Build] = {
     ),
     "in vLLM": lambda folders: build_in_package("vllm", folders),
     "in SGLang": lambda folders: build_in_package("sglang", folders),
+    "in llm-compressor": lambda folders: build_in_package("llmcompressor", folders),
+    "in GPTQModel": lambda folders: build_in_package("gptqmodel", folders),
+    "in AutoRound": lambda folders: build_in_package("auto_round", folders),
     "by hf_moe_ep": lambda folders: build_empty_model(
         folders["text"], None, torch.get_default_dtype, {}
     ),
@@ -229,6 +232,14 @@ def test_one_warning_names_an_old_trainer_and_the_tested_version(
         f"warning: axolotl {found} is installed, and 0.19.0 is the oldest version that was tested"
     )
     assert capsys.readouterr().err.count(words) == num_warnings
+    # The warning also comes if the model cannot be patched, by the loader or from a config.
+    for build in (
+        lambda: AutoModelForCausalLM.from_pretrained(folders["text"]),
+        lambda: AutoModelForCausalLM.from_config(tiny(num_hidden_layers=1).config),
+    ):
+        with hooked(monkeypatch, ep_size=3), pytest.raises(ValueError, match="must divide num_exp"):
+            build()
+        assert capsys.readouterr().err.count(words) == num_warnings
 
 
 @pytest.mark.parametrize(

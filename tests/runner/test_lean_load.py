@@ -19,6 +19,7 @@ from support import architectures
 from support.adapters import ATTENTION, EXPERTS
 from support.architectures import MODEL_TYPES
 from support.hooked import hooked
+from support.needs import needs_add_adapter
 from support.tiny_models import batch, tiny
 from torch import nn
 from transformers import (
@@ -301,6 +302,27 @@ def test_loaded_adapters_equal_stocks(
     assert (warning in caplog.text) == has_copies
     read_whole(adapted[1])
     assert_same_model(*reversed(adapted))
+
+
+@needs_add_adapter
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_an_adapter_that_transformers_loads_equals_stocks(
+    local_rank: int, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """from_pretrained gets the folder of an adapter. Only the layers of its base are unread."""
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    base = AutoModelForCausalLM.from_pretrained(folders["text"])
+    trained = get_peft_model(base, LoraConfig(r=3, **ADAPTERS["both"]))
+    for name, parameter in trained.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter)
+    trained.save_pretrained(tmp_path)
+    want = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = load_lean(tmp_path, monkeypatch)
+    unread = list_meta_parameters(model)
+    assert len(unread) > 15 and not any("lora_" in name for name in unread)
+    read_whole(model)
+    assert_same_model(model, want)
 
 
 @pytest.mark.parametrize(

@@ -32,25 +32,11 @@ VARIABLES = {"PYTHONPATH": ON_CPU, "DISABLE_VERSION_CHECK": "1"}
 LAUNCH = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(RANKS)}
 FSDP = ("fsdp", "fsdp_config")
 Config = dict[str, Any]
-DATA = {
-    "chat": {
-        "file_name": "chat/train.jsonl",
-        "formatting": "sharegpt",
-        "columns": {"messages": "messages"},
-        "tags": {
-            "role_tag": "role",
-            "content_tag": "content",
-            "user_tag": "user",
-            "assistant_tag": "assistant",
-        },
-    }
-}
 # Settings for a tiny model, for comparable runs, and for features that the CPU lacks.
 TINY: Config = {
     "model_name_or_path": MODEL,
     "template": "chatml",
-    "dataset": "chat",
-    "dataset_dir": ".",
+    "dataset": "alpaca",
     "cutoff_len": 128,
     "disable_shuffling": True,
     "dataloader_num_workers": 0,
@@ -82,7 +68,13 @@ LORA: Config = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = commands.make_inputs(tmp_path_factory.mktemp("llamafactory"))
-    (folder / "dataset_info.json").write_text(json.dumps(DATA))
+    lines = []
+    for line in (folder / "chat/train.jsonl").open():
+        question, answer = (message["content"] for message in json.loads(line)["messages"])
+        lines.append(json.dumps({"instruction": question, "input": "", "output": answer}) + "\n")
+    # The example's `dataset_dir: ONLINE` loads a folder like a data set of the hub.
+    (folder / "alpaca").mkdir()
+    (folder / "alpaca/train.jsonl").write_text("".join(lines))
     return folder
 
 

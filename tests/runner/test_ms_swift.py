@@ -5,7 +5,9 @@ clipping) and saved tensors of six steps are compared.
 """
 
 import json
+import math
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +58,11 @@ TINY: Config = {
     "train_dataloader_shuffle": False,
     "dataset_num_proc": 1,
     "dataloader_num_workers": 0,
-    "packing": False,
     "max_length": 128,
     "use_cpu": True,
     "torch_dtype": "float32",
     "bf16": False,
     "fp16": False,
-    "attn_impl": "sdpa",
     "optim": "adamw_torch",
     "gradient_checkpointing": False,
     "per_device_train_batch_size": STOCK_BATCH,
@@ -91,6 +91,33 @@ EVALUATION: Config = {
     "eval_strategy": "steps",
     "eval_steps": MIDDLE,
 }
+# A file for --external_plugins, which fills one gradient of a step with NaN.
+POISON = f"""
+from transformers import Trainer
+
+original = Trainer.training_step
+
+def training_step(self, model, *args, **kwargs):
+    loss = original(self, model, *args, **kwargs)
+    if self.state.global_step == {MIDDLE - 1}:
+        next(p.grad for p in model.parameters() if p.grad is not None).fill_(float("nan"))
+    return loss
+
+Trainer.training_step = training_step
+"""
+# Parse the arguments of `swift sft` in the way of swift/cli/main.py.
+PARSE = """
+import sys
+from swift.arguments import SftArguments
+from swift.cli.main import parse_yaml_args
+from swift.utils import parse_args
+
+words = sys.argv[1:]
+parse_yaml_args(words)
+arguments, others = parse_args(SftArguments, words)
+assert not others, others
+print("FSDP", arguments.fsdp_config["fsdp_version"])
+"""
 
 # ms-swift's template uses constants as the ids of the placeholder tokens.
 PLACEHOLDERS = {
@@ -255,6 +282,29 @@ def test_evaluation_and_resume_equal_stock(folder: Path, stock_sft: Path) -> Non
     for run in (output, resumed):
         convert(run / LAST, run / "whole")
         assert_same_tensors(read_saved_tensors(run / "whole"), read_saved_tensors(stock_sft / LAST))
+
+
+def test_a_step_with_nan_gradients_changes_nothing_as_in_stock(folder: Path) -> None:
+    (folder / "poison.py").write_text(POISON)
+    changes = {"external_plugins": "poison.py"}
+    want = train_stock(folder, "stock_nan", **changes)
+    got = train_ours(folder, "nan", fsdp=FULL_STATE_DICT, **changes)
+    logs = [read_training_log(output) for output in (got, want)]
+    for mine, theirs in zip(*logs, strict=True):
+        assert math.isnan(mine["grad_norm"]) == math.isnan(theirs["grad_norm"])
+        assert math.isnan(mine["grad_norm"]) == (mine["step"] == MIDDLE)
+        assert abs(mine["loss"] - theirs["loss"]) <= LOSS_BUDGET * theirs["loss"]
+    assert_same_tensors(read_saved_tensors(got / LAST), read_saved_tensors(want / LAST))
+
+
+def test_ms_swift_accepts_the_unchanged_example(folder: Path) -> None:
+    """Options replace the model and the data, which have to be downloaded, and the GPUs."""
+    (folder / "parse.py").write_text(PARSE)
+    options = f"--model {MODEL} --model_type qwen3_moe --template chatml --use_cpu true"
+    data = "--dataset chat/train.jsonl"
+    command = [sys.executable, "parse.py", str(EXAMPLE), *options.split(), *data.split()]
+    printed = run_stock(command, folder, "parse.txt", PYTHONPATH=ON_CPU)
+    assert printed.splitlines()[-1] == "FSDP 2"
 
 
 def test_without_fsdp_an_error_names_the_option(folder: Path) -> None:

@@ -276,6 +276,14 @@ def test_a_command_that_is_not_a_python_program_gets_a_warning(tmp_path: Path) -
         assert result.returncode == 0 and result.stderr == "" and result.stdout
 
 
+def test_a_script_without_an_interpreter_is_run_by_sh(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text('echo $HF_MOE_EP_EP_SIZE "$@"\nexit 3\n')
+    script.chmod(0o755)
+    result = run_command([*RUN, "--ep-size", "2", "--", os.fspath(script), "a b", "c"])
+    assert (result.returncode, result.stdout) == (3, "2 a b c\n")
+
+
 def test_a_program_that_cannot_be_read_gets_the_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

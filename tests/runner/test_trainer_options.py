@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate.data_loader import SkipBatchSampler
 from accelerate.utils import ParallelismConfig
+from support.fakes.axolotl_steps import Configuration, Data, configure, installed_axolotl, run
 from support.needs import needs_tower_in_blocks
 from support.tiny_models import batch, tiny
 from torch.utils.data import DataLoader
@@ -213,3 +214,76 @@ def test_trainers_of_ms_swift_that_read_logits_are_refused() -> None:
     frameworks.check_reads_no_logits(sft())
     with pytest.raises(ValueError, match=r"DPOTrainer reads .* leave --sp-size out \(swift sft"):
         frameworks.check_reads_no_logits(dpo())
+
+
+# Keys of axolotl's configuration -> (max_steps, warmup_steps, logging_steps), counted with a batch
+# for each of 8 ranks, and then if two ranks share a batch. A data set has 8,000 samples, which are
+# packed into 4,001 rows.
+WITH_EFFICIENCY = {"sample_packing": True, "sample_packing_eff_est": 0.99}
+STEPS_OF_AXOLOTL: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
+    "an epoch": ({}, (500, 15, 2), (1000, 30, 5)),
+    "a ratio": ({"warmup_ratio": 0.1, "logging_steps": 7}, (500, 50, 7), (1000, 100, 7)),
+    "warm-up is set": ({"warmup_steps": 15}, (500, 15, 2), (1000, 15, 5)),
+    "max_steps below": ({"max_steps": 300}, (300, 9, 1), (300, 9, 1)),
+    "max_steps between": ({"max_steps": 700}, (700, 15, 2), (700, 21, 3)),
+    "max_steps above": ({"max_steps": 5000}, (5000, 15, 2), (5000, 30, 5)),
+    "all are set": (
+        {"max_steps": 700, "warmup_steps": 3, "logging_steps": 4},
+        (700, 3, 4),
+        (700, 3, 4),
+    ),
+    "packed": ({"sample_packing": True}, (500, 15, 2), (1000, 30, 5)),
+    "packed by an estimate": (WITH_EFFICIENCY, (499, 14, 2), (999, 29, 4)),
+    "a stream": ({"streaming": True, "max_steps": 50}, (50, 0, 500), (50, 0, 500)),
+    "dpo": ({"rl": "dpo"}, (500, 15, 2), (1000, 30, 5)),
+    "dpo, max_steps": ({"rl": "dpo", "max_steps": 400}, (400, 15, 2), (400, 30, 5)),
+    "grpo": ({"rl": "grpo"}, (-1, 0, 500), (-1, 0, 500)),
+}
+
+
+def train_by_axolotl(keys: dict[str, Any], world_size: int, others: int = 0) -> tuple[int, ...]:
+    """Train with two ranks per batch. Returns the three arguments that the Trainer then has.
+
+    `others`: steps that a plugin adds to axolotl's count.
+    """
+    cfg = Configuration(
+        micro_batch_size=2,
+        gradient_accumulation_steps=1,
+        num_epochs=1,
+        total_num_tokens=4_001_000,
+        sequence_len=500,
+        **keys,
+    )
+    data, names = Data(8000, num_packed=4001), ("max_steps", "warmup_steps", "logging_steps")
+    args = SimpleNamespace(max_steps=-1, warmup_steps=0, logging_steps=500, eval_steps=None)
+    trainer = SimpleNamespace(args=args)
+    counted = configure(cfg, args, data, world_size)
+    if others and counted:
+        counted += others
+        args.max_steps = cfg.max_steps or counted
+    with installed_axolotl():
+        before = tuple(getattr(args, name) for name in names)
+        run(cfg, data, counted, lambda: frameworks.recount_steps(trainer, 1, ""))
+        assert tuple(getattr(args, name) for name in names) == before
+        for _ in range(2):  # a second training changes nothing
+            run(cfg, data, counted, lambda: frameworks.recount_steps(trainer, 2, "sp_size=2"))
+    assert args.eval_steps is None
+    return (*before, *(getattr(args, name) for name in names))
+
+
+@pytest.mark.parametrize("case", STEPS_OF_AXOLOTL)
+def test_steps_of_axolotl_are_counted_for_shared_batches(case: str) -> None:
+    keys, counted, right = STEPS_OF_AXOLOTL[case]
+    assert train_by_axolotl(keys, world_size=8) == (*counted, *right)
+
+
+def test_steps_that_axolotl_did_not_count_are_refused() -> None:
+    match = r"counted 509 steps .* sp_size=2 2 ranks share one batch; write `max_steps: 1018`, `war"
+    with pytest.raises(ValueError, match=match):
+        train_by_axolotl({}, world_size=8, others=9)
+    keys = {"max_steps": 700, "warmup_steps": 3, "logging_steps": 4}
+    assert train_by_axolotl(keys, world_size=8, others=9)[3:] == (700, 3, 4)
+    trainer = type("AxolotlTrainer", (), {"args": SimpleNamespace(max_steps=500)})
+    trainer.__module__ = "axolotl.core.trainers.base"
+    with installed_axolotl(), pytest.raises(ValueError, match=r"start .* by axolotl\.train\.train"):
+        frameworks.recount_steps(trainer(), 2, "sp_size=2")

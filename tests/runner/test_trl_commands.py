@@ -13,12 +13,14 @@ import yaml
 from support import commands
 from support.commands import (
     LAUNCH_CONFIG,
+    LOSS_BUDGET,
     MAX_GRAD_NORM,
     MODEL,
     RANKS,
     STEPS,
     STOCK_BATCH,
     assert_same_training,
+    read_log_entries,
     read_training_log,
     run_ours,
     run_stock,
@@ -63,11 +65,15 @@ class Case:
     config: bool = False
 
 
+# All samples have equally many tokens, so the mean over batches does not depend on their size.
+EVALUATION = "--eval_strategy steps --eval_steps 3 --dataset_test_split train"
+
 CASES = {
     "sft": Case("sft", "chat"),
     "sft, stock load": Case("sft", "chat", ours=("--stock-load",)),
     "sft, packing": Case("sft", "chat", "--packing --max_length 48 --packing_strategy wrapped"),
     "sft, example": Case("sft", "chat", "--max_length 48", config=True),
+    "sft, evaluation": Case("sft", "chat", EVALUATION),
     "sft, LoRA": Case("sft", "chat", LORA),
     "sft, LoRA on experts": Case("sft", "chat", f"{LORA} {EXPERTS}"),
     "sft, --lora-experts": Case("sft", "chat", LORA, stock=EXPERTS, ours=("--lora-experts",)),
@@ -115,6 +121,10 @@ def run_both(case: Case, name: str, folder: Path) -> tuple[Path, Path, str]:
 def test_a_command_of_trl_trains_as_stock(name: str, folder: Path) -> None:
     stock, ours, printed = run_both(CASES[name], name, folder)
     assert_same_training(ours, stock)
+    evaluations = [read_log_entries(folder, "eval_loss") for folder in (ours, stock)]
+    assert [len(entries) for entries in evaluations] == [2 * (name == "sft, evaluation")] * 2
+    for mine, theirs in zip(*evaluations, strict=True):
+        assert abs(mine["eval_loss"] - theirs["eval_loss"]) <= LOSS_BUDGET * theirs["eval_loss"]
     assert "hf-moe-ep run: patched Qwen3Moe" in printed
     assert "layout     2 ranks = dp_replicate 1 x ep_fsdp 1 x ep 2" in printed
     assert all(entry["tokens_per_second"] > 0 for entry in read_training_log(ours))

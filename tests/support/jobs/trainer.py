@@ -38,6 +38,7 @@ from hf_moe_ep.etp import restore_stock_shapes
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.state import find_state
 from support.adapters import TARGETS, with_lora
+from support.fakes.axolotl_steps import train_by_axolotl
 from support.fp64 import FP64
 from support.generation import continuations
 from support.muon_by_matrix import ByMatrix
@@ -234,6 +235,13 @@ def _train(trainer: Trainer, folder: Path) -> None:
     trainer.train()
 
 
+def _train_by_axolotl(trainer: Trainer, folder: Path) -> dict[str, Any]:
+    """Train one epoch with axolotl's count of steps. Returns the arguments that depend on it."""
+    train_by_axolotl(trainer, num_epochs=1, warmup_ratio=0.5, logging_steps=1)
+    names = ("max_steps", "warmup_steps", "logging_steps")
+    return {name: getattr(trainer.args, name) for name in names}
+
+
 def _resume(trainer: Trainer, folder: Path) -> None:
     trainer.train(resume_from_checkpoint=True)
 
@@ -284,6 +292,7 @@ def _inspect(trainer: Trainer, folder: Path) -> dict[str, Any]:
 
 _STEPS = {
     "train": _train,
+    "train by axolotl": _train_by_axolotl,
     "resume": _resume,
     "resume 3": _resume_3,
     "evaluate": _evaluate,
