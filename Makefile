@@ -86,7 +86,7 @@ test-newest: .venv-newest/.done
 
 # Our own tests on the versions that ms-swift pins (PEFT 0.20, TRL 0.29), in its environment.
 SWIFT_TESTS := tests/claims/test_parity.py tests/claims/test_trl_of_trainers.py tests/integrations \
-	tests/lora tests/checkpoints/test_training.py tests/vision
+	tests/lora tests/checkpoints/test_training.py tests/runner/test_lean_load.py tests/vision
 test-swift: .venv-trainers/ms_swift/.done
 	@export PYTHONPATH=tests/support/trainers_on_cpu; \
 	$(call timed,.venv-trainers/ms_swift/bin/python -m pytest $(SEVERAL_AT_A_TIME) \
