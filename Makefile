@@ -101,9 +101,10 @@ test-trainers: $(TRAINERS:%=.venv-trainers/%/.done)
 architectures: .venv/.done
 	rm -f architectures.jsonl
 	-RECORD_ARCHITECTURES=architectures.jsonl $(BIN)/python -m pytest $(SEVERAL_AT_A_TIME) -m 'not gpu' \
-		tests/architectures tests/sequence/test_granted.py \
+		tests/architectures tests/sequence/test_granted.py tests/sequence/test_refused.py \
 		tests/sequence/test_context_of_types.py tests/vision/test_towers.py \
-		tests/vision/test_adapters_of_towers.py tests/checkpoints/test_layout_on_ranks.py
+		tests/vision/test_sequence_of_types.py tests/vision/test_adapters_of_towers.py \
+		tests/checkpoints/test_layout_on_ranks.py
 	PYTHONPATH=tests $(BIN)/python -m support.architectures.table architectures.jsonl
 	rm architectures.jsonl
 

@@ -26,6 +26,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     PreTrainedConfig,
 )
 
@@ -33,7 +34,7 @@ from hf_moe_ep.config import check_choice
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.planner.options import LORA_TARGETS, read_published_configs
 from hf_moe_ep.upstream.hub import on_meta, read_object
-from hf_moe_ep.upstream.models import is_causal_lm, takes_images
+from hf_moe_ep.upstream.models import is_causal_lm, takes_images, takes_sound
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
@@ -117,9 +118,13 @@ def build_meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
 
     The model has a language-model head if transformers has a class with a head for it.
     """
-    factory: Any = AutoModelForImageTextToText
-    if not takes_images(config):
-        factory = AutoModelForCausalLM if is_causal_lm(config) else AutoModel
+    factory: Any = AutoModel
+    if takes_images(config):
+        factory = AutoModelForImageTextToText
+    elif is_causal_lm(config):
+        factory = AutoModelForCausalLM
+    elif takes_sound(config):
+        factory = AutoModelForMultimodalLM
     return on_meta(partial(factory.from_config, config, dtype=dtype))
 
 

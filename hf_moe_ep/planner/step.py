@@ -64,6 +64,7 @@ from hf_moe_ep.upstream.models import (
     checkpoint_layers,
     is_causal_lm,
     takes_images,
+    takes_sound,
     text_config,
 )
 from hf_moe_ep.upstream.modules import get_own_buffers
@@ -182,7 +183,7 @@ def plan_step(
         ValueError: as for `plan_memory`, or the model's forward needs the value of an activation.
     """
     config = find_config(model)
-    if not (is_causal_lm(config) or takes_images(config)):
+    if not (is_causal_lm(config) or takes_images(config) or takes_sound(config)):
         raise _make_loss_error(
             f"transformers has no {config.model_type} with a language model head"
         )

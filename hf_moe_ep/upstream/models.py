@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     Cache,
     GenerationMixin,
 )
@@ -69,8 +70,13 @@ def get_input_embedding(model: Any) -> nn.Module | None:
 
 
 def get_output_head(model: Any) -> nn.Module | None:
-    """Return the language model head, or None (PreTrainedModel.get_output_embeddings)."""
-    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    """Return the language model head, or None (PreTrainedModel.get_output_embeddings).
+
+    The method of models/nemotron_h_omni does not return the head of its causal LM `language_model`.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    inner = getattr(model, "language_model", None)
+    return get_output_head(inner) if head is None and inner is not None else head
 
 
 def get_token_classifier(model: nn.Module) -> nn.Module | None:
@@ -333,6 +339,11 @@ def set_source(model: Any, name: str) -> None:
 def takes_images(config: Any) -> bool:
     """Return True if transformers has an image-text model for `config` (modeling_auto.py)."""
     return type(config) in AutoModelForImageTextToText._model_mapping
+
+
+def takes_sound(config: Any) -> bool:
+    """Return True if transformers has a model of text and sound for `config` (modeling_auto.py)."""
+    return type(config) in AutoModelForMultimodalLM._model_mapping and not takes_images(config)
 
 
 def is_causal_lm(config: Any) -> bool:

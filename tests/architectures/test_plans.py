@@ -97,7 +97,9 @@ mistral4               text  mlp.experts      self_attn norm num_local_experts -
 mistral_large4         whole mlp.experts      self_attn norm num_local_experts -    sparse
 mixtral                text  mlp.experts      self_attn norm num_local_experts self all
 muse_spark             whole mlp.experts      self_attn norm num_local_experts -    sparse
+nemo_speechlm          whole mixer.experts    -         norm_f n_routed_experts  -    blocks
 nemotron_h             text  mixer.experts    -         norm_f n_routed_experts  -    blocks
+nemotron_h_omni        whole mixer.experts    -         norm_f n_routed_experts  -    blocks
 olmoe                  text  mlp.experts      self_attn norm num_local_experts self all
 openai_privacy_filter  text  mlp.experts      self_attn norm num_local_experts -    all
 phimoe                 text  mlp.experts      self_attn norm num_local_experts self all
@@ -122,7 +124,7 @@ TABLE = {row[0]: row[1:] for row in map(str.split, MODULES.strip().splitlines())
 WEIGHTS = {
     "gpt_oss": ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),
     "muse_spark": ("gate_up_proj", "down_proj", "post_expert_norm.weight"),
-    "nemotron_h": ("up_proj", "down_proj"),
+    **dict.fromkeys(("nemo_speechlm", "nemotron_h", "nemotron_h_omni"), ("up_proj", "down_proj")),
     "openai_privacy_filter": (
         "gate_up_proj",
         "gate_up_proj_bias",
@@ -157,6 +159,8 @@ ENCODERS: dict[str, tuple[str, ...]] = {
     ),
     "inkling_mm_model": ("audio_tower", "vision_tower"),
     "muse_spark": ("vision_tower", "vision_adapter", "vision_projection", "audio_tower"),
+    "nemo_speechlm": ("audio_tower", "multi_modal_projector", "word_timestamp_encoder"),
+    "nemotron_h_omni": ("vision_model", "multi_modal_projector", "audio_tower", "embed_audio"),
     "qwen3_omni_moe_thinker": ("audio_tower", "visual"),
 }
 # The encoders of types whose default config, which the table describes, has no tower.
@@ -204,7 +208,7 @@ STORED = {
     "dbrx": "w1 + v1",
     "ernie4_5_vl_moe": "fused and split by ERNIE's own operation",
     "jetmoe": "renamed",
-    "nemotron_h": "up_proj.weight",
+    **dict.fromkeys(("nemo_speechlm", "nemotron_h", "nemotron_h_omni"), "up_proj.weight"),
     "qwen3_vl_moe": "transposed",
 }
 # The storage that is derived instead of STORED, and the reason.
@@ -234,7 +238,17 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
         ({"attention": "layers.*.self_attn"}, _FOR_SOME_LAYERS),
     ),
     "glm5_next": ({"attention": "language_model.layers.*.self_attn"}, _FOR_SOME_LAYERS),
+    "nemo_speechlm": ({"attention": "language_model.layers.*.mixer"}, _FOR_SOME_LAYERS),
     "nemotron_h": ({"attention": "layers.*.mixer"}, _FOR_SOME_LAYERS),
+    "nemotron_h_omni": (
+        {
+            "layers": "language_model.model.layers.*",
+            "experts": "language_model.model.layers.*.mixer.experts",
+            "attention": "language_model.model.layers.*.mixer",
+            "final_norm": "language_model.model.norm_f",
+        },
+        "the language model has a head, and so a base model inside",
+    ),
     "dbrx": (
         {
             "layers": "blocks.*",

@@ -30,7 +30,10 @@ HEADS = {
     "selective_scan_fn": dict.fromkeys(("u", "delta", "z"), 1)
     | dict.fromkeys(("A", "D", "delta_bias"), 0),
     "causal_conv1d_fn": {},
+    "torch_chunk_gated_delta_rule": dict.fromkeys(("query", "key", "value", "g", "beta"), 2),
 }
+# The functions of qwen3_next for which the package `kernels` has kernels of the hub.
+FROM_HUB = {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"}
 FUSED = "mamba_split_conv1d_scan_combined"
 # For each model type, the kernels that its forward calls.
 TYPES = {
@@ -65,6 +68,25 @@ def _compare_calls(model_type: str, rank: int, world: int) -> None:
         loss, got = _record_calls(model, inputs)
     assert_close("loss", loss, want_loss, FP64_MODEL)
     assert want.keys() - {FUSED} == TYPES[model_type] == got.keys(), "the fused kernel has no heads"
+    _assert_same_calls(got, want, world)
+
+
+def _compare_calls_of_the_hub(rank: int, world: int) -> None:
+    """The kernels of the hub are loaded after the model was patched and sharded."""
+    stock, model = build("qwen3_next"), build("qwen3_next", seed=rank)
+    file = kernels.file_of(stock)
+    with FP64(), kernels.wrap_functions(file, FROM_HUB):
+        apply_ep_fsdp2(model, sp_size=world)
+        kernels.kernelize(file)
+        inputs = batch(stock, BATCH, LENGTH)
+        want_loss, want = _record_calls(stock, inputs)
+        loss, got = _record_calls(model, inputs)
+    assert_close("loss", loss, want_loss, FP64_MODEL)
+    assert want.keys() == FROM_HUB == got.keys()
+    _assert_same_calls(got, want, world)
+
+
+def _assert_same_calls(got: Recorded, want: Recorded, world: int) -> None:
     for kernel, calls in got.items():
         for call, like in zip(calls, want[kernel], strict=True):
             expected = {
@@ -76,7 +98,7 @@ def _compare_calls(model_type: str, rank: int, world: int) -> None:
 
 def _find_shape(kernel: str, name: str, like: dict[str, Any], world: int) -> Any:
     shape = like[name]
-    if kernel == "causal_conv1d_fn" and name == "x":
+    if kernel == "causal_conv1d_fn" and name in ("x", "hidden_states"):
         width = like["weight"][1]
         return (*shape[:2], LENGTH // world + width - 1)
     if name in HEADS[kernel]:
@@ -97,6 +119,15 @@ CHECKS = [
     for name in TYPES
     if name in MODEL_TYPES
 ]
+CHECKS.append(
+    Check(
+        "qwen3_next, kernels of the hub",
+        2,
+        _compare_calls_of_the_hub,
+        slow=True,
+        skip="" if SINCE_5_23 else "older transformers finds the kernels in another way",
+    ).as_parameter()
+)
 
 
 @pytest.mark.parametrize("claim", CHECKS)

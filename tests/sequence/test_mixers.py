@@ -85,16 +85,31 @@ def pack(alone: list[Batch], row_sizes: tuple[int, ...] = tuple(map(len, DOCUMEN
 
     `row_sizes` are the numbers of documents of the rows.
     """
-    rows: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
+    of_tokens = [n for n in ("input_ids", "labels", "mm_token_type_ids") if n in alone[0]]
+    rows: dict[str, list[Tensor]] = {name: [] for name in (*of_tokens, "position_ids")}
     remaining = iter(alone)
     for row in ([next(remaining) for _ in range(size)] for size in row_sizes):
-        for name in ("input_ids", "labels"):
+        for name in of_tokens:
             rows[name].append(torch.cat([document[name] for document in row], dim=1))
         lengths = [document["input_ids"].shape[1] for document in row]
         rows["position_ids"].append(torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0))
     media = {name for document in alone for name in document} - rows.keys() - {"attention_mask"}
     rows |= {name: [x[name] for x in alone if name in x] for name in media}
     return {name: torch.cat(values) for name, values in rows.items()}
+
+
+def find_positions(model: Any, document: Batch) -> Tensor:
+    """Return the positions of one document: (1, S), or (4, 1, S) if the model has three axes.
+
+    The first of the four rows has the positions of text, which begin at 0 in each document.
+    """
+    text = torch.arange(document["input_ids"].shape[1])[None]
+    find = getattr(getattr(model, "model", model), "get_rope_index", None)
+    if find is None:
+        return text
+    grids = document.get("image_grid_thw")
+    axes, _ = find(document["input_ids"], document["mm_token_type_ids"], image_grid_thw=grids)
+    return torch.cat([text[None], axes])
 
 
 # In old versions, stock adds a mask of booleans to the scores of its indexer.
@@ -113,6 +128,8 @@ def assert_documents_are_alone(
     """Compare loss, logits and gradients of packed rows with stock runs of each document."""
     alone = make_documents_with_pictures(stock) if with_pictures else make_documents(stock)
     rows = pack(alone, (len(alone),)) if with_pictures else pack(alone)
+    if with_pictures:
+        rows["position_ids"] = torch.cat([find_positions(stock, x) for x in alone], dim=-1)
     if masked:
         rows["attention_mask"] = torch.ones_like(rows["input_ids"])
     num_tokens = sum(document["labels"][:, 1:].ne(-100).sum() for document in alone)
@@ -167,6 +184,15 @@ def test_packed_documents_are_alone_without_sequence_parallelism(model_type: str
         for masked in (False, True) if by_hooks else (False,):
             model, stock = patch(build(model_type)), build(model_type)
             assert_documents_are_alone(model_type, model, stock, masked=masked, with_cache=by_hooks)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("qwen3_5_moe" not in GRANTED, reason="this transformers has no such type")
+def test_packed_documents_with_pictures_are_alone() -> None:
+    """The type has delta nets, and its positions have three axes."""
+    model, stock = patch(build("qwen3_5_moe")), build("qwen3_5_moe")
+    with FP64():
+        assert_documents_are_alone("with pictures", model, stock, with_pictures=True)
 
 
 def test_packed_documents_are_alone_in_a_model_around_gpt_oss() -> None:
@@ -356,12 +382,13 @@ WITH_PICTURES: dict[str, Any] = {
 }
 PACKED += [
     Check(
-        f"llama4 with pictures, {layout}",
+        f"{name} with pictures, {layout}",
         2,
-        partial(_compare_packed_rows, "llama4", with_pictures=True, **options),
+        partial(_compare_packed_rows, name, with_pictures=True, **options),
         slow=True,
-        skip="" if "llama4" in GRANTED else "this version of transformers has no plan of llama4",
+        skip="" if name in GRANTED else f"this version of transformers has no plan of {name}",
     ).as_parameter()
+    for name in ("llama4", "qwen3_5_moe")  # the positions of the second type have three axes
     for layout, options in WITH_PICTURES.items()
 ]
 # The layers of this type share keys, and stock cannot train it with reentrant checkpointing.

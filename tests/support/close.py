@@ -15,6 +15,9 @@ FP64_LAYER = 1e-12
 # For an fp64 model that computes a part in fp32, which rounds by 6e-8. In transformers these are
 # the logits of the loss, the router's aux loss and the rotary embedding of the vision tower.
 FP32_INSIDE = 1e-6
+# In exact arithmetic some gradients are 0: that of a bias of attention's keys, and that of a bias
+# in front of a norm over the batch. Their rounding errors in fp64 are smaller than this number.
+ROUNDING_ERROR = 1e-14
 
 
 def max_error(got: torch.Tensor, want: torch.Tensor) -> float:

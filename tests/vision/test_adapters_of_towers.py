@@ -26,7 +26,7 @@ from support.architectures.mixes import (
     make_sound,
     make_text,
 )
-from support.architectures.pictures import takes_sound
+from support.architectures.pictures import takes_pictures, takes_sound
 from support.architectures.precision import budget
 from support.architectures.steps import adamw, exactly, whole
 from support.checks import Check, Found
@@ -79,11 +79,9 @@ def _compare_steps(build_adapted: Any, name: str, rank: int, world: int) -> list
     assert any("experts" in key for key in trained), trained
     apply_ep_fsdp2(model, ep_size=2)
     optimizers = adamw(model), adamw(stock)
-    steps: list[tuple[MakeBatch, MakeBatch]] = [
-        (make_text, make_text),
-        (make_images, make_text),
-        (make_text, make_image),
-    ]
+    steps: list[tuple[MakeBatch, MakeBatch]] = [(make_text, make_text)]
+    if takes_pictures(bare):
+        steps += [(make_images, make_text), (make_text, make_image)]
     if takes_sound(bare):
         steps.append((make_sound, make_text))
     errors = []

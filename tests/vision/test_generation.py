@@ -20,11 +20,12 @@ from support.architectures.mixes import (
     make_image,
     make_image_and_video,
     make_images,
+    make_sound,
     make_sound_and_image,
     make_text,
     make_video,
 )
-from support.architectures.pictures import takes_sound
+from support.architectures.pictures import takes_pictures, takes_sound
 from support.architectures.precision import budget
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, assert_close
@@ -62,10 +63,14 @@ def assert_generates(model: Any, stock: Any, inputs: Batch, rank: int, **options
 
 
 def a_picture_on_rank_1(name: str, rank: int, world: int) -> None:
-    """generate() is the first call of the model. The second call uses beam search."""
+    """generate() is the first call of the model. The second call uses beam search.
+
+    Rank 1 has sound if the model takes no pictures.
+    """
     with FP64():
         model, stock = build_sharded_and_stock(name, rank)
-        inputs = make_without_labels((make_text, make_image)[rank], stock, 5)
+        encoded = make_image if takes_pictures(stock) else make_sound
+        inputs = make_without_labels((make_text, encoded)[rank], stock, 5)
         assert_generates(model, stock, inputs, rank)
         if TOWER_IN_BLOCKS and name not in NO_BEAMS:
             assert_generates(model, stock, inputs, rank, num_beams=2, num_return_sequences=2)

@@ -1,7 +1,7 @@
 """The modules of decoder layers that mix tokens outside of the attention interface (`MIXERS`).
 
-25 architectures of Transformers have such modules: convolutions, state space models, indexers. Some
-have a type of their own for the text model, so these are 32 model types. test_refused.py compares
+27 architectures of Transformers have such modules: convolutions, state space models, indexers. Some
+have a type of their own for the text model, so these are 34 model types. test_refused.py compares
 this table with the behaviour of the modules and with the derived plans.
 """
 
@@ -58,7 +58,9 @@ minimax            self_attn                  MiniMaxLightningAttention
 minimax_m3_vl      self_attn.indexer          MiniMaxM3VLIndexer
 minimax_m3_vl_text self_attn.indexer          MiniMaxM3VLIndexer
 mistral_large4     self_attn.indexer          MistralLarge4TextIndexer
+nemo_speechlm      mixer                      NemotronHMamba2Mixer
 nemotron_h         mixer                      NemotronHMamba2Mixer
+nemotron_h_omni    mixer                      NemotronHMamba2Mixer
 qwen3_5_moe        linear_attn                Qwen3_5MoeGatedDeltaNet
 qwen3_5_moe_text   linear_attn                Qwen3_5MoeGatedDeltaNet
 qwen3_next         linear_attn                Qwen3NextGatedDeltaNet

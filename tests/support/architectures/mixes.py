@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from support.architectures.models import tiny
 from support.architectures.parts import parts_of
-from support.architectures.pictures import mixed_batch, takes_sound
+from support.architectures.pictures import mixed_batch, takes_pictures, takes_sound
 from support.architectures.sizes import PLACEHOLDERS, tiny_config
 from support.architectures.types import MODEL_TYPES
 
 Batch = dict[str, Tensor]
+# These types mark images and videos with the same token, so stock refuses a batch with both.
+ONE_TOKEN = ("glm4v_moe", "nemotron_h_omni")
 MakeBatch = Callable[[nn.Module, int], Batch]
 
 
@@ -40,6 +42,10 @@ def make_sound(model: Any, seed: int) -> Batch:
     return mixed_batch(model, [0, 0], sounds=[1, 0], seed=seed)
 
 
+def make_sounds(model: Any, seed: int) -> Batch:
+    return mixed_batch(model, [0, 0], sounds=[2, 1], seed=seed)
+
+
 def make_sound_and_image(model: Any, seed: int) -> Batch:
     return mixed_batch(model, [0, 1], sounds=[1, 0], seed=seed)
 
@@ -51,6 +57,12 @@ def make_video(model: Any, seed: int) -> Batch:
     """
     batch = make_image(model, seed)
     config = model.config
+    if config.model_type == "nemotron_h_omni":  # videos have the token of images
+        side, patch = batch.pop("pixel_values"), config.vision_config.patch_size
+        height, width = (patch * int(n) for n in batch.pop("image_grid_hw")[0])
+        frames = [side, side.flip(0)][: config.video_temporal_patch_size]
+        batch["pixel_values_videos"] = torch.cat(frames).view(1, 1, -1, height, width)
+        return batch
     frames = getattr(config.vision_config, "temporal_merge_size", 1)
     if frames > 1:
         batch["pixel_values"] = batch["pixel_values"].repeat(frames, 1)
@@ -102,6 +114,14 @@ def _list_input_names(model: nn.Module) -> set[str]:
 
 def list_mixes(model: nn.Module) -> list[tuple[MakeBatch, MakeBatch]]:
     """List the functions that make the batches of rank 0 and rank 1, one pair for each step."""
+    if not takes_pictures(model):
+        return [
+            (make_text, make_text),
+            (make_text, make_sounds),
+            (make_sound, make_text),
+            (make_sound, make_sounds),
+            (make_text, make_text),
+        ]
     found: list[tuple[MakeBatch, MakeBatch]] = [
         (make_text, make_text),
         (make_text, make_images),
@@ -110,8 +130,7 @@ def list_mixes(model: nn.Module) -> list[tuple[MakeBatch, MakeBatch]]:
     ]
     if "pixel_values_videos" in _list_input_names(model):
         found.append((make_video, make_image))
-        # glm4v_moe marks images and videos with the same token, so stock refuses a batch with both.
-        if model.config.model_type != "glm4v_moe":
+        if model.config.model_type not in ONE_TOKEN:
             found.append((make_image_and_video, make_text))
     if takes_sound(model):
         found += [
@@ -149,9 +168,13 @@ def _build_composite(name: str, text_type: str, seed: int, tower: Any, **fields:
     return model
 
 
-TYPES = [
-    name for name in MODEL_TYPES if getattr(tiny_config(name), "vision_config", None) is not None
-]
+def _has_encoder(model_type: str) -> bool:
+    config = tiny_config(model_type)
+    parts = ("vision_config", "audio_config")
+    return any(getattr(config, part, None) is not None for part in parts)
+
+
+TYPES = [name for name in MODEL_TYPES if _has_encoder(name)]
 # In older Transformers, the config of Kimi-K2.5 does not name the type of its text model.
 COMPOSITES = {
     name: make

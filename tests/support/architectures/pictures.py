@@ -130,6 +130,11 @@ def _picture(model: PreTrainedModel, generator: torch.Generator, index: int) -> 
             "pixel_values": draw(height * width, *patch_shape),
             "image_grid_thw": torch.tensor([[1, height, width]]),
         }
+    if "image_grid_hw" in takes:
+        return {
+            "pixel_values": draw(height * width, 3 * patch**2),
+            "image_grid_hw": torch.tensor([[height, width]]),
+        }
     if "image_position_ids" in takes:
         y, x = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")
         return {
@@ -162,6 +167,12 @@ def _sound(model: PreTrainedModel, generator: torch.Generator, _: int) -> dict[s
         return {
             "input_features": draw(1, 16, config.subsampling_conv_channels[0]),
             "input_features_mask": frames,
+        }
+    if config.model_type in ("nemotron3_5_transcribe_audio", "parakeet_encoder"):
+        bins = getattr(config, "asr_config", config).num_mel_bins
+        return {
+            "input_features": draw(1, 32, bins),
+            "input_features_mask": torch.ones(1, 32, dtype=torch.bool),
         }
     if config.model_type == "dots3_note_audio_encoder":
         return {

@@ -51,7 +51,9 @@ FP32_EVERYWHERE: dict[str, str] = {
     "inkling2_text": "residual stream and experts",
     "kolibri1": "router's logits",
     "muse_spark": "norms",
+    "nemo_speechlm": "Mamba's states",
     "nemotron_h": "Mamba's states",
+    "nemotron_h_omni": "Mamba's states",
     "openai_privacy_filter": "experts",
 }
 

@@ -309,6 +309,8 @@ _WHOLE: dict[str, dict[str, Any]] = {
     "gemma4": {"audio_config": None},  # like the published models with experts
     "kimi_k25": {"projection_hidden_size": 16},  # the hidden size of its tower
     "minimax_m3_vl": {"projector_hidden_size": 28},
+    "nemo_speechlm": {"audio_token_id": VOCAB_SIZE},  # behind the vocabulary, as published
+    "nemotron_h_omni": {"vision_hidden_size": 16, "projector_hidden_size": 28},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 88},
     "muse_spark": {"out_hidden_size": 64, "projector_hidden_size": 28},
 }

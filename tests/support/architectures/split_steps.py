@@ -17,14 +17,12 @@ from support.architectures.mixers import gathered_names
 from support.architectures.models import tiny
 from support.architectures.results import recording
 from support.architectures.steps import whole
-from support.close import FP64_MODEL, assert_close
+from support.close import FP64_MODEL, ROUNDING_ERROR, assert_close
 from support.fakes.flash import use_fake_flash
 from support.fp64 import FP64
 from support.parity import checkpointing
 
 Batch = dict[str, Tensor]
-# The gradient of a bias of attention's keys is 0 in exact arithmetic, and rounding errors here.
-NOTHING = 1e-15
 
 
 def padded(model: nn.Module, seed: int) -> Batch:
@@ -150,6 +148,6 @@ def _compare(kind: str, model: nn.Module, stock: nn.Module, pick: Any) -> list[f
         if got is None or want is None:  # an expert without tokens has no gradient, or zeros
             other = want if got is None else got
             assert other is None or not other.any(), f"only one model has a {kind} of {name}"
-        elif max(got.abs().max(), want.abs().max()) > NOTHING:
+        elif max(got.abs().max(), want.abs().max()) > ROUNDING_ERROR:
             errors.append(assert_close(f"{kind} of {name}", got, want, FP64_MODEL))
     return errors

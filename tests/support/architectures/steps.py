@@ -38,6 +38,8 @@ FP32_EVERYWHERE = {
     "inkling2_loop_text",
     "inkling2_text",
     "muse_spark",
+    "nemo_speechlm",
+    "nemotron_h_omni",
 }
 # The eager experts of these types sum in fp32. Transformers' batched experts are stock as well, and
 # sum in fp64.

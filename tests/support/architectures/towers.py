@@ -71,6 +71,38 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
         "conv_kernel_size": 3,
     },
     "muse_spark_vision": {"pos_emb_height": 4, "pos_emb_width": 4, "max_position_embeddings": 16},
+    "nemotron3_5_transcribe_asr_audio": {"num_mel_bins": 6, "subsampling_factor": 4},
+    "nemotron3_5_transcribe_word_timestamp": {"vocab_size": 11, "blank_token_id": 10},
+    "nemotron3_diarization": {
+        "chunk_length": 3,
+        "chunk_right_context": 1,
+        "chunk_left_context": 1,
+        "fifo_length": 2,
+        "speaker_cache_update_period": 2,
+        "head_config": {
+            "hidden_size": 12,
+            "num_speakers": 3,
+            "audio_hidden_size": 16,
+            "subsampling_factor": 4,
+        },
+        "streaming_config": {
+            "num_speakers": 3,
+            "subsampling_factor": 4,
+            "speaker_cache_length": 6,
+        },
+    },
+    "nemotron3_diarization_audio": {"num_mel_bins": 6, "subsampling_factor": 4},
+    "parakeet_encoder": {
+        "num_mel_bins": 16,
+        "conv_kernel_size": 3,
+        "subsampling_conv_channels": 6,
+        "attention_bias": False,
+        "scale_input": False,
+        # The published config has these two fields, which the class of the config has not.
+        "projection_hidden_size": 28,
+        "projection_bias": False,
+        **_same(0.0, "dropout", "layerdrop", "activation_dropout", "attention_dropout"),
+    },
     "qwen3_omni_moe_audio_encoder": {
         "num_mel_bins": 8,
         "d_model": 16,
@@ -80,6 +112,12 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
         "max_source_positions": 30,
         "n_window_infer": 100,  # upstream's code needs the default n_window with it
         "downsample_hidden_size": 6,
+    },
+    "radio": {
+        "mlp_ratio": 1.25,
+        "max_img_size": 16,
+        "num_registers": 2,
+        "video_temporal_patch_size": 2,
     },
     "step3p5_vision": {"mlp_ratio": 1.25, "max_position_embeddings": 16},
     "unlimited_ocr_vision_encoder": {"image_size": 8},

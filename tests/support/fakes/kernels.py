@@ -8,11 +8,12 @@ without the package.
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
-from torch import Tensor
+from torch import Tensor, nn
 
 # (package, kernel) -> the parameters of the kernel, and the function of the model's file.
 _KERNELS = {
@@ -62,18 +63,54 @@ def file_of(model: Any) -> ModuleType:
     return sys.modules[type(model).__module__]
 
 
+class HubFunction(nn.Module):
+    """What a function of a model's file becomes if the package `kernels` is installed.
+
+    `kernelize` replaces the forward of such a module by a kernel of the hub.
+    """
+
+    def __init__(self, stock: Callable[..., Any]) -> None:
+        super().__init__()
+        self.stock = stock
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.stock(*args, **kwargs)
+
+
+def wrap_functions(file: ModuleType, names: Iterable[str]) -> Any:
+    """Return a context in which modules are in place of functions of a model's file."""
+    wrapped = {name: HubFunction(getattr(file, name)) for name in names}
+    return mock.patch.multiple(file, **wrapped)
+
+
+def kernelize(file: ModuleType) -> None:
+    """Replace the forwards of the modules by kernels, which record their arguments."""
+    for name, module in vars(file).items():
+        if isinstance(module, HubFunction):
+            parameters = [*inspect.signature(module.stock).parameters]
+            module.forward = _record(name, parameters, inspect.unwrap(module.stock))
+
+
 # The file whose function computes the results.
 current: list[ModuleType] = []
 
 
 def _stand_in(kernel: str, parameters: list[str], function: str) -> Callable[..., Any]:
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        return inspect.unwrap(getattr(current[-1], function))(*args, **kwargs)
+
+    call = _record(kernel, parameters, compute)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in parameters])
+    setattr(call, "__signature__", signature)  # noqa: B010
+    return call
+
+
+def _record(kernel: str, parameters: list[str], compute: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         named = dict(zip(parameters, args, strict=False)) | kwargs
         shapes = {n: x.shape if isinstance(x, Tensor) else x for n, x in named.items()}
         calls.setdefault(kernel, []).append(shapes)
-        return inspect.unwrap(getattr(current[-1], function))(*args, **kwargs)
+        return compute(*args, **kwargs)
 
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([inspect.Parameter(name, kind) for name in parameters])
-    setattr(call, "__signature__", signature)  # noqa: B010
     return call

@@ -42,7 +42,8 @@ unlimited_ocr zaya
 """
 _OUTSIDE_OF_THE_INTERFACE = "dbrx jetmoe llama4 llama4_text longcat_flash step3p7"
 _SINCE_5_24 = """
-hy_v4_vl inkling2_loop inkling2_loop_text kimi_k25 lara_mini sarvam_mla sarvam_moe
+hy_v4_vl inkling2_loop inkling2_loop_text kimi_k25 lara_mini nemo_speechlm nemotron_h_omni
+sarvam_mla sarvam_moe
 """
 # Types that do not use all experts. The router of zaya chooses one expert per token, after two
 # GELUs whose mean outweighs the differences between tokens. ernie4_5_vl_moe has experts for the
@@ -50,9 +51,12 @@ hy_v4_vl inkling2_loop inkling2_loop_text kimi_k25 lara_mini sarvam_mla sarvam_m
 _LOPSIDED = ("zaya", "ernie4_5_vl_moe")
 # Parameters without a gradient. An indexer chooses keys by a topk, a bias of keys does not change
 # a softmax, Aria uses its tower's states before the last norm, and these pictures are too small
-# for one kind of queries of DeepSeek-OCR-2.
+# for one kind of queries of DeepSeek-OCR-2. A norm over the batch removes the bias in front of it.
+# In nemo_speechlm, speakers are chosen by a threshold, and time stamps have no part in the loss.
+# Only videos use a projection of their own.
 _WITHOUT_GRADIENT = re.compile(
     r"\.indexer\.|\.k_proj\.bias$|vision_tower\.post_layernorm\.|query_1024_resolution"
+    r"|\.depthwise_conv\.bias$|\.diarization_model\.|word_timestamp_|\.video_patch_projection\."
 )
 
 
@@ -84,10 +88,11 @@ def _experts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def _batch(model: PreTrainedModel) -> dict[str, Tensor]:
     """Make rows of text. If a model takes pictures or sound, some rows have them."""
-    if not takes_pictures(model):
+    if not (takes_pictures(model) or takes_sound(model)):
         return batch(model, 4, 31, seed=1, pad=4)
+    pictures = (2, 2, 1, 0) if takes_pictures(model) else (0, 0, 0, 0)
     sounds = (1, 0, 1, 0) if takes_sound(model) else ()
-    return mixed_batch(model, (2, 2, 1, 0), sounds=sounds, text=14, seed=1)
+    return mixed_batch(model, pictures, sounds=sounds, text=14, seed=1)
 
 
 def _check(model_type: str) -> None:
