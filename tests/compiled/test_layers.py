@@ -16,7 +16,10 @@ from support.checks import PATIENT, Check, Found, on_ranks
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch import config as autograd_config
+from torch._functorch.compilers import nop
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
@@ -448,6 +451,23 @@ def test_a_backend_that_fails_names_the_layer() -> None:
         RuntimeError, match=r"(?s)failed in model\.layers\.0 .*no such instruction.*compile_layers"
     ):
         model(**batch(model, 2, 9))
+
+
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_backend_that_fails_in_backward_names_the_layer(dynamic: bool) -> None:
+    torch.compiler.reset()
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise NotImplementedError("no such instruction")
+
+    backend = aot_autograd(fw_compiler=nop, bw_compiler=broken)
+    model = _build_model({}, None, num_hidden_layers=1, mlp_only_layers=[])
+    compile_layers(model, backend=backend, dynamic=dynamic)
+    with pytest.raises(
+        RuntimeError, match=r"(?s)failed in model\.layers\.0 .*no such instruction.*compile_layers"
+    ):
+        model(**batch(model, 2, 9))
+    assert not autograd_config.force_non_lazy_backward_lowering
 
 
 def test_a_layer_that_cannot_be_traced_is_named() -> None:
