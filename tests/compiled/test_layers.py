@@ -10,6 +10,7 @@ from unittest.mock import patch as mock_patch
 import pytest
 import torch
 from support import parity
+from support.adapters import with_lora
 from support.architectures import models
 from support.architectures.steps import whole
 from support.checks import PATIENT, Check, Found, on_ranks
@@ -383,6 +384,21 @@ def test_the_method_compile_compiles_layers_only_of_a_model_that_is_sharded() ->
     assert (is_compiled(alone), is_compiled(to_shard)) == (True, False)
     assert not hasattr(alone.model.layers[0], COMPILED)
     assert hasattr(to_shard.model.layers[0], COMPILED)
+
+
+@pytest.mark.parametrize("patches_first", [True, False], ids=["patch, PEFT", "PEFT, patch"])
+def test_the_method_compile_of_a_model_with_adapters_compiles_layers_only(
+    patches_first: bool,
+) -> None:
+    if patches_first:
+        model = with_lora(patch(tiny(**SMALL), ep_size=2))
+    else:
+        model = patch(with_lora(tiny(**SMALL)), ep_size=2)
+    model.compile(backend="aot_eager")
+    assert not is_compiled(model)
+    assert hasattr(model.get_base_model().model.layers[0], COMPILED)
+    unpatch(model)
+    assert "compile" not in vars(model)
 
 
 def test_a_warning_names_layers_that_are_compiled_with_their_checkpoints() -> None:
