@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from torch import nn
+
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.compiled.layers import compile_model, compile_parts, refuse_plan_forwards
 from hf_moe_ep.compiled.options import check_compile_kwargs
@@ -24,7 +26,12 @@ def check(parts: Parts, state: ModelState) -> None:
 
 def attach(parts: Parts, state: ModelState) -> None:
     """Compile the layers if the config asks for it, and replace the root's method `compile`."""
-    state.replace(parts.root, "compile", partial(compile_model, parts.root))
+    replace_compile(parts.root, state)
     kwargs = state.config.compile_kwargs
     if kwargs is not None:
         compile_parts(parts.root, state, check_compile_kwargs(kwargs))
+
+
+def replace_compile(model: nn.Module, state: ModelState) -> None:
+    """Replace the method `compile` of a patched model, or of a PeftModel around it."""
+    state.replace(model, "compile", partial(compile_model, model))

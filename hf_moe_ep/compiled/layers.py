@@ -59,6 +59,7 @@ from hf_moe_ep.upstream.captured_outputs import (
 )
 from hf_moe_ep.upstream.code import takes_argument
 from hf_moe_ep.upstream.compiler import (
+    compile_backward_in_forward,
     count_untraced,
     has_given_up,
     has_reached_limit,
@@ -327,7 +328,7 @@ def _call_compiled(
         state.blocks_are_traced = False
     untraced = count_untraced()
     try:
-        with without_collector():
+        with without_collector(), compile_backward_in_forward():
             output = kind.compiled(module, *args, **kwargs)
     except Exception as error:
         if not is_compile_error(error):

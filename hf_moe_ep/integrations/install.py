@@ -33,6 +33,7 @@ import transformers
 from accelerate import Accelerator
 from torch import nn
 
+from hf_moe_ep.compiled.attach import replace_compile
 from hf_moe_ep.config import is_launched_with_fsdp
 from hf_moe_ep.integrations import (
     accelerate_states,
@@ -56,6 +57,7 @@ from hf_moe_ep.upstream.accelerate_and_trainer import (
     end_wait_for_accelerator,
     refresh_gather_function,
 )
+from hf_moe_ep.upstream.adapters import is_peft_model
 from hf_moe_ep.upstream.wrap import (
     BoundWrapper,
     Feature,
@@ -242,6 +244,8 @@ def wrap_adapters(model: nn.Module, state: ModelState) -> None:
         for row, owner in rows:
             if isinstance(module, owner) and row.name not in vars(module):
                 state.replace(module, row.name, BoundWrapper(module, row))
+        if is_peft_model(module) and not state.has_replaced(module, "compile"):
+            replace_compile(module, state)
 
 
 def _build_rows(

@@ -9,6 +9,13 @@ On a CPU the experts are processed in blocks of about `_BLOCK` pairs, so that th
 the matrix products stay in the cache and their memory is reused. In forward and in backward, a
 quantised matrix is dequantised for one product and then freed. In the names of dimensions, M are
 the pairs of a block, and A are all pairs.
+
+On a GPU this path does not call `F.grouped_mm`, which multiplies the rows of all experts in one
+kernel. That function refuses fp64, a bias, and rows whose bytes are no multiple of 16; in fp32 and
+fp16 it makes one product per expert itself; it needs the matrices of all experts at once, so
+quantised matrices could not be freed one by one; and it cannot add to a gradient. The bf16 experts
+that it could compute are those whose gate or norm the Triton kernels lack, and those of a GPU
+without Triton. Its kernel exists on GPUs only, and was not compared with this loop.
 """
 
 from __future__ import annotations

@@ -40,8 +40,12 @@ def returns_output_of_child(module: nn.Module) -> bool:
 
 def without_adapters(model: Any) -> Any:
     """Return the model inside a PeftModel, or any other model itself (peft/peft_model.py)."""
-    is_peft_model = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-    return model.get_base_model() if is_peft_model else model
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def is_peft_model(model: Any) -> bool:
+    """Return True if `model` is a PeftModel, which holds a model with its adapters."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def has_adapters(model: Any) -> bool:

@@ -1,12 +1,15 @@
 """Inspect torch.compile, and transformers' decorators around the forward of a layer.
 
 The private names come from torch/_dynamo (exc.py, eval_frame.py, resume_execution.py, utils.py and
-config.py), and from transformers' modeling_layers.py and utils/deprecation.py.
+config.py), from torch/_functorch/config.py, and from transformers' modeling_layers.py and
+utils/deprecation.py.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from torch._dynamo import config, eval_frame
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.utils import counters
+from torch._functorch import config as autograd_config
 
 # The modules whose decorators handle checkpointing and renamed arguments. Compiled code is called
 # inside these decorators.
@@ -28,6 +32,22 @@ def compile_arguments() -> list[str]:
 def is_compile_error(error: Exception) -> bool:
     """Return True if torch.compile itself raised `error`, and not the compiled function."""
     return isinstance(error, TorchDynamoException)
+
+
+@contextmanager
+def compile_backward_in_forward() -> Iterator[None]:
+    """Compile a graph of backward together with its graph of forward, inside the block.
+
+    Stock torch ignores an error of the backward's compilation in forward, and compiles again when
+    backward runs (torch/_functorch/_aot_autograd/graph_compile.py). Inside the block such an error
+    is raised in forward. torch reads the setting only when it makes a graph.
+    """
+    stock = autograd_config.force_non_lazy_backward_lowering
+    autograd_config.force_non_lazy_backward_lowering = True
+    try:
+        yield
+    finally:
+        autograd_config.force_non_lazy_backward_lowering = stock
 
 
 def has_given_up(compiled: Any, function: Any) -> bool:

@@ -10,13 +10,17 @@ from unittest.mock import patch as mock_patch
 import pytest
 import torch
 from support import parity
+from support.adapters import with_lora
 from support.architectures import models
 from support.architectures.steps import whole
 from support.checks import PATIENT, Check, Found, on_ranks
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch import config as autograd_config
+from torch._functorch.compilers import nop
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
@@ -47,7 +51,7 @@ LENGTHS = (9, 11, 13, 10)
 REENTRANT = {"no checkpoints": None, "checkpoints": False, "reentrant checkpoints": True}
 
 
-def _build_model(config: dict[str, Any], use_reentrant: bool | None, **sizes: Any) -> nn.Module:
+def _build_model(config: dict[str, Any], use_reentrant: bool | None, **sizes: Any) -> Any:
     model = tiny(**(LAYERS | sizes))
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
@@ -56,14 +60,20 @@ def _build_model(config: dict[str, Any], use_reentrant: bool | None, **sizes: An
     return patch(model, experts_backend="torch", **config)
 
 
-def _compute_grads(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def _compute_grads(
+    model: nn.Module, inputs: dict[str, Tensor], *, autocast: bool = False
+) -> dict[str, Tensor]:
     """Return the gradients of one step, and the loss."""
     model.zero_grad()
-    loss = model(**inputs).loss
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**inputs).loss
     loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    local = {n: g.to_local() if isinstance(g, DTensor) else g for n, g in grads.items()}
-    return {n: g.clone() for n, g in local.items()} | {"loss": loss.detach()}
+    return {n: _get_local(g).clone() for n, g in grads.items()} | {"loss": loss.detach()}
+
+
+def _get_local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _count_graphs() -> int:
@@ -77,9 +87,16 @@ def _record_input(
 
 
 def _assert_equal_to_eager(
-    config: dict[str, Any], use_reentrant: bool | None, rank: int = 0, **sizes: Any
+    config: dict[str, Any],
+    use_reentrant: bool | None,
+    rank: int = 0,
+    *,
+    autocast: bool = False,
+    **sizes: Any,
 ) -> list[int]:
     """Compare every gradient of several steps, and return the number of graphs after each step.
+
+    `sizes` are arguments of `tiny`.
 
     torch 2.11's FSDP2 gives a layer a view of its input, but not the recomputed layer. A graph for
     views cannot run on other inputs, so the graphs that are made for other inputs are not counted.
@@ -96,7 +113,9 @@ def _assert_equal_to_eager(
     graphs = []
     for step, length in enumerate(LENGTHS):
         inputs = batch(eager, 2, length + 8 * rank, seed=step)
-        want, got = _compute_grads(eager, inputs), _compute_grads(compiled, inputs)
+        want, got = (
+            _compute_grads(model, inputs, autocast=autocast) for model in (eager, compiled)
+        )
         graphs.append(_count_graphs() - len(seen) + len({key[:2] for key in seen}))
         assert want.keys() == got.keys()
         different = [name for name in want if not torch.equal(got[name], want[name])]
@@ -114,6 +133,20 @@ def test_each_kind_of_layer_is_one_graph_in_one_process(checkpoints: str) -> Non
     graphs = _assert_equal_to_eager({}, REENTRANT[checkpoints])
     kinds = 2 * (2 if checkpoints == "reentrant checkpoints" else 1)
     assert graphs == [kinds] * len(LENGTHS)
+
+
+# Arguments of `_assert_equal_to_eager`.
+LOW_PRECISION: dict[str, dict[str, Any]] = {
+    "bf16": {"dtype": torch.bfloat16},
+    "autocast": {"dtype": torch.float32, "autocast": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", LOW_PRECISION)
+def test_low_precision_equals_eager_in_one_process(precision: str) -> None:
+    graphs = _assert_equal_to_eager({}, None, num_hidden_layers=3, **LOW_PRECISION[precision])
+    assert graphs == [2] * len(LENGTHS)
 
 
 AUX_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -154,6 +187,14 @@ ON_RANKS |= {
     "aux loss, ep 1": partial(_check_aux_loss, {"ep_size": 1}),
     "aux loss, ep 2": partial(_check_aux_loss, {"ep_size": 2}),
     "aux loss per layer": partial(_check_aux_loss, {"ep_size": 2, "aux_loss_per_layer": True}),
+}
+# FSDP2 keeps fp32 master weights of the bf16 model, and gathers the parameters in bf16.
+ON_RANKS |= {
+    f"ep {ep}, {precision}, checkpoints": partial(
+        _check_number_of_graphs, ep, "checkpoints", graphs, num_hidden_layers=3, **options
+    )
+    for precision, options in LOW_PRECISION.items()
+    for ep, graphs in ((1, 2), (2, 3))
 }
 
 
@@ -209,18 +250,32 @@ def test_saved_files_on_two_ranks(found: Found, claim: Check) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoints", ["no checkpoints", "checkpoints"])
-def test_200_random_lengths_make_no_graph_after_the_second_step(checkpoints: str) -> None:
+@pytest.mark.parametrize(
+    ("checkpoints", "some_without_mask"),
+    [("no checkpoints", False), ("checkpoints", False), ("no checkpoints", True)],
+    ids=["no checkpoints", "checkpoints", "some without a mask"],
+)
+def test_200_random_lengths_make_no_graph_after_the_second_step(
+    checkpoints: str, some_without_mask: bool
+) -> None:
+    """A batch without a mask needs one more graph of each kind of layer.
+
+    transformers makes no mask for a batch without padding. Every fourth batch has no padding if
+    `some_without_mask` is True, and every batch has padding otherwise.
+    """
     torch.compiler.reset()
     counters.clear()
-    model = _build_model({"compile_layers": "aot_eager"}, REENTRANT[checkpoints], **LAYERS)
+    sizes = {"num_hidden_layers": 3, "mlp_only_layers": [1]} if some_without_mask else LAYERS
+    model = _build_model({"compile_layers": "aot_eager"}, REENTRANT[checkpoints], **sizes)
     lengths = torch.randint(3, 60, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     graphs = []
     for step, length in enumerate(lengths):
-        # Padded batches have a mask, as the batches of a collator have in most steps.
-        _compute_grads(model, batch(model, 2 + step % 3, length, seed=step, pad=1 + step % 2))
+        pad = 0 if some_without_mask and step % 4 == 3 else 1 + step % 2
+        _compute_grads(model, batch(model, 2 + step % 3, length, seed=step, pad=pad))
         graphs.append(_count_graphs())
-    assert graphs[1:] == [graphs[1]] * (len(lengths) - 1)
+    with_mask, kinds = graphs[1], 2
+    in_all = with_mask + (kinds if some_without_mask else 0)
+    assert graphs[1:] == [with_mask] * 2 + [in_all] * (len(lengths) - 3), graphs
 
 
 def _normalise(self: Any, hidden_states: Tensor) -> Tensor:
@@ -282,16 +337,16 @@ def test_inductor_equals_stock_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("use_reentrant", [None, False])
-def test_routes_are_recorded_and_replayed(use_reentrant: bool | None) -> None:
-    """Compiled layers were traced with their MoE blocks before `replay` begins."""
+def _check_recorded_and_replayed_routes(
+    config: dict[str, Any], use_reentrant: bool | None, rank: int = 0, world: int = 1
+) -> None:
+    """Compiled layers were traced with their MoE blocks before `replay` begins, if ep_size is 1."""
     torch.compiler.reset()
-    eager = _build_model({}, use_reentrant, **SMALL, mlp_only_layers=[])
-    compiled = _build_model(
-        {"compile_layers": "aot_eager"}, use_reentrant, **SMALL, mlp_only_layers=[]
+    eager, compiled = (
+        _build_model(config | compilation, use_reentrant, **SMALL, mlp_only_layers=[])
+        for compilation in ({}, {"compile_layers": "aot_eager"})
     )
-    inputs = batch(eager, 2, 9)
+    inputs = batch(eager, 2, 9 + 2 * rank)
     with RoutingReplay(compiled).record() as routes:
         recorded = _compute_grads(compiled, inputs)
     want = _compute_grads(eager, inputs)
@@ -304,9 +359,26 @@ def test_routes_are_recorded_and_replayed(use_reentrant: bool | None) -> None:
             loss = model(**inputs).loss
         model.zero_grad()
         loss.backward()  # the recompute runs after the block
-        results.append([p.grad for p in model.parameters()])
+        results.append([_get_local(p.grad) for p in model.parameters()])
     assert all(map(torch.equal, *results))
     assert not torch.equal(loss.detach(), want["loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_reentrant", [None, False])
+def test_routes_are_recorded_and_replayed(use_reentrant: bool | None) -> None:
+    _check_recorded_and_replayed_routes({}, use_reentrant)
+
+
+REPLAYED = {
+    f"ep 2, {name}": partial(_check_recorded_and_replayed_routes, {"ep_size": 2}, use_reentrant)
+    for name, use_reentrant in REENTRANT.items()
+}
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, REPLAYED, slow=True, **PATIENT))
+def test_routes_are_recorded_and_replayed_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
 def test_evaluation_runs_without_compilation() -> None:
@@ -382,6 +454,21 @@ def test_the_method_compile_compiles_layers_only_of_a_model_that_is_sharded() ->
     assert hasattr(to_shard.model.layers[0], COMPILED)
 
 
+@pytest.mark.parametrize("patches_first", [True, False], ids=["patch, PEFT", "PEFT, patch"])
+def test_the_method_compile_of_a_model_with_adapters_compiles_layers_only(
+    patches_first: bool,
+) -> None:
+    if patches_first:
+        model = with_lora(patch(tiny(**SMALL), ep_size=2))
+    else:
+        model = patch(with_lora(tiny(**SMALL)), ep_size=2)
+    model.compile(backend="aot_eager")
+    assert not is_compiled(model)
+    assert hasattr(model.get_base_model().model.layers[0], COMPILED)
+    unpatch(model)
+    assert "compile" not in vars(model)
+
+
 def test_a_warning_names_layers_that_are_compiled_with_their_checkpoints() -> None:
     model = patch(tiny(**SMALL))
     parity.checkpointing(model, use_reentrant=False)
@@ -448,6 +535,23 @@ def test_a_backend_that_fails_names_the_layer() -> None:
         RuntimeError, match=r"(?s)failed in model\.layers\.0 .*no such instruction.*compile_layers"
     ):
         model(**batch(model, 2, 9))
+
+
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_backend_that_fails_in_backward_names_the_layer(dynamic: bool) -> None:
+    torch.compiler.reset()
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise NotImplementedError("no such instruction")
+
+    backend = aot_autograd(fw_compiler=nop, bw_compiler=broken)
+    model = _build_model({}, None, num_hidden_layers=1, mlp_only_layers=[])
+    compile_layers(model, backend=backend, dynamic=dynamic)
+    with pytest.raises(
+        RuntimeError, match=r"(?s)failed in model\.layers\.0 .*no such instruction.*compile_layers"
+    ):
+        model(**batch(model, 2, 9))
+    assert not autograd_config.force_non_lazy_backward_lowering
 
 
 def test_a_layer_that_cannot_be_traced_is_named() -> None:

@@ -4,7 +4,9 @@ Stock trains on the concatenated batches of both ranks.
 """
 
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from support.launched import FP32_BUDGET, launched, prepared
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from transformers import Trainer, TrainingArguments
 
-from hf_moe_ep import global_token_count
+from hf_moe_ep import global_token_count, patch
+from hf_moe_ep.state import patched_state
 
 WORLD, STEPS, MICRO = 2, 3, 2
 AUX_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
@@ -127,6 +131,25 @@ def an_unsupported_mode_is_refused(rank: int, world: int) -> None:
     assert plugin.backend == DynamoBackend.INDUCTOR
 
 
+def backend_and_mode_of_training_arguments_are_used(rank: int, world: int) -> None:
+    """The Trainer passes both to its Accelerator. Nothing is compiled without a forward."""
+    given = {"backend": "inductor", "mode": "max-autotune-no-cudagraphs"}
+    with launched(), TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, use_cpu=True, **{f"torch_compile_{name}": x for name, x in given.items()}
+        )
+        model = patch(tiny(), ep_size=2)
+        trainer = Trainer(model, arguments)
+        spy = mock.create_autospec(torch.compile, side_effect=torch.compile)
+        with mock.patch.object(torch, "compile", spy):
+            trainer.accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    assert patched_state(model).layers_are_compiled
+    assert spy.call_args_list
+    for call in spy.call_args_list:
+        assert call.kwargs.items() >= given.items()
+        assert call.kwargs["dynamic"] is True
+
+
 def a_disabled_plugin_compiles_nothing(rank: int, world: int) -> None:
     counters.clear()
     plugin = TorchDynamoPlugin(backend="inductor", disable=True)
@@ -138,7 +161,11 @@ def a_disabled_plugin_compiles_nothing(rank: int, world: int) -> None:
     "claim",
     [
         *on_ranks(
-            WORLD, NOT_COMPILED, an_unsupported_mode_is_refused, a_disabled_plugin_compiles_nothing
+            WORLD,
+            NOT_COMPILED,
+            an_unsupported_mode_is_refused,
+            backend_and_mode_of_training_arguments_are_used,
+            a_disabled_plugin_compiles_nothing,
         ),
         *on_ranks(WORLD, BF16, slow=True),
         *on_ranks(

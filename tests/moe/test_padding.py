@@ -3,7 +3,7 @@
 The reference of the parity cases is a stock model, which computes all tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,11 +17,17 @@ from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
 from support.fp64 import FP64
 from support.parity import Case
-from support.tiny_models import batch, tiny
+from support.tiny_models import Row, batch, tiny, vision_batch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_moe_ep import apply_ep_fsdp2, expert_load, patch
+from hf_moe_ep import (
+    apply_ep_fsdp2,
+    data_parallel_rank,
+    data_parallel_size,
+    expert_load,
+    patch,
+)
 from hf_moe_ep.moe import layer as moe_layer
 from hf_moe_ep.moe import padding
 from hf_moe_ep.moe.padding import find_real_tokens
@@ -118,7 +124,7 @@ def _count_sent_bytes() -> Iterator[list[int]]:
     sent, stock = [0], dist.all_to_all_single
 
     def counted(out: Tensor, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if rows.is_floating_point():
+        if args and rows.is_floating_point():  # exchanges of attention pass no row counts
             sent[0] += rows.nbytes
         return stock(out, rows, *args, **kwargs)
 
@@ -139,32 +145,68 @@ def _run_step(model: nn.Module, inputs: Batch) -> tuple[int, Tensor, dict[str, T
     return int(total), expert_load(model).counts, grads
 
 
-def padding_is_neither_sent_nor_counted(rank: int, world: int) -> None:
+# One picture in each row, and as many tokens per row as in `_make_texts`.
+PICTURES: list[Row] = [
+    [3, (4, 6), 11],
+    [2, (4, 4), 10],
+    [1, (2, 4), 9],
+    [2, (2, 4), 4],
+    [2, (2, 2), 1],
+]
+
+
+def _make_texts(model: Any, seed: int) -> Batch:
+    """Make rows of 20, 16, 12, 8 and 4 tokens, with padding on the right."""
+    return batch(model, 5, 20, seed=seed, pad=16)
+
+
+def _make_pictures(model: Any, seed: int) -> Batch:
+    return vision_batch(model, PICTURES, seed=seed)
+
+
+def _take_row(inputs: Batch, row: int) -> Batch:
+    """Return one row of a batch without its padding, with its picture if it has one."""
+    length = int(inputs["attention_mask"][row].sum())
+    taken = {}
+    for name, x in inputs.items():
+        if name == "pixel_values":
+            taken[name] = x.split(inputs["image_grid_thw"].prod(1).tolist())[row]
+        else:
+            taken[name] = (
+                x[row : row + 1] if name == "image_grid_thw" else x[row : row + 1, :length]
+            )
+    return taken
+
+
+def _check_padding(
+    make: Callable[[Any, int], Batch], name: str, sp_size: int, rank: int, world: int
+) -> None:
     """With 40 % of padding (40 of 100 tokens) about 40 % fewer rows are sent.
 
     The number of rows depends on the router's choice. The exact number is compared with forwards of
     the same texts without padding, one text per forward.
     """
-    model = apply_ep_fsdp2(tiny(num_hidden_layers=LAYERS), ep_size=2)
-    inputs = batch(model, 5, 20, seed=rank, pad=16)  # 0, 4, 8, 12 and 16 of 20
+    model = apply_ep_fsdp2(tiny(name, num_hidden_layers=LAYERS), ep_size=2, sp_size=sp_size)
+    inputs = make(model, data_parallel_rank(model))
     assert int((inputs["attention_mask"] == 0).sum()) == 40
     sent_bytes, load, grads = _run_step(model, inputs)
     with _dispatch_all_tokens():
         full_bytes, full_load, full_grads = _run_step(model, inputs)
-    for name, grad in full_grads.items():
-        parity.assert_close(name, grads[name], grad, 1e-12)
-    assert load.sum(1).tolist() == [2 * 60 * TOP_K] * LAYERS
+    for parameter, grad in full_grads.items():
+        parity.assert_close(parameter, grads[parameter], grad, 1e-12)
+    assert load.sum(1).tolist() == [data_parallel_size(model) * 60 * TOP_K] * LAYERS
     assert torch.equal(load, full_load)
-    unpadded_bytes = 0
-    for row in range(5):
-        length = int(inputs["attention_mask"][row].sum())
-        text = {name: x[row : row + 1, :length] for name, x in inputs.items()}
-        unpadded_bytes += _run_step(model, text)[0]
+    unpadded_bytes = sum(_run_step(model, _take_row(inputs, row))[0] for row in range(5))
     assert sent_bytes == unpadded_bytes
     assert 0.5 < sent_bytes / full_bytes < 0.7, (sent_bytes, full_bytes)
     # Without expert parallelism padding is not counted either, also if the experts compute it.
     for fused_loss in (True, False):
-        single = apply_ep_fsdp2(tiny(num_hidden_layers=LAYERS), ep_size=1, fused_loss=fused_loss)
+        single = apply_ep_fsdp2(
+            tiny(name, num_hidden_layers=LAYERS),
+            ep_size=1,
+            sp_size=sp_size,
+            fused_loss=fused_loss,
+        )
         assert torch.equal(_run_step(single, inputs)[1], load)
 
 
@@ -199,11 +241,19 @@ def max_tokens_per_rank_bounds_rows_without_padding(rank: int, world: int) -> No
                 model(**inputs)
 
 
+SENT = "padding is neither sent nor counted"
 TWO_RANKS = on_ranks(
     2,
-    padding_is_neither_sent_nor_counted,
+    {SENT: partial(_check_padding, _make_texts, "qwen3_moe", 1)},
     all_tokens_are_sent_if_a_loss_may_read_them,
     max_tokens_per_rank_bounds_rows_without_padding,
+) + on_ranks(
+    2,
+    {
+        f"{SENT}, pictures": partial(_check_padding, _make_pictures, "qwen3_vl_moe", 1),
+        f"{SENT}, sp": partial(_check_padding, _make_texts, "qwen3_moe", 2),
+    },
+    slow=True,
 )
 
 
