@@ -35,11 +35,17 @@ def _make_batches(model: nn.Module, rank: int, world: int, step: int) -> list[Ba
 BASE = Case(
     "base", 2, ep=2, config=CONFIG, model={"num_hidden_layers": 5}, micro_batches=_make_batches
 )
+PICTURES = BASE.with_(model={"name": "qwen3_vl_moe"}, micro_batches=modality_by_step)
 
 CASES = {
     "LoRA": BASE.with_(wrap=with_lora, prepare=CHECKPOINTED),
     "LoRA, ep 1": BASE.with_(wrap=with_lora, ep=1),
-    "pictures": BASE.with_(model={"name": "qwen3_vl_moe"}, micro_batches=modality_by_step),
+    "pictures": PICTURES,
+    "pictures, checkpoints": PICTURES.with_(prepare=CHECKPOINTED),
+    "pictures, reentrant checkpoints": PICTURES.with_(
+        prepare=partial(checkpointing, use_reentrant=True)
+    ),
+    "pictures, ep 1": PICTURES.with_(ep=1),
     "sequence parallelism": BASE.with_(sp=2, prepare=CHECKPOINTED),
     "quantised experts": BASE.with_(
         model=SIZES["nf4"],
@@ -52,12 +58,18 @@ CASES = {
 # layer, whose input has no gradient; other layers; layers without gradients) and two graphs behind
 # it (with and without gradients). With sequence parallelism attention splits a layer into five
 # graphs, each with and without gradients. Pictures need three more graphs on rank 1, where some
-# batches have no mask.
+# batches have no mask. With ep_size 1 a decoder layer is one graph instead of two, each with and
+# without gradients. Under checkpoints the input of the first layer requires a gradient even in a
+# forward without gradients, which is one more graph. A reentrant checkpoint first runs each layer
+# of a training batch without gradients, which makes further graphs.
 _LORA = 3 + 2
 GRAPHS = {
     "LoRA": (_LORA, _LORA),
     "LoRA, ep 1": (_LORA, _LORA),
     "pictures": (10, 13),
+    "pictures, checkpoints": (11, 14),
+    "pictures, reentrant checkpoints": (14, 18),
+    "pictures, ep 1": (8, 11),
     "sequence parallelism": (5 * 2, 5 * 2),
     "quantised experts": (_LORA, _LORA),
 }
@@ -103,7 +115,7 @@ LENGTHS = {
     "ep 2": (MIXED, _make_random_text),
     "ep 2, checkpoints": (MIXED.with_(prepare=CHECKPOINTED), _make_random_text),
     "LoRA": (MIXED.with_(wrap=with_lora), _make_random_text),
-    "pictures": (BASE.with_(model={"name": "qwen3_vl_moe"}), _make_random_pictures),
+    "pictures": (PICTURES, _make_random_pictures),
 }
 
 
