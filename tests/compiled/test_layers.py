@@ -537,7 +537,8 @@ def test_a_backend_that_fails_names_the_layer() -> None:
         model(**batch(model, 2, 9))
 
 
-@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [True, False])
 def test_a_backend_that_fails_in_backward_names_the_layer(dynamic: bool) -> None:
     torch.compiler.reset()
 
