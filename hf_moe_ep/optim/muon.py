@@ -153,25 +153,30 @@ class Muon(Optimizer):
         parameters may be given as well; they are trained as soon as they get gradients. With
         pipeline stages every rank must call this, even with an empty list.
         """
-        self._layouts = self._find_layouts()
+        # The layouts are not stored, because they refer to the parameters. Accelerate shards a
+        # model after its optimizer was created, and frees each unsharded parameter meanwhile.
+        layouts = self._find_layouts()
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
         plain = [p[1] if isinstance(p, tuple) else p for p in params]
         options = {key: value for key, value in param_group.items() if key != "params"}
         if "use_muon" in options:
-            self._add_group(params, plain, options)
+            self._add_group(layouts, params, plain, options)
             return
-        by_muon, used = self._choose_algorithms(plain)
+        by_muon, used = self._choose_algorithms(layouts, plain)
         for use_muon in (True, False):
             if use_muon in used:
                 chosen = [trained_by_muon == use_muon for trained_by_muon in by_muon]
                 self._add_group(
+                    layouts,
                     [p for p, is_chosen in zip(params, chosen, strict=True) if is_chosen],
                     [p for p, is_chosen in zip(plain, chosen, strict=True) if is_chosen],
                     options | {"use_muon": use_muon},
                 )
 
-    def _choose_algorithms(self, params: list[nn.Parameter]) -> tuple[list[bool], set[bool]]:
+    def _choose_algorithms(
+        self, layouts: Layouts, params: list[nn.Parameter]
+    ) -> tuple[list[bool], set[bool]]:
         """Return for each parameter if Muon trains it, and the set of these values on all stages.
 
         Checkpoints and schedulers number the groups, so all pipeline stages must have the same
@@ -179,42 +184,35 @@ class Muon(Optimizer):
         """
         stages = getattr(patched_state(self.model).meshes, "stages", None)
         if stages is None:
-            by_muon = self._choose_on_this_stage(params)
+            by_muon = _choose_on_this_stage(layouts, params)
             return by_muon, set(by_muon)
         column = stages.column.get_group()
         by_stage = gather_from_all(
-            "Muon.add_param_group", lambda: self._choose_on_this_stage(params), column
+            "Muon.add_param_group", lambda: _choose_on_this_stage(layouts, params), column
         )
         return by_stage[stages.index], set().union(*by_stage)
 
-    def _choose_on_this_stage(self, params: list[nn.Parameter]) -> list[bool]:
-        if unknown := [self._layouts.unknown[p] for p in params if p in self._layouts.unknown]:
-            raise ValueError(
-                f"it is unknown whether these parameters are matrices for Muon: "
-                f"{', '.join(unknown)}; give them to AdamW by Muon(model, ..., param_groups=["
-                f"{{'params': [...], 'use_muon': False}}, {{'params': the other parameters}}])"
-            )
-        return [p in self._layouts.matrix_layouts for p in params]
-
-    def _add_group(self, params: list[Any], plain: list[Any], options: dict[str, Any]) -> None:
+    def _add_group(
+        self, layouts: Layouts, params: list[Any], plain: list[Any], options: dict[str, Any]
+    ) -> None:
         use_muon = options["use_muon"]
         options = (self._muon_defaults if use_muon else self._adamw_defaults) | options
         _check_options(options)
         for parameter in plain if use_muon else ():
-            self._find_layout(parameter)  # raises ValueError if there is none
+            self._find_layout(layouts, parameter)  # raises ValueError if there is none
         super().add_param_group({"params": params, **options})
 
     def _find_layouts(self) -> Layouts:
         reshard(self.model)
         return find_matrix_layouts(self.model, split_heads=self.split_heads)
 
-    def _find_layout(self, parameter: nn.Parameter) -> MatrixLayout:
+    def _find_layout(self, layouts: Layouts, parameter: nn.Parameter) -> MatrixLayout:
         """Return the layout of a parameter that the rules or the user give to Muon.
 
         Raises:
             ValueError: the parameter holds no matrices, or parts of matrices that cannot be joined.
         """
-        by_rule = self._layouts.matrix_layouts.get(parameter)
+        by_rule = layouts.matrix_layouts.get(parameter)
         layout = by_rule or find_requested_layout(self.model, parameter)
         if layout is not None:
             return layout
@@ -345,7 +343,7 @@ class Muon(Optimizer):
         """Assign the matrices to owners, or return the previous result if nothing has changed."""
         if self._assignment is not None and self._assignment.fits(updates):
             return self._assignment
-        self._layouts = self._find_layouts()
+        layouts = self._find_layouts()
         names = {p: name for name, p in self.model.named_parameters()}
         matrices = []
         for update in updates:
@@ -356,7 +354,7 @@ class Muon(Optimizer):
                     f"its model any more; create Muon after apply_ep_fsdp2(model), or pass model "
                     f"and optimizer to accelerator.prepare together"
                 )
-            layout = self._find_layout(parameter)
+            layout = self._find_layout(layouts, parameter)
             matrices.append(_describe_matrices(names[parameter], parameter, layout, update))
         meshes = patched_state(self.model).meshes
         if meshes is not None:
@@ -374,6 +372,16 @@ class Muon(Optimizer):
             assign_owners(matrices, self._bucket_bytes),
         )
         return self._assignment
+
+
+def _choose_on_this_stage(layouts: Layouts, params: list[nn.Parameter]) -> list[bool]:
+    if unknown := [layouts.unknown[p] for p in params if p in layouts.unknown]:
+        raise ValueError(
+            f"it is unknown whether these parameters are matrices for Muon: "
+            f"{', '.join(unknown)}; give them to AdamW by Muon(model, ..., param_groups=["
+            f"{{'params': [...], 'use_muon': False}}, {{'params': the other parameters}}])"
+        )
+    return [p in layouts.matrix_layouts for p in params]
 
 
 def _check_others_assign(group: dist.ProcessGroup | None) -> None:
