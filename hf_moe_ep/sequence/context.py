@@ -131,12 +131,12 @@ def _attend_to_gathered(
             outs.append(_run(stock, module, call, *args))
     # On a rank without tokens, only these empty tensors connect the output with queries, keys,
     # values and sinks. Such a rank needs gradients as well, because all ranks take part in FSDP2's
-    # reductions and in the exchange of keys and values. The square saves a tensor for backward:
-    # torch does not recompute a checkpoint without saved tensors, so this rank would miss the
-    # exchange inside the checkpoint.
+    # reductions and in the exchange of keys and values. The squares save tensors for backward,
+    # whether queries or values need gradients: torch does not recompute a checkpoint without saved
+    # tensors, so this rank would miss the exchange inside the checkpoint.
     size = (len(query), 0, query.shape[1], value.shape[-1])
     sinks = kwargs.get("s_aux")
-    empty = [query[:, :, :0, :1].transpose(1, 2), value[:, :1, :0].transpose(1, 2).square()]
+    empty = [x.transpose(1, 2).square() for x in (query[:, :, :0, :1], value[:, :1, :0])]
     empty += [] if sinks is None else [sinks.view(1, 1, -1, 1)[:, :0].to(value.dtype)]
     out_BSQW = torch.cat([*outs, *(x.expand(size) for x in empty)], 1)
     return functional.pad(out_BSQW, (0, 0, 0, 0, 0, context.local - out_BSQW.shape[1]))
