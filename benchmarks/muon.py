@@ -12,9 +12,9 @@ seconds of the busiest rank. Its other columns are
     operations    operations of the busiest rank / mean
     bucket        bytes of the matrices that a rank owns in its largest bucket
     peak          peak of all tensors that a step creates. While a bucket is orthogonalised, the
-                  next bucket is sent to its owners, and the results of the previous bucket are sent
-                  back. Both transfers need a tensor to send and a tensor to receive, so the peak is
-                  several times the largest bucket
+                  results of the previous bucket are sent back, and then the next bucket is sent to
+                  its owners. Each transfer needs a tensor to send and a tensor to receive, so the
+                  peak is the memory of three buckets and of a piece of Newton-Schulz
 
 With `--plan` nothing is timed. The matrices of the whole model are assigned to 8 ranks, and the
 rates of `hf-moe-ep plan` give the seconds of their operations and bytes.
@@ -203,9 +203,29 @@ def measure_stock(rank: int, sizes: Sizes) -> Measured:
     return Measured(*_time_steps(Both(), sizes.steps))
 
 
-def report(sizes: Sizes, world: int, machine: list[str]) -> str:
-    """Measure all layouts, and format the page."""
-    (stock,) = spawn(measure_stock, 1, sizes, timeout=600.0)
+def measure_layouts(sizes: Sizes, world: int) -> dict[str, list[Measured]]:
+    """Measure the ranks of each layout.
+
+    Raises:
+        AssertionError: the ranks of a layout sent another number of bytes than the formula says.
+    """
+    layouts = {
+        f"ep {world}": {"ep_size": world},
+        f"ep {world // 2}, whole experts": {"ep_size": world // 2, "expert_shard_dim": 0},
+        f"ep {world // 2}, rows of experts": {"ep_size": world // 2, "expert_shard_dim": 1},
+    }
+    measured = {}
+    for name, layout in layouts.items():
+        measured[name] = spawn(measure_rank, world, layout, sizes, timeout=600.0)
+        sent, by_hand = (sum(getattr(r, n) for r in measured[name]) for n in ("sent", "by_hand"))
+        assert sent == by_hand, f"{name}: {sent} bytes were sent, by hand {by_hand}"
+    return measured
+
+
+def report(
+    sizes: Sizes, machine: list[str], stock: Measured, measured: dict[str, list[Measured]]
+) -> str:
+    """Format the page."""
     lines = [
         *machine,
         f"- {sizes}",
@@ -216,16 +236,10 @@ def report(sizes: Sizes, world: int, machine: list[str]) -> str:
         "| MB of the largest bucket | peak, MB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    layouts = {
-        f"ep {world}": {"ep_size": world},
-        f"ep {world // 2}, whole experts": {"ep_size": world // 2, "expert_shard_dim": 0},
-        f"ep {world // 2}, rows of experts": {"ep_size": world // 2, "expert_shard_dim": 1},
-    }
-    for name, layout in layouts.items():
-        ranks = spawn(measure_rank, world, layout, sizes, timeout=600.0)
+    for name, ranks in measured.items():
         sent, by_hand = sum(r.sent for r in ranks), sum(r.by_hand for r in ranks)
         operations = [r.operations for r in ranks]
-        level = max(operations) * world / sum(operations)
+        level = max(operations) * len(ranks) / sum(operations)
         lines.append(
             f"| {name} | {max(r.clock for r in ranks) / stock.clock:.2f} | "
             f"{max(r.cpu for r in ranks) / stock.cpu:.2f} | {sent / 1e6:.2f} | "
@@ -292,8 +306,10 @@ def main() -> None:
     if parser.parse_args().plan:
         print(plan_share("Qwen/Qwen3-30B-A3B", "h100", 8, 4096, 64))
         return
-    load = os.getloadavg()[0]
-    print(report(Sizes(), 4, describe_machine("benchmarks/muon.py", load, 4)))
+    load, sizes = os.getloadavg()[0], Sizes()
+    (stock,) = spawn(measure_stock, 1, sizes, timeout=600.0)
+    measured = measure_layouts(sizes, 4)
+    print(report(sizes, describe_machine("benchmarks/muon.py", load, 4), stock, measured))
 
 
 if __name__ == "__main__":

@@ -7,16 +7,17 @@ Muon orthogonalises the momentum of a matrix. `Muon.step` does the following on 
                 to its owner, which sends the update back (owners.py).
     AdamW       One fused call per parameter group updates the shards of all other parameters.
 
-Communication and computation overlap: while the first bucket of sharded matrices is sent, the rank
-orthogonalises its whole matrices, and while another bucket is sent, it orthogonalises the previous
-bucket.
+Communication and computation overlap. While the first bucket of sharded matrices is sent, the rank
+orthogonalises its whole matrices. While it orthogonalises the first half of a bucket, the results
+of the previous bucket are sent back, and during the second half the next bucket is sent.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,7 @@ from hf_moe_ep.optim.matrices import (
 from hf_moe_ep.optim.orthogonal import adjust_lr, choose_dtype, orthogonalise
 from hf_moe_ep.optim.owners import (
     BUCKET_BYTES,
+    PIECES,
     Bucket,
     Matrices,
     MatrixRange,
@@ -51,6 +53,10 @@ from hf_moe_ep.state import get_computing_device, patched_state
 _ADJUST = (None, "original", "match_rms_adamw", "spectral_unclamped")
 # torch has a fused AdamW for these devices.
 _FUSED_ON = ("cpu", "cuda")
+
+# Matrices of a bucket that are orthogonalised at once: for each range the position of the range in
+# the ranges of their owner, and the [start, stop) of the matrices, counted from the range's first.
+_Piece = list[tuple[int, int, int]]
 
 
 class Muon(Optimizer):
@@ -153,25 +159,30 @@ class Muon(Optimizer):
         parameters may be given as well; they are trained as soon as they get gradients. With
         pipeline stages every rank must call this, even with an empty list.
         """
-        self._layouts = self._find_layouts()
+        # The layouts are not stored, because they refer to the parameters. Accelerate shards a
+        # model after its optimizer was created, and frees each unsharded parameter meanwhile.
+        layouts = self._find_layouts()
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
         plain = [p[1] if isinstance(p, tuple) else p for p in params]
         options = {key: value for key, value in param_group.items() if key != "params"}
         if "use_muon" in options:
-            self._add_group(params, plain, options)
+            self._add_group(layouts, params, plain, options)
             return
-        by_muon, used = self._choose_algorithms(plain)
+        by_muon, used = self._choose_algorithms(layouts, plain)
         for use_muon in (True, False):
             if use_muon in used:
                 chosen = [trained_by_muon == use_muon for trained_by_muon in by_muon]
                 self._add_group(
+                    layouts,
                     [p for p, is_chosen in zip(params, chosen, strict=True) if is_chosen],
                     [p for p, is_chosen in zip(plain, chosen, strict=True) if is_chosen],
                     options | {"use_muon": use_muon},
                 )
 
-    def _choose_algorithms(self, params: list[nn.Parameter]) -> tuple[list[bool], set[bool]]:
+    def _choose_algorithms(
+        self, layouts: Layouts, params: list[nn.Parameter]
+    ) -> tuple[list[bool], set[bool]]:
         """Return for each parameter if Muon trains it, and the set of these values on all stages.
 
         Checkpoints and schedulers number the groups, so all pipeline stages must have the same
@@ -179,42 +190,35 @@ class Muon(Optimizer):
         """
         stages = getattr(patched_state(self.model).meshes, "stages", None)
         if stages is None:
-            by_muon = self._choose_on_this_stage(params)
+            by_muon = _choose_on_this_stage(layouts, params)
             return by_muon, set(by_muon)
         column = stages.column.get_group()
         by_stage = gather_from_all(
-            "Muon.add_param_group", lambda: self._choose_on_this_stage(params), column
+            "Muon.add_param_group", lambda: _choose_on_this_stage(layouts, params), column
         )
         return by_stage[stages.index], set().union(*by_stage)
 
-    def _choose_on_this_stage(self, params: list[nn.Parameter]) -> list[bool]:
-        if unknown := [self._layouts.unknown[p] for p in params if p in self._layouts.unknown]:
-            raise ValueError(
-                f"it is unknown whether these parameters are matrices for Muon: "
-                f"{', '.join(unknown)}; give them to AdamW by Muon(model, ..., param_groups=["
-                f"{{'params': [...], 'use_muon': False}}, {{'params': the other parameters}}])"
-            )
-        return [p in self._layouts.matrix_layouts for p in params]
-
-    def _add_group(self, params: list[Any], plain: list[Any], options: dict[str, Any]) -> None:
+    def _add_group(
+        self, layouts: Layouts, params: list[Any], plain: list[Any], options: dict[str, Any]
+    ) -> None:
         use_muon = options["use_muon"]
         options = (self._muon_defaults if use_muon else self._adamw_defaults) | options
         _check_options(options)
         for parameter in plain if use_muon else ():
-            self._find_layout(parameter)  # raises ValueError if there is none
+            self._find_layout(layouts, parameter)  # raises ValueError if there is none
         super().add_param_group({"params": params, **options})
 
     def _find_layouts(self) -> Layouts:
         reshard(self.model)
         return find_matrix_layouts(self.model, split_heads=self.split_heads)
 
-    def _find_layout(self, parameter: nn.Parameter) -> MatrixLayout:
+    def _find_layout(self, layouts: Layouts, parameter: nn.Parameter) -> MatrixLayout:
         """Return the layout of a parameter that the rules or the user give to Muon.
 
         Raises:
             ValueError: the parameter holds no matrices, or parts of matrices that cannot be joined.
         """
-        by_rule = self._layouts.matrix_layouts.get(parameter)
+        by_rule = layouts.matrix_layouts.get(parameter)
         layout = by_rule or find_requested_layout(self.model, parameter)
         if layout is not None:
             return layout
@@ -322,7 +326,12 @@ class Muon(Optimizer):
         device = get_computing_device(self.model)
         exchanges = [
             _BucketExchange(
-                bucket, assignment.matrices, updates, device, f"bucket {number} of Muon.step"
+                bucket,
+                assignment.matrices,
+                updates,
+                device,
+                self._bucket_bytes // PIECES,
+                f"bucket {number} of Muon.step",
             )
             for number, bucket in enumerate(assignment.buckets)
         ]
@@ -330,13 +339,12 @@ class Muon(Optimizer):
             exchanges[0].start()
         for matrix_range in assignment.whole:
             _apply_whole(matrix_range, assignment.matrices, updates, device)
+        if exchanges:
+            exchanges[0].receive()
         for number, exchange in enumerate(exchanges):
-            exchange.receive()
+            exchange.orthogonalise(partial(_exchange_neighbours, exchanges, number))
             if number + 1 < len(exchanges):
-                exchanges[number + 1].start()
-            exchange.orthogonalise()
-            if number > 0:
-                exchanges[number - 1].finish()
+                exchanges[number + 1].receive()  # frees the tensor that was sent
             exchange.send_results()
         if exchanges:
             exchanges[-1].finish()
@@ -345,7 +353,7 @@ class Muon(Optimizer):
         """Assign the matrices to owners, or return the previous result if nothing has changed."""
         if self._assignment is not None and self._assignment.fits(updates):
             return self._assignment
-        self._layouts = self._find_layouts()
+        layouts = self._find_layouts()
         names = {p: name for name, p in self.model.named_parameters()}
         matrices = []
         for update in updates:
@@ -356,7 +364,7 @@ class Muon(Optimizer):
                     f"its model any more; create Muon after apply_ep_fsdp2(model), or pass model "
                     f"and optimizer to accelerator.prepare together"
                 )
-            layout = self._find_layout(parameter)
+            layout = self._find_layout(layouts, parameter)
             matrices.append(_describe_matrices(names[parameter], parameter, layout, update))
         meshes = patched_state(self.model).meshes
         if meshes is not None:
@@ -370,10 +378,20 @@ class Muon(Optimizer):
         self._assignment = _Assignment(
             [update.parameter for update in updates],
             matrices,
-            list(divide_whole_matrices(matrices, self._bucket_bytes)),
+            list(divide_whole_matrices(matrices, self._bucket_bytes // 2)),
             assign_owners(matrices, self._bucket_bytes),
         )
         return self._assignment
+
+
+def _choose_on_this_stage(layouts: Layouts, params: list[nn.Parameter]) -> list[bool]:
+    if unknown := [layouts.unknown[p] for p in params if p in layouts.unknown]:
+        raise ValueError(
+            f"it is unknown whether these parameters are matrices for Muon: "
+            f"{', '.join(unknown)}; give them to AdamW by Muon(model, ..., param_groups=["
+            f"{{'params': [...], 'use_muon': False}}, {{'params': the other parameters}}])"
+        )
+    return [p in layouts.matrix_layouts for p in params]
 
 
 def _check_others_assign(group: dist.ProcessGroup | None) -> None:
@@ -429,7 +447,9 @@ class _BucketExchange:
     """The exchange of one bucket in one step.
 
     The methods are called in this order: `start` sends blocks to the owners, `receive`,
-    `orthogonalise`, `send_results` sends blocks of the results back, `finish`.
+    `orthogonalise`, `send_results` sends blocks of the results back, `finish`. Each transfer needs
+    a tensor to send and a tensor to receive. The owner writes the results over the blocks that it
+    has received, and sends them back from there.
     """
 
     def __init__(
@@ -438,73 +458,70 @@ class _BucketExchange:
         matrices: Sequence[Matrices],
         updates: Sequence[_Update],
         device: torch.device,
+        piece_bytes: int,
         where: str,
     ) -> None:
         self._bucket, self._matrices, self._updates = bucket, matrices, updates
-        self._device, self._where = device, where
+        self._device, self._piece_bytes, self._where = device, piece_bytes, where
         self._own_rank = next(
             matrices[matrix_range.index].sharding.rank
             for ranges in bucket.ranges
             for matrix_range in ranges
         )
         self._owned = bucket.ranges[self._own_rank]
+        # The numbers of elements that this rank sends to each rank in `start`, and receives.
+        self._sent = [sum(self._block_sizes(ranges, self._own_rank)) for ranges in bucket.ranges]
+        self._expected = [sum(self._block_sizes(self._owned, rank)) for rank in self._ranks]
         self._transfer: Transfer | None = None
         self._received: Tensor | None = None
-        # The matrices that this rank owns, [N, out, in], by the positions of ranges in `_owned`.
-        self._joined: dict[tuple[int, ...], Tensor] = {}
+        # The blocks of all ranks of the matrices that this rank owns, ordered by rank and then as
+        # in `_owned`. They are views of `_values`.
+        self._values: Tensor | None = None
+        self._blocks: list[Tensor] = []
+
+    @property
+    def _ranks(self) -> range:
+        return range(len(self._bucket.ranges))
 
     def start(self) -> None:
         """Send this rank's blocks of all matrices to their owners."""
-        ranks = range(len(self._bucket.ranges))
-        sent = [sum(self._block_sizes(ranges, self._own_rank)) for ranges in self._bucket.ranges]
-        received = [sum(self._block_sizes(self._owned, rank)) for rank in ranks]
-        blocks = (
-            _compute_block(matrix_range, self._matrices, self._updates, self._device)
-            for ranges in self._bucket.ranges
-            for matrix_range in ranges
-        )
-        self._send(blocks, sent, received)
+        values = self._empty(sum(self._sent))
+        start = 0
+        for ranges in self._bucket.ranges:
+            for piece in self._divide_blocks(ranges):
+                block = _compute_block(piece, self._matrices, self._updates, self._device)
+                values[start : start + block.numel()].view(block.shape).copy_(block)
+                start += block.numel()
+                del block  # is freed before the next block is computed
+        self._send(values, self._sent, self._expected)
 
     def receive(self) -> None:
-        """Wait for the blocks of all ranks, and join them to the matrices that this rank owns."""
-        received = self._wait()
-        ranks = range(len(self._bucket.ranges))
-        sizes = [size for rank in ranks for size in self._block_sizes(self._owned, rank)]
-        blocks = received.split(sizes)
-        for (shape, _), positions in self._group_by_shape().items():
-            counts = self._count_matrices(positions)
-            joined = received.new_empty((sum(counts), *shape))
-            for position, matrices in zip(positions, joined.split(counts), strict=True):
-                for rank in ranks:
-                    block = blocks[rank * len(self._owned) + position]
-                    target = self._view_block(matrices, self._owned[position], rank)
-                    target.copy_(block.view(target.shape))
-            self._joined[positions] = joined
+        """Wait for the blocks of all ranks."""
+        self._set_values(self._wait())
 
-    def orthogonalise(self) -> None:
-        """Orthogonalise the matrices that this rank owns, all matrices of one shape together."""
-        for (_, steps), positions in self._group_by_shape().items():
-            # Nothing else refers to these matrices, so they are freed in the first step.
-            result = orthogonalise(self._joined.pop(positions), steps)
-            self._joined[positions] = result
+    def orthogonalise(self, halfway: Callable[[], None]) -> None:
+        """Orthogonalise the matrices that this rank owns, in pieces of matrices of one shape.
+
+        Args:
+            halfway: is called when about half of the matrices are computed. If the number of pieces
+                is odd, it is called after half of the steps of the piece in the middle.
+        """
+        pieces = self._divide_into_pieces()
+        middle, is_odd = divmod(len(pieces), 2)
+        for piece in pieces[:middle]:
+            self._orthogonalise_piece(piece)
+        if is_odd:
+            self._orthogonalise_piece(pieces[middle], halfway, is_whole=len(pieces) == 1)
+        else:
+            halfway()
+        for piece in pieces[middle + is_odd :]:
+            self._orthogonalise_piece(piece)
 
     def send_results(self) -> None:
         """Send each rank its blocks of the results."""
-        ranks = range(len(self._bucket.ranges))
-        sent = [sum(self._block_sizes(self._owned, rank)) for rank in ranks]
-        received = [
-            sum(self._block_sizes(ranges, self._own_rank)) for ranges in self._bucket.ranges
-        ]
-        results: dict[int, Tensor] = {}
-        for positions, joined in self._joined.items():
-            results |= zip(positions, joined.split(self._count_matrices(positions)), strict=True)
-        blocks = (
-            self._view_block(results[position], matrix_range, rank)
-            for rank in ranks
-            for position, matrix_range in enumerate(self._owned)
-        )
-        self._send(blocks, sent, received)
-        self._joined = {}
+        assert self._values is not None
+        values, self._values, self._blocks = self._values, None, []
+        self._send(values, self._expected, self._sent)
 
     def finish(self) -> None:
         """Add the received results to this rank's shards."""
@@ -514,14 +531,8 @@ class _BucketExchange:
             shape = self._block_shape(matrix_range, self._own_rank)
             _apply(matrix_range, block.view(shape), self._matrices, self._updates)
 
-    def _send(self, blocks: Iterable[Tensor], counts: list[int], expected: list[int]) -> None:
-        """Start the all-to-all. The blocks are copied into one tensor, one after the other."""
-        values = self._empty(sum(counts))
-        start = 0
-        for block in blocks:
-            values[start : start + block.numel()].view(block.shape).copy_(block)
-            start += block.numel()
-            del block  # is freed before the next block is computed
+    def _send(self, values: Tensor, counts: list[int], expected: list[int]) -> None:
+        """Start the all-to-all of values that are ordered by the ranks to which they are sent."""
         self._received = self._empty(sum(expected))
         self._transfer = start_all_to_all(
             self._received,
@@ -538,18 +549,79 @@ class _BucketExchange:
         received, self._transfer, self._received = self._received, None, None
         return received
 
-    def _group_by_shape(self) -> dict[tuple[tuple[int, int], int], tuple[int, ...]]:
-        """Map each (shape, Newton-Schulz steps) to the positions of its ranges in `_owned`."""
-        groups: dict[tuple[tuple[int, int], int], tuple[int, ...]] = {}
+    def _divide_blocks(self, ranges: Iterable[MatrixRange]) -> Iterator[MatrixRange]:
+        """Divide ranges into pieces of which this rank's block has at most `piece_bytes`."""
+        for matrix_range in ranges:
+            itemsize = self._matrices[matrix_range.index].itemsize
+            _, rows, columns = self._block_shape(matrix_range, self._own_rank)
+            yield from matrix_range.divide(
+                max(1, self._piece_bytes // max(1, rows * columns * itemsize))
+            )
+
+    def _set_values(self, values: Tensor) -> None:
+        shapes = [self._block_shape(owned, rank) for rank in self._ranks for owned in self._owned]
+        blocks = values.split([math.prod(shape) for shape in shapes])
+        self._blocks = [block.view(shape) for block, shape in zip(blocks, shapes, strict=True)]
+        self._values = values
+
+    def _divide_into_pieces(self) -> list[_Piece]:
+        """Divide the matrices that this rank owns into pieces, which are orthogonalised at once.
+
+        A piece has matrices of one shape. Its size is at most `piece_bytes`, or it is one matrix.
+        """
+        groups: dict[tuple[tuple[int, int], int], list[int]] = {}
         for position, matrix_range in enumerate(self._owned):
             entry = self._matrices[matrix_range.index]
-            key = entry.shape, entry.steps
-            groups[key] = (*groups.get(key, ()), position)
-        return groups
+            groups.setdefault((entry.shape, entry.steps), []).append(position)
+        pieces: list[_Piece] = []
+        for positions in groups.values():
+            entry = self._matrices[self._owned[positions[0]].index]
+            at_once = max(1, self._piece_bytes // entry.matrix_bytes)
+            free = 0  # the number of matrices that fit in the last piece
+            for position in positions:
+                start, end = 0, self._owned[position].stop - self._owned[position].start
+                while start < end:
+                    if free == 0:
+                        pieces.append([])
+                        free = at_once
+                    stop = min(end, start + free)
+                    pieces[-1].append((position, start, stop))
+                    free -= stop - start
+                    start = stop
+        return pieces
 
-    def _count_matrices(self, positions: Iterable[int]) -> list[int]:
-        """Return the number of matrices in each of the ranges at `positions` of `_owned`."""
-        return [self._owned[i].stop - self._owned[i].start for i in positions]
+    def _orthogonalise_piece(
+        self, piece: _Piece, halfway: Callable[[], None] | None = None, *, is_whole: bool = False
+    ) -> None:
+        """Orthogonalise a piece, and write the result over the blocks of its matrices.
+
+        If the piece is the whole bucket (`is_whole`), its blocks are freed in the meantime.
+        """
+        steps = self._matrices[self._owned[piece[0][0]].index].steps
+        # Nothing else refers to the joined matrices, so they are freed in the first step.
+        result = orthogonalise(self._join(piece, free_blocks=is_whole), steps, halfway)
+        if is_whole:
+            self._set_values(self._empty(sum(self._expected)))
+        for block, view in self._iterate_blocks(piece, result):
+            block.copy_(view)
+
+    def _join(self, piece: _Piece, *, free_blocks: bool) -> Tensor:
+        """Join the blocks of all ranks to the matrices [N, out, in] of a piece."""
+        shape = self._matrices[self._owned[piece[0][0]].index].shape
+        joined = self._empty((sum(stop - start for _, start, stop in piece), *shape))
+        for block, view in self._iterate_blocks(piece, joined):
+            view.copy_(block)
+        if free_blocks:
+            self._values, self._blocks = None, []
+        return joined
+
+    def _iterate_blocks(self, piece: _Piece, matrices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each rank's blocks of a piece, each with the view of it in the whole matrices."""
+        sizes = [stop - start for _, start, stop in piece]
+        for (position, start, stop), whole in zip(piece, matrices.split(sizes), strict=True):
+            for rank in self._ranks:
+                block = self._blocks[rank * len(self._owned) + position]
+                yield block[start:stop], self._view_block(whole, self._owned[position], rank)
 
     def _block_shape(self, matrix_range: MatrixRange, rank: int) -> tuple[int, int, int]:
         """Return the shape of a rank's block of the matrices in a range."""
@@ -568,11 +640,23 @@ class _BucketExchange:
         lengths = entry.block_lengths(matrix_range.part)
         return matrices.narrow(entry.sharded_dim, sum(lengths[:rank]), lengths[rank])
 
-    def _empty(self, size: int) -> Tensor:
+    def _empty(self, size: int | tuple[int, ...]) -> Tensor:
         update = self._updates[
             next(matrix_range.index for ranges in self._bucket.ranges for matrix_range in ranges)
         ]
         return torch.empty(size, dtype=choose_dtype(update.grad.dtype), device=self._device)
+
+
+def _exchange_neighbours(exchanges: Sequence[_BucketExchange], number: int) -> None:
+    """Finish the exchange before exchange `number`, and then start the exchange after it.
+
+    Each of the two transfers runs while half of the matrices of bucket `number` are computed, and
+    their tensors do not exist at the same time.
+    """
+    if number > 0:
+        exchanges[number - 1].finish()
+    if number + 1 < len(exchanges):
+        exchanges[number + 1].start()
 
 
 def _apply_whole(

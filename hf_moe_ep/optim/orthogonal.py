@@ -7,6 +7,7 @@ two shapes in each layer, so here all matrices of one shape are computed as a ba
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,12 +27,13 @@ def choose_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.bfloat16
 
 
-def orthogonalise(x_NAB: Tensor, steps: int) -> Tensor:
+def orthogonalise(x_NAB: Tensor, steps: int, halfway: Callable[[], None] | None = None) -> Tensor:
     """Move all singular values of each matrix close to 1, by `steps` steps of Newton-Schulz.
 
     Args:
         x_NAB: N matrices [A, B], in the dtype of `choose_dtype`.
         steps: the number of steps.
+        halfway: is called after half of the steps.
 
     Returns:
         A new tensor of the shape and dtype of `x_NAB`. As in torch.optim.Muon, the singular values
@@ -41,11 +43,14 @@ def orthogonalise(x_NAB: Tensor, steps: int) -> Tensor:
     x = x_NAB.mT if is_tall else x_NAB
     del x_NAB  # each tensor is freed as soon as the next one exists
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=_EPS)
-    for _ in range(steps):
+    for step in range(steps):
+        if step == steps // 2 and halfway is not None:
+            halfway()
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C)
         del gram
         x = torch.baddbmm(x, polynomial, x, beta=_A)
+        del polynomial
     return x.mT if is_tall else x
 
 

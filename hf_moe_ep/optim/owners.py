@@ -11,16 +11,16 @@ rank, or if an etp group shares these experts, each rank of the group owns an eq
 All other matrices are assigned in the order of their Newton-Schulz operations, the largest first,
 each to the rank that has the fewest operations so far.
 
-The matrices of an owner are divided into buckets: one bucket is sent while the previous bucket is
-orthogonalised. Values are sent in the dtype of Newton-Schulz, bf16. In a group of g ranks with
-equal shards, a rank sends (g - 1) / g of the elements of its shards to the owners, and as an owner
-it sends the same number of elements back.
+The matrices of an owner are divided into buckets: one bucket is sent while the second half of the
+previous bucket is orthogonalised. Values are sent in the dtype of Newton-Schulz, bf16. In a group
+of g ranks with equal shards, a rank sends (g - 1) / g of the elements of its shards to the owners,
+and as an owner it sends the same number of elements back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import torch.distributed as dist
@@ -33,6 +33,9 @@ from hf_moe_ep.ranks.boxes import get_box_at, get_local_tensor
 
 # The maximum size of the matrices that a rank owns in one bucket, unless a single matrix is larger.
 BUCKET_BYTES = 64 * 2**20
+# An owner orthogonalises 1 / PIECES of a bucket at a time, because Newton-Schulz needs two to three
+# times the memory of its matrices.
+PIECES = 4
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,11 @@ class Matrices:
     itemsize: int
 
     @property
+    def matrix_bytes(self) -> int:
+        """The number of bytes of one matrix in an exchange."""
+        return self.shape[0] * self.shape[1] * self.itemsize
+
+    @property
     def flops(self) -> int:
         """The number of floating-point operations of Newton-Schulz for one matrix."""
         return count_flops(*self.shape, self.steps)
@@ -121,6 +129,11 @@ class MatrixRange:
     part: int
     start: int
     stop: int
+
+    def divide(self, at_once: int) -> Iterator[MatrixRange]:
+        """Yield ranges of at most `at_once` matrices, in order."""
+        for start in range(self.start, self.stop, at_once):
+            yield replace(self, start=start, stop=min(start + at_once, self.stop))
 
 
 @dataclass(frozen=True)
@@ -174,11 +187,9 @@ def divide_whole_matrices(
     for index, entry in enumerate(matrices):
         if entry.sharding.group is not None:
             continue
-        num_experts = entry.sharding.experts
-        at_once = max(1, bucket_bytes // _count_matrix_bytes(entry))
+        at_once = max(1, bucket_bytes // entry.matrix_bytes)
         for part in range(entry.layout.parts):
-            for start in range(0, num_experts, at_once):
-                yield MatrixRange(index, part, start, min(start + at_once, num_experts))
+            yield from MatrixRange(index, part, 0, entry.sharding.experts).divide(at_once)
 
 
 def assign_owners(matrices: Sequence[Matrices], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
@@ -210,14 +221,16 @@ def _choose_owners(
     single = []
     for index in indices:
         entry = matrices[index]
-        per_rank = entry.sharding.experts // num_ranks
-        for part in range(entry.layout.parts):
+        per_rank, parts = entry.sharding.experts // num_ranks, entry.layout.parts
+        for number in range(parts):
+            # A rank can have all rows of the gate and no row of up. It sends as much as others in
+            # each bucket if the owners begin with different parts.
             for rank in range(num_ranks if per_rank else 0):
-                start = rank * per_rank
+                start, part = rank * per_rank, (number + rank) % parts
                 owned[rank].append(MatrixRange(index, part, start, start + per_rank))
                 flops[rank] += per_rank * entry.flops
             for expert in range(per_rank * num_ranks, entry.sharding.experts):
-                single.append(MatrixRange(index, part, expert, expert + 1))
+                single.append(MatrixRange(index, number, expert, expert + 1))
     single.sort(key=lambda matrix_range: -matrices[matrix_range.index].flops)
     for matrix_range in single:
         rank = flops.index(min(flops))
@@ -242,11 +255,9 @@ def _divide(
     num_bytes = 0
     for matrix_range in ranges:
         entry = matrices[matrix_range.index]
-        at_once = max(1, bucket_bytes // _count_matrix_bytes(entry))
-        for start in range(matrix_range.start, matrix_range.stop, at_once):
-            stop = min(start + at_once, matrix_range.stop)
-            piece = MatrixRange(matrix_range.index, matrix_range.part, start, stop)
-            size = (stop - start) * _count_matrix_bytes(entry)
+        at_once = max(1, bucket_bytes // entry.matrix_bytes)
+        for piece in matrix_range.divide(at_once):
+            size = (piece.stop - piece.start) * entry.matrix_bytes
             if bucket and num_bytes + size > bucket_bytes:
                 yield tuple(bucket)
                 bucket, num_bytes = [], 0
@@ -254,7 +265,3 @@ def _divide(
             num_bytes += size
     if bucket:
         yield tuple(bucket)
-
-
-def _count_matrix_bytes(entry: Matrices) -> int:
-    return entry.shape[0] * entry.shape[1] * entry.itemsize

@@ -157,6 +157,8 @@ def distinct_data_ptrs(models: Iterable[nn.Module]) -> Iterator[None]:
     without_memory = [part for part in parts if part.is_meta or part.numel() == 0]
     for number, part in enumerate(without_memory, start=1):
         setattr(part, "data_ptr", partial(int, -number))  # noqa: B010  mypy: a method
+    # While Accelerate shards a model, it frees each parameter that nothing else refers to.
+    del parameters, parts
     try:
         yield
     finally:

@@ -1,19 +1,23 @@
 """Compare Muon on ranks with torch.optim.Muon on every matrix, and AdamW, in one process."""
 
 import copy
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support.architectures import steps
-from support.checks import Check, Found
+from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
-from support.muon_by_matrix import ByMatrix
-from support.parity import Batch, uneven_batches, whole_parameters
+from support.muon_by_matrix import ByMatrix, matrices_of
+from support.parity import Batch, full_tensor, uneven_batches, whole_parameters
 from support.tiny_models import batch, tiny, vision_batch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hf_moe_ep import (
     Muon,
@@ -26,6 +30,7 @@ from hf_moe_ep import (
 )
 from hf_moe_ep.optim import muon
 from hf_moe_ep.state import get_computing_device
+from hf_moe_ep.upstream.process_groups import fake_group
 
 LR = 1e-2
 
@@ -202,6 +207,150 @@ def test_one_process_equals_training_of_single_matrices(name: str) -> None:
         assert torch.equal(parameter.isnan(), want[key].isnan()), key
     nan = model.model.layers[0].mlp.experts.down_proj.isnan().flatten(1)
     assert nan.all(1).tolist() == nan.any(1).tolist() == [row == 1 for row in range(len(nan))]
+
+
+def _check_rounding(got: dict[str, Tensor], stock: nn.Module, truth: nn.Module) -> None:
+    """Our error against fp64 is at most 1.2 times torch's in all matrices, and twice in each."""
+    true_values, ours, torchs = dict(truth.named_parameters()), [], []
+    for name, parameter in stock.named_parameters():
+        if matrices_of(name, parameter, "halves"):
+            true_value = true_values[name].detach()
+            ours.append((got[name].double() - true_value).norm())
+            torchs.append((parameter.detach().double() - true_value).norm())
+            assert 0 < ours[-1] <= 2 * torchs[-1], (name, ours[-1], torchs[-1])
+    error, torchs_error = torch.stack(ours).norm(), torch.stack(torchs).norm()
+    print(f"{len(ours)} parameters: error {error:.3e}, torch's {torchs_error:.3e}")
+    assert error <= 1.2 * torchs_error
+
+
+def test_bf16_parameters_are_rounded_as_by_torch() -> None:
+    """The learning rate makes errors of Newton-Schulz larger than those of stored parameters."""
+    model, reference = tiny(dtype=torch.bfloat16), tiny(dtype=torch.bfloat16)
+    truth = copy.deepcopy(reference).double()
+    models = (patch(model), reference, truth)
+    optimizers = (Muon(model, 0.5), ByMatrix(reference, 0.5), ByMatrix(truth, 0.5))
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for same in zip(*(each_model.parameters() for each_model in models), strict=True):
+            grad = torch.randn(same[0].shape, generator=generator).bfloat16()
+            for parameter in same:
+                parameter.grad = grad.to(parameter.dtype)
+        for each_optimizer in optimizers:
+            each_optimizer.step()
+    got = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    _check_rounding(got, reference, truth)
+
+
+def _round_as_torch(dtype: torch.dtype, options: dict[str, Any], rank: int, world: int) -> None:
+    model, reference = tiny(seed=rank, dtype=dtype), tiny(dtype=dtype).float()
+    truth = copy.deepcopy(reference).double()
+    apply_ep_fsdp2(model, expert_shard_dim=1, **options)
+    optimizers = (Muon(model, 0.5), ByMatrix(reference, 0.5), ByMatrix(truth, 0.5))
+    optimizers[0]._bucket_bytes = 4096
+    for step in range(2):
+        model(**batch(model, 2, 9, seed=10 * step + rank)).loss.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.dtype == parameter.grad.dtype == torch.float32
+            for each_model in (reference, truth):
+                same = each_model.get_parameter(name)
+                same.grad = full_tensor(parameter.grad).to(same.dtype)
+        for each_optimizer in optimizers:
+            each_optimizer.step()
+        optimizers[0].zero_grad()
+    _check_rounding(whole_parameters(model), reference, truth)
+
+
+_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    on_ranks(
+        2,
+        {
+            "mixed precision": partial(_round_as_torch, torch.float32, {"mp_policy": _POLICY}),
+            "a bf16 model": partial(_round_as_torch, torch.bfloat16, {}),
+        },
+        slow=True,
+    ),
+)
+def test_half_precision_on_ranks_is_rounded_as_by_torch(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _record_step(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], bucket_bytes: int
+) -> tuple[str, Counter[tuple[int, ...]]]:
+    """Run a step on rank 0 of 2, where the other rank does not exist.
+
+    Returns:
+        The calls in their order, "[" and "]" at the beginning and the end of Newton-Schulz, and the
+        shapes of the tensors that are orthogonalised.
+    """
+    calls: list[str] = []
+    shapes: Counter[tuple[int, ...]] = Counter()
+    orthogonalise = muon.orthogonalise
+
+    def start(*args: Any, where: str, **options: Any) -> Any:
+        transfer = f"send{where.split()[1]}"
+        if transfer in calls:
+            transfer = f"result{where.split()[1]}"
+        calls.append(transfer)
+        return SimpleNamespace(wait=lambda: calls.append(f"wait_{transfer}"))
+
+    def compute(x: Tensor, *args: Any) -> Tensor:
+        shapes[tuple(x.shape)] += 1
+        calls.append("[")
+        result = orthogonalise(x, *args)
+        calls.append("]")
+        return result
+
+    monkeypatch.setattr(muon, "start_all_to_all", start)
+    monkeypatch.setattr(muon, "orthogonalise", compute)
+    with (
+        fake_group(0, 2),
+        mock.patch.object(muon, "check_alike"),
+        mock.patch.object(muon, "_check_others_assign"),
+    ):
+        model = apply_ep_fsdp2(tiny(num_hidden_layers=4), ep_size=2)
+        trained = [p for name, p in model.named_parameters() if any(n in name for n in names)]
+        optimizer = Muon(model, LR, param_groups=[{"params": trained, "use_muon": True}])
+        optimizer._bucket_bytes = bucket_bytes
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    return " ".join(calls).replace("[ ]", "[]"), shapes
+
+
+# The number of matrices in a bucket, and the calls of a step.
+CALLS = {
+    1: "send0 [] [] [] [] wait_send0 "
+    "[ send1 ] wait_send1 result0 "
+    "[ wait_result0 send2 ] wait_send2 result1 "
+    "[ wait_result1 send3 ] wait_send3 result2 "
+    "[ wait_result2 ] result3 wait_result3",
+    2: "send0 [] [] [] [] wait_send0 "
+    "[] send1 [] wait_send1 result0 "
+    "[] wait_result0 [] result1 wait_result1",
+}
+
+
+@pytest.mark.parametrize("in_a_bucket", CALLS)
+def test_transfers_overlap_the_neighbouring_bucket(
+    monkeypatch: pytest.MonkeyPatch, in_a_bucket: int
+) -> None:
+    """A rank has the down projections of 4 experts, and owns 4 of 8 matrices [32, 32] in fp64."""
+    names = ("q_proj", "o_proj", "layers.0.mlp.experts.down_proj")
+    calls, shapes = _record_step(monkeypatch, names, in_a_bucket * 32 * 32 * 8)
+    assert calls == CALLS[in_a_bucket]
+    assert shapes == {(1, 32, 24): 4, (1, 32, 32): 4}
+
+
+def test_matrices_of_one_shape_are_orthogonalised_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has 4 experts of each of 4 layers, and owns 4 projections of each of two shapes."""
+    names = ("_proj",)
+    _, shapes = _record_step(monkeypatch, names, muon.BUCKET_BYTES)
+    assert shapes == {(4, 24, 32): 8, (4, 32, 24): 4, (4, 32, 32): 1, (4, 16, 32): 1}
 
 
 def test_an_unsharded_model_is_orthogonalised_on_its_own_device(

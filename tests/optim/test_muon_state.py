@@ -1,6 +1,8 @@
 """Test Muon's state in checkpoints, with moved experts and Accelerate, and what Muon refuses."""
 
+import gc
 import re
+import weakref
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,6 +36,8 @@ from hf_moe_ep import (
     save_checkpoint,
 )
 from hf_moe_ep.ranks.boxes import get_local_tensor
+from hf_moe_ep.upstream.accelerate_and_trainer import distinct_data_ptrs
+from hf_moe_ep.upstream.process_groups import fake_group
 
 LR = 1e-2
 
@@ -239,7 +243,10 @@ def accelerate_shards_a_model_that_already_has_an_optimizer(rank: int, world: in
         model = tiny()
         patch(model, ep_size=2)
         optimizer = Muon(model, LR)
+        unsharded = [weakref.ref(parameter) for parameter in model.parameters()]
         model, optimizer = accelerator.prepare(model, optimizer)
+        gc.collect()
+        assert not any(parameter() is not None for parameter in unsharded)
         twin, other_optimizer = _build_sharded(ep_size=2)
         _train(model, optimizer, range(2))
         _train(twin, other_optimizer, range(2))
@@ -450,6 +457,22 @@ def test_ranks_raise_an_error_if_one_rank_lacks_a_gradient() -> None:
     assert [outcome[0] for outcome in outcomes] == ["error", "error"]
     assert outcomes[1][1] == "RuntimeError"
     assert "on this rank other matrices have gradients than in the step before" in outcomes[1][2]
+
+
+def test_unsharded_parameters_are_freed_while_accelerate_shards_a_model() -> None:
+    """`accelerator.prepare` empties the optimizer's groups first. Afterwards nothing may refer to
+    an unsharded parameter, or each GPU has the memory of the whole model until it ends or longer.
+    """
+    with fake_group(0, 2):
+        model = patch(tiny(), ep_size=2)
+        optimizer = Muon(model, LR)
+        unsharded = [weakref.ref(parameter) for parameter in model.parameters()]
+        with distinct_data_ptrs([model]):
+            for group in optimizer.param_groups:
+                group["params"] = []
+            apply_ep_fsdp2(model, ep_size=2)
+            gc.collect()
+            assert [reference() for reference in unsharded] == [None] * len(unsharded)
 
 
 def test_steps_that_were_loaded_on_the_host_move_to_their_parameters() -> None:

@@ -17,6 +17,7 @@ from hf_moe_ep.optim.orthogonal import adjust_lr, count_flops, orthogonalise
 from hf_moe_ep.optim.owners import (
     BUCKET_BYTES,
     Matrices,
+    MatrixRange,
     MatrixSharding,
     assign_owners,
     divide_whole_matrices,
@@ -77,6 +78,17 @@ def test_ranks_own_equal_numbers_of_experts() -> None:
     ]
     assert sorted(itertools.chain(*owned)) == list(itertools.product(range(2), range(7)))
     assert sorted(map(len, owned)) == [4, 5, 5]
+
+
+def test_each_rank_sends_as_much_in_every_bucket() -> None:
+    """Rank 0 has the gates of 4 experts [3, 5], and rank 1 has the other part, up."""
+    entry = _make_sharded_matrices((3, 5), 2, experts=4, parts=2)
+    assert [entry.block_lengths(part) for part in range(2)] == [[3, 0], [0, 3]]
+    buckets = assign_owners([entry], bucket_bytes=2 * entry.matrix_bytes)
+    assert [bucket.ranges for bucket in buckets] == [
+        ((MatrixRange(0, 0, 0, 2),), (MatrixRange(0, 1, 2, 4),)),
+        ((MatrixRange(0, 1, 0, 2),), (MatrixRange(0, 0, 2, 4),)),
+    ]
 
 
 def test_whole_experts_are_divided_into_ranges_that_fit_in_a_bucket() -> None:

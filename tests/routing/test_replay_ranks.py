@@ -201,17 +201,18 @@ def records_contain_whole_sequences(rank: int, world: int) -> None:
 
 
 def packed_documents_equal_stock(rank: int, world: int) -> None:
-    """One row has three documents. If sp splits the row, the routes are split in the same way."""
+    """One row has three documents. The routes are split as the row is, by sp or by cp in zigzag."""
     positions = torch.cat([torch.arange(n) for n in (4, 6, 1)])[None]
     tokens = torch.arange(11)[None] * 7 % 90
     packed = {"input_ids": tokens, "position_ids": positions, "labels": tokens}
     # With a cache, stock treats a packed row as one document.
     inputs: dict[str, Any] = {**packed, "use_cache": False}
     padded = Routes(draw_random_ids(3, 6, 2, EXPERTS, TOP_K), LAYERS)
-    for sp, ranks in ((2, 1), (1, 2)):
-        model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2, sp_size=sp)
-        stock = tiny(seed=0, **SIZES)
-        _compare_with_stock(f"sp {sp}", model, stock, [(inputs, padded.pack(positions))] * ranks)
+    layouts: tuple[dict[str, int], ...] = ({"sp_size": 2}, {"cp_size": 2}, {})
+    for sizes in layouts:
+        model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2, **sizes)
+        stock, data = tiny(seed=0, **SIZES), 1 if sizes else 2
+        _compare_with_stock(str(sizes), model, stock, [(inputs, padded.pack(positions))] * data)
 
 
 def a_replay_runs_no_more_collectives(rank: int, world: int) -> None:

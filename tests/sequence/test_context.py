@@ -5,6 +5,8 @@ test_context_of_types.py compares all types of models.
 """
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -22,12 +24,12 @@ from support.parity import CHECKPOINT, OF_ONE_SIZE, REENTRANT, TWO_FORWARDS, Cas
 from support.quantised import SIZES, dequantise_experts
 from support.split_rows import padded, three_tokens
 from support.tiny_models import batch, tiny
-from torch import nn
+from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_moe_ep import apply_ep_fsdp2, describe
-from hf_moe_ep.sequence import slices
+from hf_moe_ep import apply_ep_fsdp2, describe, patch
+from hf_moe_ep.sequence import context, slices
 
 # No cp_size > 1 divides this length. The documents fill a row of 19 tokens.
 LENGTH, DOCUMENTS = 13, (5, 3, 9, 2)
@@ -71,6 +73,13 @@ FOUR_RANKS_MORE = [
     Case("cp 4, ep 4, packed", 4, 4, cp=4, micro_batches=packed),
     Case("cp 2, ep 2", 4, 2, cp=2),
     Case("cp 4, three tokens", 4, 2, cp=4, micro_batches=three_tokens),
+    *(
+        # Layer 0 has gradients of queries alone, or of keys alone.
+        Case(f"cp 4, three tokens, LoRA on {name}", 4, 2, cp=4, micro_batches=three_tokens).with_(
+            wrap=partial(with_lora, parameters=(), modules=(name,))
+        )
+        for name in ("q_proj", "k_proj")
+    ),
     Case("cp 2 x sp 2, packed", 4, 2, cp=2, sp=2, micro_batches=packed),
     Case("cp 2 x sp 2, flash", 4, 2, cp=2, sp=2, micro_batches=packed).with_(**FLASH),
     Case("cp 2, HSDP, padded left", 4, 2, 2, cp=2).with_(**LEFT),
@@ -88,6 +97,62 @@ def test_context_parallel_equals_one_process(found: Found, claim: Check) -> None
 @pytest.mark.parametrize("claim", on_ranks(TWO_RANKS_MORE + FOUR_RANKS_MORE, slow=True))
 def test_more_layouts_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
+
+
+def _swap_first_pieces(x: Tensor, part: slices.Slice) -> Tensor:
+    first, second, *others = slices.gather_slices(x, part).split(part.piece, 1)
+    return torch.cat([second, first, *others], 1)
+
+
+def _let_queries_see_the_next_key(*args: Any) -> list[list[context.Call]]:
+    """Mask the calls that have more keys than queries by a triangle that is shifted by one key."""
+    return [
+        [
+            call
+            if (keys := call.last - call.first) == (queries := call.stop - call.start)
+            else replace(
+                call,
+                build_mask=partial(
+                    torch.Tensor.tril, torch.ones(1, 1, queries, keys).bool(), keys - queries + 1
+                ),
+            )
+            for call in calls
+        ]
+        for calls in _plan_calls(*args)
+    ]
+
+
+_plan_calls = context.plan_calls
+# Errors on purpose: the function of context.py that is replaced, and its replacement.
+WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
+    "chunks of keys out of order": ("gather_slices", _swap_first_pieces),
+    "a mask that is off by one": ("plan_calls", _let_queries_see_the_next_key),
+}
+
+
+def _parity_fails(name: str, rank: int, world: int) -> None:
+    case = Case(name, 2, 1, cp=2, micro_batches=parity.even_batches)
+    function, wrong = WRONG[name]
+    with (
+        mock.patch.object(context, function, side_effect=wrong) as replaced,
+        pytest.raises(AssertionError, match=f"{name} step 0: logits"),
+    ):
+        parity.run_case(case, rank, world)
+    assert replaced.called
+
+
+@pytest.mark.parametrize(
+    "claim",
+    checks.on_ranks(2, {name: partial(_parity_fails, name) for name in WRONG}, slow=True),
+)
+def test_the_comparison_notices_errors_on_purpose(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def test_describe_names_the_order_of_consecutive_parts() -> None:
+    """Attention with an indexer takes the queries of a rank for consecutive tokens."""
+    report = describe(patch(tiny_of("glm_moe_dsa"), cp_size=4))
+    assert "  context    cp rank i has part i of 4 of each sequence\n" in report
 
 
 def logits_are_in_the_order_of_the_tokens(rank: int, world: int) -> None:

@@ -212,6 +212,27 @@ def test_ring_equals_dense_attention(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
+def _average(out: Tensor, lse: Tensor, part: Tensor, lse_part: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge results as if the log-sum-exps were equal, unless a query sees one part only."""
+    weight, other = (x.isfinite().to(out.dtype).unsqueeze(-1) for x in (lse, lse_part))
+    total = (weight + other).clamp(min=1)
+    return (weight * out + other * part) / total, torch.logaddexp(lse, lse_part)
+
+
+def ring_without_correction_differs(rank: int, world: int) -> None:
+    with (
+        mock.patch.object(ring, "merge_parts", side_effect=_average) as merged,
+        pytest.raises(AssertionError, match="causal: error"),
+    ):
+        ring_equals_dense("causal", rank, world)
+    assert merged.called
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, ring_without_correction_differs))
+def test_the_comparison_notices_a_missing_correction(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("claim", on_ranks(4, FOUR))
 def test_ring_of_four_ranks_equals_dense_attention(found: Found, claim: Check) -> None:

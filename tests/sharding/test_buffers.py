@@ -9,9 +9,17 @@ from unittest import mock
 import pytest
 import torch
 from mixers import PeakBytes
+from support import parity
 from support.adapters import with_lora
 from support.checks import Check, Found
-from support.parity import checkpointing
+from support.parity import (
+    CHECKPOINT,
+    TWO_FORWARDS,
+    Case,
+    checkpointing,
+    plain_backward,
+    uneven_batches,
+)
 from support.quantised import SIZES
 from support.tiny_models import batch, tiny, vision_batch
 from torch import Tensor, nn
@@ -22,7 +30,9 @@ from hf_moe_ep import (
     apply_ep_fsdp2,
     clip_grad_norm_,
     data_parallel_rank,
+    data_parallel_size,
     describe,
+    global_token_count,
     patch,
 )
 from hf_moe_ep.sharding import buffers as buffers_of_units
@@ -135,6 +145,71 @@ CHECKS = [
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_training_has_the_same_bits(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _train_layout(case: Case, rank: int, *, double: bool) -> tuple[nn.Module, list[Tensor]]:
+    """Return the model and all numbers of some steps, as tests/claims/test_parity.py trains it."""
+    model = tiny(seed=rank, **case.model)
+    if case.prepare:
+        case.prepare(model)
+    sizes = {"ep_size": case.ep, "dp_replicate_size": case.replicate}
+    apply_ep_fsdp2(model, **sizes, **case.config, fsdp_double_buffer=double)
+    own, ranks = data_parallel_rank(model), data_parallel_size(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    make, backward = case.micro_batches or uneven_batches, case.backward or plain_backward
+    numbers: list[Tensor] = []
+    for step in range(STEPS):
+        micro_batches = make(model, own, ranks, step)
+        tokens = global_token_count(model, [micro["labels"] for micro in micro_batches])
+        backward(model, micro_batches, tokens, ranks)
+        numbers += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+        numbers.append(clip_grad_norm_(model, 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, numbers + [p.detach().to_local() for p in model.parameters()]
+
+
+def _check_layout(case: Case, rank: int, _: int) -> None:
+    _, want = _train_layout(case, rank, double=False)
+    model, got = _train_layout(case, rank, double=True)
+    assert patched_state(model).buffers.num_buffers > 2
+    assert len(got) == len(want) > STEPS
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+# The layouts and batches of tests/claims/test_parity.py that CASES does not have.
+LAYOUTS = [
+    Case("2 ranks, ep 2", 2, 2),
+    Case("a rank without labels", 2, 2, micro_batches=parity.one_rank_without_labels),
+    Case("one token repeated", 2, 2, micro_batches=parity.one_token_everywhere),
+    Case("one expert a rank", 2, 2, model={"num_experts": 2, "num_experts_per_tok": 1}),
+    Case("3 ranks, ep 1", 3),
+    Case("3 ranks, ep 3", 3, 3, model={"num_experts": 6}),
+    Case("ep 4", 4, 4),
+    Case("shard dim 0", 4, 2).with_config(expert_shard_dim=0),
+    Case("ep_outside", 4, 2).with_config(ep_outside=True),
+    Case("stock experts", 4, 1).with_config(experts_backend="eager"),
+    Case("checkpoint", 4, 2, prepare=CHECKPOINT),
+    Case("two forwards", 4, 2).with_(**TWO_FORWARDS),
+    Case("two forwards, checkpoint", 4, 2, prepare=CHECKPOINT).with_(**TWO_FORWARDS),
+    Case("9 chunks, checkpoint", 4, 4, prepare=CHECKPOINT).with_config(dispatch_chunks=9),
+    Case("accumulation, HSDP", 4, 2, 2, micro_batches=parity.three_micro_batches),
+    Case("a dense layer", 4, 2, model={"num_hidden_layers": 3, "mlp_only_layers": [1]}),
+    Case("6 experts, ep 2", 4, 2, model={"num_experts": 6}),
+    Case("8 ranks, ep 2, HSDP", 8, 2, 2),
+    Case("8 ranks, ep 8", 8, 8),
+]
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        Check(case.name, case.world, partial(_check_layout, case), slow=True).as_parameter()
+        for case in LAYOUTS
+    ],
+)
+def test_other_layouts_have_the_same_bits(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
