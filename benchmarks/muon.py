@@ -59,7 +59,7 @@ class Sizes:
     experts: int = 32
     top_k: int = 4
     steps: int = 5
-    bucket_bytes: int = 2**20
+    bucket_bytes: int = 2**22  # 16 matrices
 
 
 @dataclass(frozen=True)
