@@ -130,6 +130,7 @@ gpu-rehearsal: .venv/.done
 
 NOT_ALONE := $(patsubst %,benchmarks/%.py,benchmark_text models ranks timing gpu gpu_report \
 	layer_kernels block_candidates machine_code ahead_of_time compile_kernels \
+	stub_driver launch_steps \
 	absent_packages over_nodes engine_names sglang_names)
 
 bench: .venv/.done

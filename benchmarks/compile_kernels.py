@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,17 @@ class Launch:
 
 
 @dataclass
+class Inputs:
+    """The tensors of a call. `need` names those whose gradients are computed."""
+
+    rows: Tensor
+    scores: Tensor
+    ids: Tensor
+    weights: ExpertWeights
+    need: set[str]
+
+
+@dataclass
 class Case:
     """One call of the expert MLP. Its forward and backward launch the kernels to compile.
 
@@ -112,54 +123,75 @@ class Case:
     quantised: str = ""
 
     def launches(self) -> list[Launch]:
-        pre_size = 2 * self.ffn if self.formula.gated else self.ffn
-
-        weights = ExpertWeights(
-            **self.matrix("up", pre_size, self.hidden),
-            up_bias=self.meta(self.experts, pre_size) if self.bias else None,
-            **self.matrix("down", self.hidden, self.ffn),
-            down_bias=self.meta(self.experts, self.hidden) if self.bias else None,
-            **self.adapters(pre_size),
-            quantised=self.quantised,
-        )
-        rows = self.meta(self.tokens, self.hidden)
-        scores = self.meta(self.tokens, self.top_k).float()
-        ids = torch.empty(self.tokens, self.top_k, dtype=torch.int64, device="meta")
+        forward, backward = self.make_step("meta")
         with Recorder() as recorder:
-            routing = triton_mlp.route(ids, None, weights, rows)
+            backward(forward())
+        return recorder.launches
+
+    def make_step(
+        self, device: str
+    ) -> tuple[Callable[[], tuple[Any, ...]], Callable[[tuple[Any, ...]], None]]:
+        """Return forward, and backward of what forward returns. The tensors have any values."""
+        inputs = self.make_inputs(device)
+        rows, scores, weights = inputs.rows, inputs.scores, inputs.weights
+
+        def forward() -> tuple[Any, ...]:
+            routing = triton_mlp.route(inputs.ids, None, weights, rows)
             out, pre = triton_mlp.forward(rows, scores, weights, routing, self.formula, True)
-            trained = ADAPTERS if self.rank or self.quantised else MATRICES_AND_BIASES
-            need = {"rows", "weights", *trained.intersection(weights.named_tensors())}
-            step = (out, rows, scores, weights, routing, pre, self.formula)
-            _, finish = triton_mlp.backward(*step, grad_scale=0.5, need=need, postpone=True)
+            return out, rows, scores, weights, routing, pre, self.formula
+
+        def backward(step: tuple[Any, ...]) -> None:
+            options = {"grad_scale": 0.5, "need": inputs.need, "postpone": True}
+            _, finish = triton_mlp.backward(*step, **options)
             assert finish is not None
             grads = ExpertGrads(wide=self.chunks)
             for _ in range(2 if self.chunks else 1):
                 finish(grads)
-        return recorder.launches
 
-    def matrix(self, name: str, rows: int, columns: int) -> dict[str, Tensor]:
+        return forward, backward
+
+    def make_inputs(self, device: str) -> "Inputs":
+        pre_size = 2 * self.ffn if self.formula.gated else self.ffn
+
+        def make(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=self.dtype, device=device)
+
+        weights = ExpertWeights(
+            **self._make_matrix("up", pre_size, self.hidden, make),
+            up_bias=make(self.experts, pre_size) if self.bias else None,
+            **self._make_matrix("down", self.hidden, self.ffn, make),
+            down_bias=make(self.experts, self.hidden) if self.bias else None,
+            **self._make_adapters(pre_size, make),
+            quantised=self.quantised,
+        )
+        scores = torch.empty(self.tokens, self.top_k, device=device)
+        ids = torch.empty(self.tokens, self.top_k, dtype=torch.int64, device=device)
+        trained = ADAPTERS if self.rank or self.quantised else MATRICES_AND_BIASES
+        need = {"rows", "weights", *trained.intersection(weights.named_tensors())}
+        return Inputs(make(self.tokens, self.hidden), scores, ids, weights, need)
+
+    def _make_matrix(
+        self, name: str, rows: int, columns: int, make: Callable[..., Tensor]
+    ) -> dict[str, Tensor]:
         """Return the stacked matrices `name`, or their bytes and scales if they are quantised."""
         shape = (self.experts, rows, columns)
         if self.quantised:
-            return allocate_stack(shape, Quantisation(self.quantised), "meta").by_name(name)
+            device = make(0).device
+            return allocate_stack(shape, Quantisation(self.quantised), device).by_name(name)
         if self.transposed:
-            return {name: self.meta(self.experts, columns, rows).transpose(1, 2)}
-        return {name: self.meta(*shape)}
+            return {name: make(self.experts, columns, rows).transpose(1, 2)}
+        return {name: make(*shape)}
 
-    def adapters(self, pre_size: int) -> dict[str, Tensor]:
+    def _make_adapters(self, pre_size: int, make: Callable[..., Tensor]) -> dict[str, Tensor]:
         """Return the LoRA factors of up and down, whose own matrices are then frozen."""
         if not self.rank:
             return {}
         return {
-            "up_a": self.meta(self.experts, self.rank, self.hidden),
-            "up_b": self.meta(self.experts, pre_size, self.rank),
-            "down_a": self.meta(self.experts, self.rank, self.ffn),
-            "down_b": self.meta(self.experts, self.hidden, self.rank),
+            "up_a": make(self.experts, self.rank, self.hidden),
+            "up_b": make(self.experts, pre_size, self.rank),
+            "down_a": make(self.experts, self.rank, self.ffn),
+            "down_b": make(self.experts, self.hidden, self.rank),
         }
-
-    def meta(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device="meta")
 
 
 class Recorder:

@@ -334,11 +334,20 @@ PARTS: dict[int, list[Job]] = {
     6: [
         Job(
             "machine code",
-            570,
+            400,
             "python benchmarks/compile_kernels.py --check",
             r"kernels compiled, 0 problems",
             "python benchmarks/compile_kernels.py --check",
             # The rehearsal runs all other jobs in Triton's interpreter.
+            variables="TRITON_INTERPRET=0",
+        ),
+        # Compiles all kernels for sm_90 in one process, and launches them without a GPU.
+        Job(
+            "legal launches",
+            170,
+            "python benchmarks/launch_steps.py",
+            r"cases, 0 problems",
+            "python benchmarks/launch_steps.py",
             variables="TRITON_INTERPRET=0",
         ),
     ],

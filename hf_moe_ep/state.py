@@ -91,6 +91,7 @@ the row above.
     upstream/accelerate_and_trainer.py | distributed_type | the same
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ops/self_check.py | check_both_sizes check_once warn_once | results of checks of the kernels
+    ops/kernels/launch.py | _builds | builds of the kernels, by what they depend on
     ops/autograd.py | _zero | the element of placeholder gradients, by dtype and device
     ops/sum_check.py | check_sums_once | results of checks of compiled sums
     ops/permute.py | _warn_once | the warnings that torch computes these sums

@@ -141,9 +141,11 @@ def _choose_implementation(
 
     call = (rows_RH, weights_RK, num_pairs, experts, settings.formula)
     trained = tuple(settings.trained)
-    checks = [(trained, False)] if need is None else [(trained, False), (need, False)]
-    if need is not None and in_chunks:
-        checks.append((need, True))
+    checks = {(trained, False): None}
+    if need is not None:
+        checks[need, False] = None
+        if in_chunks:
+            checks[need, True] = None
     for names, wide in checks:
         reason = self_check(*call, keep_pre=settings.keep_pre, trained=names, wide=wide)
         if reason and settings.backend == "triton":

@@ -333,14 +333,15 @@ def _prepare_experts(experts: ExpertWeights) -> ExpertWeights:
     prepared: dict[str, Any] = {}
     for name in ("up_bias", "down_bias"):
         bias_LO = getattr(experts, name)
-        prepared[name] = None if bias_LO is None else _make_rows_contiguous(bias_LO)
+        if bias_LO is not None:
+            prepared[name] = _make_rows_contiguous(bias_LO)
     if experts.quantised:
         for name in ("up", "down"):
             stack = experts.stack(name)
             prepared[name] = stack.values.contiguous()
             prepared[name + BLOCK_SCALE] = dequantise_scales(stack)
             prepared[name + NESTED_SCALE] = None
-    return replace(experts, **prepared)
+    return replace(experts, **prepared) if prepared else experts
 
 
 def _select_matrices(experts: ExpertWeights, name: str) -> Matrices:

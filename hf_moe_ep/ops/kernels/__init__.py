@@ -10,8 +10,9 @@
     outer         computes the gradients of the matrices
 
 Three files hold functions that these kernels call: `epilogue` (adapters and the formula of the
-gate), `product` (the loop of a product) and `dequantise`. `choose_blocks` in `blocks` selects the
-block sizes of all matrix products from a table, and `triton_mlp.py` calls `choose_blocks`.
+gate), `product` (the loop of a product) and `dequantise`. `launch` in `launch` launches every
+kernel, in about half of the host's time that Triton's own way takes. `choose_blocks` in `blocks`
+selects the block sizes of all matrix products from a table, and `triton_mlp.py` calls it.
 `sort_pairs` and `reduce` have block sizes of their own.
 
 A tile is up to BLOCK_M consecutive pairs of one expert. One program of a kernel computes a block of

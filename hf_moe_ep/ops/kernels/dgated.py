@@ -29,6 +29,7 @@ from hf_moe_ep.ops.kernels.dequantise import (
     multiply_quantised,
 )
 from hf_moe_ep.ops.kernels.epilogue import activate_backward, add_low_rank, split_in_halves
+from hf_moe_ep.ops.kernels.launch import cdiv, launch
 from hf_moe_ep.ops.kernels.product import describe_matrix_blocks, multiply_tile
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
@@ -209,7 +210,7 @@ def dgated(
     hidden, ffn = down_LHF.shape[1:]
     num_pairs = pre_AG.shape[0]
     block = blocks.dgated
-    num_column_blocks = triton.cdiv(ffn, block.n)
+    num_column_blocks = cdiv(ffn, block.n)
     grad_pre_AG = torch.empty_like(pre_AG)
     weighted_act_AF = pre_AG.new_empty((num_pairs, ffn) if need_act else (0,))
     has_bias = down_bias_LH is not None and need_weights
@@ -220,7 +221,8 @@ def dgated(
     matrix, block_name = None, ""
     if scales is None:
         matrix, block_name = describe_matrix_blocks(values, block, block.n)
-    dgated_kernel[(routing.tiles.shape[0] * num_column_blocks,)](
+    launch(
+        dgated_kernel, (routing.tiles.shape[0] * num_column_blocks,),
         grad_RH, routing.pair_A, routing.row_A, routing.offsets, routing.tiles, weights_RK,
         matrix or values, scales, pre_AG, grad_pre_AG, weighted_act_AF, partial_CA,
         hidden, ffn, num_pairs, grad_RH.stride(0), *strides, *low.kernel_arguments(),
@@ -234,7 +236,8 @@ def dgated(
     )  # fmt: skip
     if has_bias:
         assert down_bias_LH is not None
-        bias_dots_kernel[(routing.tiles.shape[0],)](
+        launch(
+            bias_dots_kernel, (routing.tiles.shape[0],),
             grad_RH, routing.row_A, routing.offsets, routing.tiles, down_bias_LH,
             partial_CA, num_column_blocks, hidden, num_pairs,
             grad_RH.stride(0), down_bias_LH.stride(0),

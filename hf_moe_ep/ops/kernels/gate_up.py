@@ -25,6 +25,7 @@ from hf_moe_ep.ops.kernels.dequantise import (
     multiply_quantised,
 )
 from hf_moe_ep.ops.kernels.epilogue import activate, add_low_rank, split_in_halves
+from hf_moe_ep.ops.kernels.launch import cdiv, launch
 from hf_moe_ep.ops.kernels.product import describe_matrix_blocks, multiply_tile
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
@@ -141,8 +142,9 @@ def up(
         width = 2 * block.n if formula.gated else block.n
         in_halves = formula.gated and not formula.interleaved
         matrix, block_name = describe_matrix_blocks(values.mT, block, width, in_halves=in_halves)
-    grid = (routing.tiles.shape[0] * triton.cdiv(ffn, block.n),)
-    up_kernel[grid](
+    grid = (routing.tiles.shape[0] * cdiv(ffn, block.n),)
+    launch(
+        up_kernel, grid,
         rows_RH, routing.row_A, routing.offsets, routing.tiles, matrix or values, scales, bias_LG,
         pre_AG, act_AF, hidden, ffn,
         rows_RH.stride(0), *strides, 0 if bias_LG is None else bias_LG.stride(0),

@@ -28,6 +28,7 @@ from hf_moe_ep.ops.kernels.dequantise import (
     multiply_quantised,
 )
 from hf_moe_ep.ops.kernels.epilogue import add_low_rank
+from hf_moe_ep.ops.kernels.launch import cdiv, launch
 from hf_moe_ep.ops.kernels.product import describe_matrix_blocks, describe_row_blocks, multiply_tile
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
@@ -143,8 +144,9 @@ def _launch(
     rows_in_blocks = None
     if block_name and row_A is None:
         rows_in_blocks = describe_row_blocks(rows, block, blocks.m, block.k)
-    grid = (routing.tiles.shape[0] * triton.cdiv(width, block.n),)
-    grouped_mm_kernel[grid](
+    grid = (routing.tiles.shape[0] * cdiv(width, block.n),)
+    launch(
+        grouped_mm_kernel, grid,
         rows_in_blocks or rows, row_A, routing.offsets, routing.tiles, matrix or values, scales,
         bias_LO, out_AO, inner, width, rows.stride(0), *strides,
         0 if bias_LO is None else bias_LO.stride(0), *low.kernel_arguments(),

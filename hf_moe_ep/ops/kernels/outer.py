@@ -29,6 +29,7 @@ from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
 from hf_moe_ep.ops.kernels.blocks import Blocks, OuterBlock, fit_rank, get_dot_precision, options
+from hf_moe_ep.ops.kernels.launch import cdiv, launch
 from hf_moe_ep.ops.kernels.product import describe_row_blocks
 
 
@@ -146,10 +147,11 @@ def outer(
         block = replace(block, m=block.n, n=block.m)
     if thin:
         block = replace(blocks.thin_outer, n=fit_rank(width, blocks.thin_outer.n))
-    grid = (num_experts * triton.cdiv(height, block.m) * triton.cdiv(width, block.n),)
+    grid = (num_experts * cdiv(height, block.m) * cdiv(width, block.n),)
     left_blocks = None if gather_left else describe_row_blocks(left, block, block.k, block.m)
     right_blocks = None if gather_right else describe_row_blocks(right, block, block.k, block.n)
-    outer_kernel[grid](
+    launch(
+        outer_kernel, grid,
         left, right, left_blocks, right_blocks, routing.row_A, routing.offsets, order_L, out_LOI,
         height, width, left.stride(0), right.stride(0), *out_LOI.stride(), scale,
         GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right,

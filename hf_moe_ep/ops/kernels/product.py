@@ -100,16 +100,21 @@ def describe_matrix_blocks(
     the matrix, and the same columns of the second half.
     """
     experts, inner, outer = matrix_LIO.shape
-    if not block.tma or not tma_can_load(matrix_LIO) or inner % block.k:
+    if not block.tma or inner % block.k or not tma_can_load(matrix_LIO):
         return None, ""
-    if matrix_LIO.mT.is_contiguous():
+    # The descriptors are written here, because views of the matrix would take the host longer.
+    if matrix_LIO.stride(1) == 1:
         if not in_halves:
-            return TensorDescriptor.from_tensor(matrix_LIO.mT.flatten(0, 1), [width, block.k]), "nk"
-        halves = matrix_LIO.mT.reshape(2 * experts, outer // 2, inner)
-        return TensorDescriptor.from_tensor(halves, [2, width // 2, block.k]), "halves"
+            rows = TensorDescriptor(
+                matrix_LIO, [experts * outer, inner], [inner, 1], [width, block.k]
+            )
+            return rows, "nk"
+        shape, strides = [2 * experts, outer // 2, inner], [outer // 2 * inner, inner, 1]
+        return TensorDescriptor(matrix_LIO, shape, strides, [2, width // 2, block.k]), "halves"
     if in_halves:
         return None, ""
-    return TensorDescriptor.from_tensor(matrix_LIO.flatten(0, 1), [block.k, width]), "kn"
+    columns = TensorDescriptor(matrix_LIO, [experts * inner, outer], [outer, 1], [block.k, width])
+    return columns, "kn"
 
 
 def tma_can_load(matrix_LIO: Tensor) -> bool:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
+from hf_moe_ep.ops.kernels.launch import cdiv, launch, next_power_of_2
 
 # Rows and columns in a block of `segment_sum`, and routing weights in a block of `weight_grads`.
 _SUM_ROWS = 32
@@ -103,8 +104,9 @@ def combine(
     num_pairs, hidden = rows_AH.shape
     num_rows, top_k = position_RK.shape
     out_RH = rows_AH.new_empty(num_rows, hidden, dtype=dtype)
-    block = min(triton.next_power_of_2(hidden), 2048)
-    combine_kernel[(num_rows, triton.cdiv(hidden, block))](
+    block = min(next_power_of_2(hidden), 2048)
+    launch(
+        combine_kernel, (num_rows, cdiv(hidden, block)),
         rows_AH, position_RK, weights_RK, out_RH, num_pairs, hidden, rows_AH.stride(0),
         TOP_K=top_k, WEIGHTED=weights_RK is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
@@ -116,7 +118,8 @@ def weight_grads(partial_CA: Tensor, routing: Routing, like_RK: Tensor) -> Tenso
     num_column_blocks, num_pairs = partial_CA.shape
     out_RK = torch.empty_like(like_RK, memory_format=torch.contiguous_format)
     num_weights = out_RK.numel()
-    weight_grads_kernel[(triton.cdiv(num_weights, _WEIGHTS),)](
+    launch(
+        weight_grads_kernel, (cdiv(num_weights, _WEIGHTS),),
         partial_CA, routing.position_RK, out_RK, num_pairs, num_column_blocks, num_weights,
         BLOCK=_WEIGHTS,
     )  # fmt: skip
@@ -138,7 +141,8 @@ def segment_sum(
     per pair, in the order of the sorted pairs.
     """
     num_experts, width = out_LO.shape
-    segment_sum_kernel[(num_experts, triton.cdiv(width, _SUM_COLUMNS))](
+    launch(
+        segment_sum_kernel, (num_experts, cdiv(width, _SUM_COLUMNS)),
         rows, routing.pair_A, routing.row_A, weights_RK, routing.offsets, out_LO, width,
         rows.stride(0), scale, GATHER=gather, WEIGHTED=weights_RK is not None,
         BLOCK_M=_SUM_ROWS, BLOCK_N=_SUM_COLUMNS,

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
+from hf_moe_ep.ops.kernels.launch import cdiv, launch, next_power_of_2
 
 # A program counts or places _BLOCK pairs, and compares _CHUNK of them at a time.
 _BLOCK = 256
@@ -155,7 +156,7 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, num_sorted: int, block_m: int) 
     """
     num_pairs = ids_RK.numel()
     device = ids_RK.device
-    num_blocks = triton.cdiv(num_pairs, _BLOCK)
+    num_blocks = cdiv(num_pairs, _BLOCK)
     counts = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=device)
     totals = torch.zeros(num_experts, dtype=torch.int32, device=device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
@@ -165,21 +166,25 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, num_sorted: int, block_m: int) 
     row_A = torch.empty_like(pair_A)
     position_RK = torch.empty(ids_RK.shape, dtype=torch.int32, device=device)
     ids_RK = ids_RK.contiguous()
-    experts = triton.next_power_of_2(max(num_experts, 2))
+    experts = next_power_of_2(max(num_experts, 2))
     per_block = (num_blocks,)
-    _count_kernel[per_block](
-        ids_RK, counts, totals, num_pairs, num_experts, BLOCK=_BLOCK, CHUNK=_CHUNK, EXPERTS=experts
-    )
-    _scan_kernel[(triton.cdiv(num_experts, _EXPERTS),)](
+    launch(
+        _count_kernel, per_block, ids_RK, counts, totals, num_pairs, num_experts,
+        BLOCK=_BLOCK, CHUNK=_CHUNK, EXPERTS=experts,
+    )  # fmt: skip
+    launch(
+        _scan_kernel, (cdiv(num_experts, _EXPERTS),),
         counts, totals, offsets, num_blocks, num_experts,
         BLOCKS=_BLOCKS, SPAN=_EXPERTS, EXPERTS=experts,
     )  # fmt: skip
-    _place_kernel[per_block](
+    launch(
+        _place_kernel, per_block,
         ids_RK, counts, pair_A, row_A, position_RK, num_pairs, num_sorted, num_experts,
         ids_RK.shape[1], BLOCK=_BLOCK, CHUNK=_CHUNK, num_warps=8,
     )  # fmt: skip
     chunk = max(1, _COMPARISONS // experts)
-    _tiles_kernel[(triton.cdiv(num_tiles, chunk),)](
-        offsets, tiles, num_experts, num_tiles, BLOCK_M=block_m, CHUNK=chunk, EXPERTS=experts
-    )
+    launch(
+        _tiles_kernel, (cdiv(num_tiles, chunk),), offsets, tiles, num_experts, num_tiles,
+        BLOCK_M=block_m, CHUNK=chunk, EXPERTS=experts,
+    )  # fmt: skip
     return Routing(pair_A, position_RK, offsets, tiles, row_A)
