@@ -197,6 +197,7 @@ def test_a_machine_with_gpus(
             raise RuntimeError(built)
         return []
 
+    _report(capsys)  # imports packages that would not be imported with these GPUs
     check = sum_check.check_sums_once.__wrapped__  # without the cache of this process
     monkeypatch.setattr(sum_check, "check_sums_once", check)
     monkeypatch.setattr(sum_check, "compare_token_sums", build)
