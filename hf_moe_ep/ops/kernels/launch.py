@@ -19,8 +19,9 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# By the key of a launch: the build, and the kernel's constants in the order of its signature.
-_builds: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+# By the key of a launch: the build, the kernel's constants in the order of its signature, and the
+# kernel. The last keeps the id in the key from becoming another kernel's.
+_builds: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Any]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -39,9 +40,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     if known is None:
         build = kernel[grid](*args, **constants)
         names = kernel.arg_names[len(args) :]
-        _builds[key] = build, tuple(constants[name] for name in names)
+        _builds[key] = build, tuple(constants[name] for name in names), kernel
         return
-    build, values = known
+    build, values, _ = known
     while len(grid) < 3:
         grid = (*grid, 1)
     build[grid](*args, *values, stream=driver.get_current_stream(device))
