@@ -26,6 +26,8 @@ _MOST_RECORDS = 65536
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 _MULTIPROCESSORS = {80: 108, 90: 132, 100: 148, 120: 170}
 _REGISTERS = 65536
+# CUDA reserves 1 KiB in each program. cuobjdump counts it, and the limits do not.
+_RESERVED_SHARED = 1024
 # Bytes of an element of each CUtensorMapDataType: u8, u16, u32, i32, u64, i64, fp16, fp32, fp64,
 # bf16, and three more kinds of fp32.
 _BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4)
@@ -127,7 +129,8 @@ class StubDriver:
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             (name,) = re.findall(r"Function (\w+):", text)
             numbers = {k: int(v) for k, v in re.findall(r"(REG|SHARED):(\d+)", text)}
-            self._kernels[module] = _Kernel(name, numbers["REG"], numbers["SHARED"])
+            shared = max(0, numbers["SHARED"] - _RESERVED_SHARED)
+            self._kernels[module] = _Kernel(name, numbers["REG"], shared)
         return self._kernels[module]
 
     def _number(self, name: str) -> ctypes.c_int:
