@@ -117,8 +117,16 @@ def test_blocks_that_tma_loads_give_the_same_gradients(
     want = _compute_gradients(case, inputs, device)
     descriptors = []
     real = product.TensorDescriptor
-    describe = {"from_tensor": lambda *args: descriptors.append(args) or real.from_tensor(*args)}
-    monkeypatch.setattr(product, "TensorDescriptor", type("Counted", (), describe))
+
+    class Counted(real):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            descriptors.append(self)
+
+    monkeypatch.setattr(product, "TensorDescriptor", Counted)
+    monkeypatch.setattr(
+        real, "from_tensor", lambda x, sizes: Counted(x, x.shape, x.stride(), sizes)
+    )
     _change_blocks(monkeypatch, device, field, tma=True)
     got = _compute_gradients(case, inputs, device)
     # No descriptor covers the same columns of two halves, if columns are contiguous in memory.
