@@ -121,7 +121,8 @@ def create_accelerator(original: Callable[..., Any], self: transformers.Trainer)
     _wrap_cpu_ranks(bool(self.args.fsdp))
     earlier = getattr(self, "accelerator", None)
     original(self)
-    references.take_over_meshes(earlier, self.accelerator)
+    if earlier is not None:
+        references.take_over_meshes(earlier, self.accelerator)
     adopt_trainer(self, self.model)
 
 

@@ -63,7 +63,7 @@ def share_meshes(accelerator: Accelerator, state: ModelState) -> None:
     state.shared_meshes = getattr(accelerator, _MESHES)
 
 
-def take_over_meshes(earlier: Accelerator | None, accelerator: Accelerator) -> None:
+def take_over_meshes(earlier: Accelerator, accelerator: Accelerator) -> None:
     """Reuse process groups in a Trainer that creates a new Accelerator for each trial."""
     if hasattr(earlier, _MESHES):
         setattr(accelerator, _MESHES, getattr(earlier, _MESHES))

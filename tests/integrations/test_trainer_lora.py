@@ -12,11 +12,12 @@ from support.scripts import CPU_4
 from support.tiny_models import batch, tiny
 from support.trainer_runs import FP32_BUDGET, SAVE, Results, assert_same_log, assert_same_training
 
-# The cases are a latin square: each LoRA rank occurs once with each target and each ep_size.
+# The cases are a latin square: each LoRA rank occurs once with each target and each ep_size. The
+# models have no layer 2, so they leave out "a layer".
 SQUARE = [
     (r, targets, (1, 2, 4)[(row + column) % 3])
     for row, r in enumerate((1, 8, 16))
-    for column, targets in enumerate(TARGETS)
+    for column, targets in enumerate(name for name in TARGETS if name != "a layer")
 ]
 
 
