@@ -32,7 +32,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,9 +39,9 @@ import triton
 from ahead_of_time import IN_TABLE, figures, record, recorded, recorded_figures, version
 from block_candidates import CANDIDATES, requiring_tma
 from machine_code import product_loops
+from stub_driver import CUOBJDUMP
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia import __file__ as nvidia_backend
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -54,7 +53,6 @@ from hf_moe_ep.ops.kernels import blocks, dgated, gate_up, grouped_mm, outer, re
 from hf_moe_ep.ops.quantised import Quantisation, allocate_stack
 
 KERNEL_MODULES = (dgated, gate_up, grouped_mm, outer, reduce, sort_pairs)
-CUOBJDUMP = Path(nvidia_backend).parent / "bin" / "cuobjdump"
 # For A100, H100 and RTX 50xx: CUDA's programming guide, "Technical specifications per capability".
 SHARED_PER_SM = {80: 164 * 1024, 90: 228 * 1024, 120: 100 * 1024}
 THREADS_PER_SM = {80: 2048, 90: 2048, 120: 1536}
