@@ -98,6 +98,7 @@ the row above.
     ops/quantised.py | _nested_codes | values of the bytes of nested scales, by device
     sequence/partial_attention.py | _compiled_flex_attention | the compiled kernel of FlexAttention
     plan.py | _compiled | patterns of module names
+    upstream/gloo.py | _list_devices | network devices of a process
     upstream/models.py | list_cache_methods | names of the methods of Transformers' caches
     upstream/requirements.py | _problems_of_versions | packages outside their allowed ranges
     upstream/code.py | _names_used _arguments | names and arguments in the code of a class

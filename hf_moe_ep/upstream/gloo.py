@@ -1,18 +1,23 @@
-"""Give each gloo process group one worker thread, because two threads have a data race.
+"""Give each gloo process group one worker thread, and all groups of a process one network thread.
 
-ProcessGroupGloo starts two worker threads per network device. After each collective a worker
-assigns the collective's name to a string that all workers of the group share, without a lock
-(ProcessGroupGloo::runLoop in torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). Two workers that
-do this at the same time free the string's buffer twice. The process then aborts, or crashes later
-in other code. Only names of more than 15 characters have a buffer that can be freed. Such a name is
-ALLGATHER_COALESCED, the all-gather of `DTensor.full_tensor()` and `redistribute()`.
+ProcessGroupGloo starts two worker threads per network device, and they have a data race. After each
+collective a worker assigns the collective's name to a string that all workers of the group share,
+without a lock (ProcessGroupGloo::runLoop in torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). Two
+workers that do this at the same time free the string's buffer twice. The process then aborts, or
+crashes later in other code. Only names of more than 15 characters have a buffer that can be freed.
+Such a name is ALLGATHER_COALESCED, the all-gather of `DTensor.full_tensor()` and `redistribute()`.
 
 With one worker thread, the collectives of a group run one after another, in the order in which
 every rank starts them. Collectives of different groups still overlap.
+
+Each network device has a thread that wakes up every 10 ms. torch creates a device for each group,
+and a process of this package has dozens of groups, so they share one device per interface.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -55,7 +60,7 @@ def _make_one_worker_class(stock: Any) -> Any:
             **more_options: Any,
         ) -> None:
             options = stock._Options()
-            options._devices = _list_devices(stock)
+            options._devices = _list_devices(os.getpid(), tuple(list_gloo_interfaces()))
             options._threads = 1
             if timeout is not None:
                 options._timeout = timeout
@@ -67,9 +72,13 @@ def _make_one_worker_class(stock: Any) -> Any:
     return OneWorkerGloo
 
 
-def _list_devices(stock: Any) -> list[Any]:
-    """List the network devices in GLOO_SOCKET_IFNAME or, if it is empty, torch's default device."""
-    interfaces = list_gloo_interfaces()
+@functools.cache
+def _list_devices(process_id: int, interfaces: tuple[str, ...]) -> list[Any]:
+    """List a device for each interface or, if there is none, torch's default device.
+
+    The interfaces are those in GLOO_SOCKET_IFNAME. `process_id` is a part of the cache's key,
+    because a forked process has no copy of its parent's threads.
+    """
     if not interfaces:
-        return [stock.create_default_device()]
-    return [stock.create_device(interface=name) for name in interfaces]
+        return [_c10d.ProcessGroupGloo.create_default_device()]
+    return [_c10d.ProcessGroupGloo.create_device(interface=name) for name in interfaces]

@@ -1,4 +1,4 @@
-"""The gloo groups of this package have one worker thread, so CPU ranks do not corrupt their heap.
+"""The gloo groups of this package have one worker thread each, and share their network thread.
 
 `upstream/gloo.py` describes the data race of two worker threads.
 """
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ LAYOUTS = [
     (4, ParallelConfig(ep_size=2, dp_replicate_size=2)),
 ]
 
+_ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 # In this script one rank gathers as DTensor does, for some seconds. The race is more likely if
 # several processes run it at the same time.
 GATHERS = """
@@ -48,6 +50,36 @@ while time.monotonic() < ends_at:
         for gathered in started:
             operators.wait_tensor(gathered)
 print("ended", flush=True)
+"""
+
+# Two forked ranks meet after their parent had a group. They have no copy of its network thread.
+FORKS = """
+import multiprocessing, sys
+import torch
+import torch.distributed as dist
+from hf_moe_ep.upstream.gloo import one_worker_thread
+
+torch.set_num_threads(1)
+
+def meet(store, rank, size):
+    with one_worker_thread():
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    assert total == size
+
+def meet_in_file(rank):
+    meet(dist.FileStore(sys.argv[1], 2), rank, 2)
+
+meet(dist.HashStore(), 0, 1)
+context = multiprocessing.get_context("fork")
+ranks = [context.Process(target=meet_in_file, args=(rank,), daemon=True) for rank in range(2)]
+for process in ranks:
+    process.start()
+for process in ranks:
+    process.join(60)
+print([process.exitcode for process in ranks])
 """
 
 
@@ -97,6 +129,25 @@ def test_ranks_of_the_tests_have_one_worker() -> None:
     assert run_ranks(_count_of_world, 2) == [1, 1]
 
 
+def _count_network_threads(rank: int, world_size: int, config: ParallelConfig) -> int:
+    build_meshes(config, CPU)
+    dist.barrier()
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("gloo_tcp_loop")
+
+
+@pytest.mark.parametrize(("world_size", "config"), LAYOUTS)
+def test_groups_share_a_network_thread(world_size: int, config: ParallelConfig) -> None:
+    """Each such thread wakes up every 10 ms."""
+    assert run_ranks(_count_network_threads, world_size, config) == [1] * world_size
+
+
+def test_forked_ranks_have_their_own_network_thread(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", FORKS, str(tmp_path / "store")]
+    ended = subprocess.run(words, env=_ENVIRONMENT, capture_output=True, text=True, timeout=150)
+    assert ended.stdout == "[0, 0]\n", ended.stderr
+
+
 @pytest.mark.parametrize(
     ("interface", "exists"), [("lo", True), ("lo,lo", True), ("no-such-interface", False)]
 )
@@ -126,7 +177,7 @@ def _run_four_at_once(kind: str, seconds: float) -> list[tuple[int, str]]:
     running = [
         subprocess.Popen(
             [sys.executable, "-c", GATHERS, kind, str(seconds)],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            env=_ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

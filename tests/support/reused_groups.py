@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor import debug
 
-# The most groups that are reused, because each gloo group has a thread that wakes up every 10 ms.
+# The most groups that are reused, because each has a thread and connections to other ranks.
 _MOST = 24
 _Key = tuple[Any, ...]
 
