@@ -76,7 +76,8 @@ test: .venv/.done
 	@$(call timed,$(LINT) && $(BIN)/python -m pytest $(SEVERAL_AT_A_TIME) -m 'not slow and not gpu')
 
 test-full: .venv/.done
-	@$(call timed,$(LINT) && $(BIN)/python -m pytest $(SEVERAL_AT_A_TIME) -m 'not gpu')
+	@$(call timed,$(LINT) && \
+		$(BIN)/python -m pytest $(SEVERAL_AT_A_TIME) -m 'not gpu and not rehearsal')
 
 test-oldest: .venv-oldest/.done
 	@$(call timed,.venv-oldest/bin/python -m pytest $(SEVERAL_AT_A_TIME) -m 'not slow and not gpu')
@@ -126,7 +127,7 @@ gpu:
 	python3 benchmarks/gpu.py $(PART)
 
 gpu-rehearsal: .venv/.done
-	$(BIN)/python benchmarks/gpu.py rehearsal
+	$(BIN)/python -m pytest -s -m rehearsal tests/benchmarks
 
 NOT_ALONE := $(patsubst %,benchmarks/%.py,benchmark_text models ranks timing gpu gpu_report \
 	layer_kernels block_candidates machine_code ahead_of_time compile_kernels \
