@@ -39,6 +39,7 @@ def _train(folder: Path, name: str, ranks: int, model: list[str], printed: str) 
         output=output,
         config_file=launch,
         timeout=400,
+        forked=False,
     )
     assert printed in output.read_text()
     log = json.loads((adapter / "trainer_state.json").read_text())["log_history"]

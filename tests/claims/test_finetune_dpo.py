@@ -35,6 +35,7 @@ def _run(start: Path, folder: Path, config_file: Path | None, *flags: str) -> li
         output=folder.with_suffix(".txt"),
         config_file=config_file,
         timeout=400,
+        forked=False,
     )
     log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry for entry in log if "loss" in entry]

@@ -51,6 +51,7 @@ def test_the_reward_rises(kind: str, tmp_path: Path) -> None:
         output=tmp_path / "out.txt",
         config_file=CPU_4,
         timeout=400,
+        forked=False,
     )
     log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     rewards = [entry["rewards/in_digits/mean"] for entry in log if "loss" in entry]

@@ -84,6 +84,7 @@ def test_trl_sends_the_weights_of_each_step(kind: str, tmp_path: Path) -> None:
             output=tmp_path / "trainer.txt",
             config_file=CPU_4,
             timeout=400,
+            forked=False,
         )
     log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     name = "sampling/sampling_logp_difference/max"

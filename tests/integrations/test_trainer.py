@@ -50,8 +50,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
         Case("resumed", ("resume",), ep=2, seed=1, arguments=SAVE, folder=folder / "half"),
     ]
     return {
-        **launch(stock, folder / "stock", forked=True),
-        **launch(ranks, folder / "ranks", CPU_4, forked=True),
+        **launch(stock, folder / "stock"),
+        **launch(ranks, folder / "ranks", CPU_4),
     }
 
 

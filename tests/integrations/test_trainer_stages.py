@@ -40,8 +40,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     stock = [Case("stock", ALL_STEPS, arguments=ARGUMENTS, **OPTIONS)]
     ranks = [Case("pp2", ALL_STEPS, ep=2, pp=2, arguments=ARGUMENTS, **OPTIONS)]
     return {
-        **launch(stock, folder / "stock", forked=True),
-        **launch(ranks, folder / "ranks", CPU_4, forked=True),
+        **launch(stock, folder / "stock"),
+        **launch(ranks, folder / "ranks", CPU_4),
     }
 
 

@@ -5,9 +5,9 @@
 
     torchrun ... --no-python $(preloaded.client_here()) script.py arguments     without nodes
 
-The launcher starts a small client. It sends its arguments, environment and output files to the
-server on its node, which forks a process that runs the script. The client ends with the exit code
-of this process. If the client is killed, the process is killed too.
+The launcher starts a small client. It sends its arguments, environment, folder and output files to
+the server on its node, which forks a process that runs the script. The client ends with the exit
+code of this process. If the client is killed, the process is killed too.
 """
 
 import atexit
@@ -126,29 +126,25 @@ def _run_for_client(connection: socket.socket) -> NoReturn:
 
 
 def _run_script(request: dict[str, object], outputs: list[int]) -> NoReturn:
+    """Run a script as `python script.py arguments` does, and end this process as Python does."""
     import runpy
-    import traceback
 
     os.setsid()
     for number, output in enumerate(outputs, start=1):
         os.dup2(output, number)
+    os.chdir(str(request["folder"]))
     os.environ.clear()
     os.environ.update(request["environment"])  # type: ignore[call-overload]
     sys.argv = list(request["arguments"])  # type: ignore[call-overload]
-    code = 0
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except BaseException:  # noqa: BLE001  the process ends here
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit()
 
 
 def _run_on_server(path: str, arguments: list[str]) -> NoReturn:
     """Send a request to the server, and end like the process that runs the script."""
-    request = {"arguments": arguments, "environment": dict(os.environ)}
+    environment = dict(os.environ)
+    request = {"arguments": arguments, "environment": environment, "folder": os.getcwd()}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         text = json.dumps(request).encode() + b"\n"

@@ -19,12 +19,15 @@ def run_script(
     output: Path,
     config_file: Path | None = None,
     timeout: float = 240.0,
-    forked: bool = False,
+    forked: bool = True,
 ) -> None:
     """Run a script and write its output to the file `output`.
 
-    After `timeout` seconds all its processes are killed. `forked` ranks are forked from a process
-    that has done all imports (`support.preloaded`), which saves each rank seconds of imports.
+    After `timeout` seconds all its processes are killed.
+
+    Args:
+        forked: each rank is forked from a process that has done the imports (`support.preloaded`),
+            which saves it 6 s of CPU time. False: Python starts as on a user's machine.
 
     Raises:
         AssertionError: the script failed or hung. The message holds the end of its output.

@@ -153,9 +153,8 @@ def launch(
     config_file: Path | None = None,
     *,
     timeout: float = 240.0,
-    forked: bool = False,
 ) -> dict[str, list[Result]]:
-    """Run the cases, and return case name -> results of all ranks; `forked`: see `run_script`.
+    """Run the cases, and return case name -> results of all ranks.
 
     Raises AssertionError with the output of the launch if it fails or hangs.
     """
@@ -163,7 +162,7 @@ def launch(
     torch.save(cases, folder / "cases.pt")
     output = folder / "output.txt"
     options: Any = {"output": output, "config_file": config_file, "timeout": timeout}
-    run_script(Path(__file__), os.fspath(folder), forked=forked, **options)
+    run_script(Path(__file__), os.fspath(folder), **options)
     return {case.name: _load(folder, case) for case in cases}
 
 
