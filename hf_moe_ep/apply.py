@@ -99,22 +99,23 @@ def apply_ep_fsdp2(
         patterns = check_patterns(ignore_unexpected)
         if patterns and weights is None:
             raise ValueError(
-                "ignore_unexpected= is for the checkpoint that weights= names; a model that is "
-                "loaded already carries on what its class ignores"
+                "ignore_unexpected= is for the checkpoint that weights= names. This model is "
+                "already loaded: its saves copy the tensors that its class ignores, without this "
+                "argument"
             )
         state = _patch_if_needed(model, config, overrides, weights)
-        _check_group("apply_ep_fsdp2")
-        empty = {n: p for n, p in model.named_parameters() if p.is_meta and weights is not None}
+        _check_process_group("apply_ep_fsdp2")
+        to_read = {n: p for n, p in model.named_parameters() if p.is_meta and weights is not None}
         if weights is not None:
-            _prepare_to_read(model, weights, empty)
-        shard_options = _shard_options(model, state, empty.values(), mp_policy, offload_policy)
-        return state, shard_options, [*empty]
+            _prepare_to_read(model, weights, to_read)
+        shard_options = _shard_options(model, state, to_read.values(), mp_policy, offload_policy)
+        return state, shard_options, [*to_read]
 
     # If one rank fails, for example because it lacks a package, all ranks raise its error.
-    state, options, empty_names = run_on_all("apply_ep_fsdp2", prepare)
+    state, options, names_to_read = run_on_all("apply_ep_fsdp2", prepare)
     if weights is None:
         return shard_and_read(model, state, options, device)
-    found = find_weights(model, weights, state.plan, empty_names, ignore_unexpected)
+    found = find_weights(model, weights, state.plan, names_to_read, ignore_unexpected)
     state.extra = refer_to(model, Path(weights), found.extra)
     shard_model(model, state, options, device)
     offloaded = isinstance(options.offload_policy, CPUOffloadPolicy)
@@ -138,6 +139,7 @@ def _patch_if_needed(
             None if weights is None else Path(weights),
         )
     elif state.process != os.getpid():
+        # A model that was unpickled in another process lacks the wraps there.
         patch_model(model, state.config)
     else:
         check_unsharded(model)
@@ -200,12 +202,13 @@ def from_pretrained(
 
     Args:
         name_or_dir: a folder that all ranks can read, or the name of a model on the hub, which the
-            first rank of each machine downloads into the cache of that machine.
+            first rank of each machine downloads into the cache of that machine. Without LOCAL_RANK
+            every rank downloads.
         model_class: a model class of transformers; by default, the class that the config names.
         config: as in `patch`; its fields may also be passed by name, such as `ep_size=8`.
-        peft_config: a LoraConfig, whose adapters are attached before sharding. Other kinds of
-            adapters, and initial values that are computed from the weights, are only possible for a
-            model that stock's from_pretrained has loaded.
+        peft_config: a LoraConfig, whose adapters are attached before sharding. Only plain LoRA
+            that is not on embeddings is accepted, with initial values that do not depend on the
+            weights. All other adapters need a model that stock's from_pretrained has loaded.
         mp_policy: as in `apply_ep_fsdp2`.
         offload_policy: as in `apply_ep_fsdp2`.
         ignore_unexpected: as in `apply_ep_fsdp2`, for keys that the model's class does not ignore.
@@ -216,7 +219,7 @@ def from_pretrained(
     Raises:
         ValueError: as in `apply_ep_fsdp2`.
     """
-    _check_group("from_pretrained")
+    _check_process_group("from_pretrained")
     choose_default_device()  # chooses the GPU of this rank, before any collective
     settings = {f.name for f in fields(ParallelConfig)}
     overrides = {name: options.pop(name) for name in settings & options.keys()}
@@ -259,7 +262,7 @@ def from_pretrained(
     )
 
 
-def _check_group(caller: str) -> None:
+def _check_process_group(caller: str) -> None:
     if not is_distributed():
         raise ValueError(
             f"{caller} needs a process group, but torch.distributed is not initialised; start the "

@@ -118,7 +118,7 @@ def _describe_layout(state: ModelState) -> str:
         ]
         return f"  layout     not sharded yet; asks for {', '.join(asked)}"
     own = meshes.local_experts(state.num_experts)
-    were_moved = any(layer.placement is not None for layer in state.moe_layers)
+    were_moved = any(layer.slots_E is not None for layer in state.moe_layers)
     held = f"{'slots' if were_moved else 'experts'} {own[0]} .. {own[-1]}"
     axes, group = f"ep {meshes.ep_size}", "ep"
     if meshes.etp_size > 1:
@@ -246,7 +246,7 @@ def _describe_balance(state: ModelState) -> list[str]:
     if state.config.aux_loss_per_layer:
         weight = state.plan.aux_loss_coef
         methods.append(f"mean of the layers' aux losses times {weight}, trains only routers")
-    if num_moved := sum(layer.placement is not None for layer in state.moe_layers):
+    if num_moved := sum(layer.slots_E is not None for layer in state.moe_layers):
         methods.append(f"experts of {num_moved} layers were moved by balance_experts")
     return [f"  balance    {'; '.join(methods)}"] if methods else []
 

@@ -30,8 +30,9 @@ from hf_moe_ep.ops.dtypes import compute_dtype
 class RouteSource(IntEnum):
     """The source of the expert ids of a forward. Ranks compare it before they exchange rows.
 
-    LIVE: the router chooses. REPLAYED: `Routes` are replayed. REFUSED: the given `Routes` cannot be
-    replayed, so all ranks must raise an error.
+    LIVE: the router chooses. REPLAYED: a `replay` block is open; on a rank without `Routes` the
+    router chooses. REFUSED: the given `Routes` cannot be replayed, so all ranks must raise an
+    error.
     """
 
     LIVE = 0

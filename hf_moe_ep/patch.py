@@ -91,7 +91,7 @@ _logger = logging.getLogger("hf_moe_ep")
 
 # The two functions of each feature. `check(parts, state)` raises ValueError if the model cannot do
 # what the config asks for, and changes no module. `attach(parts, state)` changes the modules and
-# must not fail. Hooks run in the order of this table: `sequence` slices the batch first.
+# must not fail. Hooks run in the order of this table.
 FEATURES = (
     (mtp.check, mtp.attach),
     (loss.check, loss.attach),

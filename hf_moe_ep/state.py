@@ -68,7 +68,7 @@ the row above.
     sharding/whole_experts.py | setattr | parameters of experts that FSDP2 does not shard
     upstream/sharded_models.py | _is_fsdp_managed_module _get_name | marks for transformers
     upstream/models.py | support_avx512bf16_for_cpu | bitsandbytes' layers must not repack weights
-    sharding/gathered.py | setattr named_modules generate may_be_gathered shows_shards | reshards
+    sharding/gathered.py | setattr named_modules generate may_be_gathered is_showing_shards | hooks
     upstream/sharded_models.py | _CAN_RECORD_REGISTRY | names of classes that FSDP2 created
     upstream/sharded_models.py | _training_state | FSDP2's, of a module whose backward has ended
     upstream/sharded_models.py | grad _partial_reduce_output | FSDP2's, deleted after an error
@@ -490,7 +490,7 @@ class MoELayer:
         weights_dtype: the dtype to which `whole_weights` are cast before the products; None if they
             are not cast.
         correction: the bias of the router, if `bias_update_rate` is set.
-        placement: [E] int64, the row of each expert in the stacked tensors; None in hub order (row
+        slots_E: [E] int64, the row of each expert in the stacked tensors; None in hub order (row
             e is expert e).
         shared: the shared experts of the layer's block (`moe/shared_experts.py`), or None.
         may_choose_no_expert: True if expert ids may also be the number of experts, which means "no
@@ -507,7 +507,7 @@ class MoELayer:
     whole_weights: frozenset[str] = frozenset()
     weights_dtype: torch.dtype | None = None
     correction: CorrectionBias | None = None
-    placement: Tensor | None = None
+    slots_E: Tensor | None = None
     shared: Any = None
     may_choose_no_expert: bool = False
     index_tensor: Tensor = field(init=False, repr=False, compare=False)

@@ -3,7 +3,7 @@
     folder    example         content
     base      Qwen3-30B-A3B   16 files, model-00001-of-00016.safetensors, ..
     adapter   out/adapter     saved by this package, PEFT or transformers
-    result    out/model       files with the names of the base; its config and tokenizer
+    result    out/model       files with the names of the base; the base's config and tokenizer
 
 If the base stores the experts of a stack in several files, the whole merged stack is written to the
 first of these files. A file that becomes empty is not written.
@@ -21,7 +21,8 @@ dtypes and rounding are the same as with `merge_and_unload()` and `save_pretrain
 A slab is a smaller matrix than the parameter, and a BLAS library chooses its algorithm by the
 shape, so the products in B A may be summed in another order than in PEFT. In fp32 this changes the
 last bits of a value; in bf16 about one value in a thousand is rounded to its other neighbour.
-Tensors that the adapter does not change are copied bit for bit, also if the class ignores them.
+A tensor that the adapter does not change keeps all its bits if it is stored in the dtype in which
+transformers loads it. So does every tensor that the class ignores.
 
 The process needs memory for one slab, its product, and the factors of one parameter. Quantised
 weights are not supported, nor are adapters that are not a product of two factors.
@@ -78,7 +79,7 @@ from hf_moe_ep.upstream.adapters import (
 )
 from hf_moe_ep.upstream.hub import local_folder, read_object
 from hf_moe_ep.upstream.models import iterate_persistent_buffers
-from hf_moe_ep.upstream.named_weights import FIELD
+from hf_moe_ep.upstream.named_weights import WEIGHTS_FIELD
 
 _SLAB_BYTES = 2**28  # the part of a parameter that is merged at a time
 _PICKLED = "adapter_model.bin"
@@ -92,7 +93,8 @@ class Merged:
         bytes: the size of all tensors.
         files: the number of files.
         changed: the number of parameters that the adapter changes.
-        parameters: the number of parameters of the model; tied parameters count once.
+        parameters: the number of parameters and persistent buffers of the model; tied parameters
+            count once.
         notes: sentences about results that a user may not expect.
     """
 
@@ -200,7 +202,7 @@ def _check_not_quantized(folder: Path) -> None:
         if quantization := part.get("quantization_config"):
             method = dict(quantization).get("quant_method", "an unknown method")
             raise ValueError(
-                f"{folder} holds weights quantized by {method}, to which no adapter can be added; "
+                f"{folder} holds weights quantized by {method}, so no adapter can be merged; "
                 f"name a bf16 checkpoint of this model; to make one from fp8 or mxfp4, load the "
                 f"model in transformers with a quantization_config that has dequantize=True, and "
                 f"call save_pretrained"
@@ -285,7 +287,10 @@ class _Merger:
     max_bytes: int
 
     def merge_slabs(self, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """Yield the merged values of a parameter (on the meta device), cut along dim 0."""
+        """Yield the merged values of a tensor in slabs along dim 0.
+
+        `tensor` is a parameter or a buffer of the model, on the meta device.
+        """
         updates = [self._read_factors(update) for update in self.updates.get(id(tensor), ())]
         change = partial(self._read_merged, tensor, updates)
         return iterate_slabs_for_all(tensor, tensor.dtype, change, self.max_bytes)
@@ -343,9 +348,9 @@ def _list_small_files(folder: Path) -> list[Path]:
 
 def _copy_small_file(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    if source.name == CONFIG and FIELD in (config := read_object(source)):
-        # The index names the files of the merged model, so this field must not.
-        del config[FIELD]
+    if source.name == CONFIG and WEIGHTS_FIELD in (config := read_object(source)):
+        # The field names files of the base. The index names those of the merged model.
+        del config[WEIGHTS_FIELD]
         target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     else:
         shutil.copyfile(source, target)

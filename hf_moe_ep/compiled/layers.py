@@ -374,5 +374,5 @@ def _run_block(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
 @torch.compiler.disable
 def _call_block_untraced(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
     frame: Frame | None = getattr(module, MOE_LAYER).model.frame
-    with with_collector(), nullcontext() if frame is None else frame.choosing():
+    with with_collector(), nullcontext() if frame is None else frame.repeating_choice():
         return stock(module, *args, **kwargs)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
-from hf_moe_ep.checkpoints.hub.stages import gather_stages
+from hf_moe_ep.checkpoints.hub.stages import gather_from_stages
 from hf_moe_ep.checkpoints.training.same_run import check_optimizer
 from hf_moe_ep.checkpoints.training.stages import join_groups
 from hf_moe_ep.checkpoints.training.state_file import Group, OptimizerState
@@ -54,7 +54,7 @@ def _get_state(original: Callable[..., Any], model: nn.Module, *args: Any, **kwa
         return own
     aliases: dict[str, str] = state.stage.aliases
     groups = [_to_group(group, aliases) for group in own["param_groups"]]
-    joined = join_groups(gather_stages(groups, state))
+    joined = join_groups(gather_from_stages(groups, state))
     return {
         "state": {aliases.get(name, name): values for name, values in own["state"].items()},
         "param_groups": [

@@ -3,7 +3,8 @@
 PEFT adapts a parameter such as `gate_up_proj` by a wrapper around its module. During a forward the
 wrapper replaces the parameter by `W + scale * B A`. This tensor has the size of all experts, is
 computed twice and is saved for backward. With `activate` the wrapper stores only its factors on the
-experts module. For each row x, `ops.expert_mlp` then adds `scale * B (A x)` to `W x`.
+experts module. For each row x, the experts then add `scale * B (A x)` to `W x` (`_multiply` in
+ops/torch_mlp.py, `_compute_low_rows` in ops/triton_mlp.py).
 
 The factors stay parameters of PEFT's wrappers. When the model is sharded, the factors are sharded
 over ep with their experts, in the same FSDP2 unit (`factors.py` describes the layouts). Adapters

@@ -6,6 +6,8 @@ The formula is Switch Transformer's (arXiv 2101.03961, eq. 4-6), as transformers
     aux = E * sum_e  f_e * P_e        f_e: the share of tokens that chose expert e, a constant
                                       P_e: the mean router probability of e, with a gradient
 
+Tokens that `attention_mask` marks as padding count neither in f nor in P.
+
 `aux_loss_per_layer=True` computes the loss of each layer and returns their mean, which has the same
 scale (the paper adds up the losses of the layers: multiply its coefficient by the number of
 layers). Only the routers get a gradient from this loss (`routers_alone.py`). Stock's formula

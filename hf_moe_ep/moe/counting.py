@@ -194,7 +194,7 @@ def _add_counts(layer: MoELayer, expert_ids_TK: Tensor, pairs_E: Tensor | None) 
             pairs_E = count_whole(pairs_E, num_local, state.meshes.etp_size)
         # The dispatcher knows experts by their slots.
         counts[layer.index] += (
-            pairs_E if layer.placement is None else pairs_E[layer.placement.to(pairs_E.device)]
+            pairs_E if layer.slots_E is None else pairs_E[layer.slots_E.to(pairs_E.device)]
         )
         return
     _add_to_row(counts[layer.index], ids_TK, layer.may_choose_no_expert, state.counted_tokens)

@@ -263,9 +263,9 @@ def _replace_ids_by_slots(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
     Rank r owns the slots r * L to (r + 1) * L - 1. Only the dispatch needs slots; all code that
     counts, records or replays a choice uses expert ids.
     """
-    if layer.placement is None:
+    if layer.slots_E is None:
         return expert_ids_TK
-    slots = layer.placement.to(expert_ids_TK.device)
+    slots = layer.slots_E.to(expert_ids_TK.device)
     if layer.may_choose_no_expert:
         # `new_tensor` would copy the number to the device, which is a host sync.
         slots = torch.cat([slots, slots.new_full((1,), len(slots))])

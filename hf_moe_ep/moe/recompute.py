@@ -21,7 +21,7 @@ ep_size is.
 Selective checkpointing (torch's `context_fn`) requires that both runs call the same operators. But
 only the first run plans exchanges, and only a recompute compares expert ids with the stored ids.
 The operators of these two steps are therefore hidden from selective checkpointing
-(`hidden_from_modes`).
+(`hidden_from_modes`, upstream/autograd_modes.py).
 
 A layer that is checkpointed by another function gets no frame, so all ranks exchange the token
 counts again in its recompute.
@@ -48,7 +48,7 @@ from hf_moe_ep.upstream.modules import get_own_child, is_compiled
 # The attributes that hold the checkpointing function, in transformers (modeling_layers.py) and in
 # torch (CheckpointWrapper).
 _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
-_IS_ON = "gradient_checkpointing"
+_CHECKPOINTING_FLAG = "gradient_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,16 @@ class Frame:
             if not self._routed:
                 return self._function(*args, **kwargs)
             self._next, self._num_replaced = 0, 0
-            # MoE blocks of compiled layers call `choosing` themselves, because torch.compile would
-            # trace the mode if it were active here.
+            # MoE blocks of compiled layers call `repeating_choice` themselves, because
+            # torch.compile would trace the mode if it were active here.
             if torch.compiler.is_compiling() or self._state.layers_are_compiled:
                 return self._function(*args, **kwargs)
-            with self.choosing():
+            with self.repeating_choice():
                 return self._function(*args, **kwargs)
         finally:
             self._state.frame, self._next = outer, None
 
-    def choosing(self) -> AbstractContextManager[Any]:
+    def repeating_choice(self) -> AbstractContextManager[Any]:
         """Return a context in which, during a recompute, routers choose as in the first run."""
         if not self.is_recompute:
             return nullcontext()
@@ -268,7 +268,7 @@ class CheckpointWatch:
         if not (self._edges and all(unchanged)):
             self._edges = _find_edges_to_experts(root)
         for module in (root, *(edge.child for edge in self._edges)):
-            if dispatches and is_compiled(module) and getattr(module, _IS_ON, False):
+            if dispatches and is_compiled(module) and getattr(module, _CHECKPOINTING_FLAG, False):
                 warnings.warn(
                     f"{type(module).__name__} was compiled as a whole, and torch.compile does not "
                     f"compile a checkpointed layer whose tokens are dispatched; leave out "
@@ -285,6 +285,7 @@ def _find_edges_to_experts(root: nn.Module) -> list[ModuleEdge]:
     """Return all edges on the paths from the root to experts modules, without duplicates."""
     edges: dict[tuple[int, str], ModuleEdge] = {}
     for path, module in root.named_modules(remove_duplicate=False):
+        # Experts modules have the attribute STATE. So has the root, whose path is empty.
         if STATE not in vars(module) or not path:
             continue
         parent = root
@@ -327,6 +328,7 @@ def _checkpoint(
         return checkpoint(function, *args, **kwargs)  # a traced forward exchanges no rows
     if state.real_tokens is not None:
         function = CheckpointedTokens(state, function)
+    # A frame inside another frame hides the calls of its layers from the outer one.
     if state.exchanges_rows or state.routing is not None or state.frame is not None:
         function = Frame(state, function)
     return checkpoint(function, *args, **kwargs)

@@ -5,7 +5,8 @@ ranks, models or a training framework.
 
     expert_mlp    the public function. Read it first, then operators, formula and interface
     torch_mlp     the implementation in plain torch, with one matrix product per expert
-    triton_mlp    the implementation with the Triton kernels of `kernels/`
+    triton_mlp    the implementation with the Triton kernels of `kernels/`. moe/experts.py chooses
+                  one of the two for a model, and says why not Triton
     self_check    compares the compiled kernels with torch before their first use
     quantised     the formats of quantised, frozen matrices, which are dequantised at every use
     reference     computes one row at a time, for comparison with both implementations in tests

@@ -9,11 +9,11 @@ means "no expert here"):
 
     expert_ids_RK = [[1, 0], [0, 2]]   ->   sorted pairs: rows 0, 1 for expert 0, row 0 for expert 1
 
-The forward saves the rows, the pre-activations of each pair and the routing for backward. With
-`recompute` the forward saves only the rows and the routing. Backward computes the activation again.
-The gradient of the routing weights needs no expert output: with `out += w (down @ a)` this gradient
-is `<grad, down @ a> = <down^T grad, a>`, and backward computes `down^T grad` anyway (SonicMoE,
-arXiv 2512.14080, section 4).
+The forward saves the rows, the pre-activations of each pair and the routing for backward, which
+computes the activations again. With `recompute` the forward saves only the rows and the routing,
+and backward computes the pre-activations again as well. The gradient of the routing weights needs
+no expert output: with `out += w (down @ a)` this gradient is `<grad, down @ a> = <down^T grad, a>`,
+and backward computes `down^T grad` anyway (SonicMoE, arXiv 2512.14080, section 4).
 
 The operators of `operators.py` call one of the two implementations, `torch_mlp` or `triton_mlp`.
 
@@ -74,7 +74,8 @@ def expert_mlp(
             fit into it, "auto" warns and uses torch.
     """
     if experts.masters is not None and experts.postponed is None and _need_grad(experts):
-        # No `_Postpone` computes the gradients of these experts, so autograd casts the masters.
+        # `postpone_grads` was not called for these trainable masters, so autograd casts them here,
+        # and casts their gradients back.
         dtype = experts.masters.dtype
         up, down = experts.up.to(dtype), experts.down.to(dtype)
         experts = replace(experts, up=up, down=down, masters=None)
@@ -187,7 +188,8 @@ class _Postpone(torch.autograd.Function):
         postponed = ctx.postponed
         # The attribute is cleared, so that the tensors to which `finish` refers are freed.
         finish, postponed.finish = postponed.finish, None
-        # A single chunk has nothing to add up, so its gradients are computed in their own dtypes.
+        # If the first chunk finds no sums, it is the only chunk. Its gradients are computed in
+        # their own dtypes, because nothing is added to them.
         grads = postponed.sums if postponed.sums or not ctx.is_first else ExpertGrads()
         if finish is not None:
             with hidden_from_function_modes():

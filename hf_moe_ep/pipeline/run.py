@@ -3,8 +3,8 @@
 `Pipeline` replaces the call of a model that was cut into stages. All stages get the same batch.
 A call has these steps:
 
-    agree       check that all stages have the same batch, and that all ranks of a stage run the
-                same number of micro-batches (`agree.py`)
+    agree       check that all stages have the same batch, and choose one number of micro-batches
+                for all ranks (`agree.py`)
     run         run the operations of `schedule.py`. A forward calls the model of this stage, with
                 all hooks, on one micro-batch. Hidden states are sent to the next stage, and their
                 gradients to the previous stage
@@ -16,14 +16,15 @@ A call has these steps:
     labels, but no training or no gradients  forwards     loss
     no labels, no training or no gradients   forwards     logits
 
-With labels, logits are returned only if they are requested (`gather_logits`). An output that is not
-the loss of a training call raises an error if it gets a gradient (`gradients.py`).
+With labels, logits are returned only if they are requested (`gather_logits`). In a training call
+only the loss may get a gradient. A gradient for any other output, or for an output of a call that
+does not train, raises an error (`gradients.py`).
 
-The loss of the batch is the sum of the losses of its micro-batches, each divided by the number of
-tokens of the whole batch. A loss that the caller computes from logits cannot be trained, because
-its gradients would have to pass the stages a second time. The last stage can call a loss function
-of the caller instead (`caller_loss.py`). An error in an operation ends the call on all ranks
-(`failure.py`).
+The loss of the batch is the sum of the losses of all tokens, divided by `num_items_in_batch` if the
+caller passes this number, and otherwise by the number of labels in the whole batch. A loss that the
+caller computes from logits cannot be trained, because its gradients would have to pass the stages a
+second time. The last stage can call a loss function of the caller instead (`caller_loss.py`). An
+error in an operation ends the call on all ranks (`failure.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from hf_moe_ep.pipeline.micro_batches import (
 )
 from hf_moe_ep.pipeline.schedule import (
     Operation,
-    find_awaited_early,
+    list_early_receives,
     list_forwards_only,
     operations,
 )
@@ -137,7 +138,7 @@ class _PipelineCall:
         wants_logits: True if the call returns the logits of the batch.
         has_fused_head: True if TRL's fused head computes the outputs (`token_losses.py`).
         divisor: the number by which the sum of the losses of all tokens is divided: a number of
-            tokens, or `ModelState.loss_divisor`.
+            labels, or with TRL's fused head `ModelState.loss_divisor`, if that is set.
         losses_are_summed: True if the caller has passed `num_items_in_batch`.
         key: a part of the key of each transfer (`ranks/neighbours.py`). The key differs between
             calls whose hidden states may differ in shape or dtype.
@@ -201,7 +202,8 @@ class Pipeline:
         given = bind_forward(self.model, args, kwargs)
         if state.caller_loss is not None:
             state.caller_loss.add_arguments(given)
-        # Ranks compare their batches on this device. FSDP2 moves a batch only in the forward.
+        # Ranks compare their batches on the device of the model, before the forward, in which FSDP2
+        # would move a batch there.
         given = {name: _move_to_device(value, meshes.device) for name, value in given.items()}
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -235,14 +237,14 @@ class Pipeline:
         wants_logits = mode == LOGITS or state.gather_logits or state.config.gather_logits
         wants_logits &= not has_fused_head
         trains, key = mode == TRAINING, _make_key(self.model, given, mode)
-        run = _PipelineCall(
+        call = _PipelineCall(
             batches, trains, wants_logits, has_fused_head, divisor, losses_are_summed, key
         )
         if mode != TRAINING:
             with torch.no_grad():
-                self._run(run, list_forwards_only(count), [True] * count, stock, stage)
+                self._run(call, list_forwards_only(count), [True] * count, stock, stage)
             self._end_routing(meshes)
-            output = self._gather_output(run, mode, None)
+            output = self._gather_output(call, mode, None)
             return refuse_backward(output, stage.size) if agreement.may_learn else output
         if isinstance(self.model, FSDPModule):
             # A loop that accumulates gradients switches off the reduce-scatter until its last
@@ -251,15 +253,15 @@ class Pipeline:
             self.model.set_is_last_backward(True)
         gradients = StepGradients(self.model.parameters(), meshes.stages.group, meshes.device)
         try:
-            place = state.config.pp_schedule, stage.index, stage.size, count
-            self._run(run, operations(*place), find_awaited_early(*place), stock, stage)
+            order_of = state.config.pp_schedule, stage.index, stage.size, count
+            self._run(call, operations(*order_of), list_early_receives(*order_of), stock, stage)
             self._add_tied_gradients(stage)
         except BaseException:
             gradients.restore()
             raise
         gradients.take()
         self._end_routing(meshes)
-        return self._gather_output(run, mode, gradients)
+        return self._gather_output(call, mode, gradients)
 
     def _end_routing(self, meshes: Meshes) -> None:
         """End this call in the open `record` or `replay`, if there is one."""
@@ -269,16 +271,16 @@ class Pipeline:
 
     def _run(
         self,
-        run: _PipelineCall,
+        call: _PipelineCall,
         order: Sequence[Operation],
-        awaited: Sequence[bool],
+        may_receive_early: Sequence[bool],
         stock: Call,
         stage: Stage,
     ) -> None:
         """Run operations in order.
 
-        Before each operation, start to receive the tensors of the next operation, if `awaited` is
-        True for the next operation.
+        If `may_receive_early` is True for an operation, the receive of its tensors is started
+        before the preceding operation runs.
         """
         channels, failure = self._channels, self._failure
         assert channels is not None and failure is not None
@@ -286,15 +288,15 @@ class Pipeline:
             for position, operation in enumerate(order):
                 kind = "forward" if operation.is_forward else "backward"
                 failure.begin(f"the {kind} of micro-batch {operation.micro_batch}")
-                self._start_receiving(run, operation, early=False)
-                if position + 1 < len(order) and awaited[position + 1]:
-                    self._start_receiving(run, order[position + 1], early=True)
+                self._start_receiving(call, operation, early=False)
+                if position + 1 < len(order) and may_receive_early[position + 1]:
+                    self._start_receiving(call, order[position + 1], early=True)
                 if operation.is_forward:
-                    self._forward(run, operation, stock, stage)
-                    if operation.micro_batch == len(run.batches) - 1:
-                        _finish_aux_loss(run, stage)
+                    self._forward(call, operation, stock, stage)
+                    if operation.micro_batch == len(call.batches) - 1:
+                        _finish_aux_loss(call, stage)
                 else:
-                    self._backward(run, operation)
+                    self._backward(call, operation)
             failure.begin("the end of the call")
             for channel in channels.all:
                 channel.finish()
@@ -304,7 +306,7 @@ class Pipeline:
                 channel.forget()
             raise
 
-    def _start_receiving(self, run: _PipelineCall, operation: Operation, *, early: bool) -> None:
+    def _start_receiving(self, call: _PipelineCall, operation: Operation, *, early: bool) -> None:
         """Start to receive the tensors that an operation needs.
 
         With `early`, hidden states of unknown shape are not received: their shapes would have to be
@@ -312,35 +314,37 @@ class Pipeline:
         """
         channels, index = self._channels, operation.micro_batch
         assert channels is not None
-        if operation in run.arrivals:
+        if operation in call.arrivals:
             return
         if operation.is_forward and channels.from_previous is not None:
-            key = (*run.key, *_read_batch_shape(run.batches[index]))
+            key = (*call.key, *_read_batch_shape(call.batches[index]))
             if channels.from_previous.knows(key) or not early:
                 what = f"the hidden states of micro-batch {index}"
-                run.arrivals[operation] = channels.from_previous.receive(key, what)
-        forms = run.forms.get(index)
+                call.arrivals[operation] = channels.from_previous.receive(key, what)
+        forms = call.forms.get(index)
         if not operation.is_forward and channels.grads_from_next is not None and forms is not None:
             what = f"the gradients of micro-batch {index}"
-            run.arrivals[operation] = channels.grads_from_next.receive_known(forms, what)
+            call.arrivals[operation] = channels.grads_from_next.receive_known(forms, what)
 
-    def _forward(self, run: _PipelineCall, operation: Operation, stock: Call, stage: Stage) -> None:
+    def _forward(
+        self, call: _PipelineCall, operation: Operation, stock: Call, stage: Stage
+    ) -> None:
         channels, index = self._channels, operation.micro_batch
         assert channels is not None
-        batch = run.batches[index]
+        batch = call.batches[index]
         received: list[Tensor] = []
         if channels.from_previous is not None:
-            received = run.arrivals.pop(operation).wait()
+            received = call.arrivals.pop(operation).wait()
             for tensor in received:
-                tensor.requires_grad_(run.trains)
+                tensor.requires_grad_(call.trains)
         stage.boundary.begin(
             received,
             share=batch.share,
             rows=batch.rows,
-            losses_are_summed=run.losses_are_summed,
+            losses_are_summed=call.losses_are_summed,
         )
         # Only the last stage has the head.
-        is_fused = run.has_fused_head and stage.is_last
+        is_fused = call.has_fused_head and stage.is_last
         arguments = batch.arguments | ({FUSED_HEAD: True} if is_fused else {})
         caller_loss: CallerLoss | None = self.state.caller_loss
         if caller_loss is not None:
@@ -353,27 +357,27 @@ class Pipeline:
             output = caller_loss.add_loss(output, labels)
         if is_fused:
             coefficient = get_fused_head_coefficient(self.model)
-            output = add_known_loss(output, run.divisor, coefficient, batch.share)
+            output = add_known_loss(output, call.divisor, coefficient, batch.share)
         if channels.to_next is not None:
-            key = (*run.key, *_read_batch_shape(batch))
+            key = (*call.key, *_read_batch_shape(batch))
             channels.to_next.send(produced, key, f"the hidden states of micro-batch {index}")
-            run.forms[index] = [ShapeAndDtype(tuple(x.shape), x.dtype) for x in produced]
-            run.outputs[:] = [output]
+            call.forms[index] = [ShapeAndDtype(tuple(x.shape), x.dtype) for x in produced]
+            call.outputs[:] = [output]
         else:
-            detached = _detach_output(output, with_logits=run.wants_logits)
-            run.outputs.append(detach_values(output) if is_fused else detached)
+            detached = _detach_output(output, with_logits=call.wants_logits)
+            call.outputs.append(detach_values(output) if is_fused else detached)
             if output.get("loss") is not None:
                 produced = [output["loss"]]
-        if run.trains:
-            run.received[index], run.produced[index] = received, produced
+        if call.trains:
+            call.received[index], call.produced[index] = received, produced
 
-    def _backward(self, run: _PipelineCall, operation: Operation) -> None:
+    def _backward(self, call: _PipelineCall, operation: Operation) -> None:
         channels, index, meshes = self._channels, operation.micro_batch, self.state.meshes
         assert channels is not None and meshes is not None
-        received, produced = run.received.pop(index), run.produced.pop(index)
+        received, produced = call.received.pop(index), call.produced.pop(index)
         grads: list[Tensor | None] = [None] * len(produced)
         if channels.grads_from_next is not None:
-            grads = [*run.arrivals.pop(operation).wait()]
+            grads = [*call.arrivals.pop(operation).wait()]
         pairs = [pair for pair in zip(produced, grads, strict=True) if pair[0].requires_grad]
         if pairs:
             tensors, tensor_grads = zip(*pairs, strict=True)
@@ -415,7 +419,9 @@ class Pipeline:
         sends.finish()
         grad.add_(theirs.to(grad.device))
 
-    def _gather_output(self, run: _PipelineCall, mode: int, gradients: StepGradients | None) -> Any:
+    def _gather_output(
+        self, call: _PipelineCall, mode: int, gradients: StepGradients | None
+    ) -> Any:
         """Return the output of the whole batch. Every rank gets the same output."""
         meshes = self.state.meshes
         assert meshes is not None and meshes.stages is not None
@@ -424,26 +430,26 @@ class Pipeline:
         values: dict[str, Any] = {}
         if mode != LOGITS:
             # Unlike a broadcast, an all-gather ends only if no stage has failed.
-            numbers = all_gather(_encode_losses(run, stages.is_last, meshes.device), group)[-1]
+            numbers = all_gather(_encode_losses(call, stages.is_last, meshes.device), group)[-1]
             loss, aux_loss, dtypes = numbers[0], numbers[1], numbers[2:].tolist()
             loss = loss.to(_LOSS_DTYPES[int(dtypes[0])])
             if dtypes[1] >= 0:
                 values["aux_loss"] = aux_loss.to(_LOSS_DTYPES[int(dtypes[1])])
-            if run.has_fused_head:
-                joined = join_outputs(run.outputs, source, group, meshes.device)
+            if call.has_fused_head:
+                joined = join_outputs(call.outputs, source, group, meshes.device)
                 coefficient = get_fused_head_coefficient(self.model)
                 return make_output(
-                    joined, values.get("aux_loss"), gradients, run.divisor, coefficient
+                    joined, values.get("aux_loss"), gradients, call.divisor, coefficient
                 )
             values["loss"] = loss
-        if run.wants_logits:
+        if call.wants_logits:
             logits = None
             if stages.is_last:
-                logits = torch.cat([output["logits"] for output in run.outputs])
+                logits = torch.cat([output["logits"] for output in call.outputs])
             values["logits"] = broadcast_tensor(logits, source, group, meshes.device)
         if gradients is not None:
             values = connect_loss(values, gradients, stages.size, self.state.plan.aux_loss_coef)
-        template = run.outputs[0]
+        template = call.outputs[0]
         empty = dict.fromkeys(name for name in template if name not in values)
         return replace(template, **empty, **values)
 
@@ -455,22 +461,22 @@ def _move_to_device(value: Any, device: torch.device) -> Any:
     return copy_to_device(value, device) if isinstance(value, Tensor) else value
 
 
-def _finish_aux_loss(run: _PipelineCall, stage: Stage) -> None:
+def _finish_aux_loss(call: _PipelineCall, stage: Stage) -> None:
     """With "gpipe", add the aux loss of the whole batch to the losses of its micro-batches."""
     finished = stage.boundary.take_deferred()
     if finished is None:
         return
     terms, aux_loss = finished
     for index, term in enumerate(terms):
-        output = run.outputs[index]
+        output = call.outputs[index]
         # `_encode_losses` multiplies this value by the shares of the micro-batches, whose sum is 1.
         values = {"aux_loss": aux_loss.detach()}
         if output.get("loss") is not None:
             values["loss"] = output["loss"] + term.detach()
-        run.outputs[index] = replace(output, **values)
-        if run.trains:
-            (loss,) = run.produced[index]
-            run.produced[index] = [loss + term]
+        call.outputs[index] = replace(output, **values)
+        if call.trains:
+            (loss,) = call.produced[index]
+            call.produced[index] = [loss + term]
 
 
 def _make_key(model: nn.Module, given: dict[str, Any], mode: int) -> tuple[Any, ...]:
@@ -496,7 +502,7 @@ def _detach_output(output: Any, *, with_logits: bool) -> Any:
     return replace(output, **values)
 
 
-def _encode_losses(run: _PipelineCall, is_last: bool, device: torch.device) -> Tensor:
+def _encode_losses(call: _PipelineCall, is_last: bool, device: torch.device) -> Tensor:
     """Return four fp64 numbers: loss and aux loss of the batch, and for both an index of a dtype.
 
     The index is one of _LOSS_DTYPES, or -1 if the model computes no such loss. All numbers are
@@ -505,13 +511,13 @@ def _encode_losses(run: _PipelineCall, is_last: bool, device: torch.device) -> T
     numbers = torch.zeros(4, dtype=torch.float64, device=device)
     if not is_last:
         return numbers
-    for place, name in enumerate(("loss", "aux_loss")):
-        losses = [output.get(name) for output in run.outputs]
-        numbers[2 + place] = -1
+    for position, name in enumerate(("loss", "aux_loss")):
+        losses = [output.get(name) for output in call.outputs]
+        numbers[2 + position] = -1
         if not isinstance(losses[0], Tensor):
             continue
-        numbers[2 + place] = _LOSS_DTYPES.index(losses[0].dtype)
-        shares = [1.0 if name == "loss" else batch.share for batch in run.batches]
+        numbers[2 + position] = _LOSS_DTYPES.index(losses[0].dtype)
+        shares = [1.0 if name == "loss" else batch.share for batch in call.batches]
         for loss, share in zip(losses, shares, strict=True):
-            numbers[place] += loss.double() * share
+            numbers[position] += loss.double() * share
     return numbers

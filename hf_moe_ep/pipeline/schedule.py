@@ -52,28 +52,29 @@ def operations(
     return order + backwards[num_micro_batches - num_first :]
 
 
-def find_awaited_early(
+def list_early_receives(
     schedule: str, stage: int, num_stages: int, num_micro_batches: int
 ) -> list[bool]:
-    """List for each operation whether its operand may be awaited before the preceding operation.
+    """List for each operation whether its operand may be received before the preceding operation.
 
-    An entry is False if the neighbour that sends the operand waits for the result of the preceding
-    operation. With NCCL both could wait forever, because the first transfer between two ranks
-    blocks the host until both have started it. With "gpipe" the next stage sends the gradients of
-    micro-batch 0 only after the last forward:
+    The receive is started there, and waited for when the operation itself runs. An entry is False
+    if the neighbour that sends the operand waits for the result of the preceding operation. With
+    NCCL both could wait forever, because the first transfer between two ranks blocks the host until
+    both have started it. With "gpipe" the next stage sends the gradients of micro-batch 0 only
+    after the last forward:
 
         stage 0 of 2, "gpipe"    F0 F1 F2 F3 | B0 B1 B2 B3
-                                             B0 is not awaited before F3 has run
+                                             B0 is not received before F3 has run
     """
     order = operations(schedule, stage, num_stages, num_micro_batches)
     result = [False]
-    for current, awaited in pairwise(order):
+    for current, following in pairwise(order):
         # Forwards get their operands from the previous stage, backwards from the next one.
-        sender = stage - 1 if awaited.is_forward else stage + 1
+        sender = stage - 1 if following.is_forward else stage + 1
         waits = False
-        if 0 <= sender < num_stages and current.is_forward != awaited.is_forward:
+        if 0 <= sender < num_stages and current.is_forward != following.is_forward:
             sender_order = operations(schedule, sender, num_stages, num_micro_batches)
-            waits = sender_order.index(current) < sender_order.index(awaited)
+            waits = sender_order.index(current) < sender_order.index(following)
         result.append(not waits)
     return result
 

@@ -107,18 +107,18 @@ def balance_experts(
     )
     guard_state_dicts(model, state, tensors, optimizers)
     ranks = state.meshes.ep_size
-    placements = [layer.placement for layer in state.moe_layers]
+    slots_of_layers = [layer.slots_E for layer in state.moe_layers]
     for layer in state.moe_layers:
-        old_slots_E = slots_of(layer.placement, state.num_experts)
+        old_slots_E = slots_of(layer.slots_E, state.num_experts)
         load_E: list[int] = load.counts[layer.index].tolist()
         if not _is_uneven(load_E, old_slots_E, ranks, threshold):
             continue
         slots_E = assign_slots(load_E, ranks, old_slots_E)
         in_hub_order = slots_E == sorted(slots_E)
-        placements[layer.index] = (
+        slots_of_layers[layer.index] = (
             None if in_hub_order else torch.tensor(slots_E, device=state.device)
         )
-    move_layers(tensors, placements, state, optimizers)
+    move_layers(tensors, slots_of_layers, state, optimizers)
     return replace(load, ep_size=ranks, slots=list_slots(state))
 
 

@@ -11,7 +11,8 @@ the code in its block, which saves or loads experts:
 Files of a balanced model are equal to files of a model that was never balanced. The block sends the
 bytes of the moved experts twice, but needs no second copy of the experts. Outside of the block,
 taking or loading a state dict of a balanced model or of its optimizer raises an error, because the
-experts are not in hub order.
+experts are not in hub order. `state_dict(keep_vars=True)` of the model raises none, nor does an
+optimizer that was created after the move and has not made a step.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ def experts_in_hub_order(model: nn.Module, *optimizers: Any) -> Iterator[None]:
 
     Args:
         model: patched or not. The block does nothing if no experts were moved.
-        optimizers: the optimizers whose state is read or replaced in the block; an optimizer of
-            None is skipped.
+        optimizers: the optimizers whose state is read or replaced in the block; entries that are
+            None are skipped.
 
     Raises:
         ValueError: this block is inside another block of the same model, and the outer block was
-            entered without one of `optimizers`. All ranks raise the error.
+            entered without one of `optimizers`; the state of an optimizer does not have the shape
+            or the keys that it has on other ranks. All ranks raise the error.
     """
     state = find_state(model)
     if state is not None:
@@ -70,14 +72,14 @@ def experts_in_hub_order(model: nn.Module, *optimizers: Any) -> Iterator[None]:
     for optimizer in optimizers:
         if optimizer is not None:
             _guard(optimizer, state)
-    placements = [layer.placement for layer in state.moe_layers]
-    _move_all(model, state, [None] * len(placements), optimizers)
+    slots_of_layers = [layer.slots_E for layer in state.moe_layers]
+    _move_all(model, state, [None] * len(slots_of_layers), optimizers)
     state.optimizers_in_order = [_unwrap_optimizer(optimizer) for optimizer in optimizers]
     try:
         yield
     finally:
         state.optimizers_in_order = None
-        _move_all(model, state, placements, optimizers)
+        _move_all(model, state, slots_of_layers, optimizers)
 
 
 def _check_in_hub_order(optimizer: Any, state: ModelState) -> None:
@@ -100,26 +102,26 @@ def _unwrap_optimizer(optimizer: Any) -> Any:
 
 def has_moved_experts(state: ModelState) -> bool:
     """Return True if any layer has experts that are not in hub order."""
-    return any(layer.placement is not None for layer in state.moe_layers)
+    return any(layer.slots_E is not None for layer in state.moe_layers)
 
 
-def map_tensors_to_placements(model: nn.Module) -> dict[int, Tensor]:
+def map_parameters_to_slots(model: nn.Module) -> dict[int, Tensor]:
     """Map id(parameter) to the row of each expert, for all parameters that are not in hub order."""
     state = find_state(model)
     if state is None or not has_moved_experts(state):
         return {}
     return {
-        id(parameter): tensors.layer.placement
+        id(parameter): tensors.layer.slots_E
         for tensors in find_expert_tensors(model)
         for parameter in tensors.parameters.values()
-        if tensors.layer.placement is not None
+        if tensors.layer.slots_E is not None
     }
 
 
 def _move_all(
-    model: nn.Module, state: ModelState, placements: list[Tensor | None], optimizers: Any
+    model: nn.Module, state: ModelState, slots_of_layers: list[Tensor | None], optimizers: Any
 ) -> None:
-    """Move the experts of all layers to `placements`, which has one entry per layer."""
+    """Move the experts of all layers to `slots_of_layers`, which has one entry per layer."""
     assert state.meshes is not None
     reshard(model)
     optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
@@ -129,7 +131,7 @@ def _move_all(
     what = "experts_in_hub_order"
     run_on_all(what, lambda: check_movable(tensors, optimizers))
     run_on_all(what, functools.partial(check_same_tensors, what, tensors, optimizers, state.meshes))
-    move_layers(tensors, placements, state, optimizers)
+    move_layers(tensors, slots_of_layers, state, optimizers)
 
 
 def guard_state_dicts(
@@ -145,7 +147,7 @@ def guard_state_dicts(
     _watch_new_optimizers()
     if not state.guards_state_dicts:
         state.guards_state_dicts = True
-        hook = NotInHubOrder(state)
+        hook = RefuseStateDicts(state)
         for _, module, _ in iterate_experts_modules(model):
             module.register_state_dict_pre_hook(hook)
             module.register_load_state_dict_pre_hook(hook)
@@ -165,8 +167,8 @@ def _watch_new_optimizers() -> None:
 def _guard_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Guard an optimizer that was created after its experts had moved.
 
-    This hook runs before the optimizer's first step, because torch has no earlier hook for all
-    optimizers.
+    This hook runs before every step, and acts before the first step that it sees, because torch has
+    no earlier hook for all optimizers.
 
     Raises:
         ValueError: the optimizer has state before its first step, so a state in hub order was
@@ -186,12 +188,12 @@ def _guard(optimizer: Any, state: ModelState) -> None:
     unwrapped = _unwrap_optimizer(optimizer)
     if getattr(unwrapped, _GUARDED, None) is not state:
         setattr(unwrapped, _GUARDED, state)
-        hook = NotInHubOrder(state)
+        hook = RefuseStateDicts(state)
         unwrapped.register_state_dict_pre_hook(hook)
         unwrapped.register_load_state_dict_pre_hook(hook)
 
 
-class NotInHubOrder(StateHook):
+class RefuseStateDicts(StateHook):
     """Hook that refuses to make or load a state dict while experts are not in hub order.
 
     It is registered on experts modules and on optimizers.
@@ -200,7 +202,8 @@ class NotInHubOrder(StateHook):
     def __call__(self, owner: Any, *args: Any) -> None:
         if not isinstance(owner, nn.Module):
             _check_in_hub_order(owner, self.state)
-        # A caller with keep_vars=True wants the parameters themselves, not values to save.
+        # A module's hook is called with (module, prefix, keep_vars). A caller with keep_vars=True
+        # wants the parameters themselves, not values to save.
         keep_vars = isinstance(owner, nn.Module) and args[1:] == (True,)
         if has_moved_experts(self.state) and not keep_vars:
             raise _state_dict_refusal(owner)

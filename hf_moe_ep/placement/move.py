@@ -124,7 +124,7 @@ def _is_sharded_like(value: Any, parameter: DTensor) -> bool:
 
 def move_layers(
     tensors: Iterable[ExpertTensors],
-    placements: Sequence[Tensor | None],
+    slots_of_layers: Sequence[Tensor | None],
     state: ModelState,
     optimizers: Sequence[Any],
 ) -> None:
@@ -132,27 +132,27 @@ def move_layers(
 
     Args:
         tensors: the layers of this rank's pipeline stage.
-        placements: the new slots of each layer of the model, as `move_experts` takes them.
+        slots_of_layers: the new slots of each layer of the model, as `move_experts` takes them.
     """
     assert state.meshes is not None
     for layer_tensors in tensors:
-        placement = placements[layer_tensors.layer.index]
-        move_experts(layer_tensors, placement, state.meshes, optimizers)
+        slots_E = slots_of_layers[layer_tensors.layer.index]
+        move_experts(layer_tensors, slots_E, state.meshes, optimizers)
     for layer in state.moe_layers:  # also layers whose experts other stages have moved
-        layer.placement = placements[layer.index]
+        layer.slots_E = slots_of_layers[layer.index]
 
 
 @torch.no_grad()
 def move_experts(
-    tensors: ExpertTensors, placement: Tensor | None, meshes: Meshes, optimizers: Sequence[Any]
+    tensors: ExpertTensors, slots_E: Tensor | None, meshes: Meshes, optimizers: Sequence[Any]
 ) -> None:
     """Move the experts of a layer to new slots; every rank calls this with the same slots.
 
-    `placement` has the new slot of each expert, or is None for hub order. The layer stores it.
+    `slots_E` has the new slot of each expert, or is None for hub order. The layer stores it.
     """
     layer = tensors.layer
-    old_slots_E = slots_of(layer.placement, layer.model.num_experts)
-    new_slots_E = slots_of(placement, layer.model.num_experts)
+    old_slots_E = slots_of(layer.slots_E, layer.model.num_experts)
+    new_slots_E = slots_of(slots_E, layer.model.num_experts)
     moves = [Move(old, new) for old, new in zip(old_slots_E, new_slots_E, strict=True)]
     moves = [move for move in moves if move.old != move.new]
     for name, parameter in tensors.parameters.items() if moves else ():
@@ -160,14 +160,14 @@ def move_experts(
         _exchange_rows(parameter, moves, meshes, where)
         for _, tensor in _tensors_that_move_with(parameter, optimizers):
             _exchange_rows(tensor, moves, meshes, where)
-    layer.placement = placement
+    layer.slots_E = slots_E
 
 
-def slots_of(placement: Tensor | None, num_experts: int) -> list[int]:
+def slots_of(slots_E: Tensor | None, num_experts: int) -> list[int]:
     """List the slot of each expert; in hub order expert e has slot e."""
-    if placement is None:
+    if slots_E is None:
         return list(range(num_experts))
-    return placement.tolist()
+    return slots_E.tolist()
 
 
 def check_same_tensors(

@@ -45,8 +45,9 @@ class Choices:
     def of_load(cls, load: ExpertLoad, top_k: int, layers: int) -> Choices:
         """Return choices in which experts are chosen as often as in a recorded run.
 
-        Shares above 1 are set to 1, because a token chooses an expert at most once. The load does
-        not record which experts a token chose together, so groups of experts are ignored.
+        A share above 1 is set to 1, because a token chooses an expert at most once, and the shares
+        of the other experts grow until a row sums to `top_k`. The load does not record which
+        experts a token chose together, so groups of experts are ignored.
 
         Raises:
             ValueError: the load has another number of layers, or a layer without tokens.
@@ -58,10 +59,10 @@ class Choices:
                 f"{int((counts_LE.sum(1) > 0).sum())} of them with tokens, and the model has "
                 f"{layers} MoE layers; call expert_load(model) after a training step of this model"
             )
-        return cls(top_k, (counts_LE / counts_LE.sum(1, keepdim=True) * top_k).clamp(max=1.0))
+        return cls(top_k, torch.stack([_compute_shares(counts_E, top_k) for counts_E in counts_LE]))
 
     def find_busiest_rank(self, ep_size: int) -> int:
-        """Return the ep rank with the largest load among all layers.
+        """Return the ep rank with the largest load in any single layer.
 
         A rank's load in a layer is the sum of its experts' shares. If several ranks have the
         largest load, the first of them is returned.
@@ -96,3 +97,16 @@ class Choices:
         first_T1 = torch.rand(tokens, 1, generator=generator, dtype=torch.float64) * (1 - 1e-6)
         points_TK = (first_T1 + torch.arange(self.top_k)) * (end_TE[:, -1:] / self.top_k)
         return order_TE.gather(1, torch.searchsorted(end_TE, points_TK, right=True))
+
+
+def _compute_shares(counts_E: Tensor, top_k: int) -> Tensor:
+    """Return the share of tokens that choose each expert: at most 1, and `top_k` in all."""
+    share_E = counts_E / counts_E.sum() * top_k
+    while bool((share_E > 1 + 1e-9).any()):
+        is_full_E = share_E >= 1
+        rest_E = torch.where(is_full_E, 0.0, share_E)
+        if not bool(rest_E.any()):  # fewer experts than `top_k` have tokens
+            rest_E = (~is_full_E).double()
+        rest_E *= (top_k - is_full_E.sum()) / rest_E.sum()
+        share_E = torch.where(is_full_E, 1.0, rest_E)
+    return share_E

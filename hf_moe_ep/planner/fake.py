@@ -6,8 +6,9 @@ not have:
 
     the router's choice      Drawn expert ids (`choices.py`) replace the result of topk, or the ids
                              that the experts receive. If checkpointing recomputes a layer, the
-                             layer gets the same ids again. Integer tensors are real, so dispatch
-                             and experts compute with real ids and counts.
+                             layer gets the same ids again. Integer tensors are real unless they
+                             are computed from fake tensors, so dispatch and experts compute with
+                             real ids and counts.
     counts of other ranks    All other ranks are assumed to have the same counts as this rank. An
                              all-gather of integers returns copies of this rank's tensor. An
                              all-to-all of integers returns copies of the part that this rank sends
@@ -16,11 +17,11 @@ not have:
 Therefore this rank receives from each other rank as many rows as it sends to itself.
 
 Two shortcuts keep a plan fast. First, the torch path computes the experts in blocks. The experts of
-a block run one after the other and free their memory, so only three of them run: the two experts
-with the most pairs, and the expert with the fewest pairs. The work of the other experts is
-interpolated linearly. Second, if FSDP2 splits a tensor into MIN_EQUAL_CHUNKS or more equal chunks,
-one per rank, the first chunk is used for all ranks, because a thousand views would take longer
-than the layer.
+a block run one after the other, and each frees its memory. In a plan only three of them run: the
+two experts with the most pairs, and the expert with the fewest pairs. The work of the other experts
+is interpolated linearly. Second, if FSDP2 splits a tensor into MIN_EQUAL_CHUNKS or more equal
+chunks, one per rank, the first chunk is used for all ranks, because a thousand views would take
+longer than the layer.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool, work: WorkCounter
     """
 
     def split(block: torch_mlp.Block, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        return split_in_three(block, *tensors, work=work)
+        return select_three_experts(block, *tensors, work=work)
 
     gather = partial(_gather_copies, vars(collectives)["_all_gather"])
     swap = partial(_swap_copies, dist.all_to_all_single)
@@ -188,7 +189,7 @@ def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool, work: WorkCounter
         stack.enter_context(replaced(torch_mlp.Block, "split", split))
         stack.enter_context(replaced(*dtensor_shapes()))
         stack.enter_context(replaced(torch, "chunk", _chunk))
-        stack.enter_context(replaced(context_calls, "causal_lower_right", _NoMask))
+        stack.enter_context(replaced(context_calls, "causal_lower_right", _CausalStandIn))
         checksum = partial(_compute_checksum, vars(same_batch)["_compute_checksum"])
         stack.enter_context(replaced(same_batch, "_compute_checksum", checksum))
         if like_gpu:
@@ -202,8 +203,8 @@ def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool, work: WorkCounter
             yield
 
 
-class _NoMask:
-    """Replacement of torch's CausalBias, which is not a fake tensor (`_attend`)."""
+class _CausalStandIn:
+    """Replaces torch's CausalBias, which is not a fake tensor. `_attend` reads it as is_causal."""
 
     def __init__(self, queries: int, keys: int) -> None:
         pass
@@ -215,7 +216,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | _NoMask | None = None,
+    attn_mask: Tensor | _CausalStandIn | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -228,7 +229,7 @@ def _attend(
     keys, as in latent attention, a CPU computes the matrix of all scores, while a GPU has an
     operator that needs no such matrix.
     """
-    if isinstance(attn_mask, _NoMask):
+    if isinstance(attn_mask, _CausalStandIn):
         attn_mask, is_causal = None, True
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if not like_gpu or value.shape[-1] == query.shape[-1]:
@@ -243,7 +244,7 @@ def _attend(
     return out
 
 
-def split_in_three(
+def select_three_experts(
     block: torch_mlp.Block, *tensors: Tensor, work: WorkCounter
 ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """Yield three experts of a block instead of all, and count the work of the others.

@@ -1,7 +1,7 @@
 """Check that routes belong to this model, and that its routers could choose these experts.
 
 Routes are [B, S, L, K]: rows, tokens, layers, experts per token. A choice is the K expert ids of
-one token in one layer. If all K ids are -1, the choice routes live: the router chooses during the
+one token in one layer. If all K ids are -1, the choice is live: the router chooses during the
 replay.
 """
 
@@ -20,13 +20,14 @@ def select_layers(routes: Routes, layers: RoutedLayers) -> tuple[Tensor, Tensor 
     """Return the ids and the weights (or None) of the routed layers, in the model's order.
 
     Raises:
-        ValueError: the shape does not fit this model; the message has both numbers.
+        ValueError: the shape or the number of experts does not fit this model; the message has both
+            numbers. Ids are no integers, or weights no floats.
     """
     ids, weights = routes.ids, routes.weights
     if ids.ndim != 4:
         raise ValueError(f"ids of routes are [B, S, L, K], not {list(ids.shape)}")
     if ids.dtype not in _INTEGERS:
-        raise ValueError(f"ids of routes are {ids.dtype}, not integers; engines return int16")
+        raise ValueError(f"ids of routes are {ids.dtype}, not integers; pass int16 or int32")
     if ids.shape[3] != layers.top_k:
         raise ValueError(
             f"routes have K={ids.shape[3]} experts per token, but routers of {layers.model_type} "
@@ -62,8 +63,8 @@ def _find_layer_indices(given: tuple[int, ...], layers: RoutedLayers) -> list[in
         raise ValueError(
             f"routes have L={len(given)} layers ({_abridge(given)}), and this {layers.model_type} "
             f"has {layers.num_layers} decoder layers, {len(layers.with_experts)} of them with "
-            f"experts ({_abridge(layers.keys)}): pass routes of all decoder layers, or of all "
-            f"layers with experts"
+            f"experts ({_abridge(layers.with_experts)}): pass routes of all decoder layers, or of "
+            f"all layers with experts"
         )
     return [given.index(key) for key in layers.keys]
 
@@ -77,15 +78,16 @@ def check_ids(ids: Tensor, layers: RoutedLayers, *, allow_live: bool, strict: bo
     """Check every choice. Without `strict`, check only what `allow_live` forbids.
 
     Raises:
-        ValueError: a choice routes live although `allow_live` is False. With `strict` also: an id
-            is out of range; a choice has -1 for some of its experts but not for all, or has an
+        ValueError: a choice has an id of -1 although `allow_live` is False. With `strict` also: an
+            id is out of range; a choice has -1 for some of its experts but not for all, or has an
             expert twice.
     """
     # In uint8, -1 would equal expert 255.
     signed = ids if ids.dtype.is_signed else ids.to(torch.int16)
     if not allow_live:
-        is_live = (signed == LIVE).any(-1)
-        _raise_if(is_live, ids, layers, "has no experts (-1), but on_missing='error' needs them")
+        lacks_experts = (signed == LIVE).any(-1)
+        problem = "has at least one id of -1, but on_missing='error' needs all experts"
+        _raise_if(lacks_experts, ids, layers, problem)
     if not strict:
         return
     outside = (signed >= layers.num_experts) | (signed < LIVE)
@@ -96,7 +98,7 @@ def check_ids(ids: Tensor, layers: RoutedLayers, *, allow_live: bool, strict: bo
     _raise_if(is_mixed, ids, layers, "has -1 for some of its experts, but not for all")
     ordered = signed.sort(-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != LIVE)
-    _raise_if(twice.any(-1), ids, layers, "has an expert twice; all ids of padding must be -1")
+    _raise_if(twice.any(-1), ids, layers, "has an expert twice; a token of padding has -1 for all")
 
 
 def _raise_if(wrong_BSL: Tensor, ids: Tensor, layers: RoutedLayers, problem: str) -> None:

@@ -181,7 +181,7 @@ def read_load(model: nn.Module, state: ModelState, reader: str, reset: bool) -> 
 
 def list_slots(state: ModelState) -> Tensor | None:
     """Return the slots of the experts of all layers, [L, E] on the host; None in hub order."""
-    placements = [layer.placement for layer in state.moe_layers]
+    placements = [layer.slots_E for layer in state.moe_layers]
     if all(placement is None for placement in placements):
         return None
     hub_order = torch.arange(state.num_experts)

@@ -36,7 +36,7 @@ class Replaying(Session):
         self._ids_BSLK: Tensor | None = None
         self._weights_BSLK: Tensor | None = None
         # True during a forward that is not replayed.
-        self._live = False
+        self._is_not_replayed = False
         # The routes of this rank in the current forward, by layer.
         self._ids_LTK: Tensor | None = None
         self._weights_LTK: Tensor | None = None
@@ -45,9 +45,9 @@ class Replaying(Session):
         self._num_topks = 0
         # In the current layer: the ids that the last call of topk returned, the ids that the router
         # itself would have chosen, and the mask of the tokens that have routes.
-        self._replayed_TK: Tensor | None = None
-        self._live_TK: Tensor | None = None
-        self._given_T1: Tensor | None = None
+        self._returned_TK: Tensor | None = None
+        self._own_choice_TK: Tensor | None = None
+        self._has_routes_T1: Tensor | None = None
 
     def set_routes(self, ids_BSLK: Tensor, weights_BSLK: Tensor | None) -> None:
         """Set the routes to replay; their third dim has the layers of `RoutedLayers.keys`."""
@@ -66,12 +66,13 @@ class Replaying(Session):
     def route_source(self) -> RouteSource:
         if self.refusal is not None:
             return RouteSource.REFUSED
-        return RouteSource.LIVE if self._live else RouteSource.REPLAYED
+        return RouteSource.LIVE if self._is_not_replayed else RouteSource.REPLAYED
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
         if self._adapters_off() != self._were_off:
             return {}
         if self.refusal is not None or self._ids_BSLK is None:
+            # A tensor of another name makes the comparison with a rank that has routes fail.
             name = "no routes" if self.refusal is None else "refused routes"
             return {name: torch.ones(1, dtype=torch.int64, device=device)}
         tensors = {"routes": self._ids_BSLK.to(device)}
@@ -100,8 +101,8 @@ class Replaying(Session):
         """Slice the routes as the inputs of this forward are sliced."""
         # If the adapters were switched on or off inside the block, this forward computes another
         # model, such as a reference model, and is not replayed.
-        self._live = self._adapters_off() != self._were_off
-        if self._live:
+        self._is_not_replayed = self._adapters_off() != self._were_off
+        if self._is_not_replayed:
             return
         if self._state.stage is None:
             self._check_size(forward.batch, forward.sequence)
@@ -112,26 +113,28 @@ class Replaying(Session):
             raise self.refusal
 
     def end(self, completed: bool) -> None:
-        self._live = False
+        self._is_not_replayed = False
 
     def enter(self, layer: RoutedLayer, args: tuple[Any, ...]) -> None:
         """Replace topk until the layer's experts run."""
         if not self._must_replay():
             return
-        if self._ids_LTK is None:  # the decoder was called without the model; it gets no slices
+        # If the decoder is called without the model, `begin` has not run, and the inputs of the
+        # decoder are not split over ranks.
+        if self._ids_LTK is None:
             assert self._ids_BSLK is not None
             batch, sequence = self._ids_BSLK.shape[:2]
             self._slice_routes(Forward(batch, sequence, None, args[0].device))
         assert self._ids_LTK is not None
         ids_TK = self._ids_LTK[self._find_position(layer)].long()
-        given_T1 = ids_TK[:, :1] != LIVE
-        self._given_T1, self._replayed_TK, self._num_topks = given_T1, None, 0
+        has_routes_T1 = ids_TK[:, :1] != LIVE
+        self._has_routes_T1, self._returned_TK, self._num_topks = has_routes_T1, None, 0
 
         def decide(ids_TK: Tensor, live: Callable[[], Tensor]) -> Tensor:
             self._num_topks += 1
-            self._live_TK = live()
-            self._replayed_TK = torch.where(given_T1, ids_TK, self._live_TK)
-            return self._replayed_TK
+            self._own_choice_TK = live()
+            self._returned_TK = torch.where(has_routes_T1, ids_TK, self._own_choice_TK)
+            return self._returned_TK
 
         self._mode = ChosenTopK(self._layers.num_experts, lambda: ids_TK, decide)
         self._mode.__enter__()
@@ -156,27 +159,27 @@ class Replaying(Session):
                 raise error
             self.refusal = error  # this layer's exchange makes the other ranks raise an error, too
             return weights_TK
-        assert self._replayed_TK is not None and self._given_T1 is not None
+        assert self._returned_TK is not None and self._has_routes_T1 is not None
         with hidden_from_modes():
-            if ids_TK is not self._replayed_TK:
+            if ids_TK is not self._returned_TK:
                 assert_later(
-                    (ids_TK == self._replayed_TK).all(),
+                    (ids_TK == self._returned_TK).all(),
                     f"{layer.name} chose by topk, but the experts got other ids than topk returned",
                 )
             self._count(layer)
             frame: Frame | None = self._state.frame
             if frame is not None and not self._state.exchanges_rows:
-                frame.keep(layer.index, self._replayed_TK, None, self._num_topks)
+                frame.keep(layer.index, self._returned_TK, None, self._num_topks)
             if self._weights_LTK is None:
                 return weights_TK
             stored_TK = self._weights_LTK[self._find_position(layer)].to(weights_TK.dtype)
             if frame is not None:
-                frame.keep_weights(layer.index, stored_TK, self._given_T1)
-        return torch.where(self._given_T1, stored_TK, weights_TK)
+                frame.keep_weights(layer.index, stored_TK, self._has_routes_T1)
+        return torch.where(self._has_routes_T1, stored_TK, weights_TK)
 
     def _find_error(self, layer: RoutedLayer, ids_TK: Tensor) -> ValueError | None:
         """Return an error if the routes cannot be replayed in this layer, otherwise None."""
-        if self._replayed_TK is None or self._replayed_TK.shape != ids_TK.shape:
+        if self._returned_TK is None or self._returned_TK.shape != ids_TK.shape:
             assert self._ids_LTK is not None
             return ValueError(
                 f"{layer.name} did not choose by one torch.topk for the {self._ids_LTK.shape[1]} "
@@ -196,17 +199,20 @@ class Replaying(Session):
     def _count(self, layer: RoutedLayer) -> None:
         if backward_is_running():
             return
-        assert self._ids_LTK is not None and self._live_TK is not None
-        assert self._given_T1 is not None
+        assert self._ids_LTK is not None and self._own_choice_TK is not None
+        assert self._has_routes_T1 is not None
         ids_TK = self._ids_LTK[self._find_position(layer)]
-        self.counts.add(layer.decoder_layer, ids_TK, self._live_TK, self._given_T1)
+        self.counts.add(layer.decoder_layer, ids_TK, self._own_choice_TK, self._has_routes_T1)
 
     def _find_position(self, layer: RoutedLayer) -> int:
         return self._layers.own_keys.index(layer.decoder_layer)
 
     def _must_replay(self) -> bool:
-        """Return True if the current layer must replay recorded expert ids."""
-        if self._ids_BSLK is None or self._live or self.refusal is not None:
+        """Return True if the current layer must replay the given expert ids.
+
+        In a recompute the `Frame` repeats the ids instead.
+        """
+        if self._ids_BSLK is None or self._is_not_replayed or self.refusal is not None:
             return False
         return self._state.frame is None or not self._state.frame.is_recompute
 

@@ -67,7 +67,7 @@ def load(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> 
     if not _is_top_level():
         return original(cls, *args, **kwargs)
     from hf_moe_ep.runner.load import Load
-    from hf_moe_ep.upstream.loading import before_weights
+    from hf_moe_ep.upstream.loading import choose_before_loading
 
     config, options = _read_settings()
     this_load = Load(config, options)
@@ -77,7 +77,7 @@ def load(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> 
             _warn_of_old_trainer()
         return this_load.choose(model, weights)
 
-    with _building(), before_weights(choose):
+    with _building(), choose_before_loading(choose):
         result = original(cls, *args, **kwargs)
     # With output_loading_info=True, the result is the model and a report.
     _patch(result[0] if isinstance(result, tuple) else result, this_load)

@@ -13,16 +13,17 @@ all-gathered (`slices.py`), or sent from rank to rank if the model uses FlexAtte
 its log-sum-exp (`ring.py`). Otherwise, with sliding windows or with packed documents, each rank
 sends a piece only to the ranks that need it:
 
-    window of 4      rank 0 needs tokens 9-15    from rank 1: 8-11
-                     rank 1 needs tokens 1-11    from rank 0: 0-3
+    window of 4      rank 0 needs tokens 0-3, 9-15    from rank 1: 8-11
+                     rank 1 needs tokens 1-11         from rank 0: 0-3
 
 Latent attention gathers its latents before it computes keys and values (`latent_cache.py`).
 
 For kv heads of width d, an all-gather sends (cp - 1) * 2 * kv * d values per token of a slice in
 forward, and as many gradients in backward. A rank saves only its own queries, keys and values for
 backward, which gathers keys and values again and computes the attention a second time (under
-activation checkpointing, as a part of the layer). Flash attention is an exception: it is not
-computed again, and keeps the gathered keys and values of the whole sequence until backward.
+activation checkpointing, as a part of the layer). There are two exceptions, which keep the keys and
+values of the whole sequence until backward: flash attention, and latent attention, whose keys and
+values are computed from the gathered latents.
 
 `torch.distributed.tensor.experimental.context_parallel` is not used. It is a prototype that
 replaces scaled_dot_product_attention for the whole process and reorders buffers in place. It
@@ -69,7 +70,8 @@ def attend(
     Args:
         stock: the attention function of the model.
         module: the attention module, with its stock config.
-        attention_mask: the mask of the whole sequence, or its rows of this rank (mask_rows.py).
+        attention_mask: the mask of the whole sequence, or only this rank's rows of it
+            (mask_rows.py).
         gather: False if `key` and `value` already have all tokens (latent_cache.py).
         kwargs: other arguments of `stock`, with the `position_ids` of the whole sequence.
 
@@ -89,7 +91,7 @@ def attend(
             scores = ScoreOptions(attention_mask, scale, cap, options)
             return attend_by_ring(query, key, value, scores, kwargs.get("s_aux"), context)
     run = partial(_attend_to_gathered, stock, module, by_rank, context, gather, kwargs)
-    if gather and not uses_flash_attention(module) and _is_first_run():
+    if gather and not uses_flash_attention(module) and _saves_for_backward():
         # Stock code would save a copy of the keys and values of the whole sequence for each call.
         draws = bool(kwargs.get("dropout"))
         out: Tensor = checkpoint(
@@ -99,7 +101,7 @@ def attend(
     return run(query, key, value)
 
 
-def _is_first_run() -> bool:
+def _saves_for_backward() -> bool:
     """Return True if autograd saves the tensors of this forward outside any checkpoint."""
     return torch.is_grad_enabled() and not saved_tensors_are_hooked() and not backward_is_running()
 
@@ -129,11 +131,11 @@ def _attend_to_gathered(
             seen = slice(first, first + call.last - call.first)
             args = queries[:, :, : stop - start], key[:, :, seen], value[:, :, seen]
             outs.append(_run(stock, module, call, *args))
-    # On a rank without tokens, only these empty tensors connect the output with queries, keys,
-    # values and sinks. Such a rank needs gradients as well, because all ranks take part in FSDP2's
-    # reductions and in the exchange of keys and values. The squares save tensors for backward,
-    # whether queries or values need gradients: torch does not recompute a checkpoint without saved
-    # tensors, so this rank would miss the exchange inside the checkpoint.
+    # On a rank without tokens, only these empty tensors connect the output with queries, values and
+    # sinks, and with keys, which are exchanged together with values. Such a rank needs gradients as
+    # well, because all ranks take part in FSDP2's reductions and in this exchange. The squares save
+    # tensors for backward, whichever of queries and values need gradients. Without saved tensors
+    # torch does not recompute a checkpoint, and this rank would miss the exchange inside it.
     size = (len(query), 0, query.shape[1], value.shape[-1])
     sinks = kwargs.get("s_aux")
     empty = [x.transpose(1, 2).square() for x in (query[:, :, :0, :1], value[:, :1, :0])]
@@ -157,10 +159,13 @@ def _run(
 def _fetch_keys_and_values(
     key: Tensor, value: Tensor, context: Slice, by_rank: Sequence[Sequence[Call]]
 ) -> tuple[Sequence[int], Tensor, Tensor]:
-    """Send this rank's keys and values (B, K, S / cp, W), and receive the pieces that it needs.
+    """Send this rank's keys and values, and receive the pieces that it needs.
+
+    Args:
+        key, value: (B, heads, S / cp, W), before the heads are repeated for the query heads.
 
     Returns:
-        The numbers of the pieces, and their keys and values, (B, K, tokens of the pieces, W).
+        The numbers of the pieces, and their keys and values, (B, heads, tokens of the pieces, W).
     """
     packed = torch.cat([key, value], -1).transpose(1, 2)
     needed = [_list_pieces(calls, context.piece) for calls in by_rank]
@@ -191,7 +196,7 @@ def _list_pieces(calls: Sequence[Call], piece: int) -> list[int]:
 
 
 class _FetchPieces(torch.autograd.Function):
-    """Send each piece of (B, S / cp, K, W) to the ranks that need it.
+    """Send each piece of keys and values, (B, S / cp, heads, W), to the ranks that need it.
 
     `needed[r]` has the numbers of the pieces that rank r needs, in ascending order. The result has
     the pieces that this rank needs, in the same order.

@@ -2,9 +2,9 @@
 
 An attention module with an indexer first scores all earlier tokens, and then attends to the tokens
 with the highest scores. In generation such a module passes its new keys to a cache, which returns
-the keys of all tokens so far. In training it gets a `GatheringCache` instead, whose methods
-all-gather the keys of the slices. The stock forward is unchanged, and keeps the queries of its
-slice:
+the keys of all tokens so far. In a forward whose sequences are split it gets a `GatheringCache`
+instead, whose methods all-gather the keys of the slices. The stock forward is unchanged, and keeps
+the queries of its slice:
 
                keys of its slice     after cache.update       queries of its slice
     rank 0     k0 k1                 k0 k1 k2 k3              q0 q1

@@ -2,8 +2,8 @@
 
 Latent attention (MLA) computes the keys and values of all heads from one latent and one rotary key
 per token. In generation it stores latents and rotary keys in its cache, and computes keys and
-values afterwards. In training it gets a `LatentCache`, whose method all-gathers latents and rotary
-keys over the cp group:
+values afterwards. In a forward that is split over cp ranks it gets a `LatentCache`, whose method
+all-gathers latents and rotary keys over the cp group:
 
     stock code     latent, rotary key      for the tokens of this rank
     cache.update   all-gather              over the cp ranks
@@ -12,8 +12,9 @@ keys over the cp group:
 
 For DeepSeek-V3 a rank sends (cp - 1) * (512 + 64) values per token of its slice, where the keys and
 values of its 128 heads would be (cp - 1) * 128 * (192 + 128) values. If sp_size is > 1 as well, the
-cp group of a rank has one rank of each sp group, so the first gather is incomplete. The all-to-all
-of sequence parallelism (`ulysses.py`) then completes the tokens, and divides the heads:
+cp group of a rank has one rank of each sp group, so the all-gather brings only 1 / sp_size of the
+tokens. The all-to-all of sequence parallelism (`ulysses.py`) then completes the tokens, and divides
+the heads:
 
                           rank 0    rank 1    rank 2    rank 3        (cp 2 x sp 2, 16 tokens)
     tokens                0-3       12-15     4-7       8-11
@@ -46,7 +47,7 @@ class LatentCache:
     def update(
         self, latents: Tensor, rotary_keys: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Gather (B, Q, S / ranks, W) over the cp group. Other caches use the other arguments."""
+        """Gather (B, Q, S / (cp * sp), W) over the cp group. The other arguments are ignored."""
         part = self.part
         assert part.context is not None
         context = part.context
@@ -56,8 +57,10 @@ class LatentCache:
         packed = torch.cat([latents, rotary_keys], -1).transpose(1, 2)
         gathered = gather_slices(packed, context).transpose(1, 2)
         part.keys_are_gathered = True
-        all_latents, all_keys = gathered.split([latents.shape[-1], rotary_keys.shape[-1]], -1)
-        return all_latents, all_keys
+        all_latents, all_rotary_keys = gathered.split(
+            [latents.shape[-1], rotary_keys.shape[-1]], -1
+        )
+        return all_latents, all_rotary_keys
 
 
 class GatherLatents(Ours):

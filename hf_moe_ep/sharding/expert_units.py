@@ -66,7 +66,7 @@ def shard_experts(
 
     quantised = [entry for entry in entries.values() if entry.quantisation is not None]
     kwargs = options.fully_shard_kwargs()
-    # Routing weights are fp32 and must not be cast.
+    # Routing weights may be wider than the rows, and must not be cast.
     kwargs["mp_policy"] = replace(options.mp_policy, cast_forward_inputs=False)
     if quantised:
         # With a param_dtype FSDP2 would cast the scales, and with torch 2.11 the bytes too.

@@ -1,17 +1,17 @@
 """Reshard FSDP2 units that a forward or an error has left gathered, or show their shards.
 
-FSDP2 keeps some units gathered after a forward, because the backward that usually follows needs
-them: the last layer, the head and the root, and with `reshard_after_forward=False` all units. If an
-error ends a forward or a backward, other units stay gathered as well. The modules of a gathered
-unit hold unsharded parameters, which have no gradients and which no optimizer trains:
+Some units stay gathered after a forward, because the backward that usually follows needs them:
+FSDP2's root, at our request the last layer and the head, and with `reshard_after_forward=False` all
+units. If an error ends a forward or a backward, other units stay gathered as well. The modules of a
+gathered unit hold unsharded parameters, which have no gradients and which no optimizer trains:
 
-    skipped backward     loss.backward(); model(**bad); clip_grad_norm_(model, 1.0)
+    no backward          loss.backward(); model(**bad); clip_grad_norm_(model, 1.0)
                          the norm would lack the gradients of the gathered units
     requires_grad_       model(**batch); model.requires_grad_(False)
                          FSDP2 reads requires_grad of the shards only
     optimizer step       the shards change; the next forward would use the old, gathered weights
 
-`GatheredUnits` reshards all units of a model
+`ReshardHooks` reshards all units of a model
 
 - before each forward, and after a forward without gradients, but not between the tokens of a call
   of `generate`, during which no shard changes;
@@ -19,13 +19,14 @@ unit hold unsharded parameters, which have no gradients and which no optimizer t
 
 Between a forward with gradients and its backward, a single rank may list modules or parameters
 (`model.device`, a count of parameters), so nothing may be resharded: in backward this rank would
-gather units that the others have. If modules or parameters are listed during this time,
-`GatheredUnits` only shows the shards: the modules hold the sharded parameters, while the gathered
-parameters stay in memory. When the gradient of an output arrives, or a unit runs again, the modules
-get the gathered parameters back. `parameters()`, `zero_grad`, `requires_grad_` and PEFT's functions
-list modules, and so do optimizers and clipping through `parameters()`. The list may begin at the
-model, at a module around it or at a unit, but not inside a unit. With pipeline stages, forward and
-backward are one call, and nothing has to be shown.
+all-gather alone, and wait for ranks whose units are still gathered. If modules or parameters are
+listed during this time, `ReshardHooks` only shows the shards: the modules hold the sharded
+parameters, while the gathered parameters stay in memory. When the gradient of an output arrives, or
+a unit runs again, the modules get the gathered parameters back. `parameters()`, `zero_grad`,
+`requires_grad_` and PEFT's functions list modules, and so do optimizers and clipping through
+`parameters()`. The list may begin at the model, at a module around it or at a unit. A list that
+begins inside a unit is not noticed, and has the gathered parameters. With pipeline stages, forward
+and backward are one call, and nothing has to be shown.
 
 A caller may pass the batch to the decoder and bypass the hooks of the root, as TRL's distillation
 trainers do with adapters. Units are then resharded before the decoder runs, and the checks of the
@@ -85,23 +86,23 @@ def check_backward_has_ended(model: Any) -> None:
         )
 
 
-class GatheredUnits:
+class ReshardHooks:
     """The hooks of a sharded model that reshard its units; the module docstring says when.
 
     Attributes:
         root: the root unit.
-        lists_shards: False if forward and backward are one call, as with pipeline stages.
+        may_show_shards: False if forward and backward are one call, as with pipeline stages.
         may_be_gathered: True from the end of a forward until all units are known to be resharded.
-        shows_shards: True while modules of gathered units have their shards.
+        is_showing_shards: True while modules of gathered units have their shards.
         generates: True during a call of `generate`.
     """
 
-    def __init__(self, root: nn.Module, *, lists_shards: bool) -> None:
+    def __init__(self, root: nn.Module, *, may_show_shards: bool) -> None:
         assert isinstance(root, FSDPModule)
         self.root: Any = root
-        self.lists_shards = lists_shards
+        self.may_show_shards = may_show_shards
         self.may_be_gathered = False
-        self.shows_shards = False
+        self.is_showing_shards = False
         self.generates = False
         self._units = list_units_in(root)
 
@@ -150,7 +151,7 @@ class GatheredUnits:
     @torch.compiler.disable
     def _begin_unit(self, *_: Any) -> None:
         begin_with_root(self.root)
-        if self.shows_shards:
+        if self.is_showing_shards:
             self._show_gathered(None)
 
     @torch.compiler.disable
@@ -171,13 +172,13 @@ class GatheredUnits:
 
     def _show_gathered(self, grad: torch.Tensor | None) -> None:
         """Give the modules their gathered parameters back, for a backward or a run of a unit."""
-        if self.shows_shards:
-            self.shows_shards = False
+        if self.is_showing_shards:
+            self.is_showing_shards = False
             for unit in self._units:
                 install_gathered(unit)
 
     def _reshard(self) -> None:
-        self.may_be_gathered = self.shows_shards = False
+        self.may_be_gathered = self.is_showing_shards = False
         for unit in self._units:
             reshard_unit(unit)
 
@@ -202,8 +203,12 @@ class GatheredUnits:
             runs = self.generates or forward_has_begun(self.root)
             if backward_has_begun(self.root):  # an error has ended it
                 self._reshard()
-            elif self.may_be_gathered and self.lists_shards and not (runs or self.shows_shards):
+            elif (
+                self.may_be_gathered
+                and self.may_show_shards
+                and not (runs or self.is_showing_shards)
+            ):
                 shown = [install_shards(unit) for unit in self._units]
                 # After a backward nothing is gathered, until a caller gathers a unit.
-                self.may_be_gathered = self.shows_shards = any(shown)
+                self.may_be_gathered = self.is_showing_shards = any(shown)
         return type(unit).named_modules(unit, *args, **kwargs)

@@ -106,7 +106,7 @@ from hf_moe_ep.sharding.expert_units import (
     keep_scales,
     shard_experts,
 )
-from hf_moe_ep.sharding.gathered import GatheredUnits
+from hf_moe_ep.sharding.gathered import ReshardHooks
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.stages import cut_into_stages, find_parts_of_stage
 from hf_moe_ep.sharding.units import (
@@ -219,7 +219,7 @@ def shard_units(
     refuse_unmerge(model)
     keep_last_layer(units, routers)
     gather_for_caches(units)
-    GatheredUnits(root, lists_shards=state.stage is None).attach()
+    ReshardHooks(root, may_show_shards=state.stage is None).attach()
     root.register_forward_pre_hook(RefuseUnfrozen(model, options))
     allow_reentrant_checkpoints(units, routers)
     set_prefetch(units, routers)

@@ -31,7 +31,7 @@ class Units:
         vision: the blocks of a vision tower, and the tower itself at the end.
         encoders: other encoders of pictures and sound (`vision/encoders.py`).
         tail: final norm and head, which are one unit. If the weights are tied, the unit begins with
-            the embedding. With a second tower it includes all norms and embeddings.
+            the embedding. With a second tower it includes the final norms and embeddings of both.
         head: the head, which is the last module of `tail`; None if there is none.
         tied: True if the embedding belongs to `tail`.
         mtp: the head for multi-token prediction, whose decoder layers are the last of `layers`.
@@ -120,10 +120,10 @@ def keep_last_layer(units: Units, routers: Routers) -> None:
 
 
 def gather_for_caches(units: Units) -> None:
-    """Gather a layer that has a tied layer also for the gradients of its keys and values.
+    """Gather a layer of the first tower when a gradient reaches its keys and values in the cache.
 
-    The second tower reads the keys and values of the first, which are in a cache. These gradients
-    are the only ones that reach the last layer of the first tower if no loss reads its output.
+    The second tower reads this cache. If no loss reads the output of the first tower, no other
+    gradient reaches its last layer.
     """
     for layer in units.layers if units.tied_modules else ():
         layer.register_forward_hook(gather_for_cache, with_kwargs=True)
@@ -157,35 +157,37 @@ def reshard(model: nn.Module) -> None:
 
 
 def set_prefetch(units: Units, routers: Routers) -> None:
-    """Prefetch the next layer, its router and its experts in forward and in backward.
+    """Prefetch the layer that comes next, with its router and its experts.
+
+    In forward this is the following layer, in backward the preceding one.
 
     FSDP2's implicit prefetch is too late: the host starts it after the dispatch, where the host
     waits for token counts. Backward ends at the first unit with trainable parameters. Units in
     front of this unit, such as the embedding under LoRA, are therefore not prefetched in backward.
     """
     # Each entry has the units that are gathered together: a layer, its router, its experts.
-    chain: list[list[FSDPModule]] = []
+    main_chain: list[list[FSDPModule]] = []
     for index, layer in enumerate(units.layers):
         assert isinstance(layer, FSDPModule)
         inner = (*routers.get(index, ()), *units.experts.get(index, ()))
-        chain.append([layer, *(unit for unit in inner if isinstance(unit, FSDPModule))])
+        main_chain.append([layer, *(unit for unit in inner if isinstance(unit, FSDPModule))])
     # A head for multi-token prediction has a chain of its own, because it runs only in training.
-    mtp_chain, chain = chain[units.num_main_layers :], chain[: units.num_main_layers]
+    mtp_chain, main_chain = main_chain[units.num_main_layers :], main_chain[: units.num_main_layers]
     if units.mtp is not None:
         assert isinstance(units.mtp, FSDPModule)
         mtp_chain.insert(0, [units.mtp])
     if isinstance(units.embedding, FSDPModule):
-        chain.insert(0, [units.embedding])
+        main_chain.insert(0, [units.embedding])
     if units.tail and not units.tied:
         tail = units.tail[0]
         assert isinstance(tail, FSDPModule)
-        chain.append([tail])
-    # The tower has a chain of its own, because it does not run in a step without pixels.
+        main_chain.append([tail])
+    # The tower has a main_chain of its own, because it does not run in a step without pixels.
     tower_chain: list[list[FSDPModule]] = []
     for module in (*units.vision[-1:], *units.vision[:-1]):
         assert isinstance(module, FSDPModule)
         tower_chain.append([module])
-    for consecutive in (chain, tower_chain, mtp_chain):
+    for consecutive in (main_chain, tower_chain, mtp_chain):
         trains = False
         for group, next_group in pairwise(consecutive):
             group[0].set_modules_to_forward_prefetch(next_group)

@@ -35,7 +35,7 @@ from hf_moe_ep.plan import MTP_HEAD
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.conversion import map_to_model_names
 from hf_moe_ep.upstream.module_names import get_stock_name, without_copies
-from hf_moe_ep.upstream.named_weights import FIELD, named_weights
+from hf_moe_ep.upstream.named_weights import WEIGHTS_FIELD, named_weights
 
 # Matches paths. The name of a model on the hub, "model" or "owner/model", does not match.
 _PATH = re.compile(r"[/.~]|.*/.*/|.*/$")
@@ -216,10 +216,10 @@ def build_empty_model(
             "experts_dtype='nf4' or 'fp8' quantises frozen experts, and all other weights keep "
             "their dtype"
         )
-    if FIELD in options:
+    if WEIGHTS_FIELD in options:
         raise ValueError(
-            f"transformers_weights={options[FIELD]!r} is not an option of hf_moe_ep: write it into "
-            f"{folder}/config.json"
+            f"transformers_weights={options[WEIGHTS_FIELD]!r} is not an option of hf_moe_ep: write "
+            f"it into {folder}/config.json"
         )
     trusted = options.get("trust_remote_code")  # AutoConfig removes it
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))

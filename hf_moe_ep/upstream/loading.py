@@ -1,6 +1,6 @@
 """Call a function inside transformers' from_pretrained, before it loads the weights.
 
-The function can leave weights on the meta device. The private names come from
+The function chooses which weights stay on the meta device. The private names come from
 transformers/modeling_utils.py: from_pretrained builds the model on the meta device and then calls
 `_load_pretrained_model` with the files of the weights.
 """
@@ -51,7 +51,7 @@ class OnMeta:
         module: the name of a module. The parameters and buffers of this module that are in the
             files stay on meta.
         tensors: tensors on meta that replace tensors of the files, by the keys of the files.
-            from_pretrained does not read the replaced tensors.
+            from_pretrained does not read the replaced tensors. These are the tensors of `module`.
     """
 
     module: str
@@ -59,7 +59,9 @@ class OnMeta:
 
 
 @contextmanager
-def before_weights(choose: Callable[[nn.Module, WeightFiles], OnMeta | None]) -> Iterator[None]:
+def choose_before_loading(
+    choose: Callable[[nn.Module, WeightFiles], OnMeta | None],
+) -> Iterator[None]:
     """Inside the block, call `choose` once, after from_pretrained has built its model on meta.
 
     If `choose` returns None, from_pretrained loads all weights. transformers checks, converts and

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path, PurePosixPath
 
-FIELD = "transformers_weights"
+WEIGHTS_FIELD = "transformers_weights"
 _SUFFIXES = (".safetensors", ".safetensors.index.json")
 
 
@@ -28,7 +28,7 @@ def named_weights(folder: Path) -> str | None:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged or not JSON: {error}") from error
-    name = config.get(FIELD) if isinstance(config, dict) else None
+    name = config.get(WEIGHTS_FIELD) if isinstance(config, dict) else None
     if name is None:
         return None
     is_inside = isinstance(name, str) and not PurePosixPath(name).is_absolute()

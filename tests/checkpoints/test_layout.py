@@ -23,8 +23,13 @@ from transformers.core_model_loading import (
 )
 
 from hf_moe_ep.checkpoints.hub.extra import find_extra
-from hf_moe_ep.checkpoints.hub.layout import PADDING, find_hub_layout, list_distinct_tensors
-from hf_moe_ep.checkpoints.hub.pieces import Piece
+from hf_moe_ep.checkpoints.hub.layout import (
+    PADDING,
+    find_hub_layout,
+    group_by_shared_tensors,
+    list_distinct_tensors,
+)
+from hf_moe_ep.checkpoints.hub.pieces import Piece, make_whole_piece
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
 from hf_moe_ep.checkpoints.hub.traced import Tracer, Untraceable
 from hf_moe_ep.checkpoints.hub.write import group_tensors, split_files, write_checkpoint
@@ -327,3 +332,10 @@ def test_a_reshape_across_dims_is_refused() -> None:
     """Rows of the result, [4, 3], would begin in the middle of rows of the parameter, [6, 2]."""
     with pytest.raises(Untraceable, match=r"reshape of \(6, 2\) into \(4, 3\)"):
         Tracer().tensor(0, (6, 2)).reshape(4, 3)
+
+
+def test_groups_that_a_later_parameter_joins_stay_where_the_first_of_them_was() -> None:
+    """Parameter c shares one checkpoint tensor with b, and another one with a."""
+    keys = {"a": ["1"], "d": ["3"], "b": ["2"], "c": ["2", "1"]}
+    layout = {name: [make_whole_piece(key, (4,)) for key in ks] for name, ks in keys.items()}
+    assert group_by_shared_tensors(layout, keys) == [["a", "c", "b"], ["d"]]

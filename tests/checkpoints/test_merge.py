@@ -503,7 +503,7 @@ BEYOND_A_PRODUCT: dict[str, Any] = {
 
 # A function that spoils the base or the adapter, and a regular expression for the error.
 REFUSED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
-    "fp8": (partial(_quantize, "fp8"), r"quantized by fp8, to which .* dequantize=True"),
+    "fp8": (partial(_quantize, "fp8"), r"quantized by fp8, so no adapter .* dequantize=True"),
     "mxfp4": (partial(_quantize, "mxfp4"), r"quantized by mxfp4, .*name a bf16 checkpoint"),
     "dora": (partial(_edit_config, use_dora=True), r"DoRA \(use_dora\), .*merge_and_unload"),
     "pissa": (
@@ -563,7 +563,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "a part quantized": (
         lambda base, _: _edit_json(base / "config.json", text_config={"quantization_config": FP8}),
-        r"quantized by fp8, to which no adapter can be added",
+        r"quantized by fp8, so no adapter can be merged",
     ),
 }
 REFUSED |= {

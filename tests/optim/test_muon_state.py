@@ -220,7 +220,7 @@ def moved_experts_take_their_momentum_along(rank: int, world: int) -> None:
     balance_experts(model, optimizer, load)
     for run in ((model, optimizer), (twin, other_optimizer)):
         _train(*run, range(2, 4))
-    slots = [layer.placement for layer in model._hf_moe_ep.moe_layers]
+    slots = [layer.slots_E for layer in model._hf_moe_ep.moe_layers]
     assert any(slot is not None for slot in slots)
     wanted = whole_parameters(twin)
     layers = dict(enumerate(slots))

@@ -12,7 +12,7 @@ import pytest
 from hf_moe_ep.pipeline.schedule import (
     Operation,
     bubble,
-    find_awaited_early,
+    list_early_receives,
     list_forwards_only,
     operations,
 )
@@ -102,7 +102,7 @@ def list_script(
 ) -> list[Step]:
     """List the steps of a stage: start to receive, wait for an operand, start to send."""
     order = operations(schedule, stage, stages, count)
-    awaited = find_awaited_early(schedule, stage, stages, count)
+    awaited = list_early_receives(schedule, stage, stages, count)
     script: list[Step] = []
     for position, operation in enumerate(order):
         sender = stage - 1 if operation.is_forward else stage + 1
@@ -125,7 +125,7 @@ def all_stages_end(schedule: str, stages: int, count: int, early: bool | None = 
     """Simulate hosts that block as with NCCL; return False if all stages wait forever.
 
     The first transfer between two ranks in a direction blocks both hosts until both have started
-    it. `early` replaces the result of `find_awaited_early`.
+    it. `early` replaces the result of `list_early_receives`.
     """
     scripts = [list_script(schedule, stage, stages, count, early) for stage in range(stages)]
     sent: set[tuple[int, int, Operation]] = set()

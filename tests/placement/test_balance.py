@@ -254,12 +254,12 @@ def _check_files(
     _run_step(twin, twin_optimizer, 3)
     later = _gather_in_slot_order(twin, twin_optimizer)
     save_checkpoint(folder / "later", twin, twin_optimizer)
-    placements = [layer.placement for layer in _list_layers(model)]
+    slots_of_layers = [layer.slots_E for layer in _list_layers(model)]
     optimizer.state.clear()  # loading into an empty optimizer has to move the moments as well
     load_checkpoint(folder / "later", model, optimizer)
     assert_equal(_remove_grads(_gather_in_hub_order(model, optimizer)), _remove_grads(later))
-    resumed = [layer.placement for layer in _list_layers(model)]
-    assert all(torch.equal(a, b) for a, b in zip(placements, resumed, strict=True))
+    resumed = [layer.slots_E for layer in _list_layers(model)]
+    assert all(torch.equal(a, b) for a, b in zip(slots_of_layers, resumed, strict=True))
     _check_close(
         "resumed", {"": _run_step(model, optimizer, 4)}, {"": _run_step(twin, twin_optimizer, 4)}
     )
@@ -409,7 +409,7 @@ def _run_skewed_step(model: nn.Module, rank: int) -> Tensor:
 
 def test_moved_experts_are_found_without_a_copy_of_numbers_to_the_device() -> None:
     """On a GPU such a copy waits for all earlier layers. The last id means "no expert"."""
-    layer: Any = SimpleNamespace(placement=torch.tensor([2, 0, 1]), may_choose_no_expert=True)
+    layer: Any = SimpleNamespace(slots_E=torch.tensor([2, 0, 1]), may_choose_no_expert=True)
     ids_TK = torch.tensor([[0, 3], [2, 1]], dtype=torch.int32)
     with NoHostNumbers():
         slots_TK = _replace_ids_by_slots(layer, ids_TK)

@@ -312,8 +312,8 @@ def test_three_experts_of_a_block_are_extrapolated_to_all(monkeypatch: pytest.Mo
     def split_in_all(block: torch_mlp.Block, *tensors: Tensor, work: WorkCounter) -> Any:
         return stock(block, *tensors)
 
-    for split in (fake.split_in_three, split_in_all):
-        monkeypatch.setattr(fake, "split_in_three", split)
+    for split in (fake.select_three_experts, split_in_all):
+        monkeypatch.setattr(fake, "select_three_experts", split)
         parallel = ParallelConfig(experts_dtype="fp8")
         plans.append(
             plan_step(config, parallel, world_size=1, batch=Batch(96), lora_rank=4, like_gpu=False)
@@ -345,6 +345,25 @@ def test_experts_are_drawn_as_often_as_the_load_says() -> None:
     assert Choices.evenly(4, 2).find_busiest_rank(2) == 0
     with pytest.raises(ValueError, match=r"load has 2 MoE layers.*the model has 3"):
         Choices.of_load(load, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("counts_E", "share_E"),
+    [
+        ([70, 10, 10, 10], [1, 1 / 3, 1 / 3, 1 / 3]),
+        ([90, 60, 6, 4], [1, 6 / 7, 6 / 70, 4 / 70]),
+        ([90, 0, 0, 0], [1, 1 / 3, 1 / 3, 1 / 3]),
+    ],
+)
+def test_a_load_of_another_top_k_is_drawn_with_two_experts_per_token(
+    counts_E: list[int], share_E: list[float]
+) -> None:
+    """With top_k 2, the first expert of each load would have a share above 1."""
+    load = ExpertLoad(torch.tensor([counts_E]), ("a",), ep_size=2)
+    choices = Choices.of_load(load, 2, 1)
+    assert torch.allclose(choices.share_LE, torch.tensor([share_E], dtype=torch.float64))
+    ids_TK = choices.draw(0, 5000)
+    assert bool((ids_TK[:, 0] != ids_TK[:, 1]).all())
 
 
 def test_tokens_choose_experts_of_a_few_groups() -> None:

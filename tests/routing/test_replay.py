@@ -612,7 +612,7 @@ def test_the_id_255_in_uint8_is_an_expert_and_not_a_missing_choice() -> None:
     ids = torch.tensor([[[[255, 0]]]], dtype=torch.uint8)
     for strict in (True, False):
         check_ids(ids, layers, allow_live=False, strict=strict)
-    with pytest.raises(ValueError, match=r"\[-1, -1\], has no experts \(-1\)"):
+    with pytest.raises(ValueError, match=r"\[-1, -1\], has at least one id of -1"):
         check_ids(torch.full((1, 1, 1, 2), -1), layers, allow_live=False, strict=True)
 
 
@@ -657,7 +657,7 @@ def test_misuse_is_refused() -> None:
     ):
         model.model(input_ids=inputs["input_ids"])
     with (
-        pytest.raises(ValueError, match=r"has no experts .*on_missing='error' .*\(1 of 24 choices"),
+        pytest.raises(ValueError, match=r"id of -1, .*on_missing='error' .*\(1 of 24 choices"),
         RoutingReplay(model, on_missing="error").replay(_make_routes(_set_id(IDS, -1, 0, 0, 0))),
     ):
         pass

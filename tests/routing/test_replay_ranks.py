@@ -438,7 +438,7 @@ KINDS_OF_WRONG_ROUTES: list[tuple[Callable[[Routes], Any], str]] = [
     (lambda r: r.ids[1, 2, 0].copy_(torch.tensor([1, -2])), "outside of the 8 experts"),
     (lambda r: r.ids[1, 2, 0].copy_(torch.tensor([-1, 3])), "has -1 for some of its experts"),
     (lambda r: r.ids[1, 2, 0].fill_(3), "has an expert twice"),
-    (lambda r: r.ids[1, 2, 0].fill_(-1), "has no experts (-1), but on_missing='error'"),
+    (lambda r: r.ids[1, 2, 0].fill_(-1), "has at least one id of -1, but on_missing='error'"),
     (lambda r: _set_fields(r, weights=torch.ones(2, 7, 2)), "weights of routes are torch.float32"),
     (lambda r: _set_fields(r, ids=r.ids[:, :6]), "2 rows of 6 tokens cannot be replayed"),
 ]

@@ -1,8 +1,9 @@
 """Derive pieces from traced tensors: which box of a checkpoint tensor is which box of a parameter.
 
 With `traced.py`, transformers' conversion runs on tensors that record the coordinates (parameter,
-index in each dim) of each element. For each dim of a converted tensor there is an array of
-coordinates with one row per index. `PieceFinder` turns these arrays into pieces: a piece is a box
+index in each dim) of each element. For each dim of a converted tensor there is an array with one
+row per index, and the coordinates of an element are `Traced.base` plus one row of each of these
+arrays. `PieceFinder` turns these arrays into pieces: a piece is a box
 of the converted tensor, viewed in another shape, that holds a box of one parameter.
 
 Worked example, two experts with F = 3: parameter 7, gate_up [2, 6, 5], is saved as w13 [2, 6, 5]
@@ -98,11 +99,12 @@ class _Dim:
 
 @dataclass(frozen=True)
 class _Run:
-    """A range of indices of a tensor's dim, described by dims of a view that have one step each.
+    """Consecutive indices of one dim of a checkpoint tensor, viewed as a grid.
 
     Attributes:
         first: the coordinates of the first index.
-        dims: the dims of the view that make up the range, the outermost first.
+        dims: the dims of the grid, the outermost first. The next index along one of them always
+            adds the same numbers to the coordinates, the `step` of this dim.
     """
 
     first: np.ndarray
@@ -123,8 +125,8 @@ def _find_runs(axis: Axis) -> list[_Run]:
         stop = start + 1
         if stop < len(axis):
             step = axis[stop] - axis[start]
-            stop = start + _count_even_steps(axis[start:], step)
-            # The step leads to another parameter, and the rest of the dim has other steps. This
+            stop = start + _count_equal_steps(axis[start:], step)
+            # If this step leads to another parameter, and steps of another kind follow, then this
             # index is a run of its own.
             if step[0] and stop < len(axis):
                 stop = start + 1
@@ -149,7 +151,7 @@ def _split_axis(axis: Axis) -> list[tuple[int, np.ndarray]] | None:
     if len(axis) == 1:
         return []
     step = axis[1] - axis[0]
-    length = _count_even_steps(axis, step)
+    length = _count_equal_steps(axis, step)
     if length == len(axis):
         return [(length, step)]
     if len(axis) % length:
@@ -162,7 +164,7 @@ def _split_axis(axis: Axis) -> list[tuple[int, np.ndarray]] | None:
     return None if outer_dims is None else [*outer_dims, (length, step)]
 
 
-def _count_even_steps(axis: Axis, step: np.ndarray) -> int:
+def _count_equal_steps(axis: Axis, step: np.ndarray) -> int:
     """Count the indices, from the first one on, that follow each other in steps of `step`."""
     for start in range(0, len(axis) - 1, _INDICES_PER_BLOCK):
         steps = np.diff(axis[start : start + _INDICES_PER_BLOCK + 1], axis=0)
@@ -197,8 +199,9 @@ def _join_dims(dims: list[_Dim]) -> list[_Dim]:
 def _find_boxes(shape: tuple[int, ...], runs: Sequence[_Run]) -> Iterator[Piece]:
     """Yield the boxes of a view, each of which holds elements of one parameter.
 
-    A box is a `Piece` without a key. Its `start` is (parameter, index in each dim), with as many
-    dims as a parameter can have.
+    A box is a `Piece` without a key. Its `start` is (parameter, index in each dim), relative to
+    `Traced.base`. `sizes` and `axes` have as many dims as a parameter can have, and end in 1 and
+    None for a parameter with fewer dims; the example leaves these out.
 
     For each dim of a parameter, the longest dim of the view that runs along it stays whole. The
     other dims of the view are split up into one box per index: dims that lead from one parameter to

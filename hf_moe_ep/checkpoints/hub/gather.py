@@ -69,7 +69,9 @@ Change = Callable[[Box, Tensor], Tensor]
 def gather_state_dict(
     model: nn.Module, save_embedding_layers: str | bool = "auto"
 ) -> dict[str, Tensor]:
-    """Gather a full state dict in host memory of rank 0, {} on other ranks; every rank calls this.
+    """Return the full state dict on rank 0, in host memory, and {} on other ranks.
+
+    Every rank calls this.
 
     For a model with adapters only the tensors that PEFT saves are gathered, in the shapes in which
     PEFT saves them. `save_embedding_layers` is the argument of PEFT's save_pretrained.
@@ -111,26 +113,23 @@ def _gather_stages(
     if has_adapters(model):
 
         def saves_embeddings() -> bool:
-            wanted, never = (
-                keys_of_adapters(model, state_dict, option)
-                for option in (save_embedding_layers, False)
-            )
-            return wanted != never
+            as_requested = keys_of_adapters(model, state_dict, save_embedding_layers)
+            return as_requested != keys_of_adapters(model, state_dict, False)
 
         # The first stage has the embedding, so rank 0 can decide for all.
-        option = run_on_first("gathering adapters", saves_embeddings)
-        keys = keys_of_adapters(model, state_dict, option)
+        saves = run_on_first("gathering adapters", saves_embeddings)
+        keys = keys_of_adapters(model, state_dict, saves)
         names = list(dict.fromkeys(name for by_key in keys.values() for name in by_key.values()))
     keep = this_rank() in stages.first_ranks
     full = _gather_named(model, state_dict, names, keep=keep)
     if not keep:
         return {}
     # Copies of tied weights are left out; the first stage has them.
-    first_name: dict[str, str] = stage.aliases
-    own = {name: tensor for name, tensor in full.items() if name not in first_name}
+    name_on_first_stage: dict[str, str] = stage.aliases
+    own = {name: tensor for name, tensor in full.items() if name not in name_on_first_stage}
     own_keys = {
         adapter: {
-            key: first_name.get(get_canonical_name(name), get_canonical_name(name))
+            key: name_on_first_stage.get(get_canonical_name(name), get_canonical_name(name))
             for key, name in by_key.items()
         }
         for adapter, by_key in keys.items()
@@ -168,8 +167,9 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
     """Yield (box, values) of a parameter in host memory of its first rank.
 
     Every rank that holds a part of the parameter iterates to the end. The first of these ranks is
-    rank 0, or the first rank of a pipeline stage. On the other ranks the values are None or the
-    values of the whole tensor, or no slab is yielded.
+    rank 0, or the first rank of a pipeline stage. Only this rank may use the results. On other
+    ranks a large sharded tensor yields None, a small one yields nothing, and a tensor that is not
+    sharded yields its values.
     """
     if not isinstance(tensor, DTensor):
         yield from whole(tensor.detach().cpu())
@@ -180,17 +180,17 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
         return
     slab: Tensor | None = None
     for box, part in _gather_shards(tensor):
-        rows = (box[0], *((0, size) for size in tensor.shape[1:]))
-        if part is not None and box == rows:
+        slab_box = (box[0], *((0, size) for size in tensor.shape[1:]))
+        if part is not None and box == slab_box:
             slab = part.cpu()
         elif part is not None:
             if slab is None:
-                slab = torch.empty(get_box_sizes(rows), dtype=part.dtype)
-            slab[slices(box, rows)].copy_(part)
+                slab = torch.empty(get_box_sizes(slab_box), dtype=part.dtype)
+            slab[slices(box, slab_box)].copy_(part)
         del part
-        if all(stop == end for (_, stop), (_, end) in zip(box, rows, strict=True)):
+        if all(stop == end for (_, stop), (_, end) in zip(box, slab_box, strict=True)):
             # This was the last shard of these rows.
-            yield rows, slab
+            yield slab_box, slab
             slab = None
 
 
@@ -236,7 +236,7 @@ def iterate_slabs_for_all(
     Args:
         dtype: the dtype of the tensors that `change` returns.
         change: called for each part of a slab by the rank that owns the part.
-        max_bytes: the size of a slab; a slab has at least one row of dim 0.
+        max_bytes: the largest size of a slab; a slab has at least one row of dim 0.
         slots_E: the row in which each expert is stored, or None if experts are stored in order.
             `change` is called with stored rows; slabs are yielded in the order of the experts.
     """

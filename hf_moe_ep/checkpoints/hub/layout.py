@@ -45,6 +45,7 @@ from hf_moe_ep.upstream.models import iterate_persistent_buffers
 from hf_moe_ep.upstream.module_names import get_canonical_name
 
 _MAX_LISTED_NAMES = 5  # in an error
+_ADVICE = "if it is a stack of expert weights, pass a ModelPlan whose `stored` gives their layout"
 
 # The pieces that make up each parameter, by the name of the parameter. The key PADDING has pieces
 # of zeros that do not belong to a parameter.
@@ -75,7 +76,11 @@ def list_shapes(model: nn.Module) -> dict[str, Shape]:
 
 
 def list_possible_keys(layout: Layout, prefix: str) -> set[str]:
-    """Return all keys that a checkpoint of the model can have, with or without a head."""
+    """Return all keys that a checkpoint of the model can have.
+
+    Keys begin with `prefix`, such as "model.", in a checkpoint of a model with a head. In a
+    checkpoint of its base model they do not.
+    """
     keys = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
     return keys | {f"{prefix}{key}" for key in keys} | {key.removeprefix(prefix) for key in keys}
 
@@ -93,8 +98,8 @@ def find_hub_layout(
             a head for multi-token prediction have (`MtpHead.copies`).
 
     Raises:
-        ValueError: the conversion uses an operation that cannot be traced. The error names the
-            tensor.
+        ValueError: the conversion uses an operation that cannot be traced, or does not write all
+            elements of a parameter. The error names the tensor, if the conversion came so far.
     """
     from_plan = {n for n in shapes if _is_stacked(n, plan) and _weight_name(n) in plan.stored}
     layout = _derive_layout(model, {name: shapes[name] for name in shapes if name not in from_plan})
@@ -142,16 +147,15 @@ def _derive_layout(model: Any, shapes: Mapping[str, Shape]) -> Layout:
                 (padding if number == ZEROS else layout[names[number]]).append(piece)
     except Untraceable as error:
         raise ValueError(
-            f"cannot derive how the hub stores this {type(model).__name__}: {key}: {error}; give "
-            f"the layout in a plan, with stored="
+            f"cannot derive how the hub stores this {type(model).__name__}: {key}: {error}; "
+            f"{_ADVICE}"
         ) from error
     for name, pieces in layout.items():
         written, size = sum(piece.numel for piece in pieces), math.prod(shapes[name])
         if written != size:
             raise ValueError(
                 f"cannot derive how the hub stores this {type(model).__name__}: transformers "
-                f"writes {written} of the {size} elements of {name}; give the layout in a plan, "
-                f"with stored="
+                f"writes {written} of the {size} elements of {name}; {_ADVICE}"
             )
         pieces.sort(key=lambda piece: piece.start)
     return layout | {PADDING: padding}
@@ -212,12 +216,15 @@ def list_names(kind: str, names: Iterable[str]) -> str:
 
 
 def group_by_shared_tensors(layout: Layout, names: Iterable[str]) -> list[list[str]]:
-    """Group parameters that share checkpoint tensors, and order groups by their first members."""
+    """Group parameters that share checkpoint tensors, and order groups by their first members.
+
+    The members of a group are not in the order of `names` if its last member has joined two groups.
+    """
     group_of: dict[str, list[str]] = {}  # by the key of a checkpoint tensor
     groups: list[list[str]] = []
     for name in names:
         overlapping = {id(g): g for p in layout[name] if (g := group_of.get(p.key)) is not None}
-        group, *to_merge = overlapping.values() or [[]]
+        group, *to_merge = sorted(overlapping.values(), key=groups.index) or [[]]
         if not group:
             groups.append(group)
         group.append(name)

@@ -5,8 +5,9 @@ the list has a tensor on the meta device with the same shape and dtype.
 
     save_pretrained   each stage writes files of its own tensors, and no tensor leaves its stage
                       (`assign_groups`, `list_files_of_stage`)
-    hub_tensors       the ranks of a stage gather a slab, and each of these ranks sends the slab to
-                      the ranks of other stages in its column (`iterate_slabs_for_all_stages`)
+    hub_tensors       the ranks of a stage gather a slab: a part of a tensor, at most `max_bytes`.
+                      Each of these ranks sends the slab to the ranks that have the same position in
+                      the other stages, its column (`iterate_slabs_for_all_stages`)
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from hf_moe_ep.state import ModelState
 Value = TypeVar("Value")
 
 
-def gather_stages(own: Value, state: ModelState) -> list[Value]:
+def gather_from_stages(own: Value, state: ModelState) -> list[Value]:
     """Gather a value of each stage, in the order of the stages; every rank calls this."""
     if state.stage is None:
         return [own]

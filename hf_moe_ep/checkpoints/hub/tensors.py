@@ -42,7 +42,7 @@ from hf_moe_ep.checkpoints.hub.layout import list_distinct_tensors
 from hf_moe_ep.checkpoints.hub.pieces import cut_pieces
 from hf_moe_ep.checkpoints.hub.stages import (
     assign_groups,
-    gather_stages,
+    gather_from_stages,
     iterate_slabs_for_all_stages,
     list_tensors_of_model,
 )
@@ -52,7 +52,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
 from hf_moe_ep.etp import convert_slabs_to_stock, for_each_half, split_dims_by_id
 from hf_moe_ep.lora.merged import add_updates, with_whole_factors
 from hf_moe_ep.ops.quantised import encode_blocks
-from hf_moe_ep.placement.hub_order import map_tensors_to_placements
+from hf_moe_ep.placement.hub_order import map_parameters_to_slots
 from hf_moe_ep.ranks.all_ranks import (
     StillHere,
     check_alike,
@@ -237,14 +237,14 @@ class _Contents:
         fingerprints: the texts that two syncs compare. A group has a hash of its checksums, under
             its first key; an extra tensor has its position in its file, under its key. Empty
             without `since`.
-        placements: the placements of experts in the MoE layers when the groups were described.
+        slots_of_layers: `MoELayer.slots_E` of each layer when the groups were described.
     """
 
     groups: list[TensorGroup]
     fp8_keys: set[str]
     extra: dict[str, FileTensor]
     fingerprints: dict[str, str]
-    placements: list[Tensor | None]
+    slots_of_layers: list[Tensor | None]
 
 
 class HubTensors(Iterator[tuple[str, Tensor]]):
@@ -416,8 +416,8 @@ class _Source:
         names = self._get_known_names()
         groups = self._describe(names)
         extra = self._find_extra(groups) if self._extra is None else self._extra
-        placements = [layer.placement for layer in self._state.moe_layers]
-        return _Contents(groups, self._find_fp8(groups, names), extra, {}, placements)
+        slots_of_layers = [layer.slots_E for layer in self._state.moe_layers]
+        return _Contents(groups, self._find_fp8(groups, names), extra, {}, slots_of_layers)
 
     def _find_extra(self, groups: list[TensorGroup]) -> dict[str, FileTensor]:
         """Return the extra tensors to which this rank's model refers."""
@@ -452,7 +452,7 @@ class _Source:
         if self._state.stage is None:
             return self._find_own_names()
         run_on_all("hub_tensors", lambda: _check_adapters(self._model, self._merge_adapters))
-        stage_names = gather_stages(self._find_own_names(), self._state)
+        stage_names = gather_from_stages(self._find_own_names(), self._state)
         # Stages without an adapter are left out.
         adapters = [names.adapters for names in stage_names if names.adapters]
         if any(other != adapters[0] for other in adapters):
@@ -476,7 +476,7 @@ class _Source:
         tensors = list_tensors_of_model(model, state, names.left_out)
         updates = updates_of(model, tensors.values())
         # For each stacked tensor: the row (slot) in which each expert is stored.
-        slots = map_tensors_to_placements(model)
+        slots = map_parameters_to_slots(model)
         dtype_of = choose_dtypes(model, dtype, state.dtypes)
         # By id of a parameter: the stock dim 2F that the model holds as (2, F) with etp (`etp.py`).
         split_dims = split_dims_by_id(model)
@@ -527,7 +527,7 @@ class _Source:
                 since=None if self._since is None else len(self._since),
                 by_module=self._since is not None and self._whole_modules,
             )
-        placements = [layer.placement for layer in state.moe_layers]
+        slots_of_layers = [layer.slots_E for layer in state.moe_layers]
         groups = self._describe(names)
         fp8_keys = self._find_fp8(groups, names)
         find_extra = partial(self._find_extra, groups)
@@ -545,7 +545,7 @@ class _Source:
                 ]
             groups = changed
             extra = {key: tensor for key, tensor in extra.items() if key not in unchanged}
-        self._contents = _Contents(groups, fp8_keys, extra, fingerprints, placements)
+        self._contents = _Contents(groups, fp8_keys, extra, fingerprints, slots_of_layers)
         return self._contents
 
     def _fingerprint(
@@ -553,7 +553,9 @@ class _Source:
     ) -> dict[str, str]:
         """Return `_Contents.fingerprints`; every rank calls this."""
         fingerprints: dict[str, str] = {}
-        for stage_fingerprints in gather_stages(self._fingerprint_own_stage(groups), self._state):
+        for stage_fingerprints in gather_from_stages(
+            self._fingerprint_own_stage(groups), self._state
+        ):
             fingerprints |= stage_fingerprints
         return fingerprints | {key: repr((t.file, t.start, t.dtype)) for key, t in extra.items()}
 
@@ -565,7 +567,7 @@ class _Source:
             groups = [group for group in assigned if group.stage == stage.index]
         tensors = list_distinct_tensors(model, left_out_by_merging(model))
         updates = updates_of(model, tensors.values())
-        slots = map_tensors_to_placements(model)
+        slots = map_parameters_to_slots(model)
         sources: dict[int, tuple[Tensor, Tensor | None]] = {}
         for tensor in tensors.values():
             sources[id(tensor)] = tensor, slots.get(id(tensor))
@@ -612,12 +614,12 @@ class _Source:
         if self._since is not None:
             self._since.clear()
         try:
-            _check_not_moved(contents.placements, state)
+            _check_not_moved(contents.slots_of_layers, state)
             for group in contents.groups:
                 for key, tensor in _assemble(group, still_here):
                     yield from self._encode(key, tensor, contents)
                     del tensor
-                    _check_not_moved(contents.placements, state)
+                    _check_not_moved(contents.slots_of_layers, state)
             yield from send_extra(contents.extra, device, max_bytes, still_here)
         except GeneratorExit:
             if still_here is not None:
@@ -643,7 +645,7 @@ def _count_values(model: nn.Module, state: ModelState) -> int:
 def _check_not_moved(before: list[Tensor | None], state: ModelState) -> None:
     """Raise RuntimeError if experts were moved, because the next keys would name wrong experts."""
     layers = zip(state.moe_layers, before, strict=True)
-    if any(layer.placement is not placement for layer, placement in layers):
+    if any(layer.slots_E is not slots_E for layer, slots_E in layers):
         raise RuntimeError(
             "balance_experts has moved experts since hub_tensors listed the tensors; call it after "
             "the last tensor, or make a new iterator"

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_moe_ep.checkpoints.storage.checksums import SEEDS, mix_bits, sum_over_shards
 from hf_moe_ep.checkpoints.training.stages import join_by_name
-from hf_moe_ep.placement.hub_order import map_tensors_to_placements
+from hf_moe_ep.placement.hub_order import map_parameters_to_slots
 from hf_moe_ep.ranks.all_ranks import run_on_first
 from hf_moe_ep.ranks.boxes import get_local_box, get_local_tensor, number_elements
 from hf_moe_ep.state import KnownSums, find_state, iterate_quantised_matrices
@@ -83,7 +83,7 @@ def _hash_experts(model: nn.Module, known: dict[str, KnownSums]) -> dict[str, st
     }
     if not tensors:
         return {}
-    slots = map_tensors_to_placements(model)
+    slots = map_parameters_to_slots(model)
     sums = torch.stack(
         [_find_sums(name, tensor, slots.get(id(tensor)), known) for name, tensor in tensors.items()]
     )

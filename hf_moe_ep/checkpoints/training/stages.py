@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from hf_moe_ep.checkpoints.hub.stages import gather_stages
+from hf_moe_ep.checkpoints.hub.stages import gather_from_stages
 from hf_moe_ep.checkpoints.storage.json_values import encode
 from hf_moe_ep.checkpoints.training.state_file import Group, OptimizerState, StateFile
 from hf_moe_ep.state import ModelState
@@ -21,14 +21,14 @@ Value = TypeVar("Value")
 
 def join_by_name(own: Mapping[str, Value], state: ModelState) -> dict[str, Value]:
     """Join a mapping of each stage, in the order of stages; every rank calls this."""
-    return _join(gather_stages(own, state))
+    return _join(gather_from_stages(own, state))
 
 
 def join_stages(own: StateFile, state: ModelState) -> StateFile:
     """Join the states of all stages to the state of the whole model; every rank calls this."""
     if state.stage is None:
         return own
-    parts = gather_stages(own, state)
+    parts = gather_from_stages(own, state)
     return replace(
         parts[0],
         tensors=_join([part.tensors for part in parts]),

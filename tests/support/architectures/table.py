@@ -32,7 +32,8 @@ INTRODUCTION = f"""# Architectures
 This page lists every Mixture-of-Experts model type of Transformers {{version}}, and what
 tests found when they compared it with stock. Types with a star do not compute their experts
 through the experts interface of Transformers: a file in `model_patches` describes their MoE blocks,
-or says why they are refused. Types that accept any text model, such as `internvl`, have no row.
+or says why they are refused; [notebook 6](notebooks/6_new_architecture.ipynb) shows how to add one.
+Types that accept any text model, such as `internvl`, have no row.
 
 `{COMMAND}` runs the tests and writes the page from `tests/architectures.json`. That file
 also holds the largest error, max|got - want| / max|want|, of each comparison.
