@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_moe_ep.ops.columns import join_columns
+from hf_moe_ep.ops.columns import join_columns, split_columns
 from hf_moe_ep.ops.dtypes import compute_dtype
 
 
@@ -134,6 +134,12 @@ class Tokens:
         messages_TI, self._messages_TI = self._messages_TI, None
         assert messages_TI is not None
         return messages_TI
+
+    def split_messages(self, received_RI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows, weights and ids in messages that other ranks have made by `join`."""
+        hidden, top_k = self.x_TH.shape[1], self.ids_TK.shape[1]
+        rows_RH, routing_RX = split_columns(received_RI, hidden, 2 * top_k, self.routing_dtype)
+        return rows_RH, routing_RX[:, :top_k], routing_RX[:, top_k:]
 
     def split(self, sizes: list[int]) -> list[Tokens]:
         """Split the tokens into chunks of these sizes. Only the chunks keep the messages."""

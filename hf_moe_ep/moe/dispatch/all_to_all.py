@@ -258,10 +258,7 @@ class _RowWire(Wire):
         return _RowWire(self.exchange)
 
     def send_tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, top_k = tokens.x_TH.shape[1], tokens.ids_TK.shape[1]
-        received_RI = self._send_tokens(tokens.take_messages())
-        rows_RH, routing_RX = split_columns(received_RI, hidden, 2 * top_k, tokens.routing_dtype)
-        return rows_RH, routing_RX[:, :top_k], routing_RX[:, top_k:]
+        return tokens.split_messages(self._send_tokens(tokens.take_messages()))
 
     def convert_ids(self, ids_RK: Tensor) -> Tensor:
         return self.exchange.local_id_E.take(ids_RK.long())
