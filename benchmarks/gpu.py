@@ -531,7 +531,14 @@ def _start_process(
     words: list[str], env: dict[str, str], log: IO[bytes]
 ) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
-        words, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        words,
+        env=env,
+        cwd=ROOT,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        # A script in the background of a shell ignores SIGINT, and its jobs would inherit this.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         yield process
