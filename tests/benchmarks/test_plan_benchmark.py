@@ -7,7 +7,6 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
-from hf_moe_ep.planner.calibrate import make_hardware
 from hf_moe_ep.planner.seconds import StepTime
 
 
@@ -53,8 +52,6 @@ def test_predicted_seconds_have_the_order_of_measured_seconds() -> None:
     chosen = [case for case in bench.CONFIGURATIONS if case.name in names]
     measured = run_ranks(_time_steps, bench.WORLD, names, sizes, timeout=500.0)
     rates = next(result.rates for result in measured[0] if result.rates)
-    # Nothing overlaps over gloo. On a busy machine, operators may be timed slower than in the step.
-    assert make_hardware(rates).overlap < 0.5
     times = bench.predict(chosen, [case.planned(sizes) for case in chosen], rates, sizes)
     seconds = [bench.list_slowest_seconds(measured, index) for index in range(len(chosen))]
     best = [[min(rounds)] for rounds in seconds]
