@@ -253,8 +253,8 @@ class Pipeline:
             self.model.set_is_last_backward(True)
         gradients = StepGradients(self.model.parameters(), meshes.stages.group, meshes.device)
         try:
-            order_of = state.config.pp_schedule, stage.index, stage.size, count
-            self._run(call, operations(*order_of), list_early_receives(*order_of), stock, stage)
+            schedule = state.config.pp_schedule, stage.index, stage.size, count
+            self._run(call, operations(*schedule), list_early_receives(*schedule), stock, stage)
             self._add_tied_gradients(stage)
         except BaseException:
             gradients.restore()

@@ -181,11 +181,11 @@ def read_load(model: nn.Module, state: ModelState, reader: str, reset: bool) -> 
 
 def list_slots(state: ModelState) -> Tensor | None:
     """Return the slots of the experts of all layers, [L, E] on the host; None in hub order."""
-    placements = [layer.slots_E for layer in state.moe_layers]
-    if all(placement is None for placement in placements):
+    slots_of_layers = [layer.slots_E for layer in state.moe_layers]
+    if all(slots_E is None for slots_E in slots_of_layers):
         return None
     hub_order = torch.arange(state.num_experts)
-    return torch.stack([hub_order if slots is None else slots.cpu() for slots in placements])
+    return torch.stack([hub_order if slots is None else slots.cpu() for slots in slots_of_layers])
 
 
 def check_tokens_are_counted(state: ModelState, what: str) -> None:

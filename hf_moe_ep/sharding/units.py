@@ -182,7 +182,7 @@ def set_prefetch(units: Units, routers: Routers) -> None:
         tail = units.tail[0]
         assert isinstance(tail, FSDPModule)
         main_chain.append([tail])
-    # The tower has a main_chain of its own, because it does not run in a step without pixels.
+    # The tower has a chain of its own, because it does not run in a step without pixels.
     tower_chain: list[list[FSDPModule]] = []
     for module in (*units.vision[-1:], *units.vision[:-1]):
         assert isinstance(module, FSDPModule)

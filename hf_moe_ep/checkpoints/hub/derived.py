@@ -3,8 +3,8 @@
 With `traced.py`, transformers' conversion runs on tensors that record the coordinates (parameter,
 index in each dim) of each element. For each dim of a converted tensor there is an array with one
 row per index, and the coordinates of an element are `Traced.base` plus one row of each of these
-arrays. `PieceFinder` turns these arrays into pieces: a piece is a box
-of the converted tensor, viewed in another shape, that holds a box of one parameter.
+arrays. `PieceFinder` turns these arrays into pieces: a piece is a box of the converted tensor,
+viewed in another shape, that holds a box of one parameter.
 
 Worked example, two experts with F = 3: parameter 7, gate_up [2, 6, 5], is saved as w13 [2, 6, 5]
 with gate and up rows interleaved. Each row of an expert in w13 is this row in the parameter:

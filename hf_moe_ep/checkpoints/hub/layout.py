@@ -218,7 +218,8 @@ def list_names(kind: str, names: Iterable[str]) -> str:
 def group_by_shared_tensors(layout: Layout, names: Iterable[str]) -> list[list[str]]:
     """Group parameters that share checkpoint tensors, and order groups by their first members.
 
-    The members of a group are not in the order of `names` if its last member has joined two groups.
+    A parameter that shares tensors with two groups joins them: the members of the later group are
+    put behind this parameter.
     """
     group_of: dict[str, list[str]] = {}  # by the key of a checkpoint tensor
     groups: list[list[str]] = []
