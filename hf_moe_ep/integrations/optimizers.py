@@ -129,11 +129,14 @@ def clip_grad_norm(
     # caller passes must yield the sharded parameters.
     parameters = list(parameters)
     parameter_ids = {id(parameter) for parameter in parameters}
+    clipped = [m for m in sharded if not parameter_ids.isdisjoint(map(id, m.parameters()))]
+    if not parameters:
+        # A stage on which nothing is trained takes part in the norm of all stages.
+        clipped = [m for m in sharded if Scope.of(m).stages is not None]
     scopes = []
-    for model in sharded:
-        if any(id(parameter) in parameter_ids for parameter in model.parameters()):
-            check_backward_has_ended(model)
-            scopes.append(Scope.of(model))
+    for model in clipped:
+        check_backward_has_ended(model)
+        scopes.append(Scope.of(model))
     has_stages = any(scope.stages is not None for scope in scopes)
     if not scopes or (clips_over_meshes(self) and not has_stages):
         return original(self, parameters, max_norm, norm_type)

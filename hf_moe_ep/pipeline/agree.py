@@ -124,10 +124,10 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
     count = max(1, min(wanted, fewest_rows))
     if refusal is None and mode == TRAINING and count < stages.size and dist.get_rank() == 0:
         warnings.warn(
-            f"batches of {fewest_rows} rows make {count} micro-batches for {stages.size} "
-            f"pipeline stages, so each stage waits for {bubble(stages.size, count):.0%} of the "
-            f"time; use batches of at least {stages.size} rows, and pp_microbatches of "
-            f"{4 * stages.size} or more",
+            f"batches of {fewest_rows} rows and pp_microbatches={wanted} make {count} "
+            f"micro-batches for {stages.size} pipeline stages, so each stage waits for "
+            f"{bubble(stages.size, count):.0%} of the time; use batches of at least "
+            f"{stages.size} rows, and pp_microbatches of {4 * stages.size} or more",
             stacklevel=2,
         )
     return Agreement(mode, count, may_learn, refusal)

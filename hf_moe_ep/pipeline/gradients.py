@@ -13,7 +13,8 @@ of a forward that runs no backward, for example in evaluation mode. Every rank h
 runs backward through them, so every rank raises the error.
 
 FSDP2 and the experts have summed the gradients over all batches before `backward()` knows the
-factor, so the factor must be the same for all batches. The ranks of a stage compare their factors.
+factor, so the factor must be the same for all batches, and for the stages of one batch. All ranks
+compare their factors.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.ranks.collectives import max_over_ranks
+from hf_moe_ep.ranks.mesh import Stages
 from hf_moe_ep.ranks.missing import explain_timeout
 
 # The outputs of models, and of TRL's fused head, that have gradients without stages.
@@ -42,15 +43,14 @@ class StepGradients:
     """The gradients of one forward."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, device: torch.device
+        self, parameters: Iterable[nn.Parameter], stages: Stages, device: torch.device
     ) -> None:
         """Set aside the gradients that the parameters have before the forward.
 
         Args:
-            group: the ranks of this stage.
             device: where the ranks exchange numbers.
         """
-        self._group, self._device = group, device
+        self._stages, self._device = stages, device
         self._before = [(p, p.grad) for p in parameters if p.requires_grad]
         self._new: list[tuple[nn.Parameter, Tensor]] | None = None
         for parameter, _ in self._before:
@@ -80,7 +80,7 @@ class StepGradients:
                 "backward() ran a second time through one forward of a model with pp_size > 1, "
                 "whose gradients were added by the first backward(); call the model again"
             )
-        _check_same_scale(scale, self._group, self._device)
+        _check_same_scale(scale, self._stages, self._device)
         for parameter, grad in self._new:
             _multiply(get_local_tensor(grad), scale)
             if parameter.grad is None:
@@ -154,18 +154,20 @@ def _connect(outputs: dict[str, Tensor], backward: Callable[..., None]) -> dict[
     return dict(zip(outputs, connected, strict=True))
 
 
-def _check_same_scale(scale: Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise ValueError on all ranks of a stage if their scales differ by more than rounding."""
-    if dist.get_world_size(group) == 1:
-        return
+def _check_same_scale(scale: Tensor, stages: Stages, device: torch.device) -> None:
+    """Raise ValueError on all ranks if their scales differ by more than rounding."""
     own = scale.detach().to(device, torch.float64)
-    with explain_timeout(
-        "loss.backward() of a model with pp_size > 1",
-        group,
-        ": ranks could not compare the factors of their losses",
-        goal="backward",
-    ):
-        largest, negated = max_over_ranks(torch.stack([own, -own]), group).tolist()
+    extremes = torch.stack([own, -own])
+    # After both reductions every rank has the extremes of all ranks.
+    for group in (stages.column.get_group(), stages.group):
+        with explain_timeout(
+            "loss.backward() of a model with pp_size > 1",
+            group,
+            ": ranks could not compare the factors of their losses",
+            goal="backward",
+        ):
+            extremes = max_over_ranks(extremes, group)
+    largest, negated = extremes.tolist()
     smallest = -negated
     if largest - smallest > ROUNDING * max(abs(largest), abs(smallest)):
         raise ValueError(

@@ -17,7 +17,7 @@ from torch import Tensor
 # This argument may be (3, B, S): a position in time, a row and a column of each token in a picture.
 _POSITIONS = "position_ids"
 # Arguments that are the same for all rows.
-_SHARED = ("num_items_in_batch", "logits_to_keep")
+_SHARED = ("num_items_in_batch", "logits_to_keep", "cache_position")
 
 
 class MicroBatch(NamedTuple):

@@ -251,7 +251,7 @@ class Pipeline:
             # backward. Each micro-batch would then keep unsharded gradients.
             self.model.set_requires_gradient_sync(True)
             self.model.set_is_last_backward(True)
-        gradients = StepGradients(self.model.parameters(), meshes.stages.group, meshes.device)
+        gradients = StepGradients(self.model.parameters(), meshes.stages, meshes.device)
         try:
             schedule = state.config.pp_schedule, stage.index, stage.size, count
             self._run(call, operations(*schedule), list_early_receives(*schedule), stock, stage)

@@ -26,7 +26,7 @@ def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessG
     """Raise ValueError on every rank of `group` if the batches differ.
 
     Args:
-        given: the arguments of the forward by name. All tensors among them are compared.
+        given: the arguments of the forward by name. All tensors in them are compared.
         tokens: token ids (B, S) or embeddings (B, S, H), for the sizes in the error.
     """
     numbers = compute_batch_numbers(given, tokens)
@@ -38,7 +38,7 @@ def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessG
 
 def compute_batch_numbers(given: dict[str, Any], tokens: Tensor) -> Tensor:
     """Return four int64 numbers: rows, tokens per row, a checksum of names, and one of values."""
-    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    tensors = _find_tensors(given)
     names = sorted(tensors)
     checksum_of_names = zlib.crc32(
         "".join(f"{name}{tuple(tensors[name].shape)}" for name in names).encode()
@@ -49,6 +49,17 @@ def compute_batch_numbers(given: dict[str, Any], tokens: Tensor) -> Tensor:
     assert isinstance(checksum, Tensor)
     sizes_and_names = torch.tensor([*tokens.shape[:2], checksum_of_names], device=tokens.device)
     return torch.cat([sizes_and_names, checksum.view(1)])
+
+
+def _find_tensors(given: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """Return the tensors among arguments, also those in dicts, for example masks by layer type."""
+    tensors = {}
+    for name, value in given.items():
+        if isinstance(value, dict):
+            tensors.update(_find_tensors(value, f"{prefix}{name}."))
+        elif isinstance(value, Tensor):
+            tensors[prefix + name] = value
+    return tensors
 
 
 def find_other_batch(by_rank: list[list[int]], ranks: list[int], sharing: str) -> ValueError | None:

@@ -22,7 +22,7 @@ from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hf_moe_ep import data_parallel_rank, data_parallel_size, patch
+from hf_moe_ep import clip_grad_norm_, data_parallel_rank, data_parallel_size, patch
 
 ROWS, ACCUMULATED = 24, 2
 STEPS, LR, MOMENTUM = 10, 0.1, 0.9
@@ -206,6 +206,7 @@ def resumes(case: Resumed, rank: int, world: int, folder: str) -> None:
             accelerator, model, optimizer = case.start(0, {"pp_size": saved})
             inputs = batch(model, 4, 9, seed=number)
             accelerator.backward(model(**inputs).loss)
+            _clip_trained_parameters(accelerator, model)
             optimizer.step()
             optimizer.zero_grad()
             for group in optimizer.param_groups:
@@ -225,6 +226,15 @@ def resumes(case: Resumed, rank: int, world: int, folder: str) -> None:
             assert _list_group_options(optimizer) == wanted_groups, f"{saved} to {loaded}"
             accelerator.backward(model(**inputs).loss)
             optimizer.step()
+
+
+def _clip_trained_parameters(accelerator: Accelerator, model: nn.Module) -> None:
+    """Every stage returns the norm of all stages, also a stage that trains nothing."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    want = clip_grad_norm_(model, float("inf"))
+    norm = torch.as_tensor(accelerator.clip_grad_norm_(trained, 0.5))
+    assert_close("norm", norm.to(want), want, FP32_BUDGET)
+    assert want > 0
 
 
 def _list_group_options(optimizer: Any) -> list[dict[str, Any]]:

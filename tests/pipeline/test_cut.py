@@ -61,7 +61,8 @@ def test_a_batch_is_cut_by_rows() -> None:
         "num_items_in_batch": torch.tensor(5),
         "use_cache": False,
     }
-    cut = cut_batch(given, 7, 4)
+    tokens = torch.arange(7)  # as many tokens as rows, but an argument of all rows
+    cut = cut_batch(given | {"cache_position": tokens}, 7, 4)
     assert [part.share for part in cut] == [2 / 7, 2 / 7, 2 / 7, 1 / 7]
     numbers = [part.arguments["input_ids"][:, 0].tolist() for part in cut]
     assert numbers == [[0, 1], [2, 3], [4, 5], [6]]
@@ -69,6 +70,7 @@ def test_a_batch_is_cut_by_rows() -> None:
         assert part.arguments["position_ids"][2, :, 0].tolist() == wanted
         assert part.arguments["mask"]["full"][:, 0, 0, 0].tolist() == wanted
         assert part.arguments["shared"] is given["shared"]
+        assert part.arguments["cache_position"] is tokens
         assert part.arguments["num_items_in_batch"] is given["num_items_in_batch"]
     assert cut_batch(given, 7, 1)[0].arguments is given
     check_can_be_cut(given | {"num_items_in_batch": [1]}, 7)

@@ -134,8 +134,8 @@ def tensors_of_the_caller_are_refused(rank: int, world: int) -> None:
     _expect_error(
         r"4 rows into micro-batches, but kinds is a list", lambda: model(**rows, kinds=[1] * 4)
     )
-    match = r"but cache_position has the shape \(11,\), without 4 rows in dim 0"
-    _expect_error(match, lambda: model(**rows, cache_position=torch.arange(11)))
+    match = r"but kinds has the shape \(11,\), without 4 rows in dim 0"
+    _expect_error(match, lambda: model(**rows, kinds=torch.arange(11)))
     model.config.return_dict = False
     _expect_error(r"return_dict=False is not supported", lambda: model(**rows))
     model.config.return_dict = True
@@ -256,14 +256,15 @@ def no_rank_waits_for_one_that_refuses(rank: int, world: int) -> None:
     model(**rows).loss.backward()
 
 
-def factors_that_differ_between_batches_are_refused(rank: int, world: int) -> None:
-    """The forward has summed the gradients of the batches of ranks 0 and 1 of each stage."""
+def factors_that_differ_are_refused(rank: int, world: int) -> None:
+    """Ranks 0 and 1 have two batches and one stage; ranks 0 and 2 have one batch and two stages."""
     model = _shard(rank, ep_size=2)
     (rows,) = rows_of(4)(model, rank % 2, 0)
     match = r"different factors on the ranks \(%s on this rank, 0.5 .. 1 on all.*num_items_in_batch"
-    factor = [0.5, 1.0][rank % 2]
-    _expect_error(match % f"{factor:g}", lambda: (model(**rows).loss * factor).backward())
-    assert all(p.grad is None for p in model.parameters())
+    for place in (rank % 2, rank // 2):
+        loss = model(**rows).loss * [0.5, 1.0][place]
+        _expect_error(match % ["0.5", "1"][place], loss.backward)
+        assert all(p.grad is None for p in model.parameters())
     (model(**rows).loss * 0.5).backward()
     assert all(p.grad is not None for p in model.parameters())
 
@@ -271,6 +272,11 @@ def factors_that_differ_between_batches_are_refused(rank: int, world: int) -> No
 def stages_disagree(rank: int, world: int) -> None:
     model = _shard(rank)
     rows = batch(model, 4, 6, seed=rank)
+    _expect_error(
+        r"ranks of one pipeline column were given different batches", lambda: model(**rows)
+    )
+    rows = batch(model, 4, 6, seed=0)
+    rows["attention_mask"] = {"full_attention": torch.full((4, 1, 6, 6), rank == 0)}
     _expect_error(
         r"ranks of one pipeline column were given different batches", lambda: model(**rows)
     )
@@ -294,7 +300,10 @@ def warns_of_few_rows(rank: int, world: int) -> None:
         warnings.simplefilter("always")
         model(**rows)
     texts = [str(item.message) for item in caught]
-    match = r"batches of 1 rows make 1 micro-batches for 2 pipeline stages, .* waits for 50% of the"
+    match = (
+        r"batches of 1 rows and pp_microbatches=2 make 1 micro-batches for 2 pipeline stages, "
+        r".* waits for 50% of the time"
+    )
     assert any(re.search(match, text) for text in texts) == (rank == 0), texts
 
 
@@ -455,9 +464,7 @@ CLOSE_GROUPS = (
     [
         *on_ranks(2, *TWO_RANKS),
         *on_ranks(2, *CLOSE_GROUPS, alone=True),
-        *on_ranks(
-            4, errors_of_one_rank_end_all_ranks, factors_that_differ_between_batches_are_refused
-        ),
+        *on_ranks(4, errors_of_one_rank_end_all_ranks, factors_that_differ_are_refused),
         *on_ranks(
             4, no_rank_waits_for_one_that_refuses, ranks_that_share_a_batch_disagree, slow=True
         ),
@@ -467,19 +474,28 @@ def test_calls_are_refused_on_every_rank(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def _last_rank_dies(rank: int, world: int) -> None:
+TIMEOUT = 20.0
+
+
+def _rank_dies(dying: int, name: str, rank: int, world: int) -> None:
+    """A rank exits in one method of the pipeline; the others raise an error within the timeout."""
     model = _shard(rank, pp_microbatches=4)
     (rows,) = rows_of(4)(model, rank % (world // 2), 0)
     model(**rows).loss.backward()
-    stock = driver.Pipeline._backward
+    stock = getattr(driver.Pipeline, name)
 
-    def die(self: Any, run: Any, operation: Any) -> None:
-        if rank == world - 1 and operation.micro_batch == 1:
+    def die(self: Any, run: Any, operation: Any, *others: Any) -> None:
+        if rank == dying and operation.micro_batch == 1:
             os._exit(3)
-        stock(self, run, operation)
+        stock(self, run, operation, *others)
 
-    driver.Pipeline._backward = die
-    model(**rows)
+    setattr(driver.Pipeline, name, die)
+    start = time.monotonic()
+    try:
+        model(**rows)
+    finally:
+        waited = time.monotonic() - start
+        assert waited < TIMEOUT + 5, f"the error came after {waited} s"
 
 
 def _one_stage_stalls(rank: int, world: int) -> None:
@@ -491,24 +507,33 @@ def _one_stage_stalls(rank: int, world: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_that_dies_ends_all_ranks() -> None:
-    first, second = run_ranks(_last_rank_dies, 2, expect_errors=True, group_timeout=20.0)
-    assert second[1] == "ProcessDied"
+@pytest.mark.parametrize(
+    ("dying", "name", "tensors"),
+    [(1, "_backward", "gradients"), (0, "_forward", "hidden states"), (1, "_forward", "")],
+)
+def test_a_stage_that_dies_ends_all_ranks(dying: int, name: str, tensors: str) -> None:
+    """Stage 0 may still send hidden states, or await gradients, when stage 1 dies in a forward."""
+    results = run_ranks(
+        partial(_rank_dies, dying, name), 2, expect_errors=True, group_timeout=TIMEOUT
+    )
+    assert results[dying][1] == "ProcessDied"
     assert re.search(
-        r"pipeline stage 0 of 2, receiving from stage 1 \(rank 1\): the gradients of micro-batch 1 "
-        r"could not be transferred; rank 1 stopped",
-        first[2],
-    ), first
+        rf"pipeline stage {1 - dying} of 2, (receiving from|sending to) stage {dying} "
+        rf"\(rank {dying}\): the {tensors or '(gradients|hidden states)'} of micro-batch \d could "
+        rf"not be transferred; rank {dying} stopped",
+        results[1 - dying][2],
+    ), results
 
 
 @pytest.mark.slow
 def test_ranks_that_share_no_group_with_a_dead_rank_end_as_well() -> None:
     """Of 2 x 2 ranks, rank 0 shares neither a stage nor a column with rank 3, which dies."""
-    results = run_ranks(_last_rank_dies, 4, expect_errors=True, group_timeout=20.0)
+    dies = partial(_rank_dies, 3, "_backward")
+    results = run_ranks(dies, 4, expect_errors=True, group_timeout=TIMEOUT)
     assert results[3][1] == "ProcessDied"
     for rank, result in enumerate(results[:3]):
         stage = f"pipeline stage {rank // 2} of 2"
-        place = rf"{stage}, the (for|back)ward of micro-batch \d|receiving from"
+        place = rf"{stage}, (the (for|back)ward of micro-batch \d|receiving from stage \d)"
         assert re.search(place, result[2]), result
         assert "pipeline stage 1 of 2" in result[2] or "stage 1 (rank 3)" in result[2], result
 

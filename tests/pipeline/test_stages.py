@@ -2,8 +2,10 @@
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
+from support import checks
 from support.adapters import with_lora
 from support.architectures.steps import build
 from support.checks import Check, Found
@@ -15,10 +17,14 @@ from support.stages import (
     even_rows,
     four_layers,
     on_ranks,
+    packed,
     rows_of,
     some_unlabelled,
 )
 from torch import nn
+
+from hf_moe_ep.pipeline.run import Pipeline
+from hf_moe_ep.sharding import clip
 
 TWO_NODES: dict[str, Any] = {"dispatcher": "hierarchical", "node_size": 2}
 AUX = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
@@ -125,6 +131,7 @@ TWO_RANKS = [
     StagesCase(
         "fused loss, without labels", 2, config={"fused_loss": True}, batches=some_unlabelled
     ),
+    StagesCase("packed rows in 3", 2, config=in_micro_batches(3), batches=packed),
     StagesCase("deepseek_v3", 2, make=builder_of("deepseek_v3")),
     StagesCase("gpt_oss", 2, make=builder_of("gpt_oss")),
     StagesCase("qwen3_next", 2, make=builder_of("qwen3_next")),
@@ -198,6 +205,15 @@ SLOW_FOUR_RANKS = [
     StagesCase("ep 2, LoRA", 4, ep=2, wrap=partial(with_lora, r=3)),
     StagesCase("ep 2, deepseek_v3", 4, ep=2, make=builder_of("deepseek_v3")),
     StagesCase("ep 2, gpt_oss", 4, ep=2, make=builder_of("gpt_oss")),
+    StagesCase("ep 2, packed rows in 3", 4, ep=2, config=in_micro_batches(3), batches=packed),
+    StagesCase("ep 2, qwen3_next", 4, ep=2, make=builder_of("qwen3_next")),
+    StagesCase(
+        "ep 2, gpt_oss, accumulation", 4, ep=2, make=builder_of("gpt_oss"), batches=accumulated
+    ),
+    StagesCase("sp 2, gpt_oss", 4, sp=2, make=builder_of("gpt_oss")),
+    StagesCase("cp 2, gpt_oss", 4, cp=2, make=builder_of("gpt_oss")),
+    StagesCase("cp 2, deepseek_v3", 4, cp=2, make=builder_of("deepseek_v3")),
+    StagesCase("ep 2, cp 2, deepseek_v3", 8, ep=2, cp=2, make=builder_of("deepseek_v3")),
     StagesCase("pp 4, qwen3_next", 4, pp=4, make=builder_of("qwen3_next")),
     StagesCase("sp 2, qwen3_next", 4, sp=2, make=builder_of("qwen3_next")),
     StagesCase("sp 2, deepseek_v3", 4, sp=2, make=builder_of("deepseek_v3")),
@@ -233,4 +249,37 @@ SLOW_FOUR_RANKS = [
     ],
 )
 def test_stages_equal_one_process(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _add_tied_gradients_twice(self: Pipeline, stage: Any) -> None:
+    _add_tied_gradients(self, stage)
+    _add_tied_gradients(self, stage)
+
+
+_add_tied_gradients = Pipeline._add_tied_gradients
+# Errors on purpose: a function and its replacement, and what the comparison reports.
+WRONG: dict[str, tuple[Any, str, Any, str]] = {
+    "the norm of one stage": (clip, "sum_over_ranks", lambda total, group: total, "step 0: norm"),
+    "a tied gradient counted twice": (
+        Pipeline,
+        "_add_tied_gradients",
+        _add_tied_gradients_twice,
+        r"step 0: grad of (model\.embed_tokens|lm_head)\.weight",
+    ),
+}
+
+
+def _parity_fails(name: str, rank: int, world: int) -> None:
+    owner, function, wrong, match = WRONG[name]
+    case = StagesCase(name, 2, make=partial(four_layers, tie_word_embeddings=True))
+    with mock.patch.object(owner, function, wrong), pytest.raises(AssertionError, match=match):
+        case.run(rank, world)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    checks.on_ranks(2, {name: partial(_parity_fails, name) for name in WRONG}, slow=True),
+)
+def test_the_comparison_notices_errors_on_purpose(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

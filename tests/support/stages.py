@@ -33,7 +33,7 @@ from support.parity import full_tensor, whole_state
 from support.quantised import in_place_of_bytes
 from support.tiny_models import batch, tiny
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
 STEPS = 3
 
 
@@ -112,6 +112,16 @@ def even_rows(model: nn.Module, data_rank: int, step: int) -> list[Batch]:
     """Return two batches per step, with rows of the same length on all data ranks."""
     seeds = (10 * step + data_rank, 100 + 10 * step + data_rank)
     return [batch(model, 4, 8, seed=seed, pad=3) for seed in seeds]
+
+
+def packed(model: nn.Module, data_rank: int, step: int) -> list[Batch]:
+    """Return four rows of three documents each; position_ids restart at 0 in each document."""
+    rows = batch(model, 4, 9, seed=10 * step + data_rank)
+    del rows["attention_mask"]
+    positions = torch.cat([torch.arange(length) for length in (4, 3, 2)])
+    rows["labels"][:, [0, 4, 7]] = -100
+    # With a cache, stock treats a row as one document.
+    return [{**rows, "position_ids": positions.expand(4, 9), "use_cache": False}]
 
 
 def accumulated(model: nn.Module, data_rank: int, step: int) -> list[Batch]:
@@ -234,7 +244,7 @@ def _compare_evaluation(
     case: StagesCase, model: nn.Module, reference: nn.Module, micro: Batch
 ) -> None:
     """Compare loss and logits without training, which every rank gets."""
-    unlabelled = {name: value for name, value in micro.items() if name != "labels"}
+    unlabelled = {n: value for n, value in micro.items() if n not in ("labels", "use_cache")}
     model.eval()
     reference.eval()
     with torch.no_grad(), FP64():
