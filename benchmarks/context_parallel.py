@@ -246,6 +246,8 @@ def main() -> None:
         for method, figures in measured.items():
             want = count_key_value_bytes(sizes, cp)
             assert figures.sent == want, f"{method}, cp {cp}: {figures.sent} bytes, want {want}"
+            share = figures.activations / found["stock"].activations
+            assert share <= 1.1 / cp, f"{method}, cp {cp}: {share:.3f} of stock's activations"
     seconds: dict[str, list[float]] = {}
     if sizes.steps:
         options: dict[str, Any] = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}

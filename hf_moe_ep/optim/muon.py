@@ -271,7 +271,7 @@ class Muon(Optimizer):
         for parameter in params:
             state, device = self.state[parameter], get_local_tensor(parameter).device
             if not state:
-                state["step"] = torch.zeros((), device=device)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             elif state["step"].device != device:
@@ -378,7 +378,7 @@ class Muon(Optimizer):
         self._assignment = _Assignment(
             [update.parameter for update in updates],
             matrices,
-            list(divide_whole_matrices(matrices, self._bucket_bytes // 2)),
+            list(divide_whole_matrices(matrices, self._bucket_bytes // PIECES)),
             assign_owners(matrices, self._bucket_bytes),
         )
         return self._assignment

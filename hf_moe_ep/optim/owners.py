@@ -33,8 +33,8 @@ from hf_moe_ep.ranks.boxes import get_box_at, get_local_tensor
 
 # The maximum size of the matrices that a rank owns in one bucket, unless a single matrix is larger.
 BUCKET_BYTES = 64 * 2**20
-# An owner orthogonalises 1 / PIECES of a bucket at a time, because Newton-Schulz needs two to three
-# times the memory of its matrices.
+# A rank orthogonalises 1 / PIECES of `BUCKET_BYTES` at a time, because Newton-Schulz needs two to
+# three times the memory of its matrices.
 PIECES = 4
 
 
@@ -183,7 +183,7 @@ def find_sharding(tensor: Tensor, layout: MatrixLayout) -> MatrixSharding:
 def divide_whole_matrices(
     matrices: Sequence[Matrices], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[MatrixRange]:
-    """Yield the matrices that are whole on this rank, in ranges that each fit in a bucket."""
+    """Yield the matrices that are whole on this rank, in ranges of at most `bucket_bytes`."""
     for index, entry in enumerate(matrices):
         if entry.sharding.group is not None:
             continue

@@ -358,7 +358,7 @@ def _find_other_call(calls: list[_Call], group: Any, ranks_per_batch: int) -> Va
     batches = [call.batch for call in calls]
     for first in range(0, len(ranks), ranks_per_batch):
         sharing = slice(first, first + ranks_per_batch)
-        error = find_other_batch(batches[sharing], ranks[sharing], "sp group")
+        error = find_other_batch(batches[sharing], ranks[sharing], "sp or cp group")
         if error is not None:
             return error
     return None

@@ -30,8 +30,8 @@ def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessG
         tokens: token ids (B, S) or embeddings (B, S, H), for the sizes in the error.
     """
     numbers = compute_batch_numbers(given, tokens)
-    by_rank = gather_counts(numbers, group, where="the sp group's batches")
-    error = find_other_batch(by_rank, dist.get_process_group_ranks(group), "sp group")
+    by_rank = gather_counts(numbers, group, where="batches that ranks share")
+    error = find_other_batch(by_rank, dist.get_process_group_ranks(group), "sp or cp group")
     if error is not None:
         raise error
 

@@ -132,21 +132,23 @@ class _ReduceScatter:
     For each reduce-scatter FSDP2 allocates two tensors: first the input, which it frees, and then
     the output, which becomes the gradients and therefore cannot be a fixed buffer. In a group of 4
     ranks, the input has 4 times as many elements as the output. If an error has occurred between
-    the two calls, the size does not fit, and the next tensor is an input again.
+    the two calls, FSDP2 does not hold the input any more, and the next tensor is an input again.
     """
 
     def __init__(self, buffers: FixedBuffers, group: dist.ProcessGroup) -> None:
         self._buffers, self._group = buffers, group
-        # The size of an input whose output is not allocated yet.
-        self._input_numel: int | None = None
+        # An input whose output is not allocated yet.
+        self._input: weakref.ReferenceType[Tensor] | None = None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         (numel,) = size
-        if self._input_numel == numel * self._group.size():
-            self._input_numel = None
+        previous = None if self._input is None else self._input()
+        if previous is not None and previous.numel() == numel * self._group.size():
+            self._input = None
             return torch.empty(numel, dtype=dtype, device=device)
-        self._input_numel = int(numel)
-        return self._buffers.take("reduced", self._group, int(numel), dtype, device)
+        tensor = self._buffers.take("reduced", self._group, int(numel), dtype, device)
+        self._input = weakref.ref(tensor)
+        return tensor
 
     def __call__(
         self,

@@ -18,6 +18,7 @@ from support.parity import Batch, full_tensor, uneven_batches, whole_parameters
 from support.tiny_models import batch, tiny, vision_batch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.debug import CommDebugMode
 
 from hf_moe_ep import (
     Muon,
@@ -148,7 +149,11 @@ def _compare_with_single_matrices(case: Case, rank: int, world: int) -> None:
                 reference(**micro, num_items_in_batch=tokens).loss.backward()
         clip_grad_norm_(model, 0.5)
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-        optimizer.step()
+        with CommDebugMode() as collectives:
+            optimizer.step()
+        if step > 0 and not case.unfreezes:  # ranks compare their matrices in the first step
+            kinds = {str(kind) for kind in collectives.get_comm_counts()}
+            assert kinds and all("alltoall" in kind for kind in kinds), kinds
         stock.step()
         if case.unfreezes:
             _unfreeze_and_freeze_layers(step, model, reference)

@@ -211,23 +211,27 @@ def a_checkpoint_of_adamw_is_refused(rank: int, world: int, folder: str) -> None
         load_checkpoint(folder, model, optimizer)
 
 
-def moved_experts_take_their_momentum_along(rank: int, world: int) -> None:
+def moved_experts_take_their_momentum_along(rank: int, world: int, folder: str) -> None:
+    """Training goes on, and so does a run that resumes from a checkpoint of balanced experts."""
     (model, optimizer), (twin, other_optimizer) = (_build_sharded(ep_size=2) for _ in range(2))
     for run in ((model, optimizer), (twin, other_optimizer)):
         _train(*run, range(2))
     before = expert_load(model)
     load = ExpertLoad(before.counts.flip(1) ** 2 + torch.arange(8), *_list_other_fields(before))
     balance_experts(model, optimizer, load)
-    for run in ((model, optimizer), (twin, other_optimizer)):
+    assert any(layer.slots_E is not None for layer in model._hf_moe_ep.moe_layers)
+    save_checkpoint(Path(folder) / "step-2", model, optimizer)
+    resumed, last_optimizer = _build_sharded(seed=1, ep_size=2)
+    load_checkpoint(folder, resumed, last_optimizer)
+    for run in ((model, optimizer), (twin, other_optimizer), (resumed, last_optimizer)):
         _train(*run, range(2, 4))
-    slots = [layer.slots_E for layer in model._hf_moe_ep.moe_layers]
-    assert any(slot is not None for slot in slots)
     wanted = whole_parameters(twin)
-    layers = dict(enumerate(slots))
-    for name, got in whole_parameters(model).items():
-        if "experts" in name and (slot := layers[int(name.split(".")[2])]) is not None:
-            got = got[slot]
-        assert_close(name, got, wanted[name], FP64_MODEL)
+    for trained in (model, resumed):
+        layers = trained._hf_moe_ep.moe_layers
+        for name, got in whole_parameters(trained).items():
+            if "experts" in name and (slots := layers[int(name.split(".")[2])].slots_E) is not None:
+                got = got[slots]
+            assert_close(name, got, wanted[name], FP64_MODEL)
 
 
 def _list_other_fields(load: ExpertLoad) -> list[Any]:

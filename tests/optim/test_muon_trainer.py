@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.close import assert_close
 from support.jobs.trainer import Case, launch
+from support.launched import FP32_BUDGET
 from support.scripts import CPU_4
 from support.trainer_runs import SAVE, assert_resumed, assert_same_log
 
@@ -30,6 +32,10 @@ def test_the_trainer_on_ranks_equals_stock(tmp_path: Path) -> None:
         tmp_path / "ranks",
         CPU_4,
     )
-    assert_same_log(ranks["ep2"][0], stock["stock"][0])
+    got, want = ranks["ep2"][0], stock["stock"][0]
+    assert_same_log(got, want)
+    assert got.params.keys() == want.params.keys()
+    for name, parameter in want.params.items():
+        assert_close(name, got.params[name], parameter, FP32_BUDGET)
     assert_resumed(ranks["resumed"][0], ranks["ep2"][0])
     assert_same_log(ranks["at ep 1"][0], stock["stock"][0])

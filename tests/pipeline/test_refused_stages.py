@@ -233,7 +233,9 @@ def packed_rows_with_padding_are_refused(rank: int, world: int) -> None:
 def ranks_that_share_a_batch_disagree(rank: int, world: int) -> None:
     model = _shard(rank, sp_size=2)
     rows = batch(model, 4, 6, seed=rank % 2)  # the columns agree
-    _expect_error(r"ranks of one sp group were given different batches", lambda: model(**rows))
+    _expect_error(
+        r"ranks of one sp or cp group were given different batches", lambda: model(**rows)
+    )
     model(**batch(model, 4, 6, seed=0)).loss.backward()
 
 

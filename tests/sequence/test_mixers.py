@@ -23,7 +23,9 @@ from support.architectures.mixers import MIXERS
 from support.architectures.mixes import build_internvl
 from support.architectures.split_steps import is_mean
 from support.architectures.steps import (
+    adamw,
     assert_same_grads,
+    assert_same_update,
     build,
     count_tokens,
     exactly,
@@ -364,6 +366,8 @@ def _compare_packed_rows(
         assert_documents_are_alone(
             model_type, model, stock, masked=True, with_pictures=with_pictures
         )
+        if cp > 1:
+            assert_same_update(model_type, (model, stock), (adamw(model), adamw(stock)))
 
 
 PACKED = [

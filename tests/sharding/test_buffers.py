@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 from unittest import mock
@@ -9,17 +10,10 @@ from unittest import mock
 import pytest
 import torch
 from mixers import PeakBytes
-from support import parity
 from support.adapters import with_lora
 from support.checks import Check, Found
-from support.parity import (
-    CHECKPOINT,
-    TWO_FORWARDS,
-    Case,
-    checkpointing,
-    plain_backward,
-    uneven_batches,
-)
+from support.needs import GATHERS_THREE_UNITS
+from support.parity import checkpointing
 from support.quantised import SIZES
 from support.tiny_models import batch, tiny, vision_batch
 from torch import Tensor, nn
@@ -30,9 +24,7 @@ from hf_moe_ep import (
     apply_ep_fsdp2,
     clip_grad_norm_,
     data_parallel_rank,
-    data_parallel_size,
     describe,
-    global_token_count,
     patch,
 )
 from hf_moe_ep.sharding import buffers as buffers_of_units
@@ -129,15 +121,13 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "pictures on one rank": (2, {"ep_size": 2}, {"kind": "qwen3_vl_moe"}),
 }
 FAST = ("ep 1, shard dim 1",)
-# torch 2.11 recomputes a layer with forward's order of prefetches as well as backward's.
-THREE_UNITS = "" if hasattr(torch.distributed, "all_gather_single") else "gathers three units"
 CHECKS = [
     Check(
         name,
         world,
         partial(_check_same_bits, config, options),
         slow=name not in FAST,
-        skip=THREE_UNITS if name == "reentrant checkpoints" else "",
+        skip=GATHERS_THREE_UNITS if name == "reentrant checkpoints" else "",
     ).as_parameter()
     for name, (world, config, options) in CASES.items()
 ]
@@ -145,71 +135,6 @@ CHECKS = [
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_training_has_the_same_bits(found: Found, claim: Check) -> None:
-    found.raise_if_failed(claim)
-
-
-def _train_layout(case: Case, rank: int, *, double: bool) -> tuple[nn.Module, list[Tensor]]:
-    """Return the model and all numbers of some steps, as tests/claims/test_parity.py trains it."""
-    model = tiny(seed=rank, **case.model)
-    if case.prepare:
-        case.prepare(model)
-    sizes = {"ep_size": case.ep, "dp_replicate_size": case.replicate}
-    apply_ep_fsdp2(model, **sizes, **case.config, fsdp_double_buffer=double)
-    own, ranks = data_parallel_rank(model), data_parallel_size(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    make, backward = case.micro_batches or uneven_batches, case.backward or plain_backward
-    numbers: list[Tensor] = []
-    for step in range(STEPS):
-        micro_batches = make(model, own, ranks, step)
-        tokens = global_token_count(model, [micro["labels"] for micro in micro_batches])
-        backward(model, micro_batches, tokens, ranks)
-        numbers += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
-        numbers.append(clip_grad_norm_(model, 0.5))
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, numbers + [p.detach().to_local() for p in model.parameters()]
-
-
-def _check_layout(case: Case, rank: int, _: int) -> None:
-    _, want = _train_layout(case, rank, double=False)
-    model, got = _train_layout(case, rank, double=True)
-    assert patched_state(model).buffers.num_buffers > 2
-    assert len(got) == len(want) > STEPS
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-# The layouts and batches of tests/claims/test_parity.py that CASES does not have.
-LAYOUTS = [
-    Case("2 ranks, ep 2", 2, 2),
-    Case("a rank without labels", 2, 2, micro_batches=parity.one_rank_without_labels),
-    Case("one token repeated", 2, 2, micro_batches=parity.one_token_everywhere),
-    Case("one expert a rank", 2, 2, model={"num_experts": 2, "num_experts_per_tok": 1}),
-    Case("3 ranks, ep 1", 3),
-    Case("3 ranks, ep 3", 3, 3, model={"num_experts": 6}),
-    Case("ep 4", 4, 4),
-    Case("shard dim 0", 4, 2).with_config(expert_shard_dim=0),
-    Case("ep_outside", 4, 2).with_config(ep_outside=True),
-    Case("stock experts", 4, 1).with_config(experts_backend="eager"),
-    Case("checkpoint", 4, 2, prepare=CHECKPOINT),
-    Case("two forwards", 4, 2).with_(**TWO_FORWARDS),
-    Case("two forwards, checkpoint", 4, 2, prepare=CHECKPOINT).with_(**TWO_FORWARDS),
-    Case("9 chunks, checkpoint", 4, 4, prepare=CHECKPOINT).with_config(dispatch_chunks=9),
-    Case("accumulation, HSDP", 4, 2, 2, micro_batches=parity.three_micro_batches),
-    Case("a dense layer", 4, 2, model={"num_hidden_layers": 3, "mlp_only_layers": [1]}),
-    Case("6 experts, ep 2", 4, 2, model={"num_experts": 6}),
-    Case("8 ranks, ep 2, HSDP", 8, 2, 2),
-    Case("8 ranks, ep 8", 8, 8),
-]
-
-
-@pytest.mark.parametrize(
-    "claim",
-    [
-        Check(case.name, case.world, partial(_check_layout, case), slow=True).as_parameter()
-        for case in LAYOUTS
-    ],
-)
-def test_other_layouts_have_the_same_bits(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
@@ -321,14 +246,18 @@ def test_registered_buffers_come_from_the_backend_of_their_group() -> None:
         buffers.take("reduced", without, 8, torch.float32, "cpu")
 
 
-class _GroupOfTwo:
+@dataclass(frozen=True)
+class _Group:
+    num_ranks: int
+
     def size(self) -> int:
-        return 2
+        return self.num_ranks
 
 
-def test_an_input_without_output_does_not_become_gradients() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_input_without_output_does_not_become_gradients(num_ranks: int) -> None:
     """An error between two allocations, such as a lack of memory, leaves an input unused."""
-    buffers, group = FixedBuffers(), cast(Any, _GroupOfTwo())
+    buffers, group = FixedBuffers(), cast(Any, _Group(num_ranks))
     allocate = partial(
         _ReduceScatter(buffers, group).allocate, dtype=torch.float32, device=torch.device("cpu")
     )
@@ -337,9 +266,10 @@ def test_an_input_without_output_does_not_become_gradients() -> None:
     del first  # the error
     again = allocate([8])
     assert again.data_ptr() == address
-    gradients = allocate([4])
+    gradients = allocate([8 // num_ranks])
     assert gradients.data_ptr() != address and buffers.num_buffers == 1
-    assert allocate([8]).data_ptr() != address and buffers.num_buffers == 2
+    other = allocate([8])
+    assert other.data_ptr() != address and buffers.num_buffers == 2
 
 
 def _check_nccl_is_needed(rank: int, world: int) -> None:

@@ -18,6 +18,9 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeMod
 TOWER_IN_BLOCKS = "mm_encoder_outputs" in signature(Qwen3VLMoeModel.forward).parameters
 NO_TOWER_IN_BLOCKS = "" if TOWER_IN_BLOCKS else "qwen3_vl_moe of this transformers runs its tower"
 needs_tower_in_blocks = pytest.mark.skipif(not TOWER_IN_BLOCKS, reason=NO_TOWER_IN_BLOCKS)
+# torch 2.11 recomputes a layer with forward's order of prefetches as well as backward's.
+GATHERS_TWO_UNITS = hasattr(torch.distributed, "all_gather_single")
+GATHERS_THREE_UNITS = "" if GATHERS_TWO_UNITS else "this torch gathers three units in recomputes"
 SINCE_5_23 = Version(transformers.__version__) >= Version("5.23")
 SINCE_5_24 = Version(transformers.__version__) >= Version("5.24")
 # The PEFT version that model.add_adapter() of transformers needs: 0.22 since transformers 5.24.

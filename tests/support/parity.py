@@ -7,6 +7,7 @@ with one global token count, which equals a run of the concatenated batch withou
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
 from support.checks import PATIENT, Check
 from support.close import FP32_INSIDE, FP64_MODEL, ROUNDING_ERROR, assert_close
+from support.fp64 import FP64
 from support.quantised import in_place_of_bytes
 from support.tiny_models import batch, tiny
 
@@ -58,6 +60,8 @@ class Case:
         device: the device of model and batches; if empty, `apply_ep_fsdp2` chooses it.
         compare_outputs: whether the logits and the loss of a forward without gradients, before each
             step, are compared too.
+        exact_loss: whether transformers computes in fp64 in this forward, so that the loss can be
+            compared as closely as the logits (`support.fp64`).
     """
 
     name: str
@@ -78,6 +82,7 @@ class Case:
     needs: str = ""
     device: str = ""
     compare_outputs: bool = True
+    exact_loss: bool = False
 
     def with_(self, **changes: Any) -> "Case":
         return replace(self, **changes)
@@ -140,7 +145,10 @@ def run_case(case: Case, rank: int, world: int) -> None:
         assert num_tokens == sum(counts), f"{case.name}: {num_tokens} tokens, want {sum(counts)}"
         if case.compare_outputs:
             where = f"{case.name} step {step}"
-            _compare_outputs(where, model, reference, by_rank[rank][0], case.budget)
+            with FP64() if case.exact_loss else nullcontext():
+                _compare_outputs(
+                    where, model, reference, by_rank[rank][0], case.budget, case.exact_loss
+                )
         optimizer.zero_grad()
         backward(model, by_rank[rank], num_tokens, world)
         reference_optimizer.zero_grad()
@@ -306,7 +314,12 @@ def _pairs(
 
 
 def _compare_outputs(
-    where: str, model: nn.Module, reference: nn.Module, micro: Batch, budget: float
+    where: str,
+    model: nn.Module,
+    reference: nn.Module,
+    micro: Batch,
+    budget: float,
+    exact_loss: bool,
 ) -> None:
     unlabelled = {name: value for name, value in micro.items() if name != "labels"}
     with torch.no_grad():
@@ -317,6 +330,8 @@ def _compare_outputs(
         logits, labels = got.logits[:, :-1].flatten(0, 1), micro["labels"][:, 1:].flatten()
         truth = nn.functional.cross_entropy(logits, labels)
         assert_close(f"{where}: loss", got.loss, truth, FP32_INSIDE)
+        if exact_loss:
+            assert_close(f"{where}: loss", got.loss, want.loss, budget)
 
 
 def _compare_grads(where: str, model: nn.Module, reference: nn.Module, budget: float) -> None:

@@ -95,6 +95,7 @@ PREFERENCES = [
     Case("KTO, stock reference", "KTO", "stock", arguments=NO_KL),
     Case("KTO, patched reference", "KTO", "patched", arguments=NO_KL),
     Case("KTO, stock reference, sp 2", "KTO", "stock", sp=2, arguments=NO_KL),
+    Case("KTO, stock reference, cp 2", "KTO", "stock", cp=2, arguments=NO_KL),
     Case("KTO, stock reference, ep 4", "KTO", "stock", ep=4, arguments=NO_KL),
     Case("KTO, adapters and their copy", "KTO", lora="ours", arguments=NO_KL),
     Case("KTO, adapters switched off", "KTO", lora="TRL's", arguments=NO_KL),
@@ -102,6 +103,7 @@ PREFERENCES = [
     Case("KTO, adapters switched off, sp 2", "KTO", lora="TRL's", sp=2, arguments=NO_KL),
     Case("GRPO", "GRPO", arguments=GREEDY),
     Case("GRPO, sp 2", "GRPO", sp=2, arguments=GREEDY, refused=GENERATES),
+    Case("GRPO, cp 2", "GRPO", cp=2, arguments=GREEDY, refused=GENERATES),
     Case("GRPO, LoRA, sp 2", "GRPO", sp=2, lora="TRL's", arguments=GREEDY, refused=GENERATES),
     Case("GRPO, stages", "GRPO", pp=2, arguments=GREEDY, refused=GENERATES),
     Case("DPO, stages", "DPO", pp=2, refused="DPO and GRPO do"),
@@ -114,6 +116,7 @@ PREFERENCES = [
     Case("GKD, patched teacher, ep 4", "GKD", "patched", ep=4, arguments=OFF_POLICY),
     Case("GKD, LoRA, ep 4", "GKD", "patched", lora="TRL's", ep=4, arguments=OFF_POLICY),
     Case("GKD, patched teacher, sp 2", "GKD", "patched", sp=2, arguments=OFF_POLICY),
+    Case("GKD, patched teacher, cp 2", "GKD", "patched", cp=2, arguments=OFF_POLICY),
     Case("GKD, LoRA, sp 2", "GKD", "patched", lora="TRL's", sp=2, arguments=OFF_POLICY),
 ]
 

@@ -180,6 +180,8 @@ CONTEXT_OF_FOUR = [
     *_list_checks(4, True, FOUR[:1], sp=1, cp=4, ep=4, every_step=True),
     *_list_checks(4, True, FOUR[:1], sp=2, cp=2, ep=4, every_step=True),
     *_list_checks(4, True, FOUR[:1], sp=1, cp=4, ep=4, dispatcher="hierarchical", node_size=2),
+    # Each sp group divides the tower of this type.
+    *_list_checks(4, True, ("qwen3_vl_moe",), sp=2, cp=2, every_step=True),
 ]
 CHECKPOINTED = _list_checks(2, slow=True, use_reentrant=False) + _list_checks(
     2, slow=True, use_reentrant=True

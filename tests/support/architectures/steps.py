@@ -140,8 +140,17 @@ def assert_same_step(
         wanted[-1].backward()
     errors = [assert_close(f"{where}: loss", loss, wanted[rank], FP64_MODEL)]
     errors += assert_same_grads(where, model, stock, FP64_MODEL)
-    norm = clip_grad_norm_(model, 0.5) if world > 1 else _clip(model)
-    errors.append(assert_close(f"{where}: norm", norm, _clip(stock), FP64_MODEL))
+    return errors + assert_same_update(where, models, optimizers)
+
+
+def assert_same_update(
+    where: str, models: tuple[nn.Module, nn.Module], optimizers: tuple[Any, Any]
+) -> list[float]:
+    """Clip the gradients of both models, and compare their norms and the updated parameters."""
+    model, stock = models
+    is_sharded = dist.is_initialized() and dist.get_world_size() > 1
+    norm = clip_grad_norm_(model, 0.5) if is_sharded else _clip(model)
+    errors = [assert_close(f"{where}: norm", norm, _clip(stock), FP64_MODEL)]
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
