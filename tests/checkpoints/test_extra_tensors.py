@@ -123,7 +123,8 @@ def _save_in_every_way(model_type: str, loader: str, rank: int, world: int, fold
     if rank == 0:
         convert(root / "step", root / "converted", max_shard_size=SHARD_SIZE)
         assert_same_bytes(read_files(root / "converted"), saved)
-        AutoModelForCausalLM.from_pretrained(root / "saved")
+        for name in ("saved", "method", "converted"):
+            _load_with_stock(root / name, model_type, changed)
     dist.barrier()
     for name in ("saved", "method", "converted"):
         config = json.loads((base / "config.json").read_text())
@@ -136,6 +137,18 @@ def _save_in_every_way(model_type: str, loader: str, rank: int, world: int, fold
     load_checkpoint(root / "step", resumed, new_optimizer)
     save_pretrained(resumed, root / "again")
     assert_same_bytes(read_files(root / "again"), saved)
+
+
+def _load_with_stock(folder: Path, model_type: str, trained: set[str]) -> None:
+    """Stock finds all tensors of its class, and ignores the extra ones."""
+    stock, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["mismatched_keys"]
+    assert not report["error_msgs"] and not trained & set(report["unexpected_keys"])
+    stock.save_pretrained(folder / "stock")
+    saved, again = read_files(folder), read_files(folder / "stock")
+    assert trained <= again.keys()
+    assert_same_bytes(again, {key: saved[key] for key in again})
+    shutil.rmtree(folder / "stock")
 
 
 MATRIX = {
@@ -277,15 +290,28 @@ def test_a_key_that_the_model_saves_and_that_is_extra_names_both_files(tmp_path:
         verify(tmp_path, ignore_unexpected=[r"\.experts\.3\.down_proj"])
 
 
+def _write_one_key_twice(folder: Path) -> str:
+    """Write a checkpoint with one key in two files, and return what the error must say."""
+    write_with_extra(folder, "qwen3_next")
+    file, key = folder / "extra.safetensors", "mtp.norm.weight"
+    other = folder / json.loads((folder / INDEX).read_text())["weight_map"][key]
+    save_file(load_file(file) | {key: torch.zeros(1)}, file, {"format": "pt"})
+    return f"two tensors are called {key}: one in {file}, and one in {other}"
+
+
+def two_files_with_one_extra_tensor_are_an_error(rank: int, world: int, folder: str) -> None:
+    write_on_first(rank, lambda: _write_one_key_twice(Path(folder)))
+    with pytest.raises(ValueError, match=r"two tensors are called mtp\.norm\.weight: one in "):
+        from_pretrained(folder, ep_size=2)
+
+
 def test_two_files_with_one_extra_tensor_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`hf-moe-ep run` knows the files that stock loads. For stock, the last file has precedence."""
-    write_with_extra(tmp_path, "qwen3_next")
-    file, key = tmp_path / "extra.safetensors", "mtp.norm.weight"
-    other = tmp_path / json.loads((tmp_path / INDEX).read_text())["weight_map"][key]
-    save_file(load_file(file) | {key: torch.zeros(1)}, file, {"format": "pt"})
-    words = f"two tensors are called {key}: one in {file}, and one in {other}"
+    """The index names one of the files. For stock, the file that it loads last has precedence."""
+    words = _write_one_key_twice(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        patch(AutoModelForCausalLM.from_pretrained(tmp_path))
     with hooked(monkeypatch), pytest.raises(ValueError, match=words):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -475,6 +501,7 @@ ON_TWO_RANKS = (
     a_changed_source_is_refused,
     a_save_may_replace_its_own_source,
     undeclared_tensors_need_the_option,
+    two_files_with_one_extra_tensor_are_an_error,
     two_tensors_with_one_key_are_refused,
 )
 WITH_LIBRARIES = {

@@ -27,7 +27,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,10 +103,15 @@ def check_patterns(ignore_unexpected: Sequence[str]) -> tuple[str, ...]:
 def refer_to(
     model: nn.Module, folder: Path, tensors: Mapping[str, FileTensor]
 ) -> FileReferences | None:
-    """Return references to the extra tensors of a checkpoint; None without any."""
+    """Return references to the extra tensors of a checkpoint; None without any.
+
+    Raises:
+        ValueError: two files have an extra tensor of the same key.
+    """
     stock = without_adapters(model)
     if get_output_head(stock) is None:
         tensors = {key: t for key, t in tensors.items() if not key.startswith(OUTPUT_HEAD)}
+    _check_stored_once(tensors, {*_get_loaded_files(stock), *(t.file for t in tensors.values())})
     return FileReferences.of(folder, tensors, get_source(stock)) if tensors else None
 
 
@@ -152,7 +157,6 @@ def find_extra(model: nn.Module, plan: ModelPlan) -> FileReferences | None:
     )
     candidates -= {part for key in keys for part in list_fp8_keys(key)}
     extra = {key: t for key, t in tensors.items() if key in candidates}
-    _check_stored_once(extra, _get_loaded_files(stock))
     return refer_to(stock, folder, extra)
 
 
@@ -165,7 +169,7 @@ def _get_loaded_files(stock: nn.Module) -> tuple[Path, ...]:
     return getattr(stock, _LOADED_FILES, ())
 
 
-def _check_stored_once(extra: Mapping[str, FileTensor], files: Sequence[Path]) -> None:
+def _check_stored_once(extra: Mapping[str, FileTensor], files: Iterable[Path]) -> None:
     """Raise ValueError if two files have an extra tensor of the same key.
 
     Of two tensors of the model with one key, stock reads the tensor in the last file. For extra
