@@ -1,11 +1,11 @@
 """Write tiny checkpoints with layers for multi-token prediction, in the layouts of published ones.
 
-    type             keys of the layer
-    qwen3_next       mtp.fc, mtp.layers.0.., one key per expert
-    qwen3_5_moe      mtp.fc, mtp.layers.0.., experts stacked as in the model's own layers
-    deepseek_v3      model.layers.{n}.., n the number of layers, with FP8 weights and their scales
-    glm4_moe         model.layers.{n}.., as DeepSeek-V3 in bf16
-    mimo_v2_flash    model.mtp.layers.0..
+    type                keys of the layer
+    qwen3_next          mtp.fc, mtp.layers.0.., one key per expert
+    qwen3_5_moe_text    the same, as stock saves the model's own experts
+    deepseek_v3         model.layers.{n}.., n the number of layers, FP8 weights and their scales
+    glm4_moe            model.layers.{n}.., as DeepSeek-V3 in bf16
+    mimo_v2_flash       model.mtp.layers.0..
 
 The keys are those that the loaders of vLLM 0.33.0 read (qwen3_next_mtp.py, qwen3_5_mtp.py,
 deepseek_mtp.py, glm4_moe_mtp.py, mimo_v2_mtp.py). The weights of each layer are random; a layer of
