@@ -154,8 +154,8 @@ def test_patch_warns_of_a_version_with_the_text_of_doctor(monkeypatch: pytest.Mo
     allowed = [AllowedPackage("transformers", SpecifierSet(">=5.16.1,<6"))]
     monkeypatch.setattr(requirements, "list_allowed_packages", lambda: allowed)
     # A process reads the versions once; here they are read at each `patch`.
-    read_anew = requirements._problems_of_versions.__wrapped__
-    monkeypatch.setattr(requirements, "_problems_of_versions", read_anew)
+    read_anew = requirements.list_version_problems.__wrapped__
+    monkeypatch.setattr(requirements, "list_version_problems", read_anew)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*allowed is")
         patch(tiny())

@@ -178,8 +178,9 @@ def log_expert_load(
     # This module is slow to import, so it is imported at the first call.
     from hf_moe_ep.integrations.expert_load import ExpertLoadCallback
 
-    # The logs of an evaluation have "eval_loss", and the last summary has "train_loss" instead.
-    if "loss" in logs:
+    # The logs of an evaluation have "eval_loss", and the last summary has "train_loss" instead. All
+    # ranks log when `should_log` is set; a user may call this function at other times on one rank.
+    if "loss" in logs and self.control.should_log:
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ExpertLoadCallback):
                 logs.update(callback.values(self.model, self.state.global_step))

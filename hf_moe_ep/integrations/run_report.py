@@ -43,6 +43,7 @@ class RunReport(ExpertLoadCallback):
         patched = find_state(model)
         if patched is None:
             return
+        self._seconds = 0.0  # the steps of an earlier training after its last log
         if state.is_world_process_zero:
             print(describe(model), flush=True)
         if patched.config.experts_backend == "eager":

@@ -66,21 +66,24 @@ def load(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> 
     """
     if not _is_top_level():
         return original(cls, *args, **kwargs)
-    from hf_moe_ep.runner.load import Load
     from hf_moe_ep.upstream.loading import choose_before_loading
 
     config, options = _read_settings()
-    this_load = Load(config, options)
+    loads: list[Any] = []  # stays empty for a model without experts
 
     def choose(model: Any, weights: Any) -> Any:
-        if _is_moe(model):
-            _warn_of_old_trainer()
-        return this_load.choose(model, weights)
+        if not _is_moe(model):
+            return None
+        _warn_of_old_versions()
+        loads.append(_start_load(config, options))
+        return loads[0].choose(model, weights)
 
     with _building(), choose_before_loading(choose):
         result = original(cls, *args, **kwargs)
     # With output_loading_info=True, the result is the model and a report.
-    _patch(result[0] if isinstance(result, tuple) else result, this_load)
+    model = result[0] if isinstance(result, tuple) else result
+    if _has_experts_or_warn(model):
+        _patch(model, loads[0] if loads else _start_load(config, options))
     return result
 
 
@@ -88,12 +91,11 @@ def build(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) ->
     """Wrap `PreTrainedModel._from_config`: patch a MoE model that is created from a config."""
     if not _is_top_level():
         return original(cls, *args, **kwargs)
-    from hf_moe_ep.runner.load import Load
-
     config, options = _read_settings()
     with _building():
         model = original(cls, *args, **kwargs)
-    _patch(model, Load(config, options))
+    if _has_experts_or_warn(model):
+        _patch(model, _start_load(config, options))
     return model
 
 
@@ -135,17 +137,29 @@ def _read_settings() -> tuple[ParallelConfig, RunOptions]:
     return read_environment_settings(ParallelConfig), read_environment_settings(RunOptions)
 
 
+def _start_load(config: ParallelConfig, options: RunOptions) -> Any:
+    # This module imports most of the package, so it is imported for models with experts only.
+    from hf_moe_ep.runner.load import Load
+
+    return Load(config, options)
+
+
+def _has_experts_or_warn(model: Any) -> bool:
+    """Return True if a model has experts; otherwise warn once on rank 0 that it is not patched."""
+    from hf_moe_ep.ranks.all_ranks import get_rank_of_launch
+
+    _show_log()
+    has_experts = _is_moe(model)
+    if not has_experts and get_rank_of_launch() == 0:
+        _warn_once(f"warning: {type(model).__name__} has no experts, so it is not patched")
+    return has_experts
+
+
 def _patch(model: Any, this_load: Any) -> None:
     """Patch a model that has experts, and log on rank 0 what was done."""
     from hf_moe_ep.ranks.all_ranks import get_rank_of_launch
 
-    _show_log()
-    name = type(model).__name__
-    if not _is_moe(model):
-        if get_rank_of_launch() == 0:
-            _warn_once(f"warning: {name} has no experts, so it is not patched")
-        return
-    _warn_of_old_trainer()
+    _warn_of_old_versions()
     state = this_load.patch(model)
     how = ""
     if this_load.unread is not None:
@@ -155,7 +169,7 @@ def _patch(model: Any, this_load: Any) -> None:
     if get_rank_of_launch() == 0:
         _logger.info(
             "patched %s (%s): %d MoE layers of %d experts%s",
-            name,
+            type(model).__name__,
             _format_given_options(),
             len(state.moe_layers),
             state.num_experts,
@@ -170,14 +184,17 @@ def _is_moe(model: Any) -> bool:
     return has_experts(model) or find_block(model) is not None
 
 
-def _warn_of_old_trainer() -> None:
-    """Warn on rank 0 of an old trainer, before the checks and the patch, which may fail with it."""
+def _warn_of_old_versions() -> None:
+    """Warn on rank 0 of old packages, before the checks and the patch, which may fail with them."""
     from hf_moe_ep.ranks.all_ranks import get_rank_of_launch
     from hf_moe_ep.upstream.frameworks import describe_version_problem
+    from hf_moe_ep.upstream.requirements import list_version_problems
 
     _show_log()
-    if get_rank_of_launch() == 0 and (problem := describe_version_problem()):
-        _warn_once(f"warning: {problem}")
+    if get_rank_of_launch() == 0:
+        for problem in (describe_version_problem(), *list_version_problems()):
+            if problem:
+                _warn_once(f"warning: {problem}")
 
 
 @functools.cache

@@ -10,6 +10,9 @@ Examples of problems:
 Versions are read without importing the packages, so this also works for a package whose import
 fails. If a version is outside its range, `patch` warns and continues, and `hf-moe-ep doctor`
 (doctor.py) reports a failure.
+
+`packaging` is imported when ranges are compared, because `hf-moe-ep run` imports this module in
+each process that loads a model.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ import functools
 import warnings
 from dataclasses import dataclass
 from importlib import metadata
+from typing import TYPE_CHECKING
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 DISTRIBUTION = "hf_moe_ep"
 # The reasons why versions outside of a range are not allowed, by `AllowedPackage.problem`.
@@ -44,6 +48,8 @@ class AllowedPackage:
 
     def problem(self, version: str | None) -> str:
         """Return "missing", "too old", "too new", or "" for a version in the range."""
+        from packaging.specifiers import SpecifierSet
+
         if version is None:
             return "missing"
         if self.versions.contains(version, prereleases=True):
@@ -78,6 +84,8 @@ def list_allowed_packages() -> list[AllowedPackage] | None:
 
     Returns None if hf_moe_ep is not installed, and so has no metadata.
     """
+    from packaging.requirements import Requirement
+
     try:
         our_metadata = metadata.metadata(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -96,12 +104,13 @@ def list_allowed_packages() -> list[AllowedPackage] | None:
 
 def warn_of_versions() -> None:
     """Warn of each installed package whose version is outside its range."""
-    for problem in _problems_of_versions():
+    for problem in list_version_problems():
         warnings.warn(problem, stacklevel=3)
 
 
 @functools.cache  # reading the metadata of all packages takes more time than the rest of `patch`
-def _problems_of_versions() -> tuple[str, ...]:
+def list_version_problems() -> tuple[str, ...]:
+    """List the installed packages whose version is outside its range, a sentence for each."""
     versions = [
         (package, get_installed_version(package.name))
         for package in list_allowed_packages() or ()

@@ -37,6 +37,16 @@ class _Tracker(TrainerCallback):
         self.logs.append(dict(logs))
 
 
+class _LogByHand(TrainerCallback):
+    """Logs a loss at other times than the Trainer, as users do on rank 0 alone."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.log({"loss": 0.0, "by_hand": 1.0})
+
+
 def _train(
     folder: Path | str, callback: ExpertLoadCallback, *, steps: int = 4, **options: Any
 ) -> tuple[Trainer, _Tracker]:
@@ -64,6 +74,8 @@ def _train(
         eval_dataset=rows[:2],
         callbacks=[tracker, callback],
     )
+    if options.get("logs_by_hand"):
+        trainer.add_callback(_LogByHand(trainer))
     trainer.train(**options.get("train", {}))
     return trainer, tracker
 
@@ -82,6 +94,16 @@ def test_the_load_is_in_the_log_of_the_loss_that_trackers_get(tmp_path: Path) ->
             assert entry["expert_load/worst_rank"] == 1  # there is only one rank
     # Evaluation is not counted. The callback does not reset the counts of `expert_load`.
     assert expert_load(trainer.model).counts.sum(1).tolist() == [4 * 2 * PAIRS_OF_A_ROW] * 2
+
+
+def test_a_loss_that_one_rank_logs_by_hand_needs_no_other_rank(tmp_path: Path) -> None:
+    """The load is summed over all ranks, so it is in the Trainer's own logs alone."""
+    options: dict[str, Any] = {"arguments": {"logging_steps": 2}, "logs_by_hand": True}
+    trainer, _ = _train(tmp_path, ExpertLoadCallback(), **options)
+    history = trainer.state.log_history
+    assert sum("by_hand" in entry for entry in history) == 4
+    assert [e["step"] for e in history if e.keys() >= NAMES and "by_hand" not in e] == [2, 4]
+    assert not any("by_hand" in entry and NAMES & entry.keys() for entry in history)
 
 
 def test_with_every_2_a_log_covers_two_steps(tmp_path: Path) -> None:

@@ -374,3 +374,30 @@ def test_a_process_without_transformers_starts_as_fast() -> None:
             assert run_command(command, PYTHONPATH=path).returncode == 0
             seconds[name].append(_cpu_seconds_of_children() - before)
     assert median(seconds["with"]) - median(seconds["without"]) < 0.050
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_a_process_that_loads_a_model_starts_as_fast(tmp_path: Path, has_experts: bool) -> None:
+    """The hook costs at most 5 % of the CPU seconds of a process that loads a tiny model."""
+    from support.tiny_models import tiny
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    model = tiny() if has_experts else Qwen3ForCausalLM(Qwen3Config(**sizes))
+    model.save_pretrained(tmp_path)
+    program = (
+        "from transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})\n"
+        "print(hasattr(model, '_hf_moe_ep'))"
+    )
+    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    for _ in range(5):
+        for name, path in (("with", f"{HOOK_FOLDER}:{ROOT}"), ("without", f"{ROOT}")):
+            before = _cpu_seconds_of_children()
+            run = run_command([*PYTHON, program], PYTHONPATH=path, HF_MOE_EP_EP_SIZE="1")
+            assert run.stdout == f"{has_experts and name == 'with'}\n", run.stderr
+            seconds[name].append(_cpu_seconds_of_children() - before)
+    ratio = median(seconds["with"]) / median(seconds["without"])
+    print(f"with the hook / without: {ratio:.3f}", seconds)
+    assert ratio <= 1.05
