@@ -87,6 +87,8 @@ CASES = {
     "grpo": Case("grpo", "prompt", GREEDY),
 }
 
+FAST = "sft, --lora-experts"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -116,8 +118,9 @@ def run_both(case: Case, name: str, folder: Path) -> tuple[Path, Path, str]:
     return folder / outputs[0], folder / outputs[1], printed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != FAST)) for name in CASES]
+)
 def test_a_command_of_trl_trains_as_stock(name: str, folder: Path) -> None:
     stock, ours, printed = run_both(CASES[name], name, folder)
     assert_same_training(ours, stock)
