@@ -179,6 +179,27 @@ def test_layouts_with_and_without_stages_are_listed_together() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("bandwidth", "best"), [(1e7, 2), (None, 1)])
+def test_stages_are_the_best_layout_on_a_slow_link_alone(
+    bandwidth: float | None, best: int
+) -> None:
+    """Two nodes of two GPUs are linked by 80 Mbit/s, or as fast as GPUs inside a node."""
+    config = tiny(
+        num_hidden_layers=4, hidden_size=256, moe_intermediate_size=128, num_attention_heads=8
+    ).config
+    gpu = replace(find_hardware("h100"), node_size=2)
+    gpu = replace(
+        gpu,
+        between_nodes_bandwidth=bandwidth or gpu.in_node_bandwidth,
+        between_nodes_latency=gpu.in_node_latency,
+    )
+    sizes = {"gpus": 4, "limit": 2**40, "seq": 512, "batch": 16, "ep": 2, "sp": 1, "cp": 1}
+    found = find_layouts(LayoutRequest(config, **sizes, hardware=gpu, pp=(1, 2)))
+    assert {planned.layout.pp for planned in found.fit} == {1, 2}
+    assert found.fit[0].layout.pp == best
+
+
+@pytest.mark.slow
 def test_the_command_shows_stages(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     tiny(num_hidden_layers=4).config.save_pretrained(tmp_path)
     arguments = ["plan", str(tmp_path), "--gpus", "4", "--gpu-memory", "1", "--seq", "16"]
