@@ -321,6 +321,7 @@ class Muon(Optimizer):
     def _orthogonalise(self, updates: Sequence[_Update]) -> None:
         """Orthogonalise all updates and add them to the parameters."""
         if not updates:
+            self._forget_assignment()
             return
         assignment = self._assign(updates)
         device = get_computing_device(self.model)
@@ -348,6 +349,13 @@ class Muon(Optimizer):
             exchange.send_results()
         if exchanges:
             exchanges[-1].finish()
+
+    def _forget_assignment(self) -> None:
+        """Forget the matrices of the step before, if no rank trains a matrix in this step."""
+        meshes = patched_state(self.model).meshes
+        if self._assignment is not None and meshes is not None:
+            _check_others_assign(meshes.stage_group)
+        self._assignment = None
 
     def _assign(self, updates: Sequence[_Update]) -> _Assignment:
         """Assign the matrices to owners, or return the previous result if nothing has changed."""

@@ -323,14 +323,18 @@ def factors_that_etp_splits_in_two_are_refused(rank: int, world: int) -> None:
             _train(prepared, optimizer, range(1))
 
 
-def change_gradients_on_one_rank(rank: int, world: int) -> None:
-    """A gradient is missing on rank 1. Without an error, rank 0 would wait for rank 1."""
+def change_gradients_on_one_rank(missing: str, rank: int, world: int) -> None:
+    """Gradients are missing on rank 1. Without an error, rank 0 would wait for rank 1."""
     model, optimizer = _build_sharded(ep_size=2)
     _train(model, optimizer, range(1))
+    optimizer.zero_grad()
+    optimizer.step()  # no rank has a gradient
+    _train(model, optimizer, range(1, 2))
     inputs = batch(model, 1, 9, seed=rank)
     model(**inputs).loss.backward()
-    if rank == 1:
-        model.model.layers[0].self_attn.q_proj.weight.grad = None
+    for name, parameter in model.named_parameters() if rank == 1 else ():
+        if missing in name:
+            parameter.grad = None
     with mock.patch("hf_moe_ep.ranks.all_ranks.PATIENCE", timedelta(seconds=1)):
         optimizer.step()
 
@@ -456,8 +460,9 @@ def test_heads_are_trained_as_single_matrices() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_raise_an_error_if_one_rank_lacks_a_gradient() -> None:
-    outcomes = run_ranks(change_gradients_on_one_rank, 2, expect_errors=True)
+@pytest.mark.parametrize("missing", ["layers.0.self_attn.q_proj", ""])
+def test_ranks_raise_an_error_if_one_rank_lacks_gradients(missing: str) -> None:
+    outcomes = run_ranks(partial(change_gradients_on_one_rank, missing), 2, expect_errors=True)
     assert [outcome[0] for outcome in outcomes] == ["error", "error"]
     assert outcomes[1][1] == "RuntimeError"
     assert "on this rank other matrices have gradients than in the step before" in outcomes[1][2]
