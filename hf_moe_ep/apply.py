@@ -46,6 +46,7 @@ from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
 from hf_moe_ep.upstream.adapter_files import check_attachable
 from hf_moe_ep.upstream.adapters import attach_adapters, without_adapters
+from hf_moe_ep.upstream.conversion import remember_conversions
 from hf_moe_ep.upstream.hub import (
     build_empty_model,
     download_options,
@@ -117,6 +118,7 @@ def apply_ep_fsdp2(
         return shard_and_read(model, state, options, device)
     found = find_weights(model, weights, state.plan, names_to_read, ignore_unexpected)
     state.extra = refer_to(model, Path(weights), found.extra)
+    remember_conversions(model, found.file_tensors)
     shard_model(model, state, options, device)
     offloaded = isinstance(options.offload_policy, CPUOffloadPolicy)
     load_weights(model, found.stored, torch.device("cpu") if offloaded else device)

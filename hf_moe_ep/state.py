@@ -36,6 +36,7 @@ the row above.
     routing/recording.py | ids | the routes of an open record, replaced at each forward
     integrations/shared_batches.py | compute_loss_func | of a Trainer, while stages run its loss
     checkpoints/hub/extra.py | _hf_moe_ep_loaded_files setattr | files of a model that `run` loads
+    upstream/conversion.py | _weight_conversions | those of the load, as transformers stores them
     checkpoints/hub/unread.py | setattr | the parameters that replace parameters on meta
     upstream/modules.py | _apply | explains why a model with parameters on meta cannot be moved
     -- for one forward or backward --

@@ -44,6 +44,7 @@ from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.planner import use_split_load_planner, use_spread_planner
 from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE
+from hf_moe_ep.checkpoints.training.conversions import CONVERSIONS
 from hf_moe_ep.checkpoints.training.extra import EXTRA
 from hf_moe_ep.checkpoints.training.folder import layout_of
 from hf_moe_ep.etp import split_dims_by_name
@@ -54,8 +55,8 @@ from hf_moe_ep.integrations.saving import (
     check_state_dict_type,
     restore_all_extra,
     share_write_errors,
+    write_about_loaded,
     write_bases,
-    write_extra,
 )
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import run_on_all, run_on_first
@@ -70,7 +71,8 @@ _FOLDERS = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 _FILES = re.compile(
     r"(pytorch_model(_fsdp)?|model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?(_rank\d+)?"
     r"\.(bin|safetensors)|scaler\.pt|(random_states|custom_checkpoint)_\d+\.pkl"
-    rf"|({Path(BASE).stem}|{Path(EXTRA).stem})(_\d+)?\.json|{re.escape(manifest.STARTED)}"
+    rf"|({'|'.join(Path(name).stem for name in (BASE, EXTRA, CONVERSIONS))})(_\d+)?\.json"
+    rf"|{re.escape(manifest.STARTED)}"
 )
 # Each rank writes such files. An earlier save may have had more ranks than this save.
 _FILES_OF_RANKS = ("random_states_*.pkl", "*_rank*.bin")
@@ -110,7 +112,7 @@ def save_state(
 
     def save() -> Any:
         write_bases(prepared_models(self), folder)
-        write_extra(prepared_models(self), folder)
+        write_about_loaded(prepared_models(self), folder)
         return original(self, os.fspath(folder), *args, **kw)
 
     split_dims = _find_split_dims(self)

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, gather_tensor
 from hf_moe_ep.checkpoints.hub.save import save_pretrained, save_state_dict
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base, numbered
+from hf_moe_ep.checkpoints.training.conversions import CONVERSIONS, describe_load
 from hf_moe_ep.checkpoints.training.extra import EXTRA, describe_extra, restore_extra
 from hf_moe_ep.checkpoints.training.folder import write_json
 from hf_moe_ep.checkpoints.training.tensors import list_state_tensors
@@ -494,15 +495,21 @@ def check_bases(models: Iterable[nn.Module], folder: Path) -> None:
             check_base(folder, model, index)
 
 
-def write_extra(models: Iterable[nn.Module], folder: Path) -> None:
-    """Write the locations of each model's extra tensors to the folder of a training checkpoint."""
+def write_about_loaded(models: Iterable[nn.Module], folder: Path) -> None:
+    """Write what `hf-moe-ep convert` must know of the checkpoint from which each model was loaded.
+
+    These are the locations of extra tensors, and the layout of the checkpoint.
+    """
 
     def write() -> None:
         for index, model in enumerate(models):
             state = find_state(model)
-            extra = None if state is None else describe_extra(state)
-            if extra is not None:
-                write_json(folder / numbered(EXTRA, index), extra)
+            if state is None:
+                continue
+            described = {EXTRA: describe_extra(state), CONVERSIONS: describe_load(model)}
+            for name, content in described.items():
+                if content is not None:
+                    write_json(folder / numbered(name, index), content)
 
     run_on_first(f"saving {folder}", write)
 

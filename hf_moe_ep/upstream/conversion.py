@@ -1,13 +1,18 @@
 """Convert a model's tensors to the tensors of a hub checkpoint, and match keys of old checkpoints.
 
-transformers defines the conversions and renamings. The private names come from
-core_model_loading.py (`revert_weight_conversion`, which save_pretrained calls; `WeightRenaming`,
-`PrefixChange`, `rename_source_key`) and conversion_mapping.py.
+transformers defines the conversions and renamings. Its from_pretrained stores in
+`_weight_conversions` the conversions that matched a key of the checkpoint, and save_pretrained
+reverses these. A model that was loaded from stacked experts is therefore saved with stacked
+experts, although its class has a conversion for single experts (Qwen3.5 is published stacked). A
+plan that says how experts are stored has precedence (`ModelPlan.stored`).
+
+The private names come from core_model_loading.py (`revert_weight_conversion`, which save_pretrained
+calls; `WeightRenaming`, `PrefixChange`, `rename_source_key`) and conversion_mapping.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -15,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
+    WeightConverter,
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
@@ -29,32 +35,86 @@ T = TypeVar("T")
 _QUANTIZERS = "transformers.integrations."
 
 
-def convert_to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
+def convert_to_hub(model: Any, tensors: Mapping[str, T], *, as_loaded: bool = True) -> dict[str, T]:
     """Convert a model's tensors to the tensors that `save_pretrained` writes.
 
+    A model of another library has no conversions.
+
     Args:
-        model: the model. If conversions were applied when its weights were loaded, they are
-            reversed. If no conversion was applied, or if one of them decoded quantized weights, the
-            conversions of the model's class are reversed instead. A model of another library has no
-            conversions.
+        model: the model.
         tensors: the tensors by their names in a stock model. The values may also be other objects,
             if transformers' operations accept these objects.
+        as_loaded: reverse the conversions that were applied when the model was loaded. If it was
+            not loaded, or if one of them decoded quantized weights, or if `as_loaded` is False, the
+            conversions of the model's class are reversed instead.
     """
     stock = without_adapters(unwrap(model))
     if not isinstance(stock, PreTrainedModel):
         return dict(tensors)
-    conversions = list(getattr(stock, "_weight_conversions", None) or ())
-    if not conversions or any(map(_decodes_quantized_weights, conversions)):
-        conversions = [
-            conversion
-            for conversion in _find_conversions(stock, add_legacy=False)
-            if not isinstance(conversion, PrefixChange)
-        ]
+    conversions = _get_applied(stock) if as_loaded else None
+    if conversions is None:
+        conversions = _find_default_conversions(stock)
     # Modules of the model may be wrapped, so transformers gets an object with stock names instead.
     stand_in = SimpleNamespace(
         config=stock.config, _weight_conversions=conversions, get_parameter=tensors.__getitem__
     )
     return revert_weight_conversion(stand_in, dict(tensors))
+
+
+def remember_conversions(model: Any, keys: Iterable[str]) -> None:
+    """Store the conversions that from_pretrained would apply to a checkpoint with these keys."""
+    stock = without_adapters(unwrap(model))
+    if not isinstance(stock, PreTrainedModel):
+        return
+    conversions = _find_conversions(stock)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    for key in sorted(keys, key=dot_natural_key):
+        rename_source_key(key, renamings, converters)
+    stock._weight_conversions = [c for c in conversions if c.was_used()]
+
+
+def describe_conversions(model: Any) -> list[list[str]] | None:
+    """Describe the conversions with which a model was loaded, for `restore_conversions`.
+
+    The result is None if `convert_to_hub` reverses the conversions of the model's class.
+    """
+    stock = without_adapters(unwrap(model))
+    applied = _get_applied(stock) if isinstance(stock, PreTrainedModel) else None
+    if applied is None:
+        return None
+    described = [_describe(conversion) for conversion in applied]
+    default = [_describe(conversion) for conversion in _find_default_conversions(stock)]
+    return None if described == default else described
+
+
+def restore_conversions(model: Any, described: Iterable[Sequence[str]]) -> None:
+    """Let a model be saved as the model that `describe_conversions` has described."""
+    wanted = {tuple(row) for row in described}
+    conversions = [c for c in _find_conversions(model) if tuple(_describe(c)) in wanted]
+    model._weight_conversions = conversions
+
+
+def _describe(conversion: Any) -> list[str]:
+    """Return texts that identify a conversion among all conversions of a model."""
+    return [conversion.scope_prefix or "", *conversion.source_patterns]
+
+
+def _get_applied(stock: PreTrainedModel) -> list[Any] | None:
+    """Return the conversions that were applied when a model was loaded; None if they are unknown.
+
+    Conversions that decoded quantized weights cannot be reversed (`_decodes_quantized_weights`).
+    """
+    applied: Sequence[Any] | None = getattr(stock, "_weight_conversions", None)
+    if applied is None or any(map(_decodes_quantized_weights, applied)):
+        return None
+    return list(applied)
+
+
+def _find_default_conversions(stock: PreTrainedModel) -> list[Any]:
+    """Return the conversions that save_pretrained reverses if a model was not loaded."""
+    conversions = _find_conversions(stock, add_legacy=False)
+    return [c for c in conversions if not isinstance(c, PrefixChange)]
 
 
 def map_to_model_names(model: Any, keys: Iterable[str]) -> dict[str, str]:

@@ -32,6 +32,7 @@ from support.extra_files import (
     assert_same_bytes,
     extra_of,
     is_of_head,
+    load_stock,
     read_files,
     write_with_extra,
 )
@@ -44,6 +45,7 @@ from support.tiny_models import batch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     FineGrainedFP8Config,
     Qwen3NextForSequenceClassification,
     TrainerCallback,
@@ -78,7 +80,7 @@ def load(loader: str, folder: Path, **options: Any) -> nn.Module:
     """Load a checkpoint in shards, or whole with stock's from_pretrained."""
     if loader == "ours":
         return from_pretrained(folder, **options)
-    return apply_ep_fsdp2(patch(AutoModelForCausalLM.from_pretrained(folder), **options))
+    return apply_ep_fsdp2(patch(load_stock(folder), **options))
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, rank: int, steps: int = 3) -> None:
@@ -100,7 +102,7 @@ def _save_in_every_way(model_type: str, loader: str, rank: int, world: int, fold
     base = root / "base"
     write_on_first(rank, lambda: write_with_extra(base, model_type))
     before = read_files(base)
-    own = AutoModelForCausalLM.from_pretrained(base).state_dict().keys()
+    own = load_stock(base).state_dict().keys()
     model = load(loader, base, ep_size=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, rank)
@@ -141,7 +143,7 @@ def _save_in_every_way(model_type: str, loader: str, rank: int, world: int, fold
 
 def _load_with_stock(folder: Path, model_type: str, trained: set[str]) -> None:
     """Stock finds all tensors of its class, and ignores the extra ones."""
-    stock, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    stock, report = load_stock(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["mismatched_keys"]
     assert not report["error_msgs"] and not trained & set(report["unexpected_keys"])
     stock.save_pretrained(folder / "stock")
@@ -204,6 +206,47 @@ def a_save_may_replace_its_own_source(rank: int, world: int, folder: str) -> Non
         save_pretrained(model, root / "base", max_shard_size=SHARD_SIZE)
         dist.barrier()
         assert_same_bytes(read_files(root / "base"), before)
+
+
+def a_base_in_fp8_keeps_its_head_in_fp8(rank: int, world: int, folder: str) -> None:
+    """Everything is published in FP8. The model is trained and saved in bf16, its head is copied.
+
+    The saved checkpoint has no quantization_config, and loads again.
+    """
+    root = Path(folder)
+    stock = tiny("deepseek_v3", dtype=torch.bfloat16)
+
+    def write() -> None:
+        stock.config.num_nextn_predict_layers = 1
+        write_fp8(root / "base", stock)
+        own = AutoModelForCausalLM.from_config(stock.config)
+        own.save_pretrained(root / "shapes")
+        add_tensors(root / "base", extra_of("deepseek_v3", stock, read_files(root / "shapes")))
+
+    write_on_first(rank, write)
+    before = read_files(root / "base")
+    of_head = {key: t for key, t in before.items() if is_of_head(key, stock)}
+    in_fp8 = {key for key in of_head if key.endswith("_scale_inv")}
+    assert len(in_fp8) > 10 and (before.keys() - of_head.keys()) & {
+        key for key in before if key.endswith("_scale_inv")
+    }
+    model = from_pretrained(root / "base", ep_size=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, rank)
+    save_pretrained(model, root / "saved")
+    save_checkpoint(root / "step", model, optimizer)
+    write_on_first(rank, lambda: convert(root / "step", root / "converted"))
+    for name in ("saved", "converted"):
+        saved = read_files(root / name)
+        assert_same_bytes(saved, of_head)
+        assert {saved[key].dtype for key in saved.keys() - of_head.keys()} <= {
+            torch.bfloat16,
+            torch.float32,
+        }
+        assert "quantization_config" not in json.loads((root / name / "config.json").read_text())
+    again = from_pretrained(root / "saved", ep_size=1)
+    save_pretrained(again, root / "again")
+    assert_same_bytes(read_files(root / "again"), read_files(root / "saved"))
 
 
 def undeclared_tensors_need_the_option(rank: int, world: int, folder: str) -> None:
@@ -500,6 +543,7 @@ def states_of_accelerate_have_extra_tensors(rank: int, world: int, folder: str) 
 ON_TWO_RANKS = (
     a_changed_source_is_refused,
     a_save_may_replace_its_own_source,
+    a_base_in_fp8_keeps_its_head_in_fp8,
     undeclared_tensors_need_the_option,
     two_files_with_one_extra_tensor_are_an_error,
     two_tensors_with_one_key_are_refused,
@@ -535,6 +579,53 @@ def test_one_process_saves_extra_tensors(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "without", extra_tensors=False)
     assert not extra.keys() & read_files(tmp_path / "without").keys()
     assert not hasattr(find_state(unpatch(model)), "extra")
+
+
+@pytest.mark.parametrize("mtp_is_stacked", [True, False], ids=["Qwen3.6", "Qwen3.5"])
+@pytest.mark.parametrize("loads", [AutoModelForImageTextToText, AutoModelForCausalLM])
+def test_a_class_for_pictures_or_text_saves_what_stock_saves(
+    loads: Any, mtp_is_stacked: bool, tmp_path: Path
+) -> None:
+    """The class for text ignores the tower, too, and Qwen3.5 has single experts in its head only.
+
+    A save has the keys and values of stock's save, and the tensors that the class ignores. So has
+    a training checkpoint that is converted.
+    """
+    base = tmp_path / "base"
+    write_with_extra(base, "qwen3_5_moe", dtype=torch.bfloat16)
+    if not mtp_is_stacked:
+        _unstack_experts(base, "mtp.layers.0.mlp.experts")
+    before = read_files(base)
+    loads.from_pretrained(base).save_pretrained(tmp_path / "stock")
+    stock = read_files(tmp_path / "stock")
+    model = patch(loads.from_pretrained(base))
+    model.save_pretrained(tmp_path / "saved")
+    save_checkpoint(tmp_path / "step", model, None)
+    convert(tmp_path / "step", tmp_path / "converted")
+    ignored = {key for key in before if key.startswith("mtp.")}
+    if loads is AutoModelForCausalLM:
+        ignored |= {key for key in before if key.startswith("model.visual.")}
+    for name in ("saved", "converted"):
+        saved = read_files(tmp_path / name)
+        assert saved.keys() == stock.keys() | ignored
+        assert_same_bytes(saved, stock)
+        assert_same_bytes(saved, {key: before[key] for key in ignored})
+        stream = dict(hub_tensors(model))
+        assert stream.keys() == saved.keys()
+        assert_same_bytes(stream, saved)
+
+
+def _unstack_experts(folder: Path, module: str) -> None:
+    """Replace the stacked experts of a module by one tensor for each matrix of each expert."""
+    state = read_files(folder)
+    gate_up, down = (state.pop(f"{module}.{name}") for name in ("gate_up_proj", "down_proj"))
+    for expert, (matrices, out) in enumerate(zip(gate_up, down, strict=True)):
+        gate, up = matrices.chunk(2)
+        for name, matrix in (("gate", gate), ("up", up), ("down", out)):
+            state[f"{module}.{expert}.{name}_proj.weight"] = matrix.clone()
+    for file in (*folder.glob("*.safetensors"), folder / INDEX):
+        file.unlink()
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -3,6 +3,8 @@
     type                keys of the layer
     qwen3_next          mtp.fc, mtp.layers.0.., one key per expert
     qwen3_5_moe_text    the same, as stock saves the model's own experts
+    qwen3_5_moe         mtp.fc, mtp.layers.0.., stacked experts as in the model itself, which has
+                        model.language_model and model.visual (Qwen3.6-35B-A3B)
     deepseek_v3         model.layers.{n}.., n the number of layers, FP8 weights and their scales
     glm4_moe            model.layers.{n}.., as DeepSeek-V3 in bf16
     mimo_v2_flash       model.mtp.layers.0..
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,11 +28,14 @@ from transformers import PreTrainedModel
 from support.architectures.models import tiny
 
 INDEX = "model.safetensors.index.json"
-TYPES = ("qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe", "mimo_v2_flash")
+TYPES = (
+    "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "mimo_v2_flash"
+)  # fmt: skip
 # The field of config.json with the number of a model's layers for multi-token prediction.
 LAYER_FIELDS = {
     "qwen3_next": {"num_nextn_predict_layers": 1},
     "qwen3_5_moe_text": {"mtp_num_hidden_layers": 1},
+    "qwen3_5_moe": {"mtp_num_hidden_layers": 1},
     "deepseek_v3": {"num_nextn_predict_layers": 1},
     "glm4_moe": {"num_nextn_predict_layers": 1},
     "mimo_v2_flash": {"num_nextn_predict_layers": 1},
@@ -52,12 +58,23 @@ def write_with_extra(
     """
     model = tiny(model_type, dtype=dtype, seed=seed)
     for name, value in LAYER_FIELDS[model_type].items():
-        setattr(model.config, name, value)
+        setattr(model.config.get_text_config(), name, value)
+    if model_type == "qwen3_5_moe":
+        model._weight_conversions = []  # as if the model had been loaded from stacked experts
+        for config in (model.config.text_config, model.config.vision_config):
+            config.dtype = dtype  # as from_pretrained sets it
     model.save_pretrained(folder, max_shard_size="60KB")
     own = read_files(folder)
     extra = extra_of(model_type, model, own, in_fp8=in_fp8, std=std)
     assert not extra.keys() & own.keys()
     return extra if not extra else add_tensors(folder, extra)
+
+
+def load_stock(folder: Path, **options: Any) -> PreTrainedModel:
+    """Load a checkpoint with the class of transformers that its config names."""
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model: PreTrainedModel = getattr(transformers, name).from_pretrained(folder, **options)
+    return model
 
 
 def add_tensors(folder: Path, tensors: dict[str, Tensor], file: str = "extra") -> dict[str, Tensor]:
@@ -112,7 +129,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def is_of_head(key: str, model: Any) -> bool:
     """Return True if a key belongs to the layer for multi-token prediction."""
-    layers = model.config.num_hidden_layers
+    layers = model.config.get_text_config().num_hidden_layers
     return bool(re.match(rf"(model\.)?mtp\.|model\.layers\.{layers}\.", key))
 
 
@@ -127,25 +144,26 @@ def extra_of(
 ) -> dict[str, Tensor]:
     """Make the tensors of one layer for multi-token prediction."""
     draw = torch.Generator().manual_seed(seed)
-    config: Any = model.config
+    config: Any = model.config.get_text_config()
     hidden, layers = config.hidden_size, config.num_hidden_layers
 
     def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return (std * torch.randn(shape, generator=draw)).to(dtype)
 
     def layer(prefix: str, like: int) -> dict[str, Tensor]:
-        of_layer = f"model.layers.{like}."
+        base = "model.language_model" if model_type == "qwen3_5_moe" else "model"
+        of_layer = f"{base}.layers.{like}."
         return {
             prefix + key.removeprefix(of_layer): random(*tensor.shape)
             for key, tensor in own.items()
             if key.startswith(of_layer)
         }
 
-    if model_type in ("qwen3_next", "qwen3_5_moe_text"):
+    if model_type in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"):
         attends = next(
             index
             for index in range(layers)
-            if any(key.startswith(f"model.layers.{index}.self_attn.") for key in own)
+            if any(f".layers.{index}.self_attn." in key for key in own)
         )
         norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
         return {

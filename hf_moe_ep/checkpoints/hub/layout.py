@@ -86,7 +86,12 @@ def list_possible_keys(layout: Layout, prefix: str) -> set[str]:
 
 
 def find_hub_layout(
-    model: Any, plan: ModelPlan, shapes: Mapping[str, Shape], *, copies: bool = True
+    model: Any,
+    plan: ModelPlan,
+    shapes: Mapping[str, Shape],
+    *,
+    copies: bool = True,
+    as_loaded: bool = True,
 ) -> Layout:
     """Find the pieces of every parameter in a checkpoint that is saved in the hub's layout.
 
@@ -96,13 +101,15 @@ def find_hub_layout(
         shapes: the shapes of the parameters and buffers, by their names in a stock model.
         copies: include the second copies of the embedding and the output head that checkpoints with
             a head for multi-token prediction have (`MtpHead.copies`).
+        as_loaded: as in `convert_to_hub`.
 
     Raises:
         ValueError: the conversion uses an operation that cannot be traced, or does not write all
             elements of a parameter. The error names the tensor, if the conversion came so far.
     """
     from_plan = {n for n in shapes if _is_stacked(n, plan) and _weight_name(n) in plan.stored}
-    layout = _derive_layout(model, {name: shapes[name] for name in shapes if name not in from_plan})
+    derived = {name: shape for name, shape in shapes.items() if name not in from_plan}
+    layout = _derive_layout(model, derived, as_loaded)
     pieces_of = {
         name: _layout_of_plan(name, shape, plan) if name in from_plan else layout[name]
         for name, shape in shapes.items()
@@ -129,7 +136,7 @@ def _layout_of_plan(name: str, shape: Shape, plan: ModelPlan) -> list[Piece]:
     ]
 
 
-def _derive_layout(model: Any, shapes: Mapping[str, Shape]) -> Layout:
+def _derive_layout(model: Any, shapes: Mapping[str, Shape], as_loaded: bool) -> Layout:
     names, tracer = list(shapes), Tracer()
     tensors = {name: tracer.tensor(number, shapes[name]) for number, name in enumerate(names)}
     originals = {id(tensor): name for name, tensor in tensors.items()}
@@ -138,7 +145,8 @@ def _derive_layout(model: Any, shapes: Mapping[str, Shape]) -> Layout:
     padding: list[Piece] = []
     key = "its conversion"
     try:
-        for key, tensor in convert_to_hub(model, make_stock_tensors(model, tensors)).items():
+        stock_tensors = make_stock_tensors(model, tensors)
+        for key, tensor in convert_to_hub(model, stock_tensors, as_loaded=as_loaded).items():
             name = originals.get(id(tensor))
             if name is not None:
                 layout[name].append(make_whole_piece(key, shapes[name]))

@@ -169,7 +169,7 @@ def match_checkpoint(
             shape.
     """
     file_tensors = read_index(directory) if file_tensors is None else file_tensors
-    layout = find_hub_layout(model, plan, list_shapes(model), copies=False)
+    layout = find_hub_layout(model, plan, list_shapes(model), copies=False, as_loaded=False)
     tensors: Mapping[str, FileTensor]
     key_in_file: dict[str, str] = {}
     try:

@@ -8,6 +8,7 @@
                              (`part_files.py`)
     state.json               everything else (`state_file.py`)
     extra_tensors.json       positions of tensors that the model's class ignores (`extra.py`)
+    conversions.json         the layout of the loaded checkpoint, if it is not the class's own
     quantised_base.json      hashes of experts that are held quantised (`base.py`)
     random-00003.json        the random generators of rank 3
     config.json, ..          the model's config, for `hf-moe-ep convert`, and the Python files of a
@@ -38,6 +39,7 @@ from hf_moe_ep.checkpoints.storage.part_files import (
 )
 from hf_moe_ep.checkpoints.training import state_file
 from hf_moe_ep.checkpoints.training.base import BASE
+from hf_moe_ep.checkpoints.training.conversions import CONVERSIONS
 from hf_moe_ep.checkpoints.training.extra import EXTRA
 from hf_moe_ep.checkpoints.training.state_file import StateFile
 from hf_moe_ep.ranks.all_ranks import this_rank, world_size
@@ -92,7 +94,8 @@ def check_free(path: Path) -> None:
 
 def _is_known(name: str) -> bool:
     """Return True if a save may have written a file of this name."""
-    known = (TENSORS, STATE, BASE, EXTRA, *CONFIGS, manifest.STARTED, manifest.PARTIAL)
+    of_run = (TENSORS, STATE, BASE, EXTRA, CONVERSIONS)
+    known = (*of_run, *CONFIGS, manifest.STARTED, manifest.PARTIAL)
     # A model that was loaded with trust_remote_code=True has Python files.
     if Path(name).suffix == ".py":
         return True

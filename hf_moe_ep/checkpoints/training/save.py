@@ -33,6 +33,7 @@ from hf_moe_ep.checkpoints.storage.part_files import Shards
 from hf_moe_ep.checkpoints.training import folder
 from hf_moe_ep.checkpoints.training import rng as random_state
 from hf_moe_ep.checkpoints.training.base import BASE, describe_base
+from hf_moe_ep.checkpoints.training.conversions import CONVERSIONS, describe_load
 from hf_moe_ep.checkpoints.training.extra import EXTRA, describe_extra
 from hf_moe_ep.checkpoints.training.stages import join_stages
 from hf_moe_ep.checkpoints.training.state_file import StateFile, digest
@@ -125,7 +126,11 @@ def save_checkpoint(
         values: dict[str, Any] = {}
         if is_first():
             folder.check_free(path)
-            values = {BASE: base, EXTRA: describe_extra(state)}
+            values = {
+                BASE: base,
+                EXTRA: describe_extra(state),
+                CONVERSIONS: describe_load(model),
+            }
         files, own = _collect_state(model, optimizer, scheduler, progress, state)
         random = random_state.capture(get_computing_device(model))
         values[folder.random_file(this_rank())] = encode(random, "random state")
