@@ -9,7 +9,9 @@ filled. If vLLM refuses a key, the script prints the traceback and records nothi
 so vLLM's compiled kernels are not needed, and the script replaces vLLM's choice of kernels for
 experts. The rows "head of .." are vLLM's classes for draft models. They get the tensors of a head
 for multi-token prediction that `patch(model, mtp_layers=1)` trains. vLLM takes the embedding and
-the output head of these classes from the main model.
+the output head of these classes from the main model. The rows "carrier of .." are vLLM's classes
+for main models, which also get the tensors of a head that is not trained (extra tensors), and must
+skip these tensors only.
 
 The test `tests/checkpoints/test_engine_names.py` compares the keys of the current stream with the
 recorded keys. It does not need vLLM.
@@ -32,7 +34,7 @@ import torch
 sys.path.insert(0, os.fspath(Path(__file__).parents[1] / "tests"))
 
 from support.architectures.models import tiny
-from support.extra_files import is_of_head, write_with_extra
+from support.extra_files import is_of_head, load_stock, write_with_extra
 from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import hub_tensors, patch, save_pretrained
@@ -56,6 +58,8 @@ TYPES = (
 # Types whose heads for multi-token prediction can be trained, and for which engines have classes.
 HEADS = ("qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe")
 HEAD = "head of "  # begins the name of a row about a head
+CARRIER = "carrier of "  # begins the name of a row about a model with a head that is not trained
+CARRIERS = (*HEADS, "qwen3_5_moe")
 # Fields of published configs that vLLM reads, but that transformers' config classes lack.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc"},
@@ -96,12 +100,15 @@ def make_model(
     """Write a tiny checkpoint into the folder "model", and return the patched model.
 
     Args:
-        name: a model type, or "head of" and a model type.
+        name: a model type, or "head of" or "carrier of" and a model type.
         sizes: sizes of a model without a head.
         fields: fields of the config, or functions that return them for a model.
     """
-    model_type = name.removeprefix(HEAD)
-    if name.startswith(HEAD):
+    model_type = name.removeprefix(HEAD).removeprefix(CARRIER)
+    if name.startswith(CARRIER):
+        write_with_extra(folder / "base", model_type, dtype=torch.bfloat16)
+        model = patch(load_stock(folder / "base", dtype=torch.bfloat16))
+    elif name.startswith(HEAD):
         write_with_extra(folder / "base", model_type, dtype=torch.bfloat16, in_fp8=False)
         base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
         model = patch(base, mtp_layers=1)
@@ -148,7 +155,8 @@ def record_keys(name: str, folder: Path) -> dict[str, Any]:
             keys.append(key)
             loaded = set(engine.load_weights([(key, tensor)]) or ())
             unfilled -= loaded
-            if not loaded and key not in copies:
+            is_for_draft = name.startswith(CARRIER) and is_of_head(key, model)
+            if not loaded and key not in copies and not is_for_draft:
                 skipped.append(key)
         if is_head:
             unfilled = {n for n in unfilled if "embed_tokens" not in n and "lm_head" not in n}
@@ -165,7 +173,8 @@ def main() -> None:
     """Record the given types in the file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
-    parser.add_argument("types", nargs="*", default=[*TYPES, *(HEAD + kind for kind in HEADS)])
+    rows = [*TYPES, *(HEAD + kind for kind in HEADS), *(CARRIER + kind for kind in CARRIERS)]
+    parser.add_argument("types", nargs="*", default=rows)
     options = parser.parse_args()
     import vllm
 

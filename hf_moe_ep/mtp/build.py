@@ -31,10 +31,12 @@ def check_head_is_supported(parts: Parts, num_layers: int) -> None:
     """Raise ValueError if a head for this model was not tested, or cannot be trained."""
     model_type = parts.plan.model_type
     if model_type not in MTP_HEADS:
+        has_text_class = f"{model_type}_text" in MTP_HEADS
+        other = "load its text model (AutoModelForCausalLM), or " if has_text_class else ""
         raise ValueError(
             f"mtp_layers={num_layers}: heads for multi-token prediction were tested on "
-            f"{', '.join(sorted(MTP_HEADS))}, not on {model_type}; leave mtp_layers out, and saves "
-            f"copy the head of the loaded checkpoint"
+            f"{', '.join(sorted(MTP_HEADS))}, not on {model_type}; {other}leave mtp_layers out, "
+            f"and saves copy the head of the loaded checkpoint"
         )
     if parts.causal_lm is None or not parts.final_norm or parts.embedding is None:
         raise ValueError(

@@ -613,6 +613,9 @@ def test_a_class_for_pictures_or_text_saves_what_stock_saves(
         stream = dict(hub_tensors(model))
         assert stream.keys() == saved.keys()
         assert_same_bytes(stream, saved)
+    if loads is AutoModelForCausalLM:  # a head that may be trained is saved under the same keys
+        patch(loads.from_pretrained(base), mtp_layers=1).save_pretrained(tmp_path / "head")
+        assert_same_bytes(read_files(tmp_path / "head"), read_files(tmp_path / "saved"))
 
 
 def _unstack_experts(folder: Path, module: str) -> None:

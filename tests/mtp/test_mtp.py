@@ -386,5 +386,6 @@ def test_heads_that_cannot_be_trained_are_refused(glm: Path, tmp_path: Path) -> 
     with pytest.raises(ValueError, match="patched with mtp_layers=0; patch it with mtp_layers=1"):
         mtp_loss(patch(load_stock(glm)))
     for model_type in ("qwen3_moe", "qwen3_5_moe"):
-        with pytest.raises(ValueError, match=f"tested on deepseek_v3, .*not on {model_type};"):
+        with pytest.raises(ValueError, match=f"tested on deepseek_v3, .*not on {model_type};") as e:
             patch(tiny(model_type), mtp_layers=1)
+        assert ("load its text model" in str(e.value)) == (model_type == "qwen3_5_moe")
