@@ -6,6 +6,7 @@ layer for multi-token prediction. The first sync also sends this layer's tensors
 
 import os
 import re
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -19,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from packaging.version import Version
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from support.adapters import EXPERTS
 from support.checks import Check, Found, on_ranks
 from support.extra_files import assert_same_bytes, read_files, write_with_extra
@@ -35,6 +36,7 @@ pytest.importorskip("trl", minversion="1.15")
 
 STEPS = 5
 LORA = LoraConfig(r=4, target_modules=["o_proj"], target_parameters=list(EXPERTS))
+RANDOM_LORA = replace(LORA, init_lora_weights=False)
 
 
 class Recorder:
@@ -119,13 +121,17 @@ def syncs(kind: str, mode: str, lora: bool, rank: int, world: int, folder: str) 
     assert not any(torch.equal(a, b) for a, b in pairwise(experts))
 
 
-def _merge_adapter(base: Path, adapter: Path) -> dict[str, Tensor]:
-    """Merge an adapter with PEFT, and return the tensors that stock's save_pretrained writes."""
+def _merge_adapter(base: Path, adapter: Path, *, is_alone: bool = False) -> dict[str, Tensor]:
+    """Merge an adapter with PEFT, and return the tensors that stock's save_pretrained writes.
+
+    `is_alone`: the other ranks do not call this function.
+    """
     stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     model = PeftModel.from_pretrained(stock, adapter).merge_and_unload()
     folder = adapter.with_name(f"{adapter.name}-merged")
     model.save_pretrained(folder)  # writes on rank 0
-    dist.barrier()
+    if not is_alone:
+        dist.barrier()
     return read_files(folder)
 
 
@@ -136,7 +142,7 @@ ASYNC = {
 
 
 def a_transfer_protocol_gets_the_same_tensors(
-    kind: str, rank: int, world: int, folder: str
+    kind: str, lora: bool, rank: int, world: int, folder: str
 ) -> None:
     """Asynchronous trainers send through any object with TRL's WeightTransferProtocol."""
     module = import_module(ASYNC[kind])
@@ -145,7 +151,9 @@ def a_transfer_protocol_gets_the_same_tensors(
     if rank == 0:
         write_with_extra(root / "base", "qwen3_next", dtype=torch.bfloat16)
     dist.barrier()
-    model = patch(AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.bfloat16))
+    stock = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.bfloat16)
+    torch.manual_seed(0)  # the same adapter on both ranks
+    model = patch(get_peft_model(stock, RANDOM_LORA) if lora else stock)
     named = list(module._iter_vllm_named_params(model))
     from hf_moe_ep import apply_ep_fsdp2
 
@@ -180,8 +188,16 @@ def a_transfer_protocol_gets_the_same_tensors(
     )
     for _ in range(2):
         trainer_class._sync_weight_merged(trainer, 0.0)
-    saved = dict(hub_tensors(model))
+    saved = dict(hub_tensors(model, merge_adapters=True))
+    save_pretrained(model, root / "saved")
+    dist.barrier()
     if rank == 0:
+        of_files = read_files(root / "base") if lora else read_files(root / "saved")
+        changed = {key for key in saved if not torch.equal(saved[key], of_files[key])}
+        assert saved.keys() == of_files.keys() and bool(changed) == lora
+        if lora:
+            merged = _merge_adapter(root / "base", root / "saved", is_alone=True)
+            assert_same_bytes(saved, merged)
         assert_same_bytes(engine.held, saved)
         assert calls == ["pause", "resume"] * 2 and trainer.model_version == 2
         assert {name for name, _ in named} == set(engine.syncs[0]) == saved.keys()
@@ -191,7 +207,8 @@ def a_transfer_protocol_gets_the_same_tensors(
         trainer.weight_transfer.send_weights = _fail_sync
     with pytest.raises(KeyError if rank == 0 else RuntimeError, match=r"no room|stopped iterating"):
         trainer_class._sync_weight_merged(trainer, 0.0)
-    assert find_state(model) is not None and len(list(hub_tensors(model))) == len(saved)
+    again = list(hub_tensors(model, merge_adapters=True))
+    assert find_state(model) is not None and len(again) == len(saved)
 
 
 def _fail_sync(iterator: Any) -> None:
@@ -217,7 +234,16 @@ def test_after_each_sync_the_engine_has_the_checkpoint(found: Found, claim: Chec
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "claim",
-    on_ranks(2, {kind: partial(a_transfer_protocol_gets_the_same_tensors, kind) for kind in ASYNC}),
+    on_ranks(
+        2,
+        {
+            f"{kind} {'LoRA' if lora else 'full'}": partial(
+                a_transfer_protocol_gets_the_same_tensors, kind, lora
+            )
+            for kind in ASYNC
+            for lora in (False, True)
+        },
+    ),
 )
 def test_the_weight_transfer_protocol_gets_the_same_tensors(found: Found, claim: Check) -> None:
     if Version(version("trl")) < Version("1.16"):
