@@ -45,6 +45,7 @@ the row above.
     pipeline/gradients.py | grad | of parameters: set aside during a forward of all stages
     pipeline/run.py | grad | of a tied weight: the sum of the gradients of two stages
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
+    sequence/slices.py | transfer | keys, values or their gradients, while they are sent
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
     sequence/split.py | documents part | in a slice, and the slice that runs outside of layers
     sequence/mixers.py | _gradient_checkpointing_func | of a layer, wrapped while it runs

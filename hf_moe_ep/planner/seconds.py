@@ -131,9 +131,11 @@ def plan_phase_parts(phase: Phase, hardware: Hardware) -> dict[str, float]:
         launches += number
     under_experts = min(hideable["rows"], parts["grouped"])
     hidden_rows = hardware.overlap * (under_experts + min(row_grads, postponed))
+    hidden_sequence = hardware.overlap * min(hideable["sequence"], parts["attention"])
     hideable_fsdp = sum(hideable[purpose] for purpose in _BY_FSDP)
-    hidden_fsdp = hardware.overlap * min(hideable_fsdp, max(computed - hidden_rows, 0.0))
-    hidden = {"rows": hidden_rows}
+    free = max(computed - hidden_rows - hidden_sequence, 0.0)
+    hidden_fsdp = hardware.overlap * min(hideable_fsdp, free)
+    hidden = {"rows": hidden_rows, "sequence": hidden_sequence}
     if hideable_fsdp:
         hidden |= {name: hidden_fsdp * hideable[name] / hideable_fsdp for name in _BY_FSDP}
     for purpose, seconds in sent.items():

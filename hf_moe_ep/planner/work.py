@@ -66,7 +66,11 @@ _PURPOSES = {
     "start_counts": "counts",
     "swap_slices": "sequence",
     "all_gather": "sequence",
+    "start_all_gather": "sequence",
+    "start_swap": "sequence",
 }
+# Collectives for keys and values of one share of heads, which run under the attention of another.
+_UNDER_ATTENTION = {"start_all_gather", "start_swap"}
 PURPOSES = ("parameters", "gradients", "rows", "counts", "sequence", "numbers", "offload")
 # The kind of an operator that runs on the host, and of a copy between host and device.
 ON_HOST, HOST_COPY = "on_host", "host_copy"
@@ -395,7 +399,7 @@ class WorkCounter(OperatorMode):
             if module == context.__name__ and purpose == "rows":  # these rows are keys and values
                 purpose = "sequence"
         if purpose != "rows":
-            return purpose, 0.0
+            return purpose, 0.0 if _UNDER_ATTENTION.isdisjoint(callers) else 1.0
         if "send_row_grads" in callers and self.experts_train:
             return purpose, 1.0
         return purpose, (self.chunks - 1) / self.chunks

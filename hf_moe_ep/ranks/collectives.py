@@ -5,6 +5,8 @@ gather_counts        all-gather a few counts, with a host sync
 start_all_to_all     start an all-to-all of rows; call `wait` where the rows are needed
 swap_slices          send a slice to each rank by an all-to-all (sequence parallelism)
 all_gather           all-gather tensors of equal size (sequence parallelism)
+start_all_gather     the same, started (keys and values of context parallelism)
+start_swap           start to send a slice to each rank (the gradients of such an all-gather)
 send_to_next         start to send a tensor to the next rank and to receive one (ring attention)
 sum_over_ranks       sum a value over the ranks, without a gradient
 max_over_ranks       compute the maximum of a value over the ranks, without a gradient
@@ -12,8 +14,9 @@ max_over_ranks       compute the maximum of a value over the ranks, without a gr
 Gloo raises an error when an exchange of counts or rows fails, either because a rank died or because
 a rank did not start the exchange within the timeout of the process group. Gloo's error names
 neither the layer nor the rank. `start_counts`, `gather_counts` and `start_all_to_all` replace this
-error by an error that names the missing ranks and the layer. `send_to_next` names only the ranks,
-because it does not know the layer. The other functions leave gloo's error as it is.
+error by an error that names the missing ranks and the layer. `send_to_next`, `start_all_gather` and
+`start_swap` name only the ranks, because they do not know the layer. The other functions leave
+gloo's error as it is.
 
 NCCL raises no Python error. Its watchdog aborts the process after the same timeout, and prints the
 collective and the name of the process group. torch's flight recorder also records which collective
@@ -72,7 +75,7 @@ class Transfer:
     """A transfer that may still run. This object keeps the sent and received tensors alive."""
 
     _works: Sequence[dist.Work]
-    _received: Tensor
+    received: Tensor  # must not be read before `wait`
     _sent: Tensor
     _exchange: _Exchange
 
@@ -84,7 +87,7 @@ class Transfer:
         with _describe_errors(self._exchange):
             for work in self._works:
                 work.wait()
-        return self._received
+        return self.received
 
     def read(self, numbers: Tensor) -> list[Any]:
         """Copy `numbers`, computed from the received tensor, to the host. This is a host sync.
@@ -136,6 +139,27 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = x.new_empty((dist.get_world_size(group), *x.shape))
     _all_gather(gathered.view(-1), x.contiguous().view(-1), group=group)
     return gathered
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Transfer:
+    """Start to do what `all_gather` does."""
+    x = x.contiguous()
+    gathered = x.new_empty((dist.get_world_size(group), *x.shape))
+    exchange = _Exchange("context parallelism", "keys and values", group)
+    with _describe_errors(exchange):
+        work = _all_gather(gathered.view(-1), x.view(-1), group=group, async_op=True)
+    return Transfer([work], gathered, x, exchange)
+
+
+def start_swap(slices: Tensor, group: dist.ProcessGroup) -> Transfer:
+    """Start to do what `swap_slices` does."""
+    slices = slices.contiguous()
+    received = torch.empty_like(slices)
+    exchange = _Exchange("context parallelism", "gradients of keys and values", group)
+    with _describe_errors(exchange):
+        work = dist.all_to_all_single(received, slices, group=group, async_op=True)
+    assert work is not None
+    return Transfer([work], received, slices, exchange)
 
 
 def send_to_next(x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> Transfer:

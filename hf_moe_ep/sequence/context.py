@@ -18,6 +18,11 @@ sends a piece only to the ranks that need it:
 
 Latent attention gathers its latents before it computes keys and values (`latent_cache.py`).
 
+sdpa and flash attention compute each head alone. For them an all-gather of keys and values is
+divided into up to four shares of heads. A rank waits for the first share, and computes attention to
+one share while the next are sent. In backward, the gradients of a share are sent while those of the
+share before it are computed. Nothing hides the transfer of the first share and of its gradients.
+
 For kv heads of width d, an all-gather sends (cp - 1) * 2 * kv * d values per token of a slice in
 forward, and as many gradients in backward. A rank saves only its own queries, keys and values for
 backward, which gathers keys and values again and computes the attention a second time (under
@@ -49,9 +54,16 @@ from hf_moe_ep.ranks.collectives import start_all_to_all
 from hf_moe_ep.sequence.context_calls import Call, plan_calls
 from hf_moe_ep.sequence.partial_attention import ScoreOptions
 from hf_moe_ep.sequence.ring import attend_by_ring
-from hf_moe_ep.sequence.slices import Slice, gather_slices
-from hf_moe_ep.upstream.attention_interface import uses_flash_attention, uses_flex_attention
+from hf_moe_ep.sequence.slices import Slice, StartedGather, gather_slices
+from hf_moe_ep.upstream.attention_interface import (
+    uses_flash_attention,
+    uses_flex_attention,
+    uses_sdpa,
+)
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, saved_tensors_are_hooked
+
+# Of N shares of heads, the transfers of N - 1 can be hidden.
+_MAX_SHARES = 4
 
 
 def attend(
@@ -79,6 +91,7 @@ def attend(
         ValueError: FlexAttention was asked for dropout, which it does not have.
     """
     by_rank = plan_calls(module, attention_mask, context, kwargs, len(query), query.device)
+    sinks = kwargs.get("s_aux")
     if gather and uses_flex_attention(module) and isinstance(attention_mask, BlockMask):
         if kwargs.get("dropout"):
             raise ValueError(
@@ -89,8 +102,9 @@ def attend(
         if _needs_all_keys(needed, context):
             cap, scale, options = map(kwargs.get, ("softcap", "scaling", "kernel_options"))
             scores = ScoreOptions(attention_mask, scale, cap, options)
-            return attend_by_ring(query, key, value, scores, kwargs.get("s_aux"), context)
-    run = partial(_attend_to_gathered, stock, module, by_rank, context, gather, kwargs)
+            return attend_by_ring(query, key, value, scores, sinks, context)
+    num_shares = _count_shares(module, attention_mask, key) if gather else 0
+    run = partial(_attend_to_gathered, stock, module, by_rank, context, num_shares, sinks)
     if gather and not uses_flash_attention(module) and _saves_for_backward():
         # Stock code would save a copy of the keys and values of the whole sequence for each call.
         draws = bool(kwargs.get("dropout"))
@@ -111,16 +125,60 @@ def _attend_to_gathered(
     module: Any,
     by_rank: Sequence[Sequence[Call]],
     context: Slice,
-    gather: bool,
-    kwargs: dict[str, Any],
+    num_shares: int,
+    sinks: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
 ) -> Tensor:
-    pieces: Sequence[int] = range(_num_pieces(context))
-    if gather:
-        pieces, key, value = _fetch_keys_and_values(key, value, context, by_rank)
-    calls = iter(by_rank[context.rank])
+    """Get the keys and values of other ranks, and attend to them.
+
+    Args:
+        num_shares: the number of shares of heads that are gathered one after the other, while the
+            attention to earlier shares is computed; 0 if keys and values have all tokens already.
+        sinks: a number per query head for the softmax, or None.
+    """
+    attend_to = partial(_attend_to_pieces, stock, module, by_rank[context.rank], context)
+    everything: Sequence[int] = range(_num_pieces(context))
+    if not num_shares:
+        return attend_to(everything, sinks, query, key, value)
+    needed = [_list_pieces(calls, context.piece) for calls in by_rank]
+    if not _needs_all_keys(needed, context):
+        received = _FetchPieces.apply(_join(key, value), context, needed)
+        return attend_to(needed[context.rank], sinks, query, *_separate(received, key, value))
+    keys, values = key.tensor_split(num_shares, 1), value.tensor_split(num_shares, 1)
+    sizes = [share.shape[1] * (query.shape[1] // key.shape[1]) for share in keys]
+    sinks_of = [None] * num_shares if sinks is None else sinks.split(sizes)
+    first, *others = [_join(k, v) for k, v in zip(keys, values, strict=True)]
+    gathered = gather_slices(first, context)
+    gathers = [StartedGather(share, context) for share in others]
+    outs = []
+    for number, (queries, own_sinks) in enumerate(
+        zip(query.split(sizes, 1), sinks_of, strict=True)
+    ):
+        received = gathers[number - 1].wait() if number else gathered
+        outs.append(attend_to(everything, own_sinks, queries, *_separate(received, key, value)))
+    return torch.cat(outs, 2)
+
+
+def _attend_to_pieces(
+    stock: Callable[..., Any],
+    module: Any,
+    own_calls: Sequence[Call],
+    context: Slice,
+    pieces: Sequence[int],
+    sinks: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """Run the calls of this rank.
+
+    Args:
+        pieces: the numbers of the pieces whose tokens `key` and `value` have.
+        sinks: a number for each head of `query`, or None.
+    """
+    calls = iter(own_calls)
     outs = []
     for (start, stop), queries in zip(context.spans, query.split(context.piece, 2), strict=True):
         if start < stop:
@@ -130,14 +188,13 @@ def _attend_to_gathered(
             first = pieces.index(piece) * context.piece + offset
             seen = slice(first, first + call.last - call.first)
             args = queries[:, :, : stop - start], key[:, :, seen], value[:, :, seen]
-            outs.append(_run(stock, module, call, *args))
+            outs.append(_run(stock, module, call, sinks, *args))
     # On a rank without tokens, only these empty tensors connect the output with queries, values and
     # sinks, and with keys, which are exchanged together with values. Such a rank needs gradients as
     # well, because all ranks take part in FSDP2's reductions and in this exchange. The squares save
     # tensors for backward, whichever of queries and values need gradients. Without saved tensors
     # torch does not recompute a checkpoint, and this rank would miss the exchange inside it.
     size = (len(query), 0, query.shape[1], value.shape[-1])
-    sinks = kwargs.get("s_aux")
     empty = [x.transpose(1, 2).square() for x in (query[:, :, :0, :1], value[:, :1, :0])]
     empty += [] if sinks is None else [sinks.view(1, 1, -1, 1)[:, :0].to(value.dtype)]
     out_BSQW = torch.cat([*outs, *(x.expand(size) for x in empty)], 1)
@@ -145,39 +202,45 @@ def _attend_to_gathered(
 
 
 def _run(
-    stock: Callable[..., Any], module: Any, call: Call, query: Tensor, key: Tensor, value: Tensor
+    stock: Callable[..., Any],
+    module: Any,
+    call: Call,
+    sinks: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
 ) -> Tensor:
+    kwargs = call.kwargs if sinks is None else call.kwargs | {"s_aux": sinks}
     if call.pads_queries:
         before, behind = call.start - call.first, call.last - call.stop
         padded = functional.pad(query, (0, 0, before, behind))
-        out: Tensor = stock(module, padded, key, value, call.mask, **call.kwargs)[0]
+        out: Tensor = stock(module, padded, key, value, call.mask, **kwargs)[0]
         return out[:, before : before + query.shape[2]]
-    out = stock(module, query, key, value, call.mask, **call.kwargs)
+    out = stock(module, query, key, value, call.mask, **kwargs)
     return out[0]
 
 
-def _fetch_keys_and_values(
-    key: Tensor, value: Tensor, context: Slice, by_rank: Sequence[Sequence[Call]]
-) -> tuple[Sequence[int], Tensor, Tensor]:
-    """Send this rank's keys and values, and receive the pieces that it needs.
+def _join(key: Tensor, value: Tensor) -> Tensor:
+    """Join keys and values, (B, heads, S / cp, W) each, in one tensor (B, S / cp, heads, 2W)."""
+    return torch.cat([key, value], -1).transpose(1, 2)
 
-    Args:
-        key, value: (B, heads, S / cp, W), before the heads are repeated for the query heads.
 
-    Returns:
-        The numbers of the pieces, and their keys and values, (B, heads, tokens of the pieces, W).
+def _separate(received: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+    """Undo `_join` for received tokens. Only the widths of `key` and `value` are used."""
+    return received.transpose(1, 2).split([key.shape[-1], value.shape[-1]], -1)
+
+
+def _count_shares(module: Any, attention_mask: Any, key: Tensor) -> int:
+    """Return the number of shares of heads that are gathered one after the other.
+
+    Only sdpa and flash attention compute each head alone: an eager function may read numbers of all
+    heads from its module (the sinks of gpt-oss), and a mask may have rows for each head.
     """
-    packed = torch.cat([key, value], -1).transpose(1, 2)
-    needed = [_list_pieces(calls, context.piece) for calls in by_rank]
-    if _needs_all_keys(needed, context):
-        pieces: Sequence[int] = range(_num_pieces(context))
-        received = gather_slices(packed, context)
-    else:
-        pieces = needed[context.rank]
-        received = _FetchPieces.apply(packed, context, needed)
-    widths = [key.shape[-1], value.shape[-1]]
-    keys, values = received.transpose(1, 2).split(widths, -1)
-    return pieces, keys, values
+    is_tensor = isinstance(attention_mask, Tensor) and attention_mask.ndim == 4
+    by_head = is_tensor and attention_mask.shape[1] > 1
+    if by_head or not (uses_sdpa(module) or uses_flash_attention(module)):
+        return 1
+    return min(_MAX_SHARES, key.shape[1])
 
 
 def _needs_all_keys(needed: Sequence[Sequence[int]], context: Slice) -> bool:

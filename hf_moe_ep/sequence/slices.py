@@ -32,7 +32,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from hf_moe_ep.ranks.collectives import all_gather, swap_slices
+from hf_moe_ep.ranks.collectives import (
+    Transfer,
+    all_gather,
+    start_all_gather,
+    start_swap,
+    swap_slices,
+)
 from hf_moe_ep.upstream.autograd_modes import is_view
 
 # The keyword argument that carries a Slice.
@@ -213,6 +219,39 @@ def gather_slices(x: Tensor, part: Slice) -> Tensor:
     return _Gather.apply(x, part)
 
 
+class StartedGather:
+    """An all-gather like `gather_slices` that runs while other code computes.
+
+    Between the creation of this object and `wait`, the slices travel. In backward, the gradients
+    travel between the backward of `wait` and that of the creation. Autograd computes whatever was
+    computed in between in forward, and does not depend on the result, while they travel.
+    """
+
+    def __init__(self, x: Tensor, part: Slice) -> None:
+        self._part, self._running = part, _Running()
+        self._received = _StartGather.apply(x, part, self._running)
+
+    def wait(self) -> Tensor:
+        """Return the gathered tensor, (B, S, ...)."""
+        return _FinishGather.apply(self._received, self._part, self._running)
+
+
+class _Running:
+    """The transfer of a `StartedGather` that is running: of slices, or of gradients in backward."""
+
+    def __init__(self) -> None:
+        self.transfer: Transfer | None = None
+
+    def wait(self) -> Tensor:
+        """Return the received tensor, and forget the transfer.
+
+        A transfer that stayed here would keep its tensor alive, whose graph contains this object.
+        """
+        transfer, self.transfer = self.transfer, None
+        assert transfer is not None
+        return transfer.wait()
+
+
 def sum_slices(x: Tensor, part: Slice) -> Tensor:
     """Sum a scalar over the group. Backward adds the gradients of all ranks as well."""
     return _Sum.apply(x, part)
@@ -232,6 +271,41 @@ class _Gather(torch.autograd.Function):
         part = ctx.part
         by_owner = part.arrange(grad, 1).unflatten(1, (part.size, -1)).movedim(1, 0)
         return swap_slices(by_owner, part.group).sum(0), None
+
+
+class _StartGather(torch.autograd.Function):
+    """Start the all-gather of a `StartedGather`. The result is a buffer that is not yet written."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Slice, running: _Running) -> Tensor:
+        ctx.running = running
+        running.transfer = start_all_gather(x, part.group)
+        return running.transfer.received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
+        received = ctx.running.wait()
+        assert grads.data_ptr() == received.data_ptr(), "the buffer of _FinishGather.backward"
+        return received.sum(0), None, None
+
+
+class _FinishGather(torch.autograd.Function):
+    """Wait for the all-gather. Backward starts to send the gradients to their owners."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor, part: Slice, running: _Running) -> Tensor:
+        ctx.part, ctx.running = part, running
+        running.wait()
+        return part.join(received.movedim(0, 1).flatten(1, 2), 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        part = ctx.part
+        by_owner = part.arrange(grad, 1).unflatten(1, (part.size, -1)).movedim(1, 0)
+        transfer = ctx.running.transfer = start_swap(by_owner, part.group)
+        return transfer.received, None, None
 
 
 class _Sum(torch.autograd.Function):

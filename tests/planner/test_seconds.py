@@ -68,6 +68,12 @@ def test_collectives_overlap_with_computation() -> None:
     assert half["rows"] == 7.75 - 3.875 / 2 and half["parameters"] == 10.25 - 10.25 / 2
     without = plan_phase_parts(phase, replace(HARDWARE, overlap=0.0))
     assert (without["rows"], without["parameters"]) == (7.75, 10.25)
+    # Keys of other ranks, 10.25 s, overlap only the attention, which takes 10 s.
+    keys = Collective("all_gather", "sequence", (0, 1), 0, 40, hideable=1.0)
+    attention = replace(PRODUCT, kind="attention")
+    parts = plan_phase_parts(_make_phase(PRODUCT, attention, sent=(keys,)), HARDWARE)
+    assert parts["sequence"] == 0.25
+    assert plan_phase_parts(_make_phase(PRODUCT, sent=(keys,)), HARDWARE)["sequence"] == 10.25
     # The copy takes 12 s, of which 10 s overlap PRODUCT. It does not overlap the 3 s on the host.
     copy = Collective(HOST_COPY, "offload", (0,), 0, 12, hideable=1.0)
     parts = plan_phase_parts(

@@ -129,6 +129,18 @@ def test_keys_and_values_of_other_ranks_are_not_counted_as_rows() -> None:
     assert all(c.hideable == 0 for c in sent if c.purpose == "sequence")
 
 
+def test_all_but_the_first_share_of_keys_is_sent_during_attention() -> None:
+    """Each rank sends keys and values of 64 tokens, of two heads, one after the other."""
+    config = tiny(num_hidden_layers=1).config
+    parallel = ParallelConfig(cp_size=2)
+    work = plan_step(config, parallel, world_size=2, batch=Batch(4 * 32)).work
+    sent = [c for phase in work.phases.values() for c, _ in phase.collectives]
+    of_keys = [c for c in sent if c.purpose == "sequence" and c.nbytes > 8]
+    # Forward, its recompute, and gradients.
+    assert [c.hideable for c in of_keys] == [0.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+    assert len({c.nbytes for c in of_keys}) == 1
+
+
 def test_attention_with_context_parallelism_leaves_out_later_keys() -> None:
     """In zigzag order, each of two ranks computes half of the query-key pairs.
 

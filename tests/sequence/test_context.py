@@ -260,6 +260,55 @@ def describe_says_what_is_sent(rank: int, world: int) -> None:
             assert want == [256, 512]
 
 
+def keys_travel_while_attention_is_computed(rank: int, world: int) -> None:
+    """The second of two heads of keys travels during attention to the first one, and gradients too.
+
+    The results equal those of one transfer of both heads, to the bit.
+    """
+    events: list[str] = []
+
+    def noting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            events.append(name)
+            return stock(*args)
+
+        return call
+
+    def separate(*args: Tensor) -> Any:
+        keys, values = stock_separate(*args)
+        if keys.requires_grad:
+            keys.register_hook(lambda grad: events.append("gradients"))
+        return keys, values
+
+    stock_separate = context._separate
+    results = []
+    for number in (1, 4):
+        torch.manual_seed(0)
+        model = tiny(num_hidden_layers=1)
+        apply_ep_fsdp2(model, ep_size=1, cp_size=2)
+        events.clear()
+        with (
+            mock.patch.object(context, "_MAX_SHARES", number),
+            mock.patch.object(context, "_separate", separate),
+            mock.patch.object(context, "gather_slices", noting("gather", slices.gather_slices)),
+            mock.patch.object(context, "_run", noting("attend", context._run)),
+            mock.patch.object(slices, "start_all_gather", noting("start", slices.start_all_gather)),
+            mock.patch.object(slices, "start_swap", noting("send back", slices.start_swap)),
+            mock.patch.object(slices._Running, "wait", noting("arrived", slices._Running.wait)),
+        ):
+            loss = model(**batch(model, 2, 16), use_cache=False).loss
+            loss.backward()
+        results.append([loss, *(p.grad.to_local() for p in model.parameters())])
+        # Attention to one share has one call for each of this rank's two pieces.
+        attend = ["attend", "attend"]
+        forward, backward = ["gather", *attend], ["gradients"]
+        if number == 4:
+            forward = ["gather", "start", *attend, "arrived", *attend]
+            backward = ["gradients", "send back", "gradients", "arrived"]
+        assert events == [*forward, *forward, *backward], f"{number}: {events}"
+    assert all(map(torch.equal, *results))
+
+
 # This pattern finds the numbers of bytes in a line of `describe`.
 _SENT = re.compile(r"([0-9,]+) (?:bytes per token|in backward|with activation)")
 
@@ -272,14 +321,14 @@ def _count_sent_per_token(model: nn.Module, layers: int) -> list[int]:
     def counted(name: str) -> Any:
         stock = getattr(slices, name)
 
-        def call(x: torch.Tensor, group: Any) -> torch.Tensor:
+        def call(x: torch.Tensor, group: Any) -> Any:
             nonlocal sent
-            sent += x.nbytes // (1 if name == "all_gather" else 2)
+            sent += x.nbytes // (1 if "all_gather" in name else 2)
             return stock(x, group)
 
         return call
 
-    names = ("all_gather", "swap_slices")
+    names = ("all_gather", "swap_slices", "start_all_gather", "start_swap")
     with mock.patch.multiple(slices, **{name: counted(name) for name in names}):
         loss = model(**micro, use_cache=False).loss
         forward = sent
@@ -296,6 +345,7 @@ CASES = [
     every_rank_generates_its_own_text,
     wrong_batches_are_refused,
     describe_says_what_is_sent,
+    keys_travel_while_attention_is_computed,
 ]
 
 
