@@ -464,8 +464,8 @@ def _format_context_note(layout: Layout, request: LayoutRequest) -> list[str]:
         return []
     return [
         f"Keys and values by cp_size {layout.cp}: a GPU receives up to {received / 2**20:,.1f} MiB "
-        f"per layer in a forward, before the attention of that layer; nothing hides this transfer "
-        f"unless the model is loaded with attn_implementation='flex_attention'"
+        f"per layer in a forward; attention hides up to three quarters of this transfer (half with "
+        f"2 heads of keys, nothing of latents), and with attn_implementation='flex_attention' more"
     ]
 
 

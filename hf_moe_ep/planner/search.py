@@ -283,19 +283,20 @@ class _Search:
     def plan_grids(self) -> None:
         """Plan the grids of each sp_size, then of each cp_size, until a grid fits."""
         request, num_experts = self.request, _count_experts(self.request)
-        planned: list[PlannedLayout] = []
-        for sp in [1, *_list_powers_of_two(request.node)] if request.sp is None else [request.sp]:
-            planned += self._plan_grids(
-                _iterate_grids(request, sp, request.cp or 1, num_experts, self.pp)
-            )
-            if any(grid.left >= 0 for grid in planned):
+        sp_sizes = [1, *_list_powers_of_two(request.node)] if request.sp is None else [request.sp]
+        for sp in sp_sizes:
+            grids = _iterate_grids(request, sp, request.cp or 1, num_experts, self.pp)
+            if any(grid.left >= 0 for grid in self._plan_grids(grids)):
                 return
         if request.cp is not None:
             return
-        sp = max((grid.layout.sp for grid in planned), default=1)
-        for cp in _list_powers_of_two(request.gpus // sp):
-            planned = self._plan_grids(_iterate_grids(request, sp, cp, num_experts, self.pp))
-            if any(grid.left >= 0 for grid in planned):
+        for sp in reversed(sp_sizes):
+            planned: list[PlannedLayout] = []
+            for cp in _list_powers_of_two(request.gpus // sp):
+                planned += self._plan_grids(_iterate_grids(request, sp, cp, num_experts, self.pp))
+                if any(grid.left >= 0 for grid in planned):
+                    return
+            if planned:  # training accepts this sp_size, and a smaller one needs more memory
                 return
 
     def _plan_grids(self, grids: Iterable[Layout]) -> list[PlannedLayout]:

@@ -35,6 +35,7 @@ from hf_moe_ep.planner.search import (
     SearchResult,
     _count_experts,
     _iterate_grids,
+    _Search,
     count_received_bytes,
     explain_refusal,
     find_layouts,
@@ -252,6 +253,33 @@ def test_a_plan_of_1024_gpus_takes_less_than_4_gib() -> None:
     assert len(printed["fit"]) + len(printed["too_large"]) <= 14
 
 
+def test_long_sequences_are_split_over_heads_in_a_node_and_over_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two sequences of 262,144 tokens for 16 GPUs: 8 GPUs share a sequence, of which a node has 4.
+
+    The model has 4 heads. With 2 heads, sp_size is 2, and cp_size is 4.
+    """
+
+    def plan(layout: Layout, request: LayoutRequest, few: Any) -> PlannedLayout:
+        step = StepPlan({OPTIMIZER: 1}, {OPTIMIZER: {"parameters": 1}}, 1, (1,))
+        return PlannedLayout(layout, step, request.limit - 1)
+
+    monkeypatch.setattr(search, "_plan", plan)
+    monkeypatch.setattr(search, "choose_layers_to_run", lambda request: (1,))
+    hardware = replace(find_hardware("h100"), node_size=4)
+    for heads, want in ((4, (4, 2)), (2, (2, 4))):
+        config = tiny(num_attention_heads=heads).config
+        sizes: dict[str, Any] = {"model": config, "gpus": 16, "ep": 4, "hardware": hardware}
+        request = make_request(**sizes, seq=262_144, batch=2)
+        found = _Search(request, 1, SearchResult([], [], {}))
+        found.plan_grids()
+        assert {(p.layout.sp, p.layout.cp) for p in found.result.fit} == {want}
+        best = found.result.fit[0].layout
+        patch_line = f"patch(model, ep_size=4, sp_size={want[0]}, cp_size={want[1]}"
+        assert best.format_patch_line().startswith(patch_line)
+
+
 @pytest.mark.parametrize("sp", [1, 2])
 def test_latents_are_gathered_for_the_tokens_of_a_rank(sp: int) -> None:
     """With sp 2, a rank has half of the tokens of its cp rank when latents are gathered."""
@@ -277,7 +305,7 @@ def test_context_parallelism_is_tried_if_nothing_fits_without_it() -> None:
     assert received == best.per_forward * 1024 * 2 * 2 * 8 * 2
     (line,) = _format_context_note(best, request)
     assert f"up to {received / 2**20:,.1f} MiB per layer" in line
-    assert "nothing hides this transfer" in line
+    assert "attention hides up to three quarters of this transfer" in line
 
 
 REFUSED = {
