@@ -49,7 +49,9 @@ def list_exchanges(
     for name, module in named:
         latents = caches_latents(module)
         width = get_latent_width(module) if latents else get_key_value_width(module, sp_size)
-        window = getattr(module, "sliding_window", None)
+        # Some classes store the window of the config in layers without a window, too (EXAONE).
+        has_window = getattr(module, "is_sliding", True)
+        window = getattr(module, "sliding_window", None) if has_window else None
         if latents:
             width = None if width is None else width + int(getattr(module, "qk_rope_head_dim", 0))
         ring = uses_flex_attention(module) and window is None and not latents

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.architectures import tiny as tiny_of
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention.bias import CausalBias, CausalVariant
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_moe_ep.sequence.context import _FetchPieces, _list_pieces, _PieceExchange
 from hf_moe_ep.sequence.context_calls import MODULE_PATH, Call, plan_calls
+from hf_moe_ep.sequence.kv_exchange import list_exchanges
 from hf_moe_ep.sequence.slices import Slice, make_zigzag_order
 
 LENGTH = 8
@@ -212,3 +214,11 @@ def test_layers_of_one_kind_share_the_indices_of_their_pieces() -> None:
         for _ in range(3):
             _FetchPieces.apply(torch.zeros(1, 4, 3, 16), part, needed)
     assert made.call_count == 1
+
+
+def test_a_layer_without_a_window_is_listed_without_one() -> None:
+    """EXAONE stores the window of the config in all layers."""
+    model = tiny_of("exaone_moe", layer_types=["sliding_attention", "full_attention"] * 2)
+    named = [(n, m) for n, m in model.named_modules() if n.endswith("self_attn")]
+    windows = [exchange.window for exchange in list_exchanges(named, 1)]
+    assert windows == [model.config.sliding_window, None]
