@@ -77,6 +77,7 @@ from hf_moe_ep.upstream.adapters import (
     left_out_by_merging,
     updates_of,
 )
+from hf_moe_ep.upstream.conversion import remember_conversions
 from hf_moe_ep.upstream.hub import local_folder, read_object
 from hf_moe_ep.upstream.models import iterate_persistent_buffers
 from hf_moe_ep.upstream.named_weights import WEIGHTS_FIELD
@@ -228,7 +229,7 @@ def _read_adapter(folder: Path) -> dict[str, FileTensor]:
 def _find_base(
     model: nn.Module, folder: Path, plan: ModelPlan, ignore_unexpected: Sequence[str]
 ) -> tuple[dict[int, StoredParameter], dict[str, FileTensor]]:
-    """Find the model's tensors in the files of the base.
+    """Find the model's tensors in the files of the base, in whose layout the model is saved then.
 
     Returns:
         For the `id` of each parameter or buffer, where its values are stored; and the tensors that
@@ -237,6 +238,7 @@ def _find_base(
     tensors = dict(model.named_parameters()) | dict(iterate_persistent_buffers(model))
     names = [name for name, _ in model.named_parameters()]
     weights = find_weights(model, folder, plan, names, ignore_unexpected)
+    remember_conversions(model, weights.file_tensors)
     return {id(tensors[name]): stored for name, stored in weights.stored.items()}, weights.extra
 
 
