@@ -10,12 +10,17 @@ process, which gets the same interpreter options and runs the script or module w
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 
 from hf_moe_ep.cli.run import DESCRIPTION, add_dry_run
 from hf_moe_ep.runner.environment import run_command
 from hf_moe_ep.runner.options import add_settings, variables
+
+# The option that starts this module: "-m hf_moe_ep.run", or with flags in front of the letter m
+# "-um hf_moe_ep.run". Python accepts both forms without the space, too.
+_OWN_MODULE = re.compile(r"(?P<flags>-[bBdEhiIOPqsSuvx]*)m ?hf_moe_ep\.run")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,10 +64,14 @@ def find_interpreter_options(words: Sequence[str]) -> list[str]:
     """Find the interpreter options among the words with which Python was started.
 
     ["python", "-u", "-m", "hf_moe_ep.run", "--ep-size", "8", "train.py"] -> ["-u"]
+    ["python", "-um", "hf_moe_ep.run", "--ep-size", "8", "train.py"] -> ["-u"]
     """
     for index in range(1, len(words)):
-        if list(words[index : index + 2]) == ["-m", "hf_moe_ep.run"]:
-            return list(words[1:index])
+        for end in (index + 1, index + 2):
+            found = _OWN_MODULE.fullmatch(" ".join(words[index:end]))
+            if found:
+                flags = found["flags"]
+                return [*words[1:index], *([flags] if flags != "-" else [])]
     return []
 
 

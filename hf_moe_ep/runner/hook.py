@@ -204,13 +204,15 @@ def _warn_once(sentence: str) -> None:
 
 def _format_given_options() -> str:
     """Return the settings of this run as options of the command."""
+    from hf_moe_ep.runner.options import format_option
+
     before = environment()
-    names = [field.name for kind in (ParallelConfig, RunOptions) for field in fields(kind)]
-    words = []
-    for name in names:
-        option, text = name.replace("_", "-"), before.get(get_variable(name), "").strip()
-        switch = {"": [], "true": [f"--{option}"], "false": [f"--no-{option}"]}
-        words += switch.get(text, [f"--{option} {text}"])
+    given = [
+        (field, before.get(get_variable(field.name), "").strip())
+        for kind in (ParallelConfig, RunOptions)
+        for field in fields(kind)
+    ]
+    words = [format_option(field, text) for field, text in given if text]
     return " ".join(words) or "no options"
 
 

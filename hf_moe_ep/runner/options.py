@@ -50,11 +50,20 @@ def option_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def format_option(field: Field[Any], text: str) -> str:
+    """Return the words of an option with a value: "--ep-size 8", "--report" or "--no-report"."""
+    option = option_of(field.name)
+    if field.type != "bool":
+        return f"{option} {text}"
+    return option if parse_setting(field, text, "") else f"--no-{option[2:]}"
+
+
 def variables(given: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
     """Return the variables for the given options, and a sentence for each variable they replace.
 
     Raises:
-        ValueError: an option or a variable has an invalid value, or two settings contradict.
+        ValueError: an option, or a variable that no option replaces, has an invalid value; or two
+            settings contradict.
     """
     before = environment()
     new: dict[str, str] = {}
@@ -64,17 +73,25 @@ def variables(given: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
         for field in fields(kind):
             variable, option = get_variable(field.name), option_of(field.name)
             old_text = before.get(variable, "").strip()
-            if old_text:
-                values[field.name] = parse_setting(field, old_text, f"{variable}=")
             if not hasattr(given, field.name):
+                if old_text:
+                    values[field.name] = parse_setting(field, old_text, f"{variable}=")
                 continue
             text = _format_value(getattr(given, field.name))
             value = parse_setting(field, text, f"{option} ")
-            if old_text and values[field.name] != value:
-                replaced.append(f"{option} {text} replaces {variable}={old_text}")
+            if old_text and not _has_value(field, old_text, value):
+                replaced.append(f"{format_option(field, text)} replaces {variable}={old_text}")
             values[field.name], new[variable] = value, text
         kind(**values)
     return new, replaced
+
+
+def _has_value(field: Field[Any], text: str, value: Any) -> bool:
+    """Return True if the text of a variable stands for `value`, False if it stands for another."""
+    try:
+        return bool(parse_setting(field, text, "") == value)
+    except ValueError:
+        return False  # an invalid value, which the option replaces
 
 
 def _format_value(value: str | bool) -> str:

@@ -201,7 +201,7 @@ def test_one_line_names_the_model_and_the_options(
     logger = logging.getLogger("hf_moe_ep.runner")
     logger.addFilter(lambda record: False)  # as axolotl's class of loggers
     monkeypatch.setattr(logger, "disabled", True)  # as logging.config.fileConfig
-    with hooked(monkeypatch, ep_size=2, report="false"):
+    with hooked(monkeypatch, ep_size=2, fused_loss="true", report="0"):
         model = AutoModelForCausalLM.from_pretrained(folders["text"])
         monkeypatch.setenv("RANK", "1")
         AutoModelForCausalLM.from_pretrained(folders["text"])
@@ -209,8 +209,8 @@ def test_one_line_names_the_model_and_the_options(
     assert state is not None and not state.is_reported
     lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("hf-moe-ep")]
     assert lines == [
-        "hf-moe-ep run: patched Qwen3MoeForCausalLM (--ep-size 2 --no-report): 2 MoE layers of 8 "
-        "experts"
+        "hf-moe-ep run: patched Qwen3MoeForCausalLM (--ep-size 2 --fused-loss true --no-report): 2 "
+        "MoE layers of 8 experts"
     ]
 
 

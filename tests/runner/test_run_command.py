@@ -26,7 +26,8 @@ from hf_moe_ep.run import find_interpreter_options
 from hf_moe_ep.runner.environment import HOOK_FOLDER
 
 RUN = (sys.executable, "-m", "hf_moe_ep", "run")
-INSIDE = (sys.executable, "-m", "hf_moe_ep.run")
+MODULE = "hf_moe_ep.run"
+INSIDE = (sys.executable, "-m", MODULE)
 PYTHON = (sys.executable, "-c")
 SHOW = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv, sorted(sys.modules)]))"
 
@@ -137,6 +138,18 @@ def test_variables_of_the_environment_are_used_unless_an_option_replaces_them() 
     assert (variables["HF_MOE_EP_EP_SIZE"], variables["HF_MOE_EP_SP_SIZE"]) == ("8", "2")
 
 
+def test_an_option_replaces_an_invalid_variable() -> None:
+    """The variable has no effect, because the processes of the command get the option's value."""
+    command = [*RUN, "--ep-size", "8", "--no-report", "--", *PYTHON, SHOW]
+    result = run_command(command, HF_MOE_EP_EP_SIZE="eight", HF_MOE_EP_REPORT="maybe")
+    assert result.stderr == (
+        "hf-moe-ep run: --ep-size 8 replaces HF_MOE_EP_EP_SIZE=eight\n"
+        "hf-moe-ep run: --no-report replaces HF_MOE_EP_REPORT=maybe\n"
+    )
+    variables, *_ = json.loads(result.stdout)
+    assert (variables["HF_MOE_EP_EP_SIZE"], variables["HF_MOE_EP_REPORT"]) == ("8", "false")
+
+
 def test_the_hook_is_in_the_path_once_and_keeps_other_folders(tmp_path: Path) -> None:
     inner = [*RUN, "--ep-size", "4", "--", *PYTHON, SHOW]
     result = run_command([*RUN, "--ep-size", "2", "--", *inner], PYTHONPATH=f"{ROOT}:{tmp_path}:")
@@ -183,9 +196,9 @@ def test_the_module_runs_scripts_and_modules_inside_a_launcher(tmp_path: Path) -
     """A script and a module get their arguments, the interpreter's options and their own path."""
     script = tmp_path / "train.py"
     script.write_text(f"import sys\n{SHOW}\nprint(sys.flags.optimize, __name__, sys.path[0])\n")
-    for target, folder in (([os.fspath(script)], tmp_path), (["-m", "train"], tmp_path)):
-        command = [*INSIDE, "--ep-size", "2", *target, "--lr", "1", "-m", "x"]
-        command[1:1] = ["-O", "-W", "ignore"]
+    for target, option in (([os.fspath(script)], ["-O", "-m"]), (["-m", "train"], ["-Om"])):
+        command = [sys.executable, "-W", "ignore", *option, MODULE, "--ep-size", "2", *target]
+        command += ["--lr", "1", "-m", "x"]
         result = subprocess.run(
             command,
             env=make_environment(),
@@ -199,9 +212,12 @@ def test_the_module_runs_scripts_and_modules_inside_a_launcher(tmp_path: Path) -
         variables, arguments, _ = json.loads(shown)
         assert arguments[1:] == ["--lr", "1", "-m", "x"] and arguments[0] == os.fspath(script)
         assert variables["HF_MOE_EP_EP_SIZE"] == "2"
-        assert flags == f"1 __main__ {folder}"
+        assert flags == f"1 __main__ {tmp_path}"
     words = ["python", "-X", "dev", "-m", "hf_moe_ep.run", "--ep-size", "2", "train.py"]
     assert find_interpreter_options(words) == ["-X", "dev"]
+    for words in (["-um", MODULE], ["-u", f"-m{MODULE}"], [f"-um{MODULE}"]):
+        assert find_interpreter_options(["python", "-B", *words, "x.py"]) == ["-B", "-u"]
+    assert find_interpreter_options(["python", f"-m{MODULE}", "-um", "x"]) == []
     assert find_interpreter_options(["python"]) == []
 
 
