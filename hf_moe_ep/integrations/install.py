@@ -55,6 +55,7 @@ from hf_moe_ep.upstream.accelerate_and_trainer import (
     accelerate_is_in_use,
     call_when_accelerator_is_imported,
     end_wait_for_accelerator,
+    has_logged_this_step,
     refresh_gather_function,
 )
 from hf_moe_ep.upstream.adapters import is_peft_model
@@ -179,8 +180,8 @@ def log_expert_load(
     from hf_moe_ep.integrations.expert_load import ExpertLoadCallback
 
     # The logs of an evaluation have "eval_loss", and the last summary has "train_loss" instead. All
-    # ranks log when `should_log` is set; a user may call this function at other times on one rank.
-    if "loss" in logs and self.control.should_log:
+    # ranks log a step's loss. A user may call this function at other steps on one rank.
+    if "loss" in logs and has_logged_this_step(self):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ExpertLoadCallback):
                 logs.update(callback.values(self.model, self.state.global_step))

@@ -198,6 +198,16 @@ def refresh_gather_function(trainer: transformers.Trainer) -> None:
         trainer.gather_function = partial(trainer.accelerator.gather_for_metrics, **options)
 
 
+def has_logged_this_step(trainer: transformers.Trainer) -> bool:
+    """Return True from the moment when a Trainer logs the loss of the current step by itself.
+
+    The Trainer stores the step before it calls `log`, on all ranks (`_maybe_log_save_evaluate` in
+    transformers/trainer.py). ms-swift does the same, but resets `control.should_log` before the
+    call (swift/trainers/mixin.py).
+    """
+    return getattr(trainer, "_globalstep_last_logged", None) == trainer.state.global_step
+
+
 def generates_in_training(trainer: transformers.Trainer) -> bool:
     """Return True if each process of this trainer generates its own training samples.
 

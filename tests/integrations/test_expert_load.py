@@ -47,6 +47,14 @@ class _LogByHand(TrainerCallback):
         self.trainer.log({"loss": 0.0, "by_hand": 1.0})
 
 
+class _TrainerThatResets(Trainer):
+    """A Trainer that resets `should_log` before it logs, as the trainers of ms-swift do."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        self.control.should_log = False
+        super().log(*args, **kwargs)
+
+
 def _train(
     folder: Path | str, callback: ExpertLoadCallback, *, steps: int = 4, **options: Any
 ) -> tuple[Trainer, _Tracker]:
@@ -67,7 +75,7 @@ def _train(
     columns = batch(tiny(), 32, 9)
     rows = [{name: value[row] for name, value in columns.items()} for row in range(32)]
     tracker = _Tracker()
-    trainer = Trainer(
+    trainer = options.get("trainer", Trainer)(
         model=options.get("model") or patch(tiny(dtype=torch.float32)),
         args=args,
         train_dataset=rows,
@@ -94,6 +102,12 @@ def test_the_load_is_in_the_log_of_the_loss_that_trackers_get(tmp_path: Path) ->
             assert entry["expert_load/worst_rank"] == 1  # there is only one rank
     # Evaluation is not counted. The callback does not reset the counts of `expert_load`.
     assert expert_load(trainer.model).counts.sum(1).tolist() == [4 * 2 * PAIRS_OF_A_ROW] * 2
+
+
+def test_a_trainer_that_resets_should_log_before_it_logs_has_the_load(tmp_path: Path) -> None:
+    trainer, _ = _train(tmp_path, ExpertLoadCallback(), trainer=_TrainerThatResets)
+    losses = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 4 and all(entry.keys() >= NAMES for entry in losses)
 
 
 def test_a_loss_that_one_rank_logs_by_hand_needs_no_other_rank(tmp_path: Path) -> None:
