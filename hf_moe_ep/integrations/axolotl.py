@@ -70,6 +70,7 @@ class ExpertParallel(BasePlugin):
                 f"parallelism; leave it out, and write hf_moe_ep: {{ep_size: "
                 f"{cfg.expert_parallel_size}}}"
             )
+        # axolotl's configuration sets use_scattermoe or use_sonicmoe if expert_backend names them.
         for key in ("use_scattermoe", "use_sonicmoe", "experts_implementation"):
             if getattr(cfg, key) not in (None, False, "eager"):
                 raise ValueError(

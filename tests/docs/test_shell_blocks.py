@@ -163,6 +163,7 @@ def check_export(*words: str) -> None:
 COMMANDS: dict[str, Callable[..., None]] = {
     "hf-moe-ep": parse_ours,
     "axolotl": check_files,
+    "swift": check_files,
     "accelerate": parse_accelerate,
     "pip": check_pip,
     "make": check_make,

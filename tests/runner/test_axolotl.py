@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from support import commands
 from support.adapters import ATTENTION, EXPERTS, with_lora
 from support.commands import (
-    MAX_GRAD_NORM,
     MODEL,
     ON_CPU,
     RANKS,
     SAMPLES,
     STEPS,
     STOCK_BATCH,
+    assert_adapts_experts,
     assert_same_log,
     assert_same_tensors,
     assert_same_training,
@@ -28,41 +27,16 @@ from support.commands import (
     run_ours,
     run_stock,
 )
-from support.scripts import ROOT
+from support.trainer_configs import Config, make_config, write_config
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("axolotl", "0.19", reason="needs axolotl 0.19 or newer (make test-trainers)")
 
-EXAMPLE = ROOT / "examples" / "trainers" / "axolotl.yaml"
 PLUGIN = ("plugins", "hf_moe_ep")
 FSDP = ("fsdp_version", "fsdp_config")
 LAUNCH = ("--launcher", "torchrun", "--", "--nproc_per_node", str(RANKS))
 MIDDLE = STEPS // 2
 PATCHED = "hf-moe-ep run: patched Qwen3MoeForCausalLM (--ep-size 2"
-Config = dict[str, Any]
-# Settings for a tiny model, and for features that the CPU lacks.
-TINY: Config = {
-    "base_model": MODEL,
-    "datasets": [{"path": "chat/train.jsonl", "ds_type": "json", "type": "chat_template"}],
-    "shuffle_merged_datasets": False,
-    "dataset_num_proc": 1,
-    "sequence_len": 128,
-    "sample_packing": False,
-    "pad_to_sequence_len": False,
-    "bf16": False,
-    "fp16": False,
-    "tf32": False,
-    "optimizer": "adamw_torch",
-    "micro_batch_size": STOCK_BATCH,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 1e-3,
-    "lr_scheduler": "constant",
-    "max_grad_norm": MAX_GRAD_NORM,
-    "max_steps": STEPS,
-    "save_steps": STEPS,
-    "val_set_size": 0,
-    "seed": 3,
-}
 # Six steps with batches of four samples.
 EPOCHS: Config = {
     "max_steps": None,
@@ -98,22 +72,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_config(output: str, **changes: Any) -> Config:
+def make_axolotl_config(output: str, **changes: Any) -> Config:
     """Return the example's configuration for the tiny model. A change to None removes a key."""
-    config = yaml.safe_load(EXAMPLE.read_text()) | TINY
-    config |= {"output_dir": output, "dataset_prepared_path": f"prepared_{output}"} | changes
-    return {key: value for key, value in config.items() if value is not None}
-
-
-def write_config(config: Config, folder: Path) -> str:
-    name = f"{config['output_dir']}.yaml"
-    (folder / name).write_text(yaml.safe_dump(config))
-    return name
+    return make_config("axolotl", output, dataset_prepared_path=f"prepared_{output}", **changes)
 
 
 def train_stock(folder: Path, output: str, **changes: Any) -> Path:
     """Train in one process without hf_moe_ep and FSDP. Returns the output folder."""
-    config = make_config(output, **dict.fromkeys((*PLUGIN, *FSDP)), **changes)
+    config = make_axolotl_config(output, **(dict.fromkeys((*PLUGIN, *FSDP)) | changes))
     command = ["axolotl", "train", write_config(config, folder), "--launcher", "python"]
     run_stock(command, folder, f"{output}.txt", PYTHONPATH=ON_CPU)
     return folder / output
@@ -133,7 +99,7 @@ def make_our_config(
         fsdp: changed keys of fsdp_config.
         changes: changed keys of the configuration.
     """
-    config = make_config(output, micro_batch_size=STOCK_BATCH // RANKS, **changes)
+    config = make_axolotl_config(output, micro_batch_size=STOCK_BATCH // RANKS, **changes)
     return config | {"fsdp_config": config["fsdp_config"] | (fsdp or {})}
 
 
@@ -157,6 +123,7 @@ def train_by_plugin(config: Config, folder: Path) -> str:
     command = ["axolotl", "train", write_config(config, folder), *LAUNCH]
     printed = run_stock(command, folder, f"{config['output_dir']}.txt", PYTHONPATH=ON_CPU)
     assert PATCHED not in printed
+    assert "layout     2 ranks = dp_replicate 1 x ep_fsdp 1 x ep 2" in printed
     return printed
 
 
@@ -185,6 +152,27 @@ def test_axolotls_kernels_plugin_without_a_kernel_changes_nothing(
     config["plugins"] = [*config["plugins"], "axolotl.integrations.kernels.KernelsPlugin"]
     train(config, folder)
     assert_same_training(folder / output, stock_full)
+
+
+def test_ligers_plugin_beside_ours_leaves_the_experts_to_hf_moe_ep(
+    folder: Path, stock_full: Path
+) -> None:
+    """Liger's experts need a GPU, so this run would fail if it called them."""
+    config = make_our_config(folder, "liger", liger_glu_activation=True)
+    config["plugins"] = ["axolotl.integrations.liger.LigerPlugin", *config["plugins"]]
+    printed = train_by_plugin(config, folder)
+    assert "Applying LIGER to qwen3_moe" in printed and "'swiglu': True" in printed
+    assert_same_training(folder / "liger", stock_full)
+
+
+def test_an_expert_backend_of_axolotl_is_refused(folder: Path) -> None:
+    """axolotl's configuration turns `expert_backend` into `use_scattermoe`, which we read."""
+    config = make_our_config(folder, "backend", expert_backend="scattermoe")
+    config["plugins"] = [*config["plugins"], "axolotl.integrations.kernels.KernelsPlugin"]
+    command = ["axolotl", "train", write_config(config, folder), "--launcher", "python"]
+    with pytest.raises(AssertionError, match="exit code 1 ") as error:
+        run_stock(command, folder, PYTHONPATH=ON_CPU)
+    assert "use_scattermoe: True would replace the experts of hf_moe_ep" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -261,6 +249,7 @@ def test_lora_trains_and_merges_as_stock(
     config = make_our_config(folder, output, **LORA)
     train(config, folder)
     assert_same_training(folder / output, stock_lora)
+    assert_adapts_experts(folder / output)
     if train is train_by_plugin:
         merged = merge_adapter(f"{output}.yaml", folder)
         assert_same_tensors(merged, merge_adapter("stock_lora.yaml", folder))

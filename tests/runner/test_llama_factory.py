@@ -9,55 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from support import commands
 from support.commands import (
-    MAX_GRAD_NORM,
-    MODEL,
     ON_CPU,
     RANKS,
-    STEPS,
     STOCK_BATCH,
+    assert_adapts_experts,
     assert_same_training,
     read_training_log,
     run_ours,
     run_stock,
 )
-from support.scripts import ROOT
+from support.trainer_configs import Config, make_config, write_config
 
 pytest.importorskip("llamafactory", reason="needs LLaMA-Factory (make test-trainers)")
 
-EXAMPLE = ROOT / "examples" / "trainers" / "llama_factory.yaml"
 VARIABLES = {"PYTHONPATH": ON_CPU, "DISABLE_VERSION_CHECK": "1"}
 LAUNCH = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(RANKS)}
 FSDP = ("fsdp", "fsdp_config")
-Config = dict[str, Any]
-# Settings for a tiny model, for comparable runs, and for features that the CPU lacks.
-TINY: Config = {
-    "model_name_or_path": MODEL,
-    "template": "chatml",
-    "dataset": "alpaca",
-    "cutoff_len": 128,
-    "disable_shuffling": True,
-    "dataloader_num_workers": 0,
-    "packing": False,
-    "use_cpu": True,
-    "bf16": False,
-    "optim": "adamw_torch",
-    # Some elements of adapters have gradients that are as small as the rounding errors of others.
-    # With the default epsilon of 1e-8, AdamW would make steps of the learning rate from them.
-    "adam_epsilon": 1e-4,
-    "disable_gradient_checkpointing": True,
-    "per_device_train_batch_size": STOCK_BATCH,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": MAX_GRAD_NORM,
-    "max_steps": STEPS,
-    "save_steps": STEPS,
-    "report_to": "none",
-    "seed": 3,
-}
 # PEFT turns the names of experts' matrices into target_parameters.
 LORA: Config = {
     "finetuning_type": "lora",
@@ -86,10 +55,8 @@ def make_command(folder: Path, output: str, **changes: Any) -> list[str]:
 
     A change to None removes a key.
     """
-    config = yaml.safe_load(EXAMPLE.read_text()) | TINY | {"output_dir": output} | changes
-    kept = {key: value for key, value in config.items() if value is not None}
-    (folder / f"{output}.yaml").write_text(yaml.safe_dump(kept))
-    return ["llamafactory-cli", "train", f"{output}.yaml"]
+    config = make_config("llama_factory", output, **changes)
+    return ["llamafactory-cli", "train", write_config(config, folder)]
 
 
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "LoRA on experts"])
@@ -105,5 +72,10 @@ def test_two_ranks_train_as_stock(changes: Config, folder: Path) -> None:
     )
     assert printed.count("hf-moe-ep run: patched Qwen3MoeForCausalLM (--ep-size 2)") == 1
     assert "layout     2 ranks = dp_replicate 1 x ep_fsdp 1 x ep 2" in printed
+    assert "sharding will read its layers from" in printed
     assert_same_training(folder / output, folder / stock_output)
-    assert all(entry["tokens_per_second"] > 0 for entry in read_training_log(folder / output))
+    log = read_training_log(folder / output)
+    assert all(entry["tokens_per_second"] > 0 for entry in log)
+    assert all(entry["expert_load/worst_layer"] >= 1 for entry in log)
+    if changes is LORA:
+        assert_adapts_experts(folder / output)

@@ -13,17 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from PIL import Image
 from support import commands
 from support.commands import (
     LOSS_BUDGET,
-    MAX_GRAD_NORM,
     MODEL,
     ON_CPU,
     RANKS,
     STEPS,
     STOCK_BATCH,
+    assert_adapts_experts,
     assert_same_log,
     assert_same_tensors,
     read_log_entries,
@@ -32,8 +31,8 @@ from support.commands import (
     run_ours,
     run_stock,
 )
-from support.scripts import ROOT
 from support.tiny_models import QWEN3_VL_MOE, tiny
+from support.trainer_configs import Config, find_example, make_config, write_config
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3VLMoeForConditionalGeneration
 
@@ -41,43 +40,12 @@ from hf_moe_ep.checkpoints.convert import convert
 
 pytest.importorskip("swift", "4.6", reason="needs ms-swift 4.6 or newer (make test-trainers)")
 
-EXAMPLE = ROOT / "examples" / "trainers" / "ms_swift.yaml"
+PLUGIN = find_example("ms_swift").with_name("ms_swift_plugin.py")
 MIDDLE = STEPS // 2
 LAST = f"checkpoint-{STEPS}"
+LAUNCH = {"NPROC_PER_NODE": str(RANKS), "PYTHONPATH": ON_CPU}
 # The preset of `--fsdp fsdp2`, with checkpoints that hold a model in the hub's layout.
 FULL_STATE_DICT = "fsdp.json"
-Config = dict[str, Any]
-# Settings for a tiny model, for comparable runs, and for features that the CPU lacks.
-TINY: Config = {
-    "model": MODEL,
-    "model_type": "qwen3_moe",
-    "template": "chatml",
-    "dataset": "chat/train.jsonl",
-    "split_dataset_ratio": 0,
-    "dataset_shuffle": False,
-    "train_dataloader_shuffle": False,
-    "dataset_num_proc": 1,
-    "dataloader_num_workers": 0,
-    "max_length": 128,
-    "use_cpu": True,
-    "torch_dtype": "float32",
-    "bf16": False,
-    "fp16": False,
-    "optim": "adamw_torch",
-    "gradient_checkpointing": False,
-    "per_device_train_batch_size": STOCK_BATCH,
-    "per_device_eval_batch_size": STOCK_BATCH,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "constant",
-    "warmup_ratio": 0,
-    "max_grad_norm": MAX_GRAD_NORM,
-    "max_steps": STEPS,
-    "save_steps": STEPS,
-    "report_to": "none",
-    "add_version": False,
-    "seed": 3,
-}
 LORA: Config = {
     "tuner_type": "lora",
     "lora_rank": 4,
@@ -149,7 +117,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for sample in samples
     ]
     texts = [{"messages": sample["chosen"]} for sample in samples]
-    for name, lines in (("pairs", pairs), ("texts", texts)):
+    labelled = [
+        {"messages": sample["prompt"] + sample["completion"], "label": sample["label"]}
+        for sample in map(json.loads, (folder / "unpaired/train.jsonl").open())
+    ]
+    for name, lines in (("pairs", pairs), ("texts", texts), ("labelled", labelled)):
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"{name}.jsonl").write_text(text)
     fsdp = {
@@ -213,18 +185,9 @@ def make_picture_inputs(folder: Path) -> None:
     (folder / "pictures.jsonl").write_text("".join(lines))
 
 
-def write_config(folder: Path, output: str, **changes: Any) -> str:
-    """Write the example's configuration for the tiny model. A change to None removes a key."""
-    config = yaml.safe_load(EXAMPLE.read_text()) | TINY | {"output_dir": output} | changes
-    name = f"{output}.yaml"
-    kept = {key: value for key, value in config.items() if value is not None}
-    (folder / name).write_text(yaml.safe_dump(kept))
-    return name
-
-
 def train_stock(folder: Path, output: str, command: str = "sft", **changes: Any) -> Path:
     """Train in one process without hf_moe_ep and FSDP. Returns the output folder."""
-    file = write_config(folder, output, fsdp=None, **changes)
+    file = write_config(make_config("ms_swift", output, fsdp=None, **changes), folder)
     run_stock(["swift", command, file], folder, f"{output}.txt", PYTHONPATH=ON_CPU)
     return folder / output
 
@@ -247,17 +210,23 @@ def train_ours(
     """
     batch = STOCK_BATCH * sp_size // RANKS
     sizes = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch}
-    file = write_config(folder, output, **sizes, **changes)
-    variables = {"NPROC_PER_NODE": str(RANKS), "PYTHONPATH": ON_CPU}
+    file = write_config(make_config("ms_swift", output, **sizes, **changes), folder)
     options = ["--sp-size", str(sp_size)] if sp_size > 1 else []
     words = ["swift", command, file]
-    printed = run_ours(words, folder, *options, output=f"{output}.txt", **variables)
+    printed = run_ours(words, folder, *options, output=f"{output}.txt", **LAUNCH)
+    check_run(folder / output, printed, models, model_class)
+    return folder / output
+
+
+def check_run(
+    output: Path, printed: str, models: int = 1, model_class: str = "Qwen3MoeForCausalLM"
+) -> None:
+    """Check what the run on two ranks has printed and logged."""
     assert printed.count(f"hf-moe-ep run: patched {model_class} (--ep-size 2") == models
     assert "layout     2 ranks = dp_replicate 1 x ep_fsdp 1 x ep 2" in printed
-    log = read_training_log(folder / output)
+    log = read_training_log(output)
     assert all(entry["tokens_per_second"] > 0 for entry in log)
     assert all(entry["expert_load/worst_layer"] >= 1 for entry in log)
-    return folder / output
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +253,20 @@ def test_evaluation_and_resume_equal_stock(folder: Path, stock_sft: Path) -> Non
         assert_same_tensors(read_saved_tensors(run / "whole"), read_saved_tensors(stock_sft / LAST))
 
 
+def test_external_plugins_patch_as_the_runner_does(folder: Path, stock_sft: Path) -> None:
+    """The file is imported before ms-swift loads the model. The command has no `hf-moe-ep run`."""
+    changes = {"external_plugins": str(PLUGIN), "fsdp": FULL_STATE_DICT}
+    changes |= {"per_device_train_batch_size": STOCK_BATCH // RANKS}
+    file = write_config(make_config("ms_swift", "external", **changes), folder)
+    variables = LAUNCH | {"HF_MOE_EP_EP_SIZE": "2"}
+    printed = run_stock(["swift", "sft", file], folder, "external.txt", **variables)
+    check_run(folder / "external", printed)
+    assert "sharding will read its layers from" in printed
+    assert_same_log(read_training_log(folder / "external"), read_training_log(stock_sft))
+    saved = [read_saved_tensors(output / LAST) for output in (folder / "external", stock_sft)]
+    assert_same_tensors(*saved)
+
+
 def test_a_step_with_nan_gradients_changes_nothing_as_in_stock(folder: Path) -> None:
     (folder / "poison.py").write_text(POISON)
     changes = {"external_plugins": "poison.py"}
@@ -301,8 +284,8 @@ def test_ms_swift_accepts_the_unchanged_example(folder: Path) -> None:
     """Options replace the model and the data, which have to be downloaded, and the GPUs."""
     (folder / "parse.py").write_text(PARSE)
     options = f"--model {MODEL} --model_type qwen3_moe --template chatml --use_cpu true"
-    data = "--dataset chat/train.jsonl"
-    command = [sys.executable, "parse.py", str(EXAMPLE), *options.split(), *data.split()]
+    options += " --dataset chat/train.jsonl"
+    command = [sys.executable, "parse.py", str(find_example("ms_swift")), *options.split()]
     printed = run_stock(command, folder, "parse.txt", PYTHONPATH=ON_CPU)
     assert printed.splitlines()[-1] == "FSDP 2"
 
@@ -319,6 +302,7 @@ def test_lora_and_its_export_equal_stock(folder: Path) -> None:
     got = train_ours(folder, "lora", fsdp=FULL_STATE_DICT, **LORA)
     assert_same_log(read_training_log(got), read_training_log(want))
     assert_same_tensors(read_saved_tensors(got / LAST), read_saved_tensors(want / LAST))
+    assert_adapts_experts(got / LAST)
     assert_same_tensors(export_merged(got, folder), export_merged(want, folder))
 
 
@@ -347,6 +331,16 @@ def test_dpo_equals_stock(folder: Path) -> None:
     data = {"dataset": "pairs.jsonl", "rlhf_type": "dpo", "learning_rate": 1e-4}
     want = train_stock(folder, "stock_dpo", "rlhf", **data)
     got = train_ours(folder, "dpo", "rlhf", models=2, fsdp=FULL_STATE_DICT, **data)
+    assert_same_log(read_training_log(got), read_training_log(want))
+    assert_same_tensors(read_saved_tensors(got / LAST), read_saved_tensors(want / LAST))
+
+
+def test_kto_equals_stock(folder: Path) -> None:
+    """ms-swift computes the KL term of KTO's default loss from the batch of each rank."""
+    data = {"dataset": "labelled.jsonl", "rlhf_type": "kto", "loss_type": "apo_zero_unpaired"}
+    data["learning_rate"] = 1e-4
+    want = train_stock(folder, "stock_kto", "rlhf", **data)
+    got = train_ours(folder, "kto", "rlhf", models=2, fsdp=FULL_STATE_DICT, **data)
     assert_same_log(read_training_log(got), read_training_log(want))
     assert_same_tensors(read_saved_tensors(got / LAST), read_saved_tensors(want / LAST))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from support import commands
 from support.commands import (
@@ -21,11 +22,13 @@ from support.commands import (
     STOCK_BATCH,
     assert_same_training,
     read_log_entries,
+    read_saved_tensors,
     read_training_log,
     run_ours,
     run_stock,
 )
 from support.scripts import ROOT
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 pytest.importorskip("trl", minversion="1.15")
 
@@ -134,3 +137,40 @@ def test_a_command_of_trl_trains_as_stock(name: str, folder: Path) -> None:
     assert all(entry["expert_load/worst_layer"] >= 1 for entry in read_training_log(ours))
     card = (ours / "README.md").read_text()
     assert "hf_moe_ep" not in card and "hf-moe-ep" not in card
+
+
+@pytest.mark.slow
+def test_a_command_with_a_dense_model_runs_as_without_the_runner(folder: Path) -> None:
+    """All logged values and all saved tensors are bit-equal, because nothing is patched."""
+    write_dense_model(folder)
+    outputs, printed = [], []
+    for run in (run_stock, run_ours):
+        outputs.append(folder / f"dense_{run.__name__}")
+        command = make_command(Case("sft", "chat"), outputs[-1].name, STOCK_BATCH)
+        command[command.index(MODEL)] = "dense"
+        printed.append(run(command, folder))
+    stock, ours = ([read_training_log(path), read_saved_tensors(path)] for path in outputs)
+    assert ours[0] == stock[0] and len(stock[0]) == STEPS
+    assert ours[1].keys() == stock[1].keys() and stock[1]
+    assert all(torch.equal(ours[1][name], tensor) for name, tensor in stock[1].items())
+    lines = [line for line in printed[1].splitlines() if "hf-moe-ep" in line]
+    warning = "warning: Qwen3ForCausalLM has no experts, so it is not patched"
+    assert lines == [f"hf-moe-ep run: {warning}"]
+
+
+def write_dense_model(folder: Path) -> None:
+    """Write a tiny Qwen3 with the tokenizer of the MoE model."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / MODEL)
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(
+        folder / "dense"
+    )
+    tokenizer.save_pretrained(folder / "dense")

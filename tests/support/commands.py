@@ -217,6 +217,16 @@ def assert_same_training(ours: Path, stock: Path) -> None:
     assert_same_tensors(read_saved_tensors(ours), read_saved_tensors(stock))
 
 
+def assert_adapts_experts(folder: Path) -> None:
+    """Check that an adapter has trained factors for both matrices of experts in both layers."""
+    tensors = read_saved_tensors(folder)
+    for layer in (0, 1):
+        for matrix in ("base_layer.", ""):  # PEFT nests the adapters of two parameters
+            for factor in ("lora_A", "lora_B"):
+                name = f"base_model.model.model.layers.{layer}.mlp.experts.{matrix}{factor}.weight"
+                assert tensors[name].any(), name
+
+
 def assert_same_log(got: Sequence[Entry], want: Sequence[Entry]) -> None:
     """Compare losses and gradient norms of all steps, some of which must have been clipped."""
     assert len(got) == len(want) == STEPS
