@@ -4,7 +4,6 @@ The configuration is examples/trainers/llama_factory.yaml with a tiny model. Los
 (with clipping) and saved tensors of six steps are compared.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from support.commands import (
     run_ours,
     run_stock,
 )
-from support.trainer_configs import Config, make_config, write_config
+from support.trainer_configs import Config, make_config, write_alpaca_data, write_config
 
 pytest.importorskip("llamafactory", reason="needs LLaMA-Factory (make test-trainers)")
 
@@ -40,13 +39,7 @@ LORA: Config = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = commands.make_inputs(tmp_path_factory.mktemp("llamafactory"))
-    lines = []
-    for line in (folder / "chat/train.jsonl").open():
-        question, answer = (message["content"] for message in json.loads(line)["messages"])
-        lines.append(json.dumps({"instruction": question, "input": "", "output": answer}) + "\n")
-    # The example's `dataset_dir: ONLINE` loads a folder like a data set of the hub.
-    (folder / "alpaca").mkdir()
-    (folder / "alpaca/train.jsonl").write_text("".join(lines))
+    write_alpaca_data(folder)
     return folder
 
 

@@ -4,6 +4,7 @@ They are the files of examples/trainers with settings for the model and the data
 for comparable runs, and for features that the CPU lacks.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,14 @@ def write_config(config: Config, folder: Path) -> str:
     name = f"{config['output_dir']}.yaml"
     (folder / name).write_text(yaml.safe_dump(config))
     return name
+
+
+def write_alpaca_data(folder: Path) -> None:
+    """Write the conversations of `make_inputs` in the format of Alpaca, for LLaMA-Factory."""
+    lines = []
+    for line in (folder / "chat/train.jsonl").open():
+        question, answer = (message["content"] for message in json.loads(line)["messages"])
+        lines.append(json.dumps({"instruction": question, "input": "", "output": answer}) + "\n")
+    # The example's `dataset_dir: ONLINE` loads a folder like a data set of the hub.
+    (folder / "alpaca").mkdir()
+    (folder / "alpaca/train.jsonl").write_text("".join(lines))
