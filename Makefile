@@ -53,8 +53,9 @@ NEEDS_axolotl := axolotl==0.19.0
 NEEDS_ms_swift := ms-swift==4.6.0 msgspec qwen_vl_utils decord torchvision==0.28.0 \
 	bitsandbytes
 # LLaMA-Factory pins an older Transformers than hf_moe_ep needs, so it is installed without its
-# pins. torchvision and torchaudio are left out, because an index has CUDA builds of them only.
-NEEDS_llama_factory := transformers==5.24.0 accelerate==1.15.0 peft==0.20.0 trl==0.24.0 \
+# pins. Its activation checkpointing fails with Transformers 5.24. torchvision and torchaudio are left
+# out, because an index has CUDA builds of them only.
+NEEDS_llama_factory := transformers==5.19.0 accelerate==1.15.0 peft==0.20.0 trl==0.24.0 \
 	datasets==4.0.0 'av<=16.0.0' einops fire matplotlib omegaconf pandas pydantic scipy \
 	sentencepiece tiktoken 'tyro<0.9.0'
 WITHOUT_PINS_llama_factory := llamafactory==0.9.5

@@ -43,7 +43,7 @@ from hf_moe_ep.moe.chosen_topk import ChosenTopK
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
 from hf_moe_ep.state import STATE, ModelState, StateHook
 from hf_moe_ep.upstream.autograd_modes import assert_later
-from hf_moe_ep.upstream.modules import get_own_child, is_compiled
+from hf_moe_ep.upstream.modules import CheckpointedFunction, get_own_child, is_compiled
 
 # The attributes that hold the checkpointing function, in transformers (modeling_layers.py) and in
 # torch (CheckpointWrapper).
@@ -67,11 +67,12 @@ class Routed:
     num_topks: int
 
 
-class Frame:
+class Frame(CheckpointedFunction):
     """Wraps a checkpointed function: later calls repeat the routing of the first call."""
 
     def __init__(self, state: ModelState, function: Callable[..., Any]) -> None:
-        self._state, self._function = state, function
+        super().__init__(function)
+        self._state = state
         self._routed: list[Routed] = []
         # By layer index: routing weights that replace the router's, and the mask [T, 1] of the
         # tokens that get them.
@@ -222,11 +223,12 @@ class SetMayRoute(StateHook):
             self.state.may_route = self._value
 
 
-class CheckpointedTokens:
+class CheckpointedTokens(CheckpointedFunction):
     """Wraps a checkpointed function: its recompute leaves out the same padding as its first run."""
 
     def __init__(self, state: ModelState, function: Callable[..., Any]) -> None:
-        self._state, self._function = state, function
+        super().__init__(function)
+        self._state = state
         self._tokens = replace(state.real_tokens, is_kept=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

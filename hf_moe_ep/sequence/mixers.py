@@ -39,6 +39,7 @@ from hf_moe_ep.sequence.mixer_arguments import Call, Document, MixerArguments, d
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
 from hf_moe_ep.state import Ours
 from hf_moe_ep.upstream.models import CACHE_NAMES, compress_rate
+from hf_moe_ep.upstream.modules import CheckpointedFunction
 from hf_moe_ep.upstream.recurrences import get_convolution_width
 
 # The attribute of a layer that holds its function for activation checkpointing
@@ -109,11 +110,12 @@ def _checkpoint_slice(
     return checkpoint(_WithSlice(layer, function), *args, **kwargs)
 
 
-class _WithSlice:
+class _WithSlice(CheckpointedFunction):
     """Wraps a checkpointed function. Each recompute runs with the slice of the first run."""
 
     def __init__(self, layer: LayerSlice, function: Callable[..., Any]) -> None:
-        self._layer, self._function, self._part = layer, function, layer.part
+        super().__init__(function)
+        self._layer, self._part = layer, layer.part
         self._given = layer.given  # keeps whole tensors alive until the backward of the layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -60,6 +60,25 @@ def list_forward_hooks(module: nn.Module) -> list[object]:
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
+class CheckpointedFunction:
+    """Base class of the objects that replace a method of a module in activation checkpointing.
+
+    LLaMA-Factory's checkpointing function looks at the parameters of `function.__self__`, or of
+    `function.func.__self__` (llamafactory/model/model_utils/checkpointing.py).
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    @property
+    def __self__(self) -> Any:
+        """The module whose method is replaced."""
+        function = self._function
+        while isinstance(function, partial):
+            function = function.func
+        return function.__self__  # type: ignore[attr-defined]
+
+
 def has_backward_hooks(module: nn.Module) -> bool:
     """Return True if backward hooks or backward pre-hooks, also global ones, run for `module`."""
     torch_globals = vars(torch.nn.modules.module)

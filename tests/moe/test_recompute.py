@@ -35,10 +35,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
 from hf_moe_ep.moe import recompute
 from hf_moe_ep.moe.layer import ForwardGuard
+from hf_moe_ep.moe.padding import RealTokens
 from hf_moe_ep.moe.recompute import CheckpointWatch, Frame
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.torch_mlp import _add_expert_grads
 from hf_moe_ep.ranks.collectives import Transfer
+from hf_moe_ep.sequence.mixers import LayerSlice, _checkpoint_slice, _WithSlice
 from hf_moe_ep.state import STATE, RoutingSession
 
 LAYERS = 2
@@ -318,6 +320,25 @@ def test_unpatch_restores_the_models_own_checkpoint_function() -> None:
     unpatch(model)
     after = [layer._gradient_checkpointing_func for layer in model.model.layers]
     assert all(a is b for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("keywords", [{}, {"use_cache": False}])
+def test_a_checkpointing_function_can_ask_for_the_module(keywords: dict[str, bool]) -> None:
+    """LLaMA-Factory's function looks at the parameters of the layer that it checkpoints."""
+    model = patch(tiny())
+    state, layer = getattr(model, STATE), model.model.layers[0]
+    state.real_tokens = RealTokens(torch.tensor([True, True, False]))
+    state.frame = Frame(state, print)  # so that the next call gets a frame
+    asked = []
+
+    def ask(function: Any, *args: Any) -> None:
+        asked.append((type(function), function.__self__))
+
+    function = partial(layer.forward, **keywords) if keywords else layer.forward
+    recompute._checkpoint(state, partial(_checkpoint_slice, LayerSlice(), ask), function)
+    assert asked == [(_WithSlice, layer)]
+    recompute._checkpoint(state, ask, function)
+    assert asked[1:] == [(Frame, layer)]
 
 
 def test_checkpointing_switched_on_between_forwards_is_noticed() -> None:

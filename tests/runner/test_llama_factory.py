@@ -54,6 +54,7 @@ def make_command(folder: Path, output: str, **changes: Any) -> list[str]:
 
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "LoRA on experts"])
 def test_two_ranks_train_as_stock(changes: Config, folder: Path) -> None:
+    """Activation checkpointing is LLaMA-Factory's default, with a function of its own."""
     name = changes.get("finetuning_type", "full")
     stock_output, output = f"stock_{name}", name
     run_stock(
@@ -70,5 +71,6 @@ def test_two_ranks_train_as_stock(changes: Config, folder: Path) -> None:
     log = read_training_log(folder / output)
     assert all(entry["tokens_per_second"] > 0 for entry in log)
     assert all(entry["expert_load/worst_layer"] >= 1 for entry in log)
+    assert "Gradient checkpointing enabled." in printed
     if changes is LORA:
         assert_adapts_experts(folder / output)

@@ -83,7 +83,6 @@ _LLAMA_FACTORY: Config = {
     # Some elements of adapters have gradients that are as small as the rounding errors of others.
     # With the default epsilon of 1e-8, AdamW would make steps of the learning rate from them.
     "adam_epsilon": 1e-4,
-    "disable_gradient_checkpointing": True,
     "per_device_train_batch_size": STOCK_BATCH,
     "gradient_accumulation_steps": 1,
     "learning_rate": 1e-3,
