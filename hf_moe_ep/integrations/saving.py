@@ -508,8 +508,11 @@ def write_about_loaded(models: Iterable[nn.Module], folder: Path) -> None:
                 continue
             described = {EXTRA: describe_extra(state), CONVERSIONS: describe_load(model)}
             for name, content in described.items():
+                path = folder / numbered(name, index)
                 if content is not None:
-                    write_json(folder / numbered(name, index), content)
+                    write_json(path, content)
+                else:  # an earlier run may have written to this folder
+                    path.unlink(missing_ok=True)
 
     run_on_first(f"saving {folder}", write)
 

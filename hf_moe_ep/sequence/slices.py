@@ -233,7 +233,8 @@ class StartedGather:
 
     def wait(self) -> Tensor:
         """Return the gathered tensor, (B, S, ...)."""
-        return _FinishGather.apply(self._received, self._part, self._running)
+        received, self._received = self._received, None
+        return _FinishGather.apply(received, self._part, self._running)
 
 
 class _Running:
@@ -243,10 +244,7 @@ class _Running:
         self.transfer: Transfer | None = None
 
     def wait(self) -> Tensor:
-        """Return the received tensor, and forget the transfer.
-
-        A transfer that stayed here would keep its tensor alive, whose graph contains this object.
-        """
+        """Return the received tensor, and forget the transfer, which keeps its tensors alive."""
         transfer, self.transfer = self.transfer, None
         assert transfer is not None
         return transfer.wait()
@@ -280,14 +278,13 @@ class _StartGather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, part: Slice, running: _Running) -> Tensor:
         ctx.running = running
         running.transfer = start_all_gather(x, part.group)
-        return running.transfer.received
+        # Autograd lets the result refer to this node, so `running` must not hold the same object.
+        return running.transfer.received.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
-        received = ctx.running.wait()
-        assert grads.data_ptr() == received.data_ptr(), "the buffer of _FinishGather.backward"
-        return received.sum(0), None, None
+    def backward(ctx: Any, placeholder: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.running.wait().sum(0), None, None
 
 
 class _FinishGather(torch.autograd.Function):
@@ -304,8 +301,9 @@ class _FinishGather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         part = ctx.part
         by_owner = part.arrange(grad, 1).unflatten(1, (part.size, -1)).movedim(1, 0)
-        transfer = ctx.running.transfer = start_swap(by_owner, part.group)
-        return transfer.received, None, None
+        ctx.running.transfer = start_swap(by_owner, part.group)
+        # The received gradients are not written yet, and anomaly detection would read them.
+        return grad.new_zeros(()).expand(by_owner.shape), None, None
 
 
 class _Sum(torch.autograd.Function):

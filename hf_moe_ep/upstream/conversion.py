@@ -74,7 +74,7 @@ def remember_conversions(model: Any, keys: Iterable[str]) -> None:
     stock._weight_conversions = [c for c in conversions if c.was_used()]
 
 
-def describe_conversions(model: Any) -> list[list[str]] | None:
+def describe_conversions(model: Any) -> list[list[str | None]] | None:
     """Describe the conversions with which a model was loaded, for `restore_conversions`.
 
     The result is None if `convert_to_hub` reverses the conversions of the model's class.
@@ -88,16 +88,25 @@ def describe_conversions(model: Any) -> list[list[str]] | None:
     return None if described == default else described
 
 
-def restore_conversions(model: Any, described: Iterable[Sequence[str]]) -> None:
-    """Let a model be saved as the model that `describe_conversions` has described."""
-    wanted = {tuple(row) for row in described}
-    conversions = [c for c in _find_conversions(model) if tuple(_describe(c)) in wanted]
+def restore_conversions(model: Any, described: Sequence[list[str | None]]) -> bool:
+    """Let a model be saved as the model that `describe_conversions` has described.
+
+    Returns False, and changes nothing, if this version of transformers does not have one of the
+    described conversions.
+    """
+    conversions = [c for c in _find_conversions(model) if _describe(c) in described]
+    if len(conversions) != len(described):
+        return False
     model._weight_conversions = conversions
+    return True
 
 
-def _describe(conversion: Any) -> list[str]:
-    """Return texts that identify a conversion among all conversions of a model."""
-    return [conversion.scope_prefix or "", *conversion.source_patterns]
+def _describe(conversion: Any) -> list[str | None]:
+    """Return what identifies a conversion among all conversions of a model.
+
+    The scope "" is not the scope None, which matches keys of the whole model.
+    """
+    return [conversion.scope_prefix, *conversion.source_patterns]
 
 
 def _get_applied(stock: PreTrainedModel) -> list[Any] | None:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file, save_file
 from support.adapters import EXPERTS
 from support.architectures.models import tiny
@@ -65,8 +66,10 @@ from hf_moe_ep.checkpoints.convert import convert
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.references import FileReferences
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
+from hf_moe_ep.checkpoints.training import conversions
 from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.cli.main import main
+from hf_moe_ep.integrations.saving import write_about_loaded
 from hf_moe_ep.ranks import all_ranks
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.models import iterate_persistent_buffers
@@ -628,6 +631,54 @@ def test_a_class_for_pictures_or_text_saves_what_stock_saves(
     if loads is AutoModelForCausalLM:  # a head that may be trained is saved under the same keys
         patch(loads.from_pretrained(base), mtp_layers=1).save_pretrained(tmp_path / "head")
         assert_same_bytes(read_files(tmp_path / "head"), read_files(tmp_path / "saved"))
+
+
+def test_a_conversion_for_the_whole_model_is_not_one_for_a_submodule(tmp_path: Path) -> None:
+    """Published Qwen3-Omni thinkers have "thinker." before all keys.
+
+    Two conversions of transformers 5.24 remove this prefix: one from the keys of the whole model,
+    which this model needs, and one from the keys of its submodule "model".
+    """
+    whole = tiny("qwen3_omni_moe_thinker", dtype=torch.float32)
+    whole.save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    save_file({f"thinker.{key}": t for key, t in load_file(file).items()}, file, {"format": "pt"})
+    model = patch(type(whole).from_pretrained(tmp_path / "base"))
+    model.save_pretrained(tmp_path / "saved")
+    save_checkpoint(tmp_path / "step", model, None)
+    convert(tmp_path / "step", tmp_path / "converted")
+    saved, converted = (read_files(tmp_path / name) for name in ("saved", "converted"))
+    assert saved.keys() == converted.keys() == load_file(file).keys()
+    assert_same_bytes(converted, load_file(file))
+
+
+def test_unknown_conversions_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version of transformers may have other conversions than the one that saved."""
+    write_with_extra(tmp_path / "base", "qwen3_5_moe", dtype=torch.float32)
+    model = patch(load_stock(tmp_path / "base"))
+    unknown = [[None, "of.another.version"]]
+    monkeypatch.setattr(conversions, "describe_conversions", lambda model: unknown)
+    save_checkpoint(tmp_path / "step", model, None)
+    convert(tmp_path / "step", tmp_path / "converted")
+    version = transformers.__version__
+    assert f"written with transformers {version}, whose conversions" in caplog.text
+    converted = read_files(tmp_path / "converted")
+    assert any(key.endswith("experts.0.up_proj.weight") for key in converted)
+    (tmp_path / "damaged.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"damaged\.json is damaged \('transformers'\)"):
+        conversions.restore_load(model, tmp_path / "damaged.json")
+
+
+def test_a_second_run_removes_what_the_first_run_wrote(tmp_path: Path) -> None:
+    """Both runs save to the same folder, and the second model was not loaded."""
+    write_with_extra(tmp_path / "base", "qwen3_5_moe", dtype=torch.float32)
+    names = {"conversions.json", "extra_tensors.json"}
+    write_about_loaded([patch(load_stock(tmp_path / "base"))], tmp_path)
+    assert names <= {file.name for file in tmp_path.iterdir()}
+    write_about_loaded([patch(tiny("qwen3_5_moe"))], tmp_path)
+    assert not names & {file.name for file in tmp_path.iterdir()}
 
 
 def _unstack_experts(folder: Path, module: str) -> None:

@@ -4,7 +4,9 @@ The tests compare the loss, logits, gradients, their norm, and parameters after 
 test_context_of_types.py compares all types of models.
 """
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -309,6 +311,38 @@ def keys_travel_while_attention_is_computed(rank: int, world: int) -> None:
     assert all(map(torch.equal, *results))
 
 
+def anomaly_detection_reads_no_buffer_in_flight(rank: int, world: int) -> None:
+    """Anomaly detection reads every gradient. The tests fill new memory with NaN (poison.py)."""
+    model = tiny(num_attention_heads=8, num_key_value_heads=4)
+    apply_ep_fsdp2(model, ep_size=1, cp_size=2)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        model(**batch(model, 2, 16), use_cache=False).loss.backward()
+
+
+def an_error_between_start_and_wait_frees_the_keys(rank: int, world: int) -> None:
+    model = tiny(num_attention_heads=8, num_key_value_heads=4)
+    apply_ep_fsdp2(model, ep_size=1, cp_size=2)
+    transfers: list[weakref.ref[Any]] = []
+    start = slices.start_all_gather
+
+    def remember(*args: Any) -> Any:
+        transfer = start(*args)
+        transfers.append(weakref.ref(transfer))
+        return transfer
+
+    def fail(*args: Any) -> Any:
+        raise KeyError("no memory")
+
+    with (
+        mock.patch.object(slices, "start_all_gather", remember),
+        mock.patch.object(context, "_run", fail),
+        pytest.raises(KeyError, match="no memory"),
+    ):
+        model(**batch(model, 2, 16), use_cache=False)
+    gc.collect()
+    assert len(transfers) == 3 and not any(transfer() for transfer in transfers)
+
+
 # This pattern finds the numbers of bytes in a line of `describe`.
 _SENT = re.compile(r"([0-9,]+) (?:bytes per token|in backward|with activation)")
 
@@ -346,6 +380,8 @@ CASES = [
     wrong_batches_are_refused,
     describe_says_what_is_sent,
     keys_travel_while_attention_is_computed,
+    anomaly_detection_reads_no_buffer_in_flight,
+    an_error_between_start_and_wait_frees_the_keys,
 ]
 
 

@@ -1,8 +1,11 @@
 """Store in a training checkpoint which of transformers' conversions the loaded model needed.
 
-    conversions.json    {"format": 1, "applied": [["", "mlp.experts.*.down_proj.weight"], ..]}
+    conversions.json    {"format": 1, "transformers": "5.24.0",
+                         "applied": [[null, "mlp.experts.*.down_proj.weight"], ..]}
 
-A row has the module that a conversion is for ("" for all modules), and the keys that it matches.
+A row has the module that a conversion is for (null for the whole model), and the keys that it
+matches. Other versions of transformers may have other conversions. `hf-moe-ep convert` then warns,
+and uses the conversions of the model's class.
 transformers saves a model in the layout of the checkpoint from which it was loaded, so that a model
 with stacked experts is saved with stacked experts (`upstream/conversion.py`). The training
 checkpoint of such a model has this file, from which `hf-moe-ep convert` learns the layout. Without
@@ -12,20 +15,25 @@ the file, the conversions are those of the model's class.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import nn
 
 from hf_moe_ep.upstream.conversion import describe_conversions, restore_conversions
 
 CONVERSIONS = "conversions.json"
+_logger = logging.getLogger("hf_moe_ep")
 
 
 def describe_load(model: nn.Module) -> dict[str, Any] | None:
     """Return the content of conversions.json; None if the class's conversions are right."""
     applied = describe_conversions(model)
-    return None if applied is None else {"format": 1, "applied": applied}
+    if applied is None:
+        return None
+    return {"format": 1, "transformers": transformers.__version__, "applied": applied}
 
 
 def restore_load(model: nn.Module, path: Path) -> None:
@@ -38,7 +46,17 @@ def restore_load(model: nn.Module, path: Path) -> None:
         return
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        applied = [[str(text) for text in row] for row in content["applied"]]
+        version, applied = content["transformers"], [list(row) for row in content["applied"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}); convert an older checkpoint") from error
-    restore_conversions(model, applied)
+    if not restore_conversions(model, applied):
+        _logger.warning(
+            "%s was written with transformers %s, whose conversions of checkpoints transformers %s "
+            "does not have; the converted checkpoint gets the keys of the model's class, which may "
+            "differ from those of the loaded checkpoint; to keep them, convert with transformers "
+            "%s",
+            path,
+            version,
+            transformers.__version__,
+            version,
+        )
