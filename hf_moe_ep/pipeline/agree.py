@@ -261,7 +261,7 @@ def _check_call(model: nn.Module, state: ModelState, given: dict[str, Any], mode
         )
     for hook in list_pre_forward_hooks(model):
         if isinstance(hook, FindDocuments | SplitSequence):
-            check_packed_rows(given, separates=hook.separates)
+            check_packed_rows(model, given, hook)
     has_aux_loss = asks_for("output_router_logits", given, text_config(model.config))
     if trains and state.config.aux_loss_per_layer and not has_aux_loss:
         raise ValueError(

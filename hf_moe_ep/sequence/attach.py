@@ -243,7 +243,9 @@ def attach(parts: Parts, state: ModelState) -> None:
                 parts.final_norm[0].register_forward_hook(SliceNorm(running, parts.root))
     _end_layers(parts, layer_slices)
     owner = _find_loss_owner(parts)
-    split_sequence = SplitSequence(state, running, separates=separates, zigzag=zigzag)
+    split_sequence = SplitSequence(
+        state, running, separates=separates, has_mixers=any(parts.mixers), zigzag=zigzag
+    )
     owner.register_forward_pre_hook(split_sequence, with_kwargs=True)
     owner.register_forward_hook(JoinLogits(state), with_kwargs=True)
     owner.register_forward_hook(EndForward(running), always_call=True)
@@ -287,7 +289,8 @@ def _attach_documents(parts: Parts, state: ModelState, layer_slices: list[LayerS
         layer.register_forward_pre_hook(PassDocuments(layer_slice), with_kwargs=True)
     owner = _find_loss_owner(parts)
     first = parts.root if owner is None else owner
-    first.register_forward_pre_hook(FindDocuments(), with_kwargs=True)
+    find = FindDocuments(has_mixers=any(parts.mixers))
+    first.register_forward_pre_hook(find, with_kwargs=True)
     if parts.causal_lm is not None:
         _replace_loss(parts, state, RunningSlice())
 

@@ -141,6 +141,38 @@ def check_packed_flash(rows: int) -> None:
         )
 
 
+def check_described_documents(
+    given: dict[str, Any], documents: list[list[tuple[int, int]]] | None, tokens: Tensor
+) -> None:
+    """Raise ValueError if arguments for kernels describe documents that the positions do not show.
+
+    Convolutions and recurrences in plain PyTorch, and attention other than flash attention, ignore
+    these arguments, so they would mix the documents.
+
+    Args:
+        given: the arguments of the model.
+        documents: what `find_documents` has found in the positions.
+        tokens: (B, S, ...), with one entry per token.
+    """
+    rows, length = tokens.shape[:2]
+    bounds = documents or [[(0, length)]] * rows
+    known = {row * length + start for row, starts in enumerate(bounds) for start, _ in starts}
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
+        if given.get(name) is None:
+            continue
+        values = torch.as_tensor(given[name])
+        if name == "seq_idx":  # (B, S), the number of each token's document
+            values = values.flatten().diff().nonzero().flatten() + 1
+        unknown = sorted({x for x in values.tolist() if x < rows * length} - known)
+        if unknown:
+            raise ValueError(
+                f"{name} describes packed documents, one of which begins at token {unknown[0]}, "
+                f"but position_ids do not restart there, so modules that read only position_ids "
+                f"would mix the documents; pass position_ids that restart at 0 in each document, "
+                f"as DataCollatorWithFlattening(return_position_ids=True) makes them"
+            )
+
+
 def find_documents(
     positions: Tensor | None, rows: int, *, at_gaps: bool
 ) -> list[list[tuple[int, int]]] | None:

@@ -31,7 +31,12 @@ from torch.nn import functional
 
 from hf_moe_ep.sequence.mixer_arguments import describes_packing
 from hf_moe_ep.sequence.mixers import LayerSlice
-from hf_moe_ep.sequence.packed_rows import check_packed_flash, find_documents, find_text_positions
+from hf_moe_ep.sequence.packed_rows import (
+    check_described_documents,
+    check_packed_flash,
+    find_documents,
+    find_text_positions,
+)
 from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
 from hf_moe_ep.sequence.slice_arguments import LayerArguments
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, make_zigzag_order, sum_slices
@@ -65,7 +70,8 @@ class SplitSequence(Ours):
 
     Every other forward is split only if it has `use_cache=False` and no `logits_to_keep`. The
     forwards of `generate` are therefore not split. With `separates`, hooks of modules separate the
-    documents of packed rows (`packed_rows.py`), also in a forward that is not split.
+    documents of packed rows (`packed_rows.py`), also in a forward that is not split. `has_mixers`
+    is True if some of these modules are mixers.
     """
 
     def __init__(
@@ -74,10 +80,11 @@ class SplitSequence(Ours):
         running: RunningSlice,
         *,
         separates: bool,
+        has_mixers: bool,
         zigzag: bool = False,
     ) -> None:
         self.state, self.running = state, running
-        self.separates, self.zigzag = separates, zigzag
+        self.separates, self.has_mixers, self.zigzag = separates, has_mixers, zigzag
 
     @torch.compiler.disable
     def __call__(
@@ -95,7 +102,7 @@ class SplitSequence(Ours):
         if find_cache(given) is not None:
             return None
         if not split:
-            return _with_documents(model, given) if self.separates else None
+            return _with_documents(model, given, self.has_mixers) if self.separates else None
         if selects_positions:
             raise ValueError(
                 f"logits_to_keep={keep} selects positions of the whole sequence, but with "
@@ -141,7 +148,9 @@ class SplitSequence(Ours):
         mask = given["attention_mask"] = _choose_mask(positions, given.get("attention_mask"))
         by_flash = model_uses_flash_attention(model)
         if self.separates or (by_flash and len(tokens) > 1):
-            documents = _find_packed_documents(mask, positions, len(tokens), by_flash=by_flash)
+            documents = _find_packed_documents(
+                given, mask, tokens, by_flash=by_flash, has_mixers=self.has_mixers
+            )
             part.documents = documents if self.separates else None
         self.running.part = part
         return (), given
@@ -166,18 +175,22 @@ class FindDocuments(Ours):
 
     separates = True
 
+    def __init__(self, *, has_mixers: bool) -> None:
+        self.has_mixers = has_mixers
+
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = bind_forward(model, args, kwargs)
-        if given.get("position_ids") is None or find_cache(given) is not None:
+        is_packed = given.get("position_ids") is not None or describes_packing(given)
+        if not is_packed or find_cache(given) is not None:
             return None
-        return _with_documents(model, given)
+        return _with_documents(model, given, self.has_mixers)
 
 
 @torch.compiler.disable
 def _with_documents(
-    model: nn.Module, given: dict[str, Any]
+    model: nn.Module, given: dict[str, Any], has_mixers: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments of a forward with packed rows, or None if the rows are not packed.
 
@@ -190,7 +203,9 @@ def _with_documents(
     _check_axes(given, separates=True)
     mask = _choose_mask(positions, given.get("attention_mask"))
     by_flash = model_uses_flash_attention(model)
-    documents = _find_packed_documents(mask, positions, len(tokens), by_flash=by_flash)
+    documents = _find_packed_documents(
+        given, mask, tokens, by_flash=by_flash, has_mixers=has_mixers
+    )
     if documents is None:
         return None
     part = Slice(None, 0, 1, length=tokens.shape[1])
@@ -199,7 +214,7 @@ def _with_documents(
 
 
 def _find_packed_documents(
-    mask: Any, positions: Tensor | None, rows: int, *, by_flash: bool
+    given: dict[str, Any], mask: Any, tokens: Tensor, *, by_flash: bool, has_mixers: bool
 ) -> list[list[tuple[int, int]]] | None:
     """Return the documents of packed rows, or None; `mask` is what `_choose_mask` has returned.
 
@@ -209,13 +224,17 @@ def _find_packed_documents(
     document also begins after a gap between positions.
 
     Raises:
-        ValueError: flash attention would mix the documents of several rows.
+        ValueError: flash attention would mix the documents of several rows; or the positions lack
+            documents that other arguments describe. Flash attention alone reads these arguments.
     """
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        return None
-    documents = find_documents(positions, rows, at_gaps=mask is None and not by_flash)
+    documents, is_padded = None, isinstance(mask, Tensor) and mask.ndim == 2
+    if not is_padded:
+        at_gaps = mask is None and not by_flash
+        documents = find_documents(given.get("position_ids"), len(tokens), at_gaps=at_gaps)
+    if has_mixers or not by_flash:
+        check_described_documents(given, documents, tokens)
     if documents is not None and mask is None and by_flash:
-        check_packed_flash(rows)
+        check_packed_flash(len(tokens))
     return documents
 
 
@@ -478,7 +497,13 @@ def _check_axes(given: dict[str, Any], *, separates: bool) -> None:
         )
 
 
-def check_packed_rows(given: dict[str, Any], *, separates: bool) -> None:
-    """Raise ValueError, as the hooks of this module do, for documents that cannot be separated."""
-    _check_axes(given, separates=separates)
-    _choose_mask(given.get("position_ids"), given.get("attention_mask"))
+def check_packed_rows(
+    model: nn.Module, given: dict[str, Any], hook: FindDocuments | SplitSequence
+) -> None:
+    """Raise ValueError, as a hook of this module does, for documents that cannot be separated."""
+    _check_axes(given, separates=hook.separates)
+    mask = _choose_mask(given.get("position_ids"), given.get("attention_mask"))
+    tokens = find_tokens(given)
+    if hook.separates and tokens is not None and describes_packing(given):
+        by_flash = model_uses_flash_attention(model)
+        _find_packed_documents(given, mask, tokens, by_flash=by_flash, has_mixers=hook.has_mixers)

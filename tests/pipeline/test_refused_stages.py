@@ -227,6 +227,10 @@ def packed_rows_with_padding_are_refused(rank: int, world: int) -> None:
         r"position_ids \(3, B, S\) restart within a row.*\(4, B, S\)",
         lambda: model(**(rows | {"position_ids": axes})),
     )
+    _expect_error(
+        r"cu_seq_lens_q describes packed documents, .* at token 5, but position_ids do not",
+        lambda: model(**rows, cu_seq_lens_q=torch.tensor([0, 5, 8, 16, 24, 32])),
+    )
     assert torch.isfinite(model(**rows).loss)
 
 

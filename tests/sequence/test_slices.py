@@ -126,6 +126,6 @@ def test_a_forward_that_is_not_split_forgets_the_slice_of_an_interrupted_forward
     running = RunningSlice(Slice(None, 0, 2, length=8))
     state: Any = SimpleNamespace(meshes=SimpleNamespace(ranks_per_batch=2))
     model = tiny().eval()
-    split = SplitSequence(state, running, separates=False)
+    split = SplitSequence(state, running, separates=False, has_mixers=False)
     assert split(model, (), {"input_ids": torch.ones(1, 8, dtype=torch.int64)}) is None
     assert running.part is None
