@@ -76,7 +76,7 @@ from hf_moe_ep.upstream.attention_interface import (
 from hf_moe_ep.upstream.causal_loss import passes_arguments_to_loss
 from hf_moe_ep.upstream.models import list_attention_heads
 from hf_moe_ep.upstream.module_names import get_canonical_name
-from hf_moe_ep.upstream.recurrences import has_convolution, has_recurrence
+from hf_moe_ep.upstream.recurrences import has_recurrence, mixes_by_convolution_alone
 
 
 def check(parts: Parts, state: ModelState) -> None:
@@ -195,7 +195,7 @@ def group_mixers_by_split(parts: Parts) -> dict[MixerSplit, tuple[tuple[str, str
 def _find_split(module: nn.Module, parts: Parts) -> MixerSplit:
     if parts.plan.splits_mixers and has_recurrence(module):
         return MixerSplit.HEADS
-    if parts.plan.splits_mixers and has_convolution(module):
+    if parts.plan.splits_mixers and mixes_by_convolution_alone(module):
         return MixerSplit.HALO
     if parts.plan.gathers_keys and gathers_by_cache(module):
         return MixerSplit.QUERIES

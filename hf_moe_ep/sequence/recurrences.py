@@ -17,7 +17,8 @@ number of heads, each rank scans its own tokens, and states are passed on (state
 whose function takes no state, then runs on whole sequences of all heads. All other computation is
 divided by sp_size in every case. With context parallelism, the heads are split over the cp x sp
 ranks of a batch. A module with a convolution and no recurrence, such as the short convolutions of
-LFM2, needs only the halo.
+LFM2, needs only the halo. If its forward calls a function that we do not know, which may be a
+recurrence, the module gets whole sequences (`mixes_by_convolution_alone`).
 
 For each token of its slice, a rank sends (sp - 1) / sp of these values in forward, and as many
 gradients in backward:

@@ -24,6 +24,9 @@ CONVOLUTION = "causal_conv1d_fn"
 # The function of a kernel that computes the convolution, the recurrence, the norm and the output
 # projection. Without the kernel it returns None, and the forward calls the other functions.
 FUSED = "mamba2_split_conv1d_scan_combined"
+# Globals of a forward that mix no tokens in training, besides the convolution. The update is the
+# convolution of a single token in generation.
+_WITHOUT_STATE = {CONVOLUTION, "apply_mask_to_padding_states", "causal_conv1d_update", "math"}
 
 
 class Layout(Enum):
@@ -135,6 +138,28 @@ def has_convolution(module: nn.Module) -> bool:
     is_stock = "forward" not in vars(module) and not _get_stock_forward(module).__kwdefaults__
     has_weights = any(isinstance(child, nn.Conv1d) for child in module.children())
     return is_stock and has_weights and CONVOLUTION in _find_globals(module)
+
+
+def mixes_by_convolution_alone(module: nn.Module) -> bool:
+    """Return True if a forward calls the convolution, and nothing else that can mix tokens.
+
+    A newer version of transformers may rename a recurrence. The result is therefore False if the
+    forward uses a global that `_WITHOUT_STATE` does not list, a function that belongs to the
+    module, or a child that takes more than one tensor.
+    """
+    if not has_convolution(module) or not _find_globals(module) <= _WITHOUT_STATE:
+        return False
+    names = _get_stock_forward(module).__code__.co_names
+    own = (getattr(module, name, None) for name in names if not hasattr(nn.Module, name))
+    if any(callable(value) and not isinstance(value, nn.Module) for value in own):
+        return False
+    return all(_takes_one_tensor(child) for child in module.children())
+
+
+def _takes_one_tensor(module: nn.Module) -> bool:
+    """Return True if a forward has one argument besides *args and **kwargs."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return sum(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters) == 1
 
 
 def get_convolution_width(module: nn.Module) -> int:

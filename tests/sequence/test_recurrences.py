@@ -7,6 +7,7 @@ recurrence with stock code.
 import inspect
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -23,12 +24,16 @@ from support.close import FP64_MODEL, assert_close
 from support.fp64 import FP64
 from support.needs import SINCE_5_23
 from support.parity import checkpointing
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.qwen3_next import modeling_qwen3_next as stock_file
 
 from hf_moe_ep import apply_ep_fsdp2, describe, patch
 from hf_moe_ep.sequence import slices, ulysses
-from hf_moe_ep.upstream.recurrences import RECURRENCES, has_recurrence
+from hf_moe_ep.upstream.recurrences import (
+    RECURRENCES,
+    has_recurrence,
+    mixes_by_convolution_alone,
+)
 
 _NAMES = inspect.unwrap(stock_file.Qwen3NextGatedDeltaNet.forward).__code__.co_names
 RECURRENCE = next((name for name in RECURRENCES if name in _NAMES), "")
@@ -184,6 +189,19 @@ def _compare_with_stock(
         assert_same_grads(model_type, model, stock, FP64_MODEL)
 
 
+def unknown_recurrences_get_whole_sequences(rank: int, world: int) -> None:
+    """A newer transformers may rename a recurrence. Its convolution must not get a halo alone."""
+    kind = stock_file.Qwen3NextGatedDeltaNet
+    stock = inspect.unwrap(kind.forward)
+    names = tuple("renamed" if name == RECURRENCE else name for name in stock.__code__.co_names)
+    values = {**stock.__globals__, "renamed": getattr(stock_file, RECURRENCE)}
+    renamed = FunctionType(stock.__code__.replace(co_names=names), values, "forward")
+    with mock.patch.object(kind, "forward", renamed):
+        _compare_with_stock(LENGTH, {}, rank, world)
+        report = describe(patch(build("qwen3_next"), sp_size=world))
+    assert "gathered for model.layers.*.linear_attn" in report
+
+
 BYTES: dict[str, Any] = {
     f"bytes of {name}": partial(_compare_bytes, name, count)
     for name, count in {
@@ -227,7 +245,7 @@ def test_states_are_passed_in_models(found: Found, claim: Check) -> None:
 @pytest.mark.parametrize(
     "claim",
     [
-        *on_ranks(2, SIZES, skip=SKIP),
+        *on_ranks(2, SIZES, unknown_recurrences_get_whole_sequences, skip=SKIP),
         *on_ranks(2, kernels_get_heads_and_flags, BYTES, skip=SKIP_COUNTS),
     ],
 )
@@ -246,3 +264,14 @@ def test_a_mixer_whose_forward_was_replaced_gets_whole_sequences() -> None:
     report = describe(patch(model, sp_size=2))
     assert "gathered for model.layers.*.linear_attn" in report
     assert "heads split in model.layers.*.linear_attn" in report
+
+
+@pytest.mark.skipif("lfm2_moe" not in MODEL_TYPES, reason="this transformers has no such type")
+def test_a_convolution_beside_unknown_functions_gets_whole_sequences() -> None:
+    """A function in an attribute, or a child that takes several tensors, may be a recurrence."""
+    model: Any = build("lfm2_moe")
+    mixers = [layer.conv for layer in model.model.layers if hasattr(layer, "conv")]
+    assert all(map(mixes_by_convolution_alone, mixers))
+    mixers[0].chunk = lambda x: x  # the forward uses a name "chunk"
+    mixers[1].scan = nn.Bilinear(2, 2, 2)
+    assert not any(map(mixes_by_convolution_alone, mixers[:2]))
