@@ -13,17 +13,10 @@ from unittest import mock
 
 import pytest
 from support.architectures import MODEL_TYPES, batch
-from support.architectures.steps import (
-    assert_same_grads,
-    build,
-    count_tokens,
-    loss_of_sum,
-)
+from support.architectures.split_steps import equals_stock_backward
+from support.architectures.steps import build
 from support.checks import Check, Found, on_ranks
-from support.close import FP64_MODEL, assert_close
-from support.fp64 import FP64
 from support.needs import SINCE_5_23
-from support.parity import checkpointing
 from torch import Tensor, nn
 from transformers.models.qwen3_next import modeling_qwen3_next as stock_file
 
@@ -163,32 +156,6 @@ def _compare_bytes(model_type: str, count: Any, rank: int, world: int) -> None:
     assert sizes["gather"] == [*others, loss_bytes, loss_bytes]
 
 
-def _compare_with_stock(
-    length: int,
-    options: dict[str, int],
-    rank: int,
-    world: int,
-    *,
-    model_type: str = "qwen3_next",
-    cp: int = 1,
-    use_reentrant: bool | None = None,
-) -> None:
-    with FP64():
-        model = build(model_type, seed=rank, **options)
-        stock = build(model_type, **options)
-        if use_reentrant is not None:
-            checkpointing(model, use_reentrant)
-        apply_ep_fsdp2(model, ep_size=2, sp_size=world // cp, cp_size=cp)
-        inputs = batch(stock, 2, length)
-        num_tokens = count_tokens([inputs])
-        loss = loss_of_sum(model, inputs, num_tokens)
-        loss.backward()
-        want = loss_of_sum(stock, inputs, num_tokens)
-        want.backward()
-        assert_close("loss", loss, want, FP64_MODEL)
-        assert_same_grads(model_type, model, stock, FP64_MODEL)
-
-
 def unknown_recurrences_get_whole_sequences(rank: int, world: int) -> None:
     """A newer transformers may rename a recurrence. Its convolution must not get a halo alone."""
     kind = stock_file.Qwen3NextGatedDeltaNet
@@ -197,7 +164,7 @@ def unknown_recurrences_get_whole_sequences(rank: int, world: int) -> None:
     values = {**stock.__globals__, "renamed": getattr(stock_file, RECURRENCE)}
     renamed = FunctionType(stock.__code__.replace(co_names=names), values, "forward")
     with mock.patch.object(kind, "forward", renamed):
-        _compare_with_stock(LENGTH, {}, rank, world)
+        equals_stock_backward("qwen3_next", rank, world)
         report = describe(patch(build("qwen3_next"), sp_size=world))
     assert "gathered for model.layers.*.linear_attn" in report
 
@@ -215,24 +182,22 @@ BYTES: dict[str, Any] = {
 # The number of ranks does not divide three heads, so states are passed on (test_states.py).
 THREE_HEADS = {"linear_num_value_heads": 3, "linear_num_key_heads": 3}
 SIZES: dict[str, Any] = {
-    "heads that 2 does not divide": partial(_compare_with_stock, LENGTH, THREE_HEADS),
-    "one key head": partial(_compare_with_stock, LENGTH, {"linear_num_key_heads": 1}),
-    "a slice shorter than the halo": partial(_compare_with_stock, 3, {}),
-    "the shortest slice with a halo": partial(_compare_with_stock, 6, {}),
+    name: partial(equals_stock_backward, "qwen3_next", **options)
+    for name, options in {
+        "heads that 2 does not divide": {"sizes": THREE_HEADS},
+        "one key head": {"sizes": {"linear_num_key_heads": 1}},
+        "a slice shorter than the halo": {"length": 3},
+        "the shortest slice with a halo": {"length": 6},
+    }.items()
 }
+_DELTA_NET = partial(equals_stock_backward, "qwen3_next", length=29, sizes=THREE_HEADS)
+_MAMBA_2 = partial(
+    equals_stock_backward, "nemotron_h", length=29, sizes={"mamba_num_heads": 3, "n_groups": 1}
+)
 STATES: dict[str, Any] = {
-    "delta net, cp 4": partial(_compare_with_stock, 29, THREE_HEADS, cp=4),
-    "delta net, cp 2 x sp 2, checkpoint": partial(
-        _compare_with_stock, 29, THREE_HEADS, cp=2, use_reentrant=False
-    ),
-    "Mamba-2, cp 4, reentrant": partial(
-        _compare_with_stock,
-        29,
-        {"mamba_num_heads": 3, "n_groups": 1},
-        model_type="nemotron_h",
-        cp=4,
-        use_reentrant=True,
-    ),
+    "delta net, cp 4": partial(_DELTA_NET, cp=4),
+    "delta net, cp 2 x sp 2, checkpoint": partial(_DELTA_NET, cp=2, use_reentrant=False),
+    "Mamba-2, cp 4, reentrant": partial(_MAMBA_2, cp=4, use_reentrant=True),
 }
 
 

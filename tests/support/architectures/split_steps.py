@@ -1,22 +1,38 @@
 """Compare steps of a model whose sequences are split over ranks with steps of stock.
 
 `equals_stock` is the code that each rank runs. The functions that make batches are its argument
-`make`.
+`make`. `equals_stock_backward` compares less, and can divide mixers in another way.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, data_parallel_rank, data_parallel_size
+from hf_moe_ep import (
+    apply_ep_fsdp2,
+    clip_grad_norm_,
+    data_parallel_rank,
+    data_parallel_size,
+    patch,
+)
+from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from support.architectures.inputs import batch
 from support.architectures.mixers import gathered_names
 from support.architectures.models import tiny
 from support.architectures.results import recording
-from support.architectures.steps import whole
+from support.architectures.steps import (
+    assert_same_grads,
+    build,
+    count_tokens,
+    loss_of_sum,
+    whole,
+)
 from support.close import FP64_MODEL, ROUNDING_ERROR, assert_close
 from support.fakes.flash import use_fake_flash
 from support.fp64 import FP64
@@ -103,6 +119,42 @@ def equals_stock(
                 optimizer.step()
                 optimizer.zero_grad()
             errors += _compare("value after a step", model, stock, lambda p: p.detach())
+
+
+def equals_stock_backward(
+    model_type: str,
+    rank: int,
+    world: int,
+    *,
+    length: int = 11,
+    sizes: Mapping[str, int] = MappingProxyType({}),
+    cp: int = 1,
+    use_reentrant: bool | None = None,
+    divides_mixers: bool = True,
+) -> None:
+    """Compare loss and gradients of one batch with stock's. All ranks share the batch.
+
+    Args:
+        length: the number of tokens in each of two rows.
+        sizes: fields of the config.
+        divides_mixers: False if mixers get whole sequences, which the plan does not choose.
+    """
+    with FP64():
+        model, stock = build(model_type, seed=rank, **sizes), build(model_type, **sizes)
+        if use_reentrant is not None:
+            checkpointing(model, use_reentrant)
+        layout = {"ep_size": 2, "sp_size": world // cp, "cp_size": cp}
+        plan = find_plan(model)
+        if not divides_mixers:
+            plan = replace(plan, splits_mixers=False, gathers_keys=False)
+        apply_ep_fsdp2(patch(model, plan=plan, **layout))
+        inputs = batch(stock, 2, length)
+        num_tokens = count_tokens([inputs])
+        loss, want = (loss_of_sum(m, inputs, num_tokens) for m in (model, stock))
+        loss.backward()
+        want.backward()
+        assert_close("loss", loss, want, FP64_MODEL)
+        assert_same_grads(model_type, model, stock, FP64_MODEL)
 
 
 def _compare_step(model: nn.Module, stock: nn.Module, make: Any, seed: int) -> list[float]:
