@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.architectures import MODEL_TYPES, batch, mixed_batch
 from support.architectures.adapted import build_adapted
 from support.architectures.mixers import MIXERS
@@ -40,9 +41,17 @@ from support.parity import checkpointing
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, describe, patch, unpatch
+from hf_moe_ep import (
+    RoutingReplay,
+    apply_ep_fsdp2,
+    data_parallel_rank,
+    describe,
+    patch,
+    unpatch,
+)
 from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.model_patches.standard import MASKS_WITHOUT_POSITIONS, SEQUENCE_PARALLEL
+from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence import slices
 from hf_moe_ep.sequence.mixer_arguments import Document, MixerArguments, read_mixer_arguments
 from hf_moe_ep.sequence.mixers import LayerSlice
@@ -61,10 +70,14 @@ FAST = ("qwen3_next",)
 DOCUMENTS = ((9, 3, 7), (2, 11, 6))
 
 
-def make_documents(model: nn.Module) -> list[Batch]:
-    """Make a batch of each document. The first token of a document has no label."""
+def make_documents(model: nn.Module, group: int = 0) -> list[Batch]:
+    """Make a batch of each document. The first token of a document has no label.
+
+    Every group of ranks that share a batch has other documents.
+    """
     lengths = [length for row in DOCUMENTS for length in row]
-    return [_make_document(model, length, seed) for seed, length in enumerate(lengths)]
+    seeds = range(len(lengths) * group, len(lengths) * (group + 1))
+    return [_make_document(model, *pair) for pair in zip(lengths, seeds, strict=True)]
 
 
 def _make_document(model: nn.Module, length: int, seed: int) -> Batch:
@@ -126,15 +139,23 @@ def assert_documents_are_alone(
     masked: bool = False,
     with_pictures: bool = False,
     with_cache: bool = True,
+    groups: int = 1,
 ) -> None:
-    """Compare loss, logits and gradients of packed rows with stock runs of each document."""
-    alone = make_documents_with_pictures(stock) if with_pictures else make_documents(stock)
+    """Compare loss, logits and gradients of packed rows with stock runs of each document.
+
+    `groups` is the number of groups of ranks that share a batch, if there are several.
+    """
+    everyone = [make_documents(stock, group) for group in range(groups)]
+    if with_pictures:
+        everyone = [make_documents_with_pictures(stock)]
+    alone = everyone[data_parallel_rank(model) if groups > 1 else 0]
     rows = pack(alone, (len(alone),)) if with_pictures else pack(alone)
     if with_pictures:
         rows["position_ids"] = torch.cat([find_positions(stock, x) for x in alone], dim=-1)
     if masked:
         rows["attention_mask"] = torch.ones_like(rows["input_ids"])
-    num_tokens = sum(document["labels"][:, 1:].ne(-100).sum() for document in alone)
+    documents = [document for group in everyone for document in group]
+    num_tokens = sum(document["labels"][:, 1:].ne(-100).sum() for document in documents)
     unlabelled = {name: x for name, x in rows.items() if name != "labels"}
     with torch.no_grad():
         inputs = [{n: x for n, x in document.items() if n != "labels"} for document in alone]
@@ -146,10 +167,12 @@ def assert_documents_are_alone(
             assert_close(f"{where}: logits, {options}", got, want, FP64_MODEL)
     cache = {} if with_cache else {"use_cache": False}
     loss = model.train()(**rows, **cache, num_items_in_batch=num_tokens).loss
-    loss.backward()
+    (loss * groups).backward()
+    if groups > 1:  # all ranks of a group have the loss of the group
+        loss = sum_over_ranks(loss.detach()) * groups / dist.get_world_size()
     total = torch.zeros_like(loss)
-    labels = sum(document["labels"].ne(-100).sum() for document in alone)
-    for document in alone:
+    labels = sum(document["labels"].ne(-100).sum() for document in documents)
+    for document in documents:
         want = stock(**document, num_items_in_batch=num_tokens, use_cache=False).loss
         if is_mean(stock):
             want = want * document["labels"].ne(-100).sum() / labels
@@ -354,6 +377,7 @@ def _compare_packed_rows(
     rank: int,
     world: int,
     *,
+    groups: int = 1,
     cp: int = 1,
     use_reentrant: bool | None = None,
     with_pictures: bool = False,
@@ -362,9 +386,9 @@ def _compare_packed_rows(
         model, stock = build(model_type, seed=rank), build(model_type)
         if use_reentrant is not None:
             checkpointing(model, use_reentrant)
-        apply_ep_fsdp2(model, ep_size=2, sp_size=world // cp, cp_size=cp)
+        apply_ep_fsdp2(model, ep_size=2, sp_size=world // cp // groups, cp_size=cp)
         assert_documents_are_alone(
-            model_type, model, stock, masked=True, with_pictures=with_pictures
+            model_type, model, stock, masked=True, with_pictures=with_pictures, groups=groups
         )
         if cp > 1:
             assert_same_update(model_type, (model, stock), (adamw(model), adamw(stock)))
@@ -421,6 +445,17 @@ CONTEXT = [
         "sp 4": {},
     }.items()
 ]
+# A type of each kind of mixer, on two groups of ranks with other documents.
+TWO_GROUPS = [
+    Check(
+        f"{name}, ep 2 x sp 2", 4, partial(_compare_packed_rows, name, groups=2), slow=True
+    ).as_parameter()
+    for name in (
+        *("qwen3_next", "kimi_linear", "nemotron_h", "jamba", "lfm2_moe", "inkling2_text"),
+        *("deepseek_v32", "minimax_m3_vl_text", "deepseek_v4", "minimax"),
+    )
+    if name in GRANTED and name not in STOCK_IS_WRONG
+]
 
 
 @pytest.mark.parametrize("claim", PACKED)
@@ -433,7 +468,7 @@ def test_checkpointed_packed_documents_are_alone(found: Found, claim: Check) -> 
     found.raise_if_failed(claim)
 
 
-@pytest.mark.parametrize("claim", CONTEXT)
+@pytest.mark.parametrize("claim", CONTEXT + TWO_GROUPS)
 def test_packed_documents_are_alone_on_four_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
