@@ -23,7 +23,8 @@ recurrence, the module gets whole sequences (`mixes_by_convolution_alone`).
 For each token of its slice, a rank sends (sp - 1) / sp of these values in forward, and as many
 gradients in backward:
 
-    delta net    the queries, keys, values, gates and outputs of all heads
+    delta net    the queries, keys, values and outputs of all heads, and two gates per head
+    KDA          the same, but one of the gates has a value per channel of the keys
     Mamba-2      x, dt, B, C and the output
     Mamba-1      x, dt, the gate and the output; B and C are all-gathered, (sp - 1) times their size
 

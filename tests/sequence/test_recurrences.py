@@ -16,6 +16,7 @@ from support.architectures import MODEL_TYPES, batch
 from support.architectures.split_steps import equals_stock_backward
 from support.architectures.steps import build
 from support.checks import Check, Found, on_ranks
+from support.fp64 import FP64
 from support.needs import SINCE_5_23
 from torch import Tensor, nn
 from transformers.models.qwen3_next import modeling_qwen3_next as stock_file
@@ -97,6 +98,16 @@ def _count_delta_net(config: Any) -> Sent:
     return Sent(number * per_layer, 0, [2 * keys + values] * number)
 
 
+def _count_kda(config: Any) -> Sent:
+    """Count queries, keys, values, outputs, a gate per channel, and a gate per head.
+
+    The layers with latent attention are replaced by layers with KDA.
+    """
+    channels = config.linear_num_heads * config.linear_head_dim
+    number = config.num_hidden_layers
+    return Sent(number * (5 * channels + config.linear_num_heads), 0, [3 * channels] * number)
+
+
 def _count_mamba_2(config: Any) -> Sent:
     """Count x, the output, dt, B and C."""
     values = config.mamba_num_heads * config.mamba_head_dim
@@ -124,7 +135,8 @@ def _compare_bytes(model_type: str, count: Any, rank: int, world: int) -> None:
     A rank exchanges the values of its tokens, and gathers a few tokens per slice for the halos. In
     backward it sends as many gradients.
     """
-    model = build(model_type, seed=rank)
+    options = {"layer_types": ["linear_attention"] * 4} if count is _count_kda else {}
+    model = build(model_type, seed=rank, **options)
     config = model.config
     apply_ep_fsdp2(model, sp_size=world)
     sizes: dict[str, list[int]] = {"swap": [], "gather": [], "gather, backward": []}
@@ -133,6 +145,7 @@ def _compare_bytes(model_type: str, count: Any, rank: int, world: int) -> None:
         return lambda x, group: sizes[kind].append(x.nbytes) or stock(x, group)
 
     with (
+        FP64(),  # every value has 8 bytes
         mock.patch.object(ulysses, "swap_slices", counted("swap", ulysses.swap_slices)),
         mock.patch.object(slices, "all_gather", counted("gather", slices.all_gather)),
         mock.patch.object(slices, "swap_slices", counted("gather, backward", slices.swap_slices)),
@@ -150,7 +163,7 @@ def _compare_bytes(model_type: str, count: Any, rank: int, world: int) -> None:
     (*others, loss_bytes) = forward["gather"]
     width = 2  # the tokens of a kernel in front of its last token
     halos = sum(2 * width * channels * 8 for channels in sent.halos)
-    assert sum(others) == halos + tokens * sent.gathered and loss_bytes in (4, 8)
+    assert sum(others) == halos + tokens * sent.gathered and loss_bytes == 8
     assert not forward["gather, backward"]
     assert sum(sizes["gather, backward"]) == world * sum(others), "one part for each rank"
     assert sizes["gather"] == [*others, loss_bytes, loss_bytes]
@@ -173,6 +186,7 @@ BYTES: dict[str, Any] = {
     f"bytes of {name}": partial(_compare_bytes, name, count)
     for name, count in {
         "qwen3_next": _count_delta_net,
+        "kimi_linear": _count_kda,
         "nemotron_h": _count_mamba_2,
         "jamba": _count_mamba_1,
         "lfm2_moe": _count_short_convolution,
