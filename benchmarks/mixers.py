@@ -21,7 +21,9 @@ The figures of a rank:
     sent           bytes that the rank sends in the forward of the mixer, counted when torch
                    dispatches the collectives
     seconds        forward and backward of the whole model, on four real ranks, until the slowest
-                   rank is done. With --steps 0 they are not measured
+                   rank is done. With --steps 0 they are not measured. Those of Mamba-1 are measured
+                   over 512 tokens: in plain PyTorch, each token of its scan has a gradient of the
+                   size of the whole sequence
 
 Bytes are counted on rank 1 of a simulated group of 4: the other ranks do not exist, and collectives
 return tensors of the right size with arbitrary values. Recurrences and convolutions run in plain
@@ -43,7 +45,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from benchmark_text import describe_machine, spread
-from ranks import KEEP_FREED_MEMORY, spawn
+from ranks import KEEP_FREED_MEMORY, reset_peak, spawn
 from sequence import saved_storages
 from timing import seconds_of_step
 from torch import nn
@@ -66,13 +68,15 @@ class Kind:
     """A kind of mixer: the model type that has it, and the fields of its config.
 
     `states` is True for a recurrence whose states can be passed to the next rank. `is_divided` is
-    False for a mixer that always gets whole sequences.
+    False for a mixer that always gets whole sequences. `timed_seq` is the largest number of tokens
+    with which seconds are measured, 0 if there is no limit.
     """
 
     model_type: str
     fields: dict[str, Any]
     states: bool = False
     is_divided: bool = True
+    timed_seq: int = 0
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -90,7 +94,7 @@ KINDS = {
         states=True,
     ),
     "Mamba-2": Kind("granitemoehybrid", {"layer_types": ["linear_attention"]}, states=True),
-    "Mamba-1": Kind("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}),
+    "Mamba-1": Kind("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}, timed_seq=512),
     "short convolution": Kind("lfm2_moe", {"layer_types": ["conv"]}),
     "attention with an indexer": Kind("deepseek_v32", _LATENT | {"v_head_dim": 32}),
     "attention with a compressor": Kind(
@@ -259,8 +263,13 @@ class MixerWatch:
             self.peak, self.sent = self._peak.peak, self._sent.sent
 
 
-def prepare_step(kind: Kind, method: str, sizes: Sizes) -> tuple[MixerWatch, Callable[[], None]]:
-    """Build a model. Returns the watch of its mixer, and a function that runs a step."""
+def prepare_step(
+    kind: Kind, method: str, sizes: Sizes, *, trains: bool
+) -> tuple[MixerWatch, Callable[[], None]]:
+    """Build a model. Returns the watch of its mixer, and a function that runs a step.
+
+    With `trains`, the step runs backward as well.
+    """
     model = build(kind, sizes)
     (mixers,) = find_parts(model).mixers
     ((_, mixer),) = mixers.items()
@@ -272,7 +281,9 @@ def prepare_step(kind: Kind, method: str, sizes: Sizes) -> tuple[MixerWatch, Cal
 
     def step() -> None:
         with choose(method):
-            model(**batch).loss.backward()
+            loss = model(**batch).loss
+            if trains:
+                loss.backward()
         model.zero_grad()
 
     return watch, step
@@ -295,17 +306,30 @@ def measure_bytes(kind: Kind, method: str, sizes: Sizes) -> Measured:
     # Other ranks do not exist, so their batches cannot be compared.
     alone = mock.patch.object(split, "check_same_batch", lambda *args: None)
     with fake_group(1, WORLD), alone:
-        watch, step = prepare_step(kind, method, sizes)
+        watch, step = prepare_step(kind, method, sizes, trains=False)
         watch.measures = True
         step()
     return Measured(watch.activations, watch.peak, watch.sent)
 
 
-def measure_seconds(rank: int, kind: Kind, method: str, sizes: Sizes) -> list[float]:
-    """Time the steps of four ranks, after one step to warm up."""
-    _, step = prepare_step(kind, method, sizes)
-    step()
-    return [seconds_of_step(step) for _ in range(sizes.steps)]
+def measure_seconds(
+    rank: int, kinds: dict[str, Kind], sizes: Sizes
+) -> dict[str, dict[str, list[float]]]:
+    """Time the steps of four ranks for each kind and method, after one step to warm up.
+
+    All models are measured by the same processes, because a process needs more time to start than
+    most of the steps.
+    """
+    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in kinds}
+    for name, kind in kinds.items():
+        timed = replace(sizes, seq=min(sizes.seq, kind.timed_seq or sizes.seq))
+        for method in kind.methods:
+            _, step = prepare_step(kind, method, timed, trains=True)
+            step()
+            seconds[name][method] = [seconds_of_step(step) for _ in range(sizes.steps)]
+            del step
+            reset_peak()  # frees the model, and returns its memory to the system
+    return seconds
 
 
 def report(
@@ -359,12 +383,8 @@ def main() -> None:
     }
     seconds: dict[str, dict[str, list[float]]] = {}
     if sizes.steps:
-        options = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
-        for name, kind in kinds.items():
-            methods = {
-                w: spawn(measure_seconds, WORLD, kind, w, sizes, **options) for w in kind.methods
-            }
-            seconds[name] = {method: by_rank[0] for method, by_rank in methods.items()}
+        options = {"timeout": 900.0 * len(kinds), "environment": KEEP_FREED_MEMORY}
+        seconds, *_ = spawn(measure_seconds, WORLD, kinds, sizes, **options)
     text = report(
         sizes, found, seconds, describe_machine("benchmarks/mixers.py", load_before, WORLD)
     )

@@ -110,7 +110,9 @@ def saved_storages(model: nn.Module) -> Iterator[dict[int, int]]:
         pointer = storage(tensor).data_ptr()
         if all(storage(parameter).data_ptr() != pointer for parameter in model.parameters()):
             saved[pointer] = storage(tensor).nbytes()
-        return tensor
+        # Without detach, an output that its own operator saves would keep the graph alive for ever,
+        # if no backward frees the graph.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved

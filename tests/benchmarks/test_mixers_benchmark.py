@@ -1,5 +1,6 @@
 """benchmarks/mixers.py: divided mixers keep at most 0.30 of stock's activations at sp 4."""
 
+import gc
 from dataclasses import replace
 
 import mixers as bench
@@ -34,6 +35,14 @@ def test_a_rank_keeps_a_share_of_stocks_activations(name: str) -> None:
     limit = 0.40 if "indexer" in name else 0.30
     assert divided.activations <= limit * stock.activations, found
     assert divided.peak < gathered.peak
+
+
+@pytest.mark.skipif("KDA" not in KINDS, reason="this transformers has no Kimi-Linear")
+def test_a_measured_model_is_freed() -> None:
+    """No backward frees the graph, and the memory of all measurements would add up."""
+    bench.measure_bytes(KINDS["KDA"], "stock", bench.Sizes(seq=64, hidden=32))
+    gc.collect()
+    assert not [x for x in gc.get_objects() if type(x) is bench.MixerWatch]
 
 
 def test_the_table_has_a_row_for_each_method() -> None:
