@@ -12,7 +12,7 @@ from support.tiny_models import Row, tiny, vision_batch
 from torch.utils.data import DataLoader
 
 from hf_moe_ep import apply_ep_fsdp2, patch
-from hf_moe_ep.sequence.split import check_packed_rows
+from hf_moe_ep.sequence.split import FindDocuments, check_packed_rows
 from hf_moe_ep.vision.positions import PositionCollator
 
 Batch = dict[str, torch.Tensor]
@@ -42,7 +42,8 @@ def test_outputs_equal_stock(rows: str, left: bool) -> None:
     shape = None if rows == "text" else (3, *batch["input_ids"].shape)
     assert getattr(collated.pop("position_ids", None), "shape", None) == shape
     assert collated.keys() == batch.keys()
-    check_packed_rows(PositionCollator(model, first_sample)([batch]), separates=True)
+    again = PositionCollator(model, first_sample)([batch])
+    check_packed_rows(model, again, FindDocuments(has_mixers=True))
     with torch.no_grad():
         want = model(**batch)
         got = model(**PositionCollator(model, first_sample)([batch]))
