@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import json
 import logging
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import transformers
 from torch import nn
 
 from hf_moe_ep.upstream.conversion import describe_conversions, restore_conversions
@@ -33,7 +33,7 @@ def describe_load(model: nn.Module) -> dict[str, Any] | None:
     applied = describe_conversions(model)
     if applied is None:
         return None
-    return {"format": 1, "transformers": transformers.__version__, "applied": applied}
+    return {"format": 1, "transformers": version("transformers"), "applied": applied}
 
 
 def restore_load(model: nn.Module, path: Path) -> None:
@@ -46,7 +46,7 @@ def restore_load(model: nn.Module, path: Path) -> None:
         return
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        version, applied = content["transformers"], [list(row) for row in content["applied"]]
+        writer, applied = content["transformers"], [list(row) for row in content["applied"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}); convert an older checkpoint") from error
     if not restore_conversions(model, applied):
@@ -56,7 +56,7 @@ def restore_load(model: nn.Module, path: Path) -> None:
             "differ from those of the loaded checkpoint; to keep them, convert with transformers "
             "%s",
             path,
-            version,
-            transformers.__version__,
-            version,
+            writer,
+            version("transformers"),
+            writer,
         )
