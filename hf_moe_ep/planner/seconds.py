@@ -131,7 +131,7 @@ def plan_phase_parts(phase: Phase, hardware: Hardware) -> dict[str, float]:
         launches += number
     under_experts = min(hideable["rows"], parts["grouped"])
     hidden_rows = hardware.overlap * (under_experts + min(row_grads, postponed))
-    hidden_sequence = hardware.overlap * min(hideable["sequence"], parts["attention"])
+    hidden_sequence = hardware.overlap * min(hideable["sequence"], parts.get("attention", 0.0))
     hideable_fsdp = sum(hideable[purpose] for purpose in _BY_FSDP)
     free = max(computed - hidden_rows - hidden_sequence, 0.0)
     hidden_fsdp = hardware.overlap * min(hideable_fsdp, free)
