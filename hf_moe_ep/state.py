@@ -98,6 +98,7 @@ the row above.
     ops/sum_check.py | check_sums_once | results of checks of compiled sums
     ops/permute.py | _warn_once | the warnings that torch computes these sums
     ops/quantised.py | _nested_codes | values of the bytes of nested scales, by device
+    compiled/subclasses.py | _create_class_of_forward _create_class_of_call | subclasses of classes
     sequence/partial_attention.py | _compiled_flex_attention | the compiled kernel of FlexAttention
     plan.py | _compiled | patterns of module names
     upstream/gloo.py | _list_devices | network devices of a process
@@ -283,9 +284,11 @@ class ModelState:
     num_chunks: int | None = None
     # The `Frame` (moe/recompute.py) of the checkpointed layer that runs now, or None.
     frame: Any = None
-    # True if `compile_layers` has compiled the layers (compiled/layers.py).
-    layers_are_compiled: bool = False
-    # True if compiled layers include their MoE blocks. The flag is set before each forward.
+    # The arguments of torch.compile with which `compile_layers` has compiled the layers
+    # (compiled/layers.py); None if they are not compiled.
+    compile_options: dict[str, Any] | None = None
+    # True if the graphs of compiled layers may include MoE blocks (`MoELayer.can_be_traced`). The
+    # flag is set before each forward.
     blocks_are_traced: bool = False
     # A tensor of one boolean: whether compiled layers count tokens in the current forward. None
     # before the first forward of compiled layers.
@@ -497,6 +500,8 @@ class MoELayer:
         shared: the shared experts of the layer's block (`moe/shared_experts.py`), or None.
         may_choose_no_expert: True if expert ids may also be the number of experts, which means "no
             expert".
+        can_be_traced: True if no hook or adapter inside of the MoE block keeps torch.compile from
+            tracing the block. `compiled/layers.py` sets it before each forward.
         index_tensor: `index` as a tensor. torch.compile makes one graph for all layers if they
             differ in a tensor, but one graph per layer if they differ in a number.
     """
@@ -512,6 +517,7 @@ class MoELayer:
     slots_E: Tensor | None = None
     shared: Any = None
     may_choose_no_expert: bool = False
+    can_be_traced: bool = False
     index_tensor: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -28,9 +28,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ from hf_moe_ep.compiled.subclasses import (
     check_class_forward,
     exclude_from_tracing,
     get_inner_forward,
+    get_stock_class,
     override_forward,
 )
 from hf_moe_ep.moe.counting import reserve_counts
@@ -65,7 +66,7 @@ from hf_moe_ep.upstream.compiler import (
     has_reached_limit,
     is_compile_error,
 )
-from hf_moe_ep.upstream.models import CACHE_NAMES
+from hf_moe_ep.upstream.models import CACHE_NAMES, base_model_prefix
 from hf_moe_ep.upstream.module_names import get_stock_name
 from hf_moe_ep.upstream.modules import list_forward_hooks
 
@@ -138,24 +139,41 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
     for name, (module, _) in blocks.items():
         check_class_forward(name, module)
     kinds: dict[Any, _Kind] = {}
+    moe_layers = dict(blocks.values())
     for name, module in (layers | towers | shared).items():
-        key = (type(module), *(type(child) for child in module.children()))
-        if key not in kinds:
-            forward = get_inner_forward(type(module))
-            compiled = torch.compile(forward, **options)
-            kinds[key] = _Kind(compiled, forward, options.get("recompile_limit"))
-        state.replace(module, COMPILED, partial(_call_compiled, kinds[key], state, name))
-    if not state.layers_are_compiled:
+        inside = [moe_layers[child] for child in module.modules() if child in moe_layers]
+        by_tracing = []
+        for is_traced in (False, True):
+            children = [type(child) for child in module.children()]
+            key = (type(module), *children, is_traced and bool(inside))
+            if key not in kinds:
+                kinds[key] = _Kind(get_stock_class(type(module)), options)
+            by_tracing.append(kinds[key])
+        call = partial(_call_compiled, by_tracing, inside, state, name)
+        state.replace(module, COMPILED, call)
+    if state.compile_options is None:
         _leave_out_mixers(root)
         override_forward((layers | towers | shared).values(), _run_layer)
         override_forward(attention.values(), _call_untraced)
         for module, layer in blocks.values():
             state.replace(module, MOE_LAYER, layer)
         override_forward((module for module, _ in blocks.values()), _run_block)
-        begin = BeginForward(state, root, [module for module, _ in blocks.values()])
-        root.register_forward_pre_hook(begin, with_kwargs=True)
-    state.layers_are_compiled = True
+        state.is_counted = torch.tensor(False, device="cpu")
+        for caller in _find_callers(root):
+            begin = BeginForward(state, caller, list(blocks.values()))
+            caller.register_forward_pre_hook(begin, with_kwargs=True)
+    state.compile_options = options
     return root
+
+
+def _find_callers(root: nn.Module) -> list[nn.Module]:
+    """Return the root and its decoder, which some trainers call without the root.
+
+    TRL's distillation trainers call only the decoder (trl/trainer/distillation_trainer.py,
+    `_get_last_hidden_state`).
+    """
+    prefix = base_model_prefix(root)
+    return [root, getattr(root, prefix)] if prefix else [root]
 
 
 def refuse_plan_forwards(modules: Iterable[nn.Module], model_type: str) -> None:
@@ -173,18 +191,37 @@ def refuse_plan_forwards(modules: Iterable[nn.Module], model_type: str) -> None:
 class _Kind:
     """The function that all layers of one kind share.
 
+    Layers whose MoE blocks are traced and layers whose blocks are not traced are different kinds:
+    they have different code objects, and so never share graphs. torch.compile itself does not
+    notice that a block must not be traced before it calls the block.
+
+    A pickle has no graphs, so an unpickled kind makes graphs of its own. A copy shares them.
+
     Attributes:
+        layer_class: the stock class of the layers.
+        options: the arguments of torch.compile.
+        forward: the forward of this class.
         compiled: the result of torch.compile for `forward`.
-        limit: the largest number of graphs of `forward`; None stands for torch's default.
         is_checked: True once torch.compile is known to have traced `forward`.
         warned: True once a warning has said that torch.compile makes no further graphs.
     """
 
-    compiled: Callable[..., Any]
-    forward: Callable[..., Any]
-    limit: int | None
+    layer_class: type
+    options: dict[str, Any]
+    forward: Callable[..., Any] = field(init=False)
+    compiled: Callable[..., Any] = field(init=False)
     is_checked: bool = False
     warned: bool = False
+
+    def __post_init__(self) -> None:
+        self.forward = get_inner_forward(self.layer_class)
+        self.compiled = torch.compile(self.forward, **self.options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Kind, (self.layer_class, self.options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kind:
+        return self
 
 
 def _leave_out_mixers(root: nn.Module) -> None:
@@ -209,46 +246,49 @@ def _leave_out_mixers(root: nn.Module) -> None:
 class BeginForward(Ours):
     """Pre-forward hook of the root: decides whether the graphs of this forward include MoE blocks.
 
-    Blocks are traced if this rank computes all experts, no module inside of a block is an FSDP2
+    A block is traced if this rank computes all experts, no module inside of the block is an FSDP2
     unit or has an adapter or a hook, and no `record` or `replay` is open.
 
     In training the hook also passes `use_cache=False`, unless the caller passes `use_cache` or a
     cache: a model whose config says `use_cache=True` would fill a KV cache that training never
     reads, and a layer that is given a cache is not compiled.
+
+    The decoder has such a hook too, for forwards that do not begin at the root.
     """
 
-    def __init__(self, state: ModelState, root: nn.Module, blocks: list[nn.Module]) -> None:
+    def __init__(
+        self, state: ModelState, caller: nn.Module, blocks: list[tuple[nn.Module, MoELayer]]
+    ) -> None:
         self.state, self._blocks = state, blocks
-        self._takes_use_cache = takes_argument(root, "use_cache")
-        state.is_counted = torch.tensor(False, device="cpu")
+        self._takes_use_cache = takes_argument(caller, "use_cache")
 
     @torch.compiler.disable
     def __call__(
-        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, caller: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         state = self.state
-        state.blocks_are_traced = self._can_trace_blocks()
+        self._choose_traced_blocks()
         assert state.is_counted is not None
         state.is_counted.fill_(torch.is_grad_enabled())
-        if not root.training:
+        if not caller.training:
             return None
         if state.blocks_are_traced:
-            reserve_counts(state, get_computing_device(root))
+            reserve_counts(state, get_computing_device(caller))
         given = any(kwargs.get(name) is not None for name in ("use_cache", *_CACHES))
         if given or not self._takes_use_cache:
             return None
         return args, kwargs | {"use_cache": False}
 
-    def _can_trace_blocks(self) -> bool:
+    def _choose_traced_blocks(self) -> None:
         state = self.state
-        if state.routing is not None or any(layer.compute is None for layer in state.moe_layers):
-            return False
-        if state.meshes is not None and not state.experts_in_layer_units:
-            return False
-        inside = (module for block in self._blocks for module in block.modules())
-        return not any(
-            list_forward_hooks(module) or wraps_for_adapters(module) for module in inside
+        state.blocks_are_traced = state.routing is None and (
+            state.meshes is None or state.experts_in_layer_units
         )
+        for block, layer in self._blocks:
+            layer.can_be_traced = layer.compute is not None and not any(
+                list_forward_hooks(module) or wraps_for_adapters(module)
+                for module in block.modules()
+            )
 
 
 def _find_modules(root: nn.Module) -> dict[str, nn.Module]:
@@ -316,7 +356,8 @@ def _run_layer(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
 
 
 def _call_compiled(
-    kind: _Kind,
+    by_tracing: Sequence[_Kind],
+    moe_layers: list[MoELayer],
     state: ModelState,
     name: str,
     module: nn.Module,
@@ -326,6 +367,7 @@ def _call_compiled(
     if state.blocks_are_traced and _ROUTER_LOGITS in collected_outputs():
         # transformers has registered its hooks in this forward, after `BeginForward`.
         state.blocks_are_traced = False
+    kind = by_tracing[all(map(_is_traced, moe_layers))]
     untraced = count_untraced()
     try:
         with without_collector(), compile_backward_in_forward():
@@ -346,7 +388,7 @@ def _call_compiled(
             )
         kind.is_checked = True
     if count_untraced() > untraced and not kind.warned:
-        kind.warned = has_reached_limit(kind.forward, kind.limit)
+        kind.warned = has_reached_limit(kind.forward, kind.options.get("recompile_limit"))
         if kind.warned:
             warnings.warn(
                 f"torch.compile has made as many graphs of {name} ({type(module).__name__}) as its "
@@ -366,9 +408,14 @@ def _call_untraced(stock: Callable[..., Any], module: Any, *args: Any, **kwargs:
 def _run_block(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a MoE block; torch.compile traces it only if `BeginForward` allows it."""
     layer: MoELayer = getattr(module, MOE_LAYER)
-    if layer.model.blocks_are_traced and layer.model.frame is None:
+    if _is_traced(layer):
         return stock(module, *args, **kwargs)
     return _call_block_untraced(stock, module, *args, **kwargs)
+
+
+def _is_traced(layer: MoELayer) -> bool:
+    state = layer.model
+    return state.blocks_are_traced and layer.can_be_traced and state.frame is None
 
 
 @torch.compiler.disable

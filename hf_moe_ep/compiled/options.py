@@ -13,6 +13,7 @@ from hf_moe_ep.upstream.compiler import compile_arguments
 # one row, and with an input without a gradient (the first layer under LoRA). By default
 # torch.compile gives up after eight graphs, and the layer would run uncompiled.
 _RECOMPILE_LIMIT = 64
+_DEFAULT_BACKEND = "inductor"
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
@@ -24,7 +25,7 @@ def how_to_raise_recompile_limit() -> str:
 
 
 def check_compile_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for torch.compile, with our defaults of `dynamic` and `recompile_limit`.
+    """Return the arguments for torch.compile, with the defaults that we use.
 
     Raises:
         ValueError: there is no such argument, backend, mode or option, or the argument cannot be
@@ -37,7 +38,7 @@ def check_compile_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
             f"compile_layers has no argument {unknown[0]!r}; the arguments of torch.compile are: "
             f"{', '.join(allowed)}"
         )
-    backend = kwargs.get("backend") or "inductor"
+    backend = kwargs.get("backend") or _DEFAULT_BACKEND
     backends = torch.compiler.list_backends(exclude_tags=())  # also debugging backends
     if isinstance(backend, str) and backend not in backends:
         raise ValueError(
@@ -61,7 +62,7 @@ def check_compile_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
             f"fixed addresses, but FSDP2 gathers the parameters of a layer at a new address each "
             f"time; use mode='default' or mode='max-autotune-no-cudagraphs'"
         )
-    chosen: dict[str, Any] = {"dynamic": True}
+    chosen: dict[str, Any] = {"backend": _DEFAULT_BACKEND, "dynamic": True}
     if "recompile_limit" in allowed:  # not in every version of torch
         chosen["recompile_limit"] = _RECOMPILE_LIMIT
     chosen |= {name: value for name, value in kwargs.items() if value is not None}

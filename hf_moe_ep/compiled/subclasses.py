@@ -28,24 +28,18 @@ _STOCK_CLASS = "_hf_moe_ep_stock_class"
 
 
 def override_forward(modules: Iterable[nn.Module], run: Callable[..., Any]) -> None:
-    """Make every module call `run(stock_forward, module, *args, **kwargs)`."""
-    subclasses: dict[type, type] = {}
+    """Make every module call `run(stock_forward, module, *args, **kwargs)`.
+
+    `run` must be a function of a module, because pickles of the modules refer to it by name.
+    """
     for module in modules:
-        kind = type(module)
-        if kind not in subclasses:
-            subclasses[kind] = _create_subclass(kind, run)
-        module.__class__ = subclasses[kind]
+        module.__class__ = _create_overriding_class(type(module), run)
 
 
 def exclude_from_tracing(modules: Iterable[nn.Module]) -> None:
     """Make torch.compile call every module as a whole, with its hooks, and trace none of them."""
-    subclasses: dict[type, type] = {}
     for module in modules:
-        kind: Any = type(module)
-        if kind not in subclasses:
-            call = torch.compiler.disable(kind.__call__)
-            subclasses[kind] = _subclass_of(kind, {"__call__": call})
-        module.__class__ = subclasses[kind]
+        module.__class__ = _create_untraced_class(type(module))
 
 
 def restore_classes(model: nn.Module) -> None:
@@ -54,6 +48,12 @@ def restore_classes(model: nn.Module) -> None:
         stock = vars(type(module)).get(_STOCK_CLASS)
         if stock is not None:
             module.__class__ = stock
+
+
+def get_stock_class(kind: type) -> type:
+    """Return the class of which `kind` is a subclass of ours, or `kind` itself."""
+    stock: type = getattr(kind, _STOCK_CLASS, kind)
+    return stock
 
 
 def get_inner_forward(kind: type) -> Callable[..., Any]:
@@ -87,20 +87,50 @@ def check_class_forward(name: str, module: nn.Module) -> None:
         )
 
 
-def _create_subclass(kind: Any, run: Callable[..., Any]) -> type:
-    stock = kind.forward
+def _create_overriding_class(kind: Any, run: Callable[..., Any]) -> type:
+    return _create_class_of_forward(kind, kind.forward, run)
 
+
+def _create_untraced_class(kind: Any) -> type:
+    return _create_class_of_call(kind, kind.__call__)
+
+
+@functools.cache
+def _create_class_of_forward(kind: Any, stock: Callable[..., Any], run: Callable[..., Any]) -> type:
     @functools.wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run(stock, self, *args, **kwargs)
 
-    return _subclass_of(kind, {"forward": forward})
+    return _create_subclass(kind, {"forward": forward}, (_create_overriding_class, kind, run))
 
 
-def _subclass_of(kind: Any, attributes: dict[str, Any]) -> type:
+@functools.cache
+def _create_class_of_call(kind: Any, stock: Callable[..., Any]) -> type:
+    call = torch.compiler.disable(stock)
+    return _create_subclass(kind, {"__call__": call}, (_create_untraced_class, kind))
+
+
+def _create_subclass(kind: Any, attributes: dict[str, Any], origin: tuple[Any, ...]) -> type:
+    """Create a subclass whose name is that of `kind`.
+
+    Python pickles an instance with the name of its class, which is also the name of the stock
+    class. Our instances are pickled with `origin`, the call that returns their class.
+    """
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        reduced = kind.__reduce_ex__(self, protocol)
+        return reduced if type(self) is not subclass else (_create_instance, origin, *reduced[2:])
+
     names = ("__module__", "__qualname__", "__doc__")
-    same = {name: getattr(kind, name) for name in names}
-    return type(kind.__name__, (kind,), same | attributes | {_STOCK_CLASS: kind})
+    same: dict[str, Any] = {name: getattr(kind, name) for name in names}
+    own = {"__reduce_ex__": reduce, _STOCK_CLASS: kind}
+    subclass: type = type(kind.__name__, (kind,), same | own | attributes)
+    return subclass
+
+
+def _create_instance(create_class: Callable[..., Any], *args: Any) -> Any:
+    kind = create_class(*args)
+    return kind.__new__(kind)
 
 
 def _is_ours(function: Any) -> bool:

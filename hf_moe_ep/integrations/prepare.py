@@ -180,16 +180,32 @@ def without_dynamo(accelerator: Accelerator) -> Iterator[dict[str, Any] | None]:
 
 
 def _choose_compilation(state: ModelState, compile_kwargs: dict[str, Any]) -> None:
-    """Store Accelerate's options of torch.compile in a config that has none of its own."""
-    check_compile_kwargs(compile_kwargs)
-    if state.config.compile_kwargs is None:
+    """Store Accelerate's options of torch.compile in a config that has none of its own.
+
+    Raises:
+        ValueError: the model was compiled, or was patched to be compiled, with another value of an
+            option of Accelerate.
+    """
+    wanted, own = check_compile_kwargs(compile_kwargs), state.compile_options
+    if own is None and state.config.compile_kwargs is None:
         state.config = replace(state.config, compile_layers=compile_kwargs)
+        return
+    if own is None:
+        own = check_compile_kwargs(state.config.compile_kwargs or {})
+    for name in compile_kwargs:
+        if own.get(name) != wanted.get(name):
+            raise ValueError(
+                f"Accelerate or the Trainer asks torch.compile for {name}={wanted.get(name)!r}, "
+                f"but the layers of this model are compiled with {name}={own.get(name)!r} "
+                f"(compile_layers); leave out compile_layers, or leave out torch_compile or "
+                f"dynamo_config"
+            )
 
 
 def _compile_as_configured(model: nn.Module) -> None:
     """Compile the layers of a patched model, unless `patch` has done so."""
     state = find_state(model)
-    if state is not None and not state.layers_are_compiled:
+    if state is not None and state.compile_options is None:
         compile_layers(model, **(state.config.compile_kwargs or {}))
 
 

@@ -90,7 +90,7 @@ class Frame(CheckpointedFunction):
             self._next, self._num_replaced = 0, 0
             # MoE blocks of compiled layers call `repeating_choice` themselves, because
             # torch.compile would trace the mode if it were active here.
-            if torch.compiler.is_compiling() or self._state.layers_are_compiled:
+            if torch.compiler.is_compiling() or self._state.compile_options is not None:
                 return self._function(*args, **kwargs)
             with self.repeating_choice():
                 return self._function(*args, **kwargs)

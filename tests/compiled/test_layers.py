@@ -1,6 +1,7 @@
 """`compile_layers` makes a few graphs for all layers, which compute what eager layers compute."""
 
 import copy
+import pickle
 import warnings
 from functools import partial
 from types import SimpleNamespace
@@ -370,6 +371,21 @@ def test_routes_are_recorded_and_replayed(use_reentrant: bool | None) -> None:
     _check_recorded_and_replayed_routes({}, use_reentrant)
 
 
+@pytest.mark.slow
+def test_a_record_leaves_the_graphs_of_later_forwards_as_they_were() -> None:
+    """During a record the MoE block is not traced, which splits a layer into two more graphs."""
+    torch.compiler.reset()
+    counters.clear()
+    model = _build_model({"compile_layers": "aot_eager"}, None, **SMALL, mlp_only_layers=[])
+    inputs = batch(model, 2, 9)
+    _compute_grads(model, inputs)
+    with RoutingReplay(model).record():
+        _compute_grads(model, inputs)
+    assert _count_graphs() == 1 + 2
+    _compute_grads(model, inputs)
+    assert _count_graphs() == 1 + 2
+
+
 REPLAYED = {
     f"ep 2, {name}": partial(_check_recorded_and_replayed_routes, {"ep_size": 2}, use_reentrant)
     for name, use_reentrant in REENTRANT.items()
@@ -389,6 +405,52 @@ def test_evaluation_runs_without_compilation() -> None:
     inputs = batch(model, 2, 9)
     assert torch.equal(model(**inputs).logits, want(**inputs).logits)
     assert _count_graphs() == 0
+
+
+@pytest.mark.slow
+def test_a_decoder_that_is_called_without_its_model_is_compiled_and_counted() -> None:
+    """TRL's distillation trainers call the decoder alone. Its config asks for a KV cache."""
+    torch.compiler.reset()
+    counters.clear()
+    eager, compiled = (
+        _build_model(config, None, **SMALL) for config in ({}, {"compile_layers": "aot_eager"})
+    )
+    inputs = batch(eager, 2, 9)
+    del inputs["labels"]
+    with torch.no_grad():
+        compiled.eval()(**inputs)  # a forward that is not counted
+    compiled.train()
+    results = []
+    for model in (eager, compiled):
+        model.model(**inputs)[0].square().sum().backward()
+        results.append([p.grad for p in model.model.parameters()])
+    assert all(map(torch.equal, *results))
+    assert _count_graphs() == 2
+    loads = [expert_load(model).counts for model in (eager, compiled)]
+    assert torch.equal(*loads) and loads[0].sum() > 0
+
+
+@pytest.mark.slow
+def test_a_hook_keeps_only_its_own_block_out_of_the_graphs() -> None:
+    """The block with the hook splits its layer into two graphs. The other layers share one."""
+    torch.compiler.reset()
+    counters.clear()
+    sizes: dict[str, Any] = {"num_hidden_layers": 3, "mlp_only_layers": []}
+    eager, compiled = (
+        _build_model(config, None, **sizes) for config in ({}, {"compile_layers": "aot_eager"})
+    )
+    calls = []
+    for model in (eager, compiled):
+        model.model.layers[1].mlp.gate.register_forward_hook(
+            lambda module, args, output: calls.append(torch.compiler.is_compiling())
+        )
+    for step, length in enumerate((9, 11)):
+        inputs = batch(eager, 2, length, seed=step)
+        want, got = _compute_grads(eager, inputs), _compute_grads(compiled, inputs)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    assert calls == [False] * 4
+    assert _count_graphs() == 1 + 2
+    assert torch.equal(expert_load(compiled).counts, expert_load(eager).counts)
 
 
 def test_a_layer_with_a_cache_runs_without_compilation_and_warns() -> None:
@@ -426,6 +488,21 @@ def test_a_copy_is_compiled_and_has_its_own_weights() -> None:
     counters.clear()
     got = _compute_grads(other, inputs)
     assert _count_graphs() == 0  # the copy shares the graphs
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.slow
+def test_a_pickled_model_is_compiled() -> None:
+    torch.compiler.reset()
+    model = _build_model({"compile_layers": "aot_eager"}, None, **SMALL)
+    inputs = batch(model, 2, 9)
+    want = _compute_grads(model, inputs)
+    other = pickle.loads(pickle.dumps(model))
+    kinds = [{name: type(m) for name, m in x.named_modules()} for x in (model, other)]
+    assert kinds[0] == kinds[1]
+    counters.clear()
+    got = _compute_grads(other, inputs)
+    assert _count_graphs() == 2  # graphs of its own
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -620,6 +697,8 @@ def test_mixers_are_called_without_tracing_and_named_once(caplog: Any) -> None:
         patch(compiled, experts_backend="torch", compile_layers="aot_eager")
     assert caplog.text.count("without tracing") == 1
     assert "linear_attn (Qwen3NextGatedDeltaNet)" in caplog.text
+    unpickled = pickle.loads(pickle.dumps(compiled)).model.layers[0].linear_attn
+    assert type(unpickled) is type(compiled.model.layers[0].linear_attn)
     graphs = []
     for step, length in enumerate((9, 70, 130)):  # blocks of 64 tokens
         inputs = batch(eager, 2, length, seed=step)

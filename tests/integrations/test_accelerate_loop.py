@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import Trainer, TrainingArguments
 
-from hf_moe_ep import global_token_count, patch
+from hf_moe_ep import compile_layers, global_token_count, patch
 from hf_moe_ep.state import patched_state
 
 WORLD, STEPS, MICRO = 2, 3, 2
@@ -143,11 +143,30 @@ def backend_and_mode_of_training_arguments_are_used(rank: int, world: int) -> No
         spy = mock.create_autospec(torch.compile, side_effect=torch.compile)
         with mock.patch.object(torch, "compile", spy):
             trainer.accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    assert patched_state(model).layers_are_compiled
+    assert patched_state(model).compile_options is not None
     assert spy.call_args_list
     for call in spy.call_args_list:
         assert call.kwargs.items() >= given.items()
         assert call.kwargs["dynamic"] is True
+
+
+def options_that_differ_from_those_of_the_model_are_refused(rank: int, world: int) -> None:
+    """The layers are compiled by `patch`, or by a call of `compile_layers`."""
+    plugin = TorchDynamoPlugin(backend="inductor", mode="max-autotune-no-cudagraphs")
+    with launched():
+        accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+        for own, match in (
+            ({"backend": "aot_eager"}, "backend='inductor'.*compiled with backend='aot_eager'"),
+            ({}, "mode='max-autotune-no-cudagraphs'.*compiled with mode=None"),
+        ):
+            patched = patch(tiny(), ep_size=2, compile_layers=own)
+            by_hand = compile_layers(patch(tiny(), ep_size=2), **own)
+            for model in (patched, by_hand):
+                with pytest.raises(ValueError, match=match):
+                    accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        same = patch(tiny(), ep_size=2, compile_layers={"mode": plugin.mode})
+        accelerator.prepare(same, torch.optim.SGD(same.parameters()))
+    assert patched_state(same).compile_options["mode"] == plugin.mode
 
 
 def a_disabled_plugin_compiles_nothing(rank: int, world: int) -> None:
@@ -165,6 +184,7 @@ def a_disabled_plugin_compiles_nothing(rank: int, world: int) -> None:
             NOT_COMPILED,
             an_unsupported_mode_is_refused,
             backend_and_mode_of_training_arguments_are_used,
+            options_that_differ_from_those_of_the_model_are_refused,
             a_disabled_plugin_compiles_nothing,
         ),
         *on_ranks(WORLD, BF16, slow=True),
