@@ -188,7 +188,10 @@ class FindDocuments(Ours):
         return _with_documents(model, given, self.has_mixers)
 
 
-@torch.compiler.disable
+@torch.compiler.disable(
+    reason="the packed documents of this model are found in the values of position_ids, which "
+    "torch.compile cannot trace; leave out fullgraph or position_ids"
+)
 def _with_documents(
     model: nn.Module, given: dict[str, Any], has_mixers: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
