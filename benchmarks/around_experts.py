@@ -17,8 +17,12 @@ two gloo ranks with ep_size 2 and bf16 compute:
 
 Clipping and AdamW run once on a model with 20 layers, over torch's fake process group of 4 ranks
 with ep_size 2, so that parameters have two meshes. Host work is the time from the arrival of a
-layer's counts until its rows can be sent, without waiting for other ranks. Peak memory is planned
-(`hf-moe-ep plan`) for a step of Qwen3-30B-A3B on 8 GPUs with fused AdamW. The errors of bf16
+layer's counts until its rows can be sent, without waiting for other ranks. The clipping of torch,
+which cannot clip two meshes at once, is called for each mesh, and for each tensor in turn.
+
+Peak memory is planned (`hf-moe-ep plan`) for a step of Qwen3-30B-A3B on 8 GPUs with fused AdamW. It
+is measured on the CPU for a forward and backward of a small model whose vocabulary is as many times
+its hidden size: the bytes of all tensors that are alive, without the parameters. The errors of bf16
 gradients are measured against fp64, for stock's loss, for the loss in chunks and for
 torch.nn.functional.linear_cross_entropy.
 """
@@ -46,9 +50,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, clip_grad_norm_
+from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, clip_grad_norm_, patch
 from hf_moe_ep.dispatcher import Header, RouteSource
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
+from hf_moe_ep.planner.count import count_tensors
 from hf_moe_ep.upstream.operators import count_payload_bytes, find_collective, moved_bytes
 from hf_moe_ep.upstream.process_groups import fake_group
 
@@ -57,10 +62,10 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 Figures = dict[str, float]
 
 
-def build_small_model(layers: int, **sizes: Any) -> Qwen3MoeForCausalLM:
+def build_small_model(layers: int, vocab_size: int = 128) -> Qwen3MoeForCausalLM:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=128,
+        vocab_size=vocab_size,
         hidden_size=HIDDEN,
         intermediate_size=96,
         moe_intermediate_size=FFN,
@@ -70,7 +75,6 @@ def build_small_model(layers: int, **sizes: Any) -> Qwen3MoeForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        **sizes,
     )
     return Qwen3MoeForCausalLM(config).train()
 
@@ -219,12 +223,22 @@ def count_optimizer_calls() -> Figures:
             figures[f"operators of clip_grad_norm_, {title}"] = _count_operators(
                 lambda model=model: clip_grad_norm_(model, 1.0)
             )
+            figures[f"operators of torch's clipping by tensor, {title}"] = _count_operators(
+                lambda trained=trained: _clip_each_tensor(trained)
+            )
             for options in ({"fused": True}, {"foreach": False}):
                 optimizer = torch.optim.AdamW(trained, lr=1e-3, **options)
                 optimizer.step()  # allocates its state
                 label = ", ".join(f"{key}={value}" for key, value in options.items())
                 figures[f"operators of AdamW({label}), {title}"] = _count_operators(optimizer.step)
     return figures
+
+
+def _clip_each_tensor(parameters: list[Any]) -> None:
+    meshes = {parameter.device_mesh for parameter in parameters}
+    for mesh in meshes:
+        of_mesh = [parameter for parameter in parameters if parameter.device_mesh == mesh]
+        nn.utils.clip_grad_norm_(of_mesh, 1.0, foreach=False)
 
 
 def _count_operators(function: Callable[[], Any]) -> int:
@@ -295,6 +309,23 @@ def plan_memory_of_head(shape: str = "Qwen/Qwen3-30B-A3B", tokens: int = 8192) -
     return figures
 
 
+def measure_memory_of_loss(rows: int = 2, length: int = 1024) -> Figures:
+    """Measure the peak memory of a forward and backward of a small fp32 model, in MiB."""
+    figures: Figures = {}
+    if not hasattr(ParallelConfig(), "fused_loss"):
+        return figures
+    vocab = 74 * HIDDEN  # as in Qwen3-30B-A3B
+    ids = torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(0))
+    for name, fused in {"": False, ", fused loss": True}.items():
+        model: Any = build_small_model(1, vocab_size=vocab)
+        patch(model, experts_backend="torch", fused_loss=fused)
+        with count_tensors() as memory:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        title = f"{rows * length} tokens, vocabulary {vocab}{name}"
+        figures[f"MiB at the measured peak of a step, {title}"] = memory.peak / 2**20
+    return figures
+
+
 def measure_loss_errors(tokens: int = 512, hidden: int = 64, vocab: int = 4736) -> Figures:
     """Measure the errors of bf16 losses and their gradients, relative to fp64.
 
@@ -360,6 +391,7 @@ def run() -> Figures:
         | count_optimizer_calls()
         | measure_loss_errors()
         | plan_memory_of_head()
+        | measure_memory_of_loss()
     )
 
 

@@ -187,7 +187,9 @@ def _add_counts(layer: MoELayer, expert_ids_TK: Tensor, pairs_E: Tensor | None) 
     counts = reserve_counts(state, ids_TK.device)
     if layer.index == 0 and counts.device != ids_TK.device:
         counts = state.choice_counts = counts.to(ids_TK.device)
-    # The dispatcher also counts padding tokens that it sends.
+    # The dispatcher also counts padding tokens that it sends, because a loss may depend on them
+    # (`padding.py`). Only the device knows if there are any, and reading this would be a host sync,
+    # so the choices of a batch with a mask are counted one by one.
     if pairs_E is not None and state.counted_tokens is None:
         if state.meshes is not None and state.meshes.etp_size > 1:
             num_local = len(state.meshes.local_experts(state.num_experts))

@@ -31,6 +31,14 @@ def test_loss_errors_are_measured_against_fp64() -> None:
     assert figures["error of the loss, bf16, in chunks of 16 tokens"] < 1e-3
 
 
+def test_a_fused_loss_keeps_no_logits_of_the_whole_batch() -> None:
+    """Stock has the logits, their gradient and a third tensor of this size at its peak."""
+    figures = bench.measure_memory_of_loss(rows=2, length=512)
+    whole, fused = figures.values()
+    logits = 2 * 512 * 74 * 64 * 4 / 2**20
+    assert whole > 3 * logits and fused < 1.5 * logits
+
+
 def test_a_table_has_both_columns() -> None:
     table = bench.report({"a": 5.0, "b": 0.25}, {"a": 7.0})
     assert table.splitlines()[2:] == ["| a | 7 | 5 |", "| b | - | 0.25 |"]
@@ -47,6 +55,8 @@ def test_figures_of_a_step_and_the_optimizer() -> None:
     assert figures["bytes copied per expert weight and micro-batch"] == 18
     calls = bench.count_optimizer_calls()
     fused = [value for name, value in calls.items() if "fused=True" in name]
-    clip = [value for name, value in calls.items() if "clip" in name]
+    clip = [value for name, value in calls.items() if "clip_grad_norm_" in name]
     assert len(fused) == len(clip) == 2 and max(fused) <= 4 and max(clip) <= 30
+    by_tensor = calls["operators of torch's clipping by tensor, full, 223 parameters"]
+    assert by_tensor > 2 * 223  # a norm and a product per tensor
     assert len(bench.time_host_work(rounds=2)) == 3
