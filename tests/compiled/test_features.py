@@ -14,6 +14,7 @@ from support.checks import PATIENT, Check, Found, on_ranks
 from support.modalities import modality_by_step
 from support.parity import Batch, Case, checkpointing, run_case
 from support.quantised import SIZES, dequantise_experts
+from support.split_rows import packed
 from support.tiny_models import Row, batch, tiny, vision_batch
 from torch import nn
 from torch._dynamo.utils import counters
@@ -32,13 +33,29 @@ def _make_batches(model: nn.Module, rank: int, world: int, step: int) -> list[Ba
     return [batch(model, 2 + rank, 11 + 2 * rank + step, seed=100 * step + rank)]
 
 
+def _make_packed_and_padded(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    """Make a row of three packed documents, and rows with padding behind the text."""
+    (documents,) = packed((5, 7 + step, 4 + rank), model, rank, world, step)
+    return [documents, batch(model, 3, 13 + 2 * step, seed=100 * step + rank, pad=6)]
+
+
 BASE = Case(
     "base", 2, ep=2, config=CONFIG, model={"num_hidden_layers": 5}, micro_batches=_make_batches
 )
 PICTURES = BASE.with_(model={"name": "qwen3_vl_moe"}, micro_batches=modality_by_step)
+QUANTISED = BASE.with_(
+    model=SIZES["nf4"],
+    wrap=with_lora,
+    change_reference=partial(dequantise_experts, kind="nf4"),
+    config=CONFIG | {"experts_dtype": "nf4"},
+)
+PACKED = BASE.with_(micro_batches=_make_packed_and_padded)
 
 CASES = {
     "LoRA": BASE.with_(wrap=with_lora, prepare=CHECKPOINTED),
+    "LoRA, reentrant checkpoints": BASE.with_(
+        wrap=with_lora, prepare=partial(checkpointing, use_reentrant=True)
+    ),
     "LoRA, ep 1": BASE.with_(wrap=with_lora, ep=1),
     "pictures": PICTURES,
     "pictures, checkpoints": PICTURES.with_(prepare=CHECKPOINTED),
@@ -47,12 +64,11 @@ CASES = {
     ),
     "pictures, ep 1": PICTURES.with_(ep=1),
     "sequence parallelism": BASE.with_(sp=2, prepare=CHECKPOINTED),
-    "quantised experts": BASE.with_(
-        model=SIZES["nf4"],
-        wrap=with_lora,
-        change_reference=partial(dequantise_experts, kind="nf4"),
-        config=CONFIG | {"experts_dtype": "nf4"},
-    ),
+    "quantised experts": QUANTISED,
+    "quantised experts, ep 1": QUANTISED.with_(ep=1),
+    "packed rows and padding": PACKED,
+    "packed rows and padding, checkpoints": PACKED.with_(prepare=CHECKPOINTED),
+    "packed rows and padding, ep 1": PACKED.with_(ep=1),
 }
 # The number of graphs on each rank. LoRA needs three graphs in front of the MoE block (the first
 # layer, whose input has no gradient; other layers; layers without gradients) and two graphs behind
@@ -60,11 +76,14 @@ CASES = {
 # graphs, each with and without gradients. Pictures need three more graphs on rank 1, where some
 # batches have no mask. With ep_size 1 a decoder layer is one graph instead of two, each with and
 # without gradients. Under checkpoints the input of the first layer requires a gradient even in a
-# forward without gradients, which is one more graph. A reentrant checkpoint first runs each layer
-# of a training batch without gradients, which makes further graphs.
+# forward without gradients, which is one more graph. A packed row is a batch of one row without a
+# mask, so it needs other graphs than padded rows, which the test runs only with gradients. A
+# reentrant checkpoint first runs each layer of a training batch without gradients, which makes
+# further graphs.
 _LORA = 3 + 2
 GRAPHS = {
     "LoRA": (_LORA, _LORA),
+    "LoRA, reentrant checkpoints": (_LORA + 1, _LORA + 1),
     "LoRA, ep 1": (_LORA, _LORA),
     "pictures": (10, 13),
     "pictures, checkpoints": (11, 14),
@@ -72,6 +91,10 @@ GRAPHS = {
     "pictures, ep 1": (8, 11),
     "sequence parallelism": (5 * 2, 5 * 2),
     "quantised experts": (_LORA, _LORA),
+    "quantised experts, ep 1": (_LORA, _LORA),
+    "packed rows and padding": (3 * 2, 3 * 2),
+    "packed rows and padding, checkpoints": (3 * 2 + 1, 3 * 2 + 1),
+    "packed rows and padding, ep 1": (3, 3),
 }
 
 

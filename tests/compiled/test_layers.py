@@ -224,6 +224,41 @@ def test_shared_experts_are_traced_with_their_layer_in_one_process() -> None:
     assert _count_graphs() == 2
 
 
+def _check_shared_experts(checkpoints: str, number: int, rank: int, world: int) -> None:
+    """A dense layer is one graph, a MoE layer has two, and its shared experts are one.
+
+    A recompute runs a MoE block in a mode that repeats the choice of its router
+    (`moe/chosen_topk.py`). torch.compile makes another graph of the shared experts for this mode.
+    """
+    torch.compiler.reset()
+    counters.clear()
+    sizes = {"num_hidden_layers": 4, "first_k_dense_replace": 1}
+    eager, compiled = (models.tiny("deepseek_v3", **sizes) for _ in range(2))
+    for model, config in ((eager, {}), (compiled, {"compile_layers": "aot_eager"})):
+        if REENTRANT[checkpoints] is not None:
+            parity.checkpointing(model, REENTRANT[checkpoints])
+        apply_ep_fsdp2(model, ep_size=2, **config)
+    graphs = []
+    for step, length in enumerate(LENGTHS):
+        inputs = batch(eager, 2, length + 8 * rank, seed=step)
+        want, got = _compute_grads(eager, inputs), _compute_grads(compiled, inputs)
+        graphs.append(_count_graphs())
+        assert [name for name in want if not torch.equal(got[name], want[name])] == []
+    assert any("shared_experts" in name for name in want)
+    assert graphs == [number] * len(LENGTHS), graphs
+
+
+SHARED_EXPERTS = {
+    name: partial(_check_shared_experts, name, number)
+    for name, number in (("no checkpoints", 1 + 2 + 1), ("checkpoints", 1 + 2 + 2))
+}
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, SHARED_EXPERTS, slow=True, **PATIENT))
+def test_shared_experts_are_compiled_by_themselves_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
 def _experts_in_units_of_layers_are_saved_and_read(rank: int, world: int, folder: str) -> None:
     """With ep_size 1 the experts of compiled layers are shards of the layers' FSDP2 units."""
     inputs = batch(tiny(), 2, 9 + 8 * rank)
@@ -327,8 +362,13 @@ def test_inductor_equals_stock(checkpoints: str) -> None:
 
 
 INDUCTOR = {
-    f"ep 2, {checkpoints}": partial(_inductor_equals_stock, checkpoints, graphs, ep_size=2)
-    for checkpoints, graphs in (("no checkpoints", 3), ("reentrant checkpoints", 6))
+    f"ep {ep}, {checkpoints}": partial(_inductor_equals_stock, checkpoints, graphs, ep_size=ep)
+    for ep, checkpoints, graphs in (
+        (1, "no checkpoints", 2),
+        (1, "checkpoints", 2),
+        (2, "no checkpoints", 3),
+        (2, "reentrant checkpoints", 6),
+    )
 }
 
 

@@ -250,6 +250,27 @@ def test_a_launch_config_that_compiles_equals_stock(
 
 
 @pytest.mark.slow
+def test_compilation_with_checkpoints_and_with_adapters_equals_stock_on_two_ranks(
+    tmp_path: Path,
+) -> None:
+    """With adapters the first layer has a graph of its own, because its input has no gradient."""
+    config = tmp_path / "launch.yaml"
+    config.write_text(CPU_4.read_text().replace("num_processes: 4", "num_processes: 2"))
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    steps = ("train", "inspect")
+    ranks = [
+        Case("checkpoints", steps, ep=2, arguments=compiled | {"gradient_checkpointing": True}),
+        Case("LoRA", steps, ep=2, lora=8, arguments=compiled),
+    ]
+    found = launch(ranks, tmp_path / "ranks", config, timeout=500)
+    stock = launch([Case("stock"), Case("stock LoRA", lora=8)], tmp_path / "stock")
+    assert_same_training(found["checkpoints"][0], stock["stock"][0])
+    assert_same_training(found["LoRA"][0], stock["stock LoRA"][0])
+    graphs = [found[case.name][0].values["inspect"]["graphs"] for case in ranks]
+    assert graphs == [2, 2 + 3]  # both cases run in the same processes
+
+
+@pytest.mark.slow
 def test_a_new_launch_resumes_at_another_ep_size_and_from_a_full_state(slow_runs: Results) -> None:
     assert_same_log(slow_runs["resumed at ep2"][0], slow_runs["stock"][0])
     assert_resumed(slow_runs["resumed full"][0], slow_runs["ep2"][0])
