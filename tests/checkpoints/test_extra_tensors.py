@@ -643,7 +643,10 @@ def test_a_conversion_for_the_whole_model_is_not_one_for_a_submodule(tmp_path: P
     whole.save_pretrained(tmp_path / "base")
     file = tmp_path / "base" / "model.safetensors"
     save_file({f"thinker.{key}": t for key, t in load_file(file).items()}, file, {"format": "pt"})
-    model = patch(type(whole).from_pretrained(tmp_path / "base"))
+    stock, report = type(whole).from_pretrained(tmp_path / "base", output_loading_info=True)
+    if report["missing_keys"]:
+        pytest.skip("this version of transformers does not remove the prefix")
+    model = patch(stock)
     model.save_pretrained(tmp_path / "saved")
     save_checkpoint(tmp_path / "step", model, None)
     convert(tmp_path / "step", tmp_path / "converted")
