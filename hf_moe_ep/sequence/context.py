@@ -158,7 +158,7 @@ def _attend_to_gathered(
     ):
         received = gathers[number - 1].wait() if number else gathered
         outs.append(attend_to(everything, own_sinks, queries, *_separate(received, key, value)))
-    return torch.cat(outs, 2)
+    return torch.cat(outs, 2) if others else outs[0]
 
 
 def _attend_to_pieces(
