@@ -1,8 +1,14 @@
-"""Make optimizer state dicts of pipeline stages equal to the state dict of the whole model.
+"""Save and load the optimizers of pipeline stages, and of parameters that had no gradient yet.
 
-Accelerate saves and loads an optimizer with two functions of torch.distributed.checkpoint. On a
-rank these functions get the parameters of one stage, but files must not depend on the number of
-stages. Inside `optimizers_of_stages`:
+Accelerate saves and loads an optimizer with two functions of torch.distributed.checkpoint, which
+`own_optimizer_states` replaces.
+
+A parameter that never had a gradient, such as those of a vision tower in a training on text alone,
+has no optimizer state. torch saves no state of it, but refuses to load a checkpoint without this
+state. Here such a parameter has no state after the load either, as in the run that was saved.
+
+On a rank the functions get the parameters of one pipeline stage, but files must not depend on the
+number of stages:
 
     a tied weight        The last stage names its copy like the embedding, as a whole model does.
     a parameter group    It lists the parameters of all stages. Rank 0 writes these lists.
@@ -15,26 +21,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from hf_moe_ep.checkpoints.hub.stages import gather_from_stages
 from hf_moe_ep.checkpoints.training.same_run import check_optimizer
 from hf_moe_ep.checkpoints.training.stages import join_groups
 from hf_moe_ep.checkpoints.training.state_file import Group, OptimizerState
 from hf_moe_ep.checkpoints.training.tensors import list_parameter_names
-from hf_moe_ep.ranks.all_ranks import run_on_all
+from hf_moe_ep.ranks.all_ranks import run_on_all, run_on_first
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.replaced import replaced
 
 
 @contextmanager
-def optimizers_of_stages() -> Iterator[None]:
-    """Let torch get and set the optimizer states of pipeline stages in the block.
+def own_optimizer_states() -> Iterator[None]:
+    """Replace torch's functions that get and set the state of an optimizer in the block.
 
     In the block every rank must call torch's functions.
     """
@@ -78,9 +86,10 @@ def _set_state(
         ValueError: on every rank: the optimizer has other parameter groups than the saved one.
     """
     state = find_state(model)
-    is_single = isinstance(optimizers, torch.optim.Optimizer)
-    if state is None or state.stage is None or not is_single:
+    if state is None or not isinstance(optimizers, torch.optim.Optimizer):
         return original(model, optimizers, optim_state_dict, *args, **kwargs)
+    if state.stage is None:
+        return _set_whole(original, model, optimizers, optim_state_dict, *args, **kwargs)
     saved_groups = optim_state_dict["param_groups"]
     saved = OptimizerState(None, [], {}, [_to_group(group, {}) for group in saved_groups])
     where = "the checkpoint of the optimizer"
@@ -92,6 +101,45 @@ def _set_state(
     ]
     optimizers.load_state_dict({"state": optim_state_dict["state"], "param_groups": groups})
     return None
+
+
+def _set_whole(
+    original: Callable[..., Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    optim_state_dict: dict[str, Any],
+    *,
+    options: StateDictOptions,
+) -> Any:
+    """Load the states of all parameters; those that had no gradient in the saved run get no state.
+
+    Raises:
+        ValueError: on every rank: in the saved run the optimizer did not have a parameter.
+    """
+    names, trained = list_parameter_names(model, optimizer)
+
+    def find_without_state() -> set[str]:
+        missing = trained.keys() - optim_state_dict["state"].keys()
+        saved = {name for group in optim_state_dict["param_groups"] for name in group["params"]}
+        if new := sorted(missing - saved):
+            raise ValueError(
+                f"the optimizer trains {new[0]} (and {len(new) - 1} more), which the optimizer of "
+                f"the saved run did not; freeze these parameters as in that run, or load the model "
+                f"alone and start with a new optimizer"
+            )
+        return missing
+
+    # If rank 0 reads the file and sends the states, the other ranks have no state dict.
+    without_state = run_on_first("the checkpoint of the optimizer", find_without_state)
+    if without_state:
+        options = replace(options, strict=False)
+    result = original(model, optimizer, optim_state_dict, options=options)
+    # torch first creates the states of all parameters, by a step with lr 0 that leaves `step` at 1.
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if names[id(parameter)] in without_state:
+                optimizer.state.pop(parameter, None)
+    return result
 
 
 def _to_group(group: dict[str, Any], aliases: dict[str, str]) -> Group:

@@ -4,6 +4,7 @@ import errno
 import random
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ from support.checks import Check, Found, on_ranks
 from support.launched import launched, prepared
 from support.parity import whole_parameters
 from support.tiny_models import batch, tiny
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_moe_ep import newest_checkpoint
 from hf_moe_ep.checkpoints.storage import manifest, unpickle
@@ -30,14 +31,24 @@ WORLD = 2
 SHARDED = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
 
 
+def _train_unfrozen(parameters: Iterator[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=lr)
+
+
 class _Run:
     """A patched model that Accelerate has prepared on this rank."""
 
-    def __init__(self, rank: int, seed: int = 0, **names: Any) -> None:
+    def __init__(
+        self, rank: int, seed: int = 0, *, spare: nn.Module | None = None, **names: Any
+    ) -> None:
         self.rank = rank
         accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(**names))
         model = tiny(dtype=torch.float32, num_hidden_layers=1, seed=seed)
-        self.accelerator, self.model, self.optimizer = prepared(model, accelerator, ep_size=2)
+        if spare is not None:
+            model.spare = spare  # a module that no forward calls
+        self.accelerator, self.model, self.optimizer = prepared(
+            model, accelerator, make_optimizer=_train_unfrozen, ep_size=2
+        )
 
     def step(self) -> None:
         self.accelerator.backward(self.model(**batch(self.model, 2, 7, seed=self.rank)).loss)
@@ -270,6 +281,49 @@ def _a_state_of_fewer_ranks_continues_with_one_step_on_all(
         assert all(mine != others for mine, others in zip(*by_rank, strict=True)), by_rank
 
 
+def _a_parameter_that_had_no_gradient_has_no_state(rank: int, world: int, folder: str) -> None:
+    """Such as those of a vision tower in a training on text alone. Stock refuses such a checkpoint.
+
+    The resumed run takes the same steps. A parameter that the saved run had frozen is an error.
+    """
+    for kind, checkpointing in (("SHARDED_STATE_DICT", "true"), ("FULL_STATE_DICT", "false")):
+        state = Path(folder, kind)
+        settings = {
+            "FSDP_STATE_DICT_TYPE": kind,
+            "FSDP_ACTIVATION_CHECKPOINTING": checkpointing,
+        }
+        with launched(**settings):
+            run = _Run(rank, spare=nn.Linear(4, 4))
+            run.step()
+            run.accelerator.save_state(state)
+        with launched(**settings):
+            resumed = _Run(rank, seed=1, spare=nn.Linear(4, 4))
+            resumed.accelerator.load_state(state)
+            spare = set(resumed.model.spare.parameters())
+            assert spare.isdisjoint(resumed.optimizer.state), kind
+            assert len(resumed.optimizer.state) == len(run.optimizer.state)
+            for this in (run, resumed):
+                this.step()
+                _train_spare(this)
+            resumed.assert_holds(run.parameters())
+        with launched(**settings):
+            frozen = _Run(rank, spare=nn.Linear(4, 4).requires_grad_(False))
+            frozen.step()
+            frozen.accelerator.save_state(state)
+        with launched(**settings):
+            other = _Run(rank, spare=nn.Linear(4, 4))
+            with pytest.raises(Exception, match=r"trains spare\.bias \(and 1 more\), which"):
+                other.accelerator.load_state(state)
+
+
+def _train_spare(run: _Run) -> None:
+    """Take one step with a gradient of the spare module alone."""
+    for parameter in run.model.spare.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
 def _states_of_an_unpatched_model_are_stock(rank: int, world: int, folder: str) -> None:
     """No manifest is written or checked, and stock's code unpickles the values."""
     with launched(**SHARDED):
@@ -299,6 +353,7 @@ def _states_of_an_unpatched_model_are_stock(rank: int, world: int, folder: str) 
         _a_folder_that_is_not_shared_is_refused,
         _automatic_checkpoint_naming,
         _a_state_of_fewer_ranks_continues_with_one_step_on_all,
+        _a_parameter_that_had_no_gradient_has_no_state,
         _states_of_an_unpatched_model_are_stock,
     ),
 )

@@ -215,6 +215,11 @@ def _list_chunks(spread: Spread, replica: int, shape: torch.Size) -> list[ChunkS
 class SplitLoadPlanner(DefaultLoadPlanner):
     """Loads each shard of a split tensor from two boxes of the stock tensor.
 
+    If the files have no state of a parameter that an optimizer trains, the planner removes this
+    parameter's state from the state dict: the parameter had no gradient before the save, such as
+    those of a vision tower in a training on text alone. DCP would raise "Missing key".
+    `integrations/optimizer_states.py` checks that the saved run trained the parameter.
+
     Args:
         split_dims: as in `SpreadPlanner`.
     """
@@ -231,8 +236,11 @@ class SplitLoadPlanner(DefaultLoadPlanner):
             ValueError: a split tensor is missing in the files, or has another shape.
         """
         assert self.metadata is not None
+        self._remove_states_without_files(self.metadata)
         tensors = {n: value for n, value in self.state_dict.items() if isinstance(value, Tensor)}
         self._split_dims_by_key = _find_split_dims(tensors, self._split_dims_by_name)
+        if not self._split_dims_by_key:
+            return super().create_local_plan()
         # The base class's method would plan the whole state dict, so it is not called.
         unsplit = {
             name: x for name, x in self.state_dict.items() if name not in self._split_dims_by_key
@@ -248,6 +256,16 @@ class SplitLoadPlanner(DefaultLoadPlanner):
             chunks = [chunk for chunk, _ in _list_parts(tensors[name], dim)]
             items += create_read_items_for_chunk_list(name, stored, chunks)
         return replace(plan, items=[*plan.items, *items])
+
+    def _remove_states_without_files(self, metadata: Metadata) -> None:
+        """Remove the state of each parameter of which the files have no state."""
+        saved = {_get_parameter_name(key) for key in metadata.state_dict_metadata}
+        for key in list(self.state_dict):
+            name = _get_parameter_name(key)
+            if name is not None and name not in saved:
+                del self.state_dict[key]
+                # DCP fills this nested state dict, which Accelerate then loads.
+                self.original_state_dict["optimizer"]["state"].pop(name, None)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Return the tensor, or the part of a split tensor, that a read item of DCP fills."""
@@ -266,12 +284,16 @@ def _find_split_dims(
     """
     split_dims = {}
     for key, tensor in tensors.items():
-        name = key.removeprefix("model.")
-        if key.startswith("optimizer.state."):
-            name = key.removeprefix("optimizer.state.").rpartition(".")[0]
+        name = _get_parameter_name(key) or key.removeprefix("model.")
         if name in dims_by_name and tensor.ndim:
             split_dims[key] = dims_by_name[name]
     return split_dims
+
+
+def _get_parameter_name(key: str) -> str | None:
+    """Return NAME if a key has the form optimizer.state.NAME.exp_avg, otherwise None."""
+    prefix = "optimizer.state."
+    return key.removeprefix(prefix).rpartition(".")[0] if key.startswith(prefix) else None
 
 
 def _list_parts(tensor: Tensor, split_dim: int) -> list[tuple[ChunkStorageMetadata, Tensor]]:
@@ -309,10 +331,7 @@ def use_spread_planner(
 
 @contextmanager
 def use_split_load_planner(split_dims: Mapping[str, int]) -> Iterator[None]:
-    """Use `SplitLoadPlanner` for loads inside the block, if the model has split tensors."""
-    if not split_dims:
-        yield
-        return
+    """Use `SplitLoadPlanner` for all loads of this thread inside the block."""
     with _replace_planner_class(
         "DefaultLoadPlanner", partial(SplitLoadPlanner, split_dims=split_dims)
     ):
