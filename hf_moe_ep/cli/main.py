@@ -38,7 +38,7 @@ _INTERRUPTED = 130  # the exit code of shells: 128 + SIGINT
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in `arguments` (default: `sys.argv`) and return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser, usage = _parser(arguments[0] if arguments else "")
+    parser, usage = _build_parser(arguments[0] if arguments else "")
     if not arguments:
         parser.print_help()
         return 0
@@ -66,7 +66,7 @@ def _explain_unknown_argument(command: str, unknown: Sequence[str], usage: str) 
     return f'unknown argument {name}{meant}; "hf-moe-ep {command} --help" lists the arguments'
 
 
-def _parser(used_command: str) -> tuple[argparse.ArgumentParser, str]:
+def _build_parser(used_command: str) -> tuple[argparse.ArgumentParser, str]:
     """Build the parser of all commands, and return it with the usage of `used_command`.
 
     Only the module of `used_command` is imported, so only this command gets its options. Every

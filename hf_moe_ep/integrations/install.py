@@ -334,7 +334,9 @@ TRAINER = (
 )
 # Process: installed for the first Trainer with a patched model.
 ROTATION = _build_rows(
-    "transformers.trainer", features.CHECKPOINTS, ("rotate_checkpoints", trainer_checkpoints.rotate)
+    "transformers.trainer",
+    features.CHECKPOINTS,
+    ("rotate_checkpoints", trainer_checkpoints.postpone_rotation),
 )
 # Object: a Trainer with a patched model.
 TRAINER_METHODS = (
@@ -343,11 +345,11 @@ TRAINER_METHODS = (
         _TRAINER,
         features.CHECKPOINTS,
         ("_save_checkpoint", trainer_checkpoints.save_checkpoint),
-        ("_push_from_checkpoint", trainer_checkpoints.push),
+        ("_push_from_checkpoint", trainer_checkpoints.postpone_push),
         ("_load_from_checkpoint", trainer_checkpoints.load_model),
         ("_load_best_model", trainer_checkpoints.load_model),
         ("_load_optimizer_and_scheduler", trainer_checkpoints.load_optimizer),
-        ("_load_rng_state", trainer_checkpoints.load_random),
+        ("_load_rng_state", trainer_checkpoints.load_random_states),
     ),
     *_build_rows(
         _TRAINER,

@@ -37,7 +37,7 @@ from hf_moe_ep.compiled.layers import compile_layers
 from hf_moe_ep.compiled.options import check_compile_kwargs
 from hf_moe_ep.config import get_launched_world_size, is_launched_with_fsdp
 from hf_moe_ep.integrations import shared_batches
-from hf_moe_ep.integrations.uneven_loaders import check_even
+from hf_moe_ep.integrations.uneven_loaders import check_batches_are_even
 from hf_moe_ep.ranks.all_ranks import run_on_all
 from hf_moe_ep.sharding.options import ShardOptions, list_kept_whole
 from hf_moe_ep.state import ModelState, find_state
@@ -131,7 +131,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         if compile_kwargs is not None:
             for model in models:
                 _compile_as_configured(model)
-    check_even(self)
+    check_batches_are_even(self)
     return prepared
 
 

@@ -45,7 +45,7 @@ def compute_prompt(original: Callable[..., Any], self: Any, *args: Any, **kwargs
         return call()
     with torch.no_grad():
         gathered = {name: gather_tensor(parameter) for name, parameter in sharded.items()}
-        return _call_with(self.prompt_encoder, gathered, call)
+        return _call_with_parameters(self.prompt_encoder, gathered, call)
 
 
 def save_prompts(model: Any, state_dict: Mapping[str, Tensor], save: Callable[[], Any]) -> None:
@@ -62,11 +62,11 @@ def save_prompts(model: Any, state_dict: Mapping[str, Tensor], save: Callable[[]
     }
     if values.keys() != dict(model.prompt_encoder.named_parameters()).keys():
         raise ValueError(
-            f"state_dict does not have exactly the tensors of this model named {prefix}*, which "
-            f"save_pretrained of a sharded model with prompts needs; on every rank pass "
-            f"state_dict=accelerator.get_state_dict(model) as it is, or omit state_dict"
+            f"save_pretrained of a sharded model with prompts needs a state_dict whose tensors "
+            f"named {prefix}* are exactly those of this model; on every rank pass "
+            f"state_dict=accelerator.get_state_dict(model) unchanged, or omit state_dict"
         )
-    _call_with(model.prompt_encoder, values, save)
+    _call_with_parameters(model.prompt_encoder, values, save)
 
 
 def _find_sharded_parameters(model: Any) -> dict[str, DTensor]:
@@ -75,7 +75,9 @@ def _find_sharded_parameters(model: Any) -> dict[str, DTensor]:
     return {name: parameter for name, parameter in named if isinstance(parameter, DTensor)}
 
 
-def _call_with(encoders: nn.Module, values: Mapping[str, Tensor], call: Callable[[], Any]) -> Any:
+def _call_with_parameters(
+    encoders: nn.Module, values: Mapping[str, Tensor], call: Callable[[], Any]
+) -> Any:
     """Run `call` while `values` are the parameters of the encoders."""
     # functional_call replaces the parameters of a module and calls its forward.
     holder = nn.ModuleDict({"encoders": encoders})

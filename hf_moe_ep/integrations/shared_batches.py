@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler
 
 from hf_moe_ep.config import get_launched_world_size
-from hf_moe_ep.integrations.uneven_loaders import check_even
+from hf_moe_ep.integrations.uneven_loaders import check_batches_are_even
 from hf_moe_ep.pipeline.caller_loss import CallerLoss, take_loss
 from hf_moe_ep.ranks.all_ranks import run_on_first
 from hf_moe_ep.ranks.mesh import check_world
@@ -164,7 +164,7 @@ def prepare_data_loader(
         prepared = original(self, data_loader, device_placement, *args, **kwargs)
     else:
         prepared = _prepare_shared(self, data_loader, device_placement)
-    check_even(self)
+    check_batches_are_even(self)
     return prepared
 
 

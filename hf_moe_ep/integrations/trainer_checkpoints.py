@@ -133,7 +133,9 @@ def save_checkpoint(
     run_on_all(f"pushing {folder}, deleting older ones", lambda: [call() for call in postponed])
 
 
-def push(original: Callable[..., Any], self: transformers.Trainer, checkpoint_folder: str) -> None:
+def postpone_push(
+    original: Callable[..., Any], self: transformers.Trainer, checkpoint_folder: str
+) -> None:
     """Wrap `Trainer._push_from_checkpoint`: push after the manifest is written.
 
     A checkpoint that is pushed without its manifest would count as unfinished on the hub.
@@ -145,7 +147,7 @@ def push(original: Callable[..., Any], self: transformers.Trainer, checkpoint_fo
         postponed.append(partial(original, self, checkpoint_folder))
 
 
-def rotate(
+def postpone_rotation(
     original: Callable[..., Any],
     output_dir: str,
     save_total_limit: int | None = None,
@@ -202,7 +204,7 @@ def train(
 
     folder, verifiable = run_on_first("resuming", choose)
     check_resumable(folder, verifiable)
-    run_on_first("resuming", lambda: _warn_of_other_rows(self, folder))
+    run_on_first("resuming", lambda: _warn_if_rows_per_step_differ(self, folder))
     return original(self, os.fspath(folder), *args, **kwargs)
 
 
@@ -214,7 +216,7 @@ def _count_rows_per_step(trainer: transformers.Trainer) -> int:
     return trainer.get_total_train_batch_size(args)
 
 
-def _warn_of_other_rows(trainer: transformers.Trainer, folder: Path) -> None:
+def _warn_if_rows_per_step_differ(trainer: transformers.Trainer, folder: Path) -> None:
     """Warn if the run has another number of rows per optimizer step than the saved run.
 
     The Trainer counts the optimizer steps of the saved run, and skips as many steps of this run.
@@ -284,7 +286,7 @@ def load_optimizer(
         return original(self, checkpoint, *args, **kwargs)
 
 
-def load_random(
+def load_random_states(
     original: Callable[..., Any],
     self: transformers.Trainer,
     checkpoint: Any,

@@ -22,7 +22,7 @@ from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import prepared_loaders, prepared_models
 
 
-def check_even(accelerator: Accelerator) -> None:
+def check_batches_are_even(accelerator: Accelerator) -> None:
     """Check all data loaders that `accelerator` has prepared so far.
 
     Raises:
@@ -38,7 +38,7 @@ def check_even(accelerator: Accelerator) -> None:
                     f"even_batches=False gives rank 0 {numbers[0]} batches and rank "
                     f"{len(numbers) - 1} {numbers[-1]}, but ranks of a patched model run every "
                     f"forward together; set even_batches=True, which pads the last batches with "
-                    f"rows of the first, or drop_last=True in the DataLoader"
+                    f"rows of the first batches, or drop_last=True in the DataLoader"
                 )
 
 

@@ -13,11 +13,12 @@ Examples for an adapter with r 8, lora_alpha 16 and two experts, which adapts q_
     layers_to_transform [0]                             null, and names as in the line before
 
 Single experts get full names, `mlp.experts.0.gate_proj`, because a bare `gate_proj` would also
-match layers without experts. No name can be added to target_modules if it is a regular expression
-(which SGLang does not accept), or if layers_to_transform or exclude_modules limits it. In these
-cases (the last two lines of the table) target_modules becomes a list of the full names of all
-modules that the file adapts. In a conversion to stacked experts, the rank doubles if gate and up
-have different lora_A, and an entry of alpha_pattern keeps the scale.
+match layers without experts. No name can be added to target_modules if target_modules is a regular
+expression (which SGLang does not accept), or if layers_to_transform or exclude_modules limits
+target_modules. In these cases (the last two lines of the table) target_modules becomes a list of
+the full names of all modules that the file adapts. In a conversion to stacked experts, the rank
+doubles if gate and up have different lora_A. A new entry of alpha_pattern then keeps the scale,
+which is alpha / rank (with use_rslora alpha / sqrt(rank)).
 
 The keys of rank_pattern and alpha_pattern are regular expressions for the end of a name. The first
 key that matches a name gives its value. A conversion first renames the keys. Then it adds an entry
@@ -109,7 +110,7 @@ def convert_config_to_single(
         prefix = f"{prefix}." if prefix else ""
         for expert in range(stacks[0].num_experts):
             single_targets += [f"{prefix}{expert}.{part}" for part in PARTS[parameter]]
-    module_targets = _list_module_targets(result, other_modules, other_parameters)
+    module_targets = _resolve_module_targets(result, other_modules, other_parameters)
     result["target_modules"] = module_targets + single_targets
     result["target_parameters"] = other_parameters or None
     wanted: dict[str, tuple[int, float, str]] = {}
@@ -151,7 +152,7 @@ def _move_experts_to_parameters(
     )
     other_targets = list_matching_targets(other_modules)
     parameters, modules = list(config.get("target_parameters") or []), []
-    for target in _list_module_targets(result, other_modules, parameters):
+    for target in _resolve_module_targets(result, other_modules, parameters):
         single = _SINGLE_TARGET.fullmatch(target)
         if single and target in expert_targets:
             parameter = single["part"] if single["part"] in PARTS else "gate_up_proj"
@@ -171,15 +172,17 @@ def _move_experts_to_parameters(
 
 
 def _needs_full_names(config: Mapping[str, Any]) -> bool:
-    """Return True if no name can be added to target_modules, so full names must replace it."""
+    """Return True if target_modules must become a list of full names; the module says when."""
     limited = config.get("layers_to_transform") is not None or config.get("exclude_modules")
     return bool(limited) or isinstance(config.get("target_modules"), str)
 
 
-def _list_module_targets(
+def _resolve_module_targets(
     config: dict[str, Any], other_modules: list[str], parameters: list[str]
 ) -> list[str]:
-    """Return target_modules as a list; set to None the entries of `config` that would limit it.
+    """Return target_modules as a list without limits.
+
+    The entries of `config` that limit target_modules are applied and set to None.
 
     `parameters` are the targets that stay in target_parameters. If full names are needed, the
     modules of these parameters are left out of the list.

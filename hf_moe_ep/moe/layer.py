@@ -62,7 +62,7 @@ from hf_moe_ep.dispatcher import Header, Planning, RouteSource, Tokens
 from hf_moe_ep.etp import repeat_part_weights, replace_by_part_ids
 from hf_moe_ep.moe.counting import count_choice
 from hf_moe_ep.moe.dispatch.async_exchange import Exchange
-from hf_moe_ep.moe.dispatch.auto_chunks import AUTO, apply_choice, choose_at_first_forward
+from hf_moe_ep.moe.dispatch.auto_chunks import AUTO, apply_num_chunks, measure_and_choose_num_chunks
 from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
 from hf_moe_ep.moe.experts import collect_weights, run_experts
 from hf_moe_ep.moe.padding import find_positions_without_padding, leave_out_padding
@@ -99,7 +99,7 @@ class ForwardGuard(Ours):
     @torch.compiler.disable
     def _begin_forward(self, module: nn.Module) -> None:
         self.state.forward_number += 1
-        apply_choice(self.state)
+        apply_num_chunks(self.state)
         if module.training:
             self._checkpoints.wrap_functions(module, dispatches=self.state.exchanges_rows)
 
@@ -233,7 +233,7 @@ def compute_and_combine(
                 grad_scale=grad_scale,
                 weights=weights,
             )
-            chunks.send(chunk, out_RH)
+            chunks.send_back(chunk, out_RH)
         if meanwhile is not None:
             meanwhile()
     if weights is not None and weights.masters is not None:
@@ -254,7 +254,7 @@ def _choose_chunks(experts: nn.Module, layer: MoELayer, tokens: Tokens) -> None:
     with torch.no_grad():
         weights = collect_weights(experts, layer.compute, tokens.x_TH)
     where = _make_header(layer, True, tokens)
-    choose_at_first_forward(layer, meshes.dispatch.get_group(), tokens, weights, where)
+    measure_and_choose_num_chunks(layer, meshes.dispatch.get_group(), tokens, weights, where)
 
 
 def _replace_ids_by_slots(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ from hf_moe_ep.upstream.adapters import iterate_adapter_layers
 from hf_moe_ep.upstream.hub import build_empty_module, checkpoint_name
 
 _SHARED_LAYOUT = "shared"  # the other layout is "own" (mtp_head.py)
-# The attributes of a decoder layer that switch its activation checkpointing on.
+# The attributes of a decoder layer with which activation checkpointing is switched on.
 _CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
-# Matches the name of a parameter, in a trained model, that belongs to a layer of a head.
+# Matches the names that the parameters of a head's layers have in a trained model.
 _HEAD_LAYER = re.compile(rf"(?:^|\.){MTP_HEAD}\.(?:model\.)?layers\.(\d+)\.")
 
 
@@ -35,8 +35,8 @@ def check_head_is_supported(parts: Parts, num_layers: int) -> None:
         other = "load its text model (AutoModelForCausalLM), or " if has_text_class else ""
         raise ValueError(
             f"mtp_layers={num_layers}: heads for multi-token prediction were tested on "
-            f"{', '.join(sorted(MTP_HEADS))}, not on {model_type}; {other}leave mtp_layers out, "
-            f"and saves copy the head of the loaded checkpoint"
+            f"{', '.join(sorted(MTP_HEADS))}, not on {model_type}; {other}leave mtp_layers out: "
+            f"each save then copies the head of the loaded checkpoint"
         )
     if parts.causal_lm is None or not parts.final_norm or parts.embedding is None:
         raise ValueError(

@@ -3,8 +3,8 @@
 Before a stage computes, all ranks have agreed on the call (`agree.py`). An error that a rank raises
 later, such as a lack of memory or an error of the caller's loss function, is unknown to the others,
 which wait for its tensors. The rank therefore writes its error to the store, and then closes its
-connections. Whatever the other ranks wait for then raises an error, they find the first error in
-the store, and close their connections as well:
+connections. The transfers for which the other ranks wait then raise errors. These ranks find the
+first error in the store, and close their connections as well:
 
     rank 0    rank 1    stage 0; rank 0 has no memory, and rank 1 waits for it in an all-gather
     rank 2    rank 3    stage 1; rank 2 waits for rank 0, and rank 3 for rank 2
@@ -44,7 +44,7 @@ class Failure:
     operation: str = ""
     text: str = ""
 
-    def check(self) -> None:
+    def check_no_earlier_error(self) -> None:
         """Raise RuntimeError if an earlier call has failed."""
         if self.text:
             raise RuntimeError(
@@ -53,8 +53,8 @@ class Failure:
                 f"for example from the last checkpoint"
             )
 
-    def begin(self, operation: str) -> None:
-        """Set the operation that errors of this rank name from now on."""
+    def set_operation(self, operation: str) -> None:
+        """Set the operation that this rank computes from now on, for the text of an error."""
         self.operation = operation
 
     @contextmanager

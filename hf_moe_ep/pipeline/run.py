@@ -198,7 +198,7 @@ class Pipeline:
         if self._channels is None or self._failure is None:
             self._channels = _Channels.make(meshes.stages, meshes.device)
             self._failure = Failure(meshes)
-        self._failure.check()
+        self._failure.check_no_earlier_error()
         given = bind_forward(self.model, args, kwargs)
         if state.caller_loss is not None:
             state.caller_loss.add_arguments(given)
@@ -209,7 +209,7 @@ class Pipeline:
             if isinstance(module, FSDPModule):
                 reshard_unit(module)  # an interrupted forward leaves units gathered
         with self._failure.raise_on_all_ranks():
-            self._failure.begin("the comparison of all ranks")
+            self._failure.set_operation("the comparison of all ranks")
             agreement = agree(self.model, state, given)
             if agreement.refusal is None:
                 return self._compute(agreement, given, stock)
@@ -287,7 +287,7 @@ class Pipeline:
         try:
             for position, operation in enumerate(order):
                 kind = "forward" if operation.is_forward else "backward"
-                failure.begin(f"the {kind} of micro-batch {operation.micro_batch}")
+                failure.set_operation(f"the {kind} of micro-batch {operation.micro_batch}")
                 self._start_receiving(call, operation, early=False)
                 if position + 1 < len(order) and may_receive_early[position + 1]:
                     self._start_receiving(call, order[position + 1], early=True)
@@ -297,7 +297,7 @@ class Pipeline:
                         _finish_aux_loss(call, stage)
                 else:
                     self._backward(call, operation)
-            failure.begin("the end of the call")
+            failure.set_operation("the end of the call")
             for channel in channels.all:
                 channel.finish()
         except BaseException:

@@ -174,8 +174,8 @@ def takes_zigzag_order(parts: Parts) -> bool:
     """Return True if cp ranks get the tokens of a sequence in zigzag order (`slices.py`).
 
     This order divides the work of causal attention evenly. Without a causal mask, the work is even
-    in every order. Attention with an indexer or a compressor takes the queries of a rank for
-    consecutive tokens. All layers have the same order: in a model with both sliding windows and
+    in every order. Attention with an indexer or a compressor requires that the queries of a rank
+    are consecutive tokens. All layers have the same order: in a model with both sliding windows and
     full attention, a second order would need an exchange of all tokens between the layers.
     """
     if MixerSplit.QUERIES in group_mixers_by_split(parts):
@@ -220,11 +220,11 @@ def attach(parts: Parts, state: ModelState) -> None:
     model_types = {parts.plan.model_type, parts.config.model_type}
     separates = any(parts.mixers) or not model_types.isdisjoint(MASKS_WITHOUT_POSITIONS)
     if separates:
-        _separate_documents(parts, layer_slices)
+        _attach_separation(parts, layer_slices)
     if state.config.ranks_per_batch == 1:
         if separates:
-            _attach_documents(parts, state, layer_slices)
-            _end_layers(parts, layer_slices)
+            _attach_documents_to_mixers(parts, state, layer_slices)
+            _attach_layer_ends(parts, layer_slices)
         return
     zigzag = (state.config.cp_size or 1) > 1 and takes_zigzag_order(parts)
     if (state.config.cp_size or 1) > 1:
@@ -241,7 +241,7 @@ def attach(parts: Parts, state: ModelState) -> None:
             layer.register_forward_hook(GatherOutput(layer_slices[index]))
             if index == len(parts.main_layers) - 1:
                 parts.final_norm[0].register_forward_hook(SliceNorm(running, parts.root))
-    _end_layers(parts, layer_slices)
+    _attach_layer_ends(parts, layer_slices)
     owner = _find_loss_owner(parts)
     split_sequence = SplitSequence(
         state, running, separates=separates, has_mixers=any(parts.mixers), zigzag=zigzag
@@ -252,8 +252,10 @@ def attach(parts: Parts, state: ModelState) -> None:
     _replace_loss(parts, state, running)
 
 
-def _end_layers(parts: Parts, layer_slices: list[LayerSlice]) -> None:
-    """Make the layers forget their slices. This hook must run after all hooks that read slices."""
+def _attach_layer_ends(parts: Parts, layer_slices: list[LayerSlice]) -> None:
+    """Make the layers forget their slices after a forward.
+
+    This hook must run after all hooks that read slices."""
     for layer, layer_slice in zip(parts.layers, layer_slices, strict=True):
         layer.register_forward_hook(EndLayer(layer_slice), always_call=True)
 
@@ -271,7 +273,7 @@ def _attach_context(parts: Parts, state: ModelState, zigzag: bool) -> None:
     state.context = (zigzag, list_exchanges(named, state.config.sp_size or 1))
 
 
-def _separate_documents(parts: Parts, layer_slices: list[LayerSlice]) -> None:
+def _attach_separation(parts: Parts, layer_slices: list[LayerSlice]) -> None:
     """Make attention modules outside mixers separate packed documents."""
     attention = find_split_attention(parts)
     for layer, layer_slice in zip(parts.layers, layer_slices, strict=True):
@@ -283,7 +285,9 @@ def _separate_documents(parts: Parts, layer_slices: list[LayerSlice]) -> None:
                 module.register_forward_pre_hook(separate, with_kwargs=True)
 
 
-def _attach_documents(parts: Parts, state: ModelState, layer_slices: list[LayerSlice]) -> None:
+def _attach_documents_to_mixers(
+    parts: Parts, state: ModelState, layer_slices: list[LayerSlice]
+) -> None:
     """Make mixers run packed documents one by one in a model whose sequences are not split."""
     for layer, layer_slice in zip(parts.layers, layer_slices, strict=True):
         layer.register_forward_pre_hook(PassDocuments(layer_slice), with_kwargs=True)

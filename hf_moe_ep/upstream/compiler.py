@@ -53,9 +53,9 @@ def compile_backward_in_forward() -> Iterator[None]:
 def has_given_up(compiled: Any, function: Any) -> bool:
     """Return True if `compiled`, torch.compile's result for `function`, runs without graphs.
 
-    torch.compile gives up a function that it cannot trace, and then runs the function uncompiled in
-    each call. The result is False if the user has switched compilation off (TORCH_COMPILE_DISABLE,
-    set_stance).
+    torch.compile gives up on a function that it cannot trace, and then runs the function uncompiled
+    in each call. The result is False if the user has switched compilation off
+    (TORCH_COMPILE_DISABLE, set_stance).
     """
     if compiled is function or eval_frame._stance.stance != "default":
         return False
@@ -69,7 +69,7 @@ def count_untraced() -> int:
 
 
 def has_reached_limit(function: Any, limit: int | None) -> bool:
-    """Return True if torch.compile has made all graphs that it allows for a part of `function`.
+    """Return True if a part of `function` has as many graphs as torch.compile allows for one part.
 
     A graph break divides a function into parts, each of which has its own graphs.
 
@@ -86,5 +86,5 @@ def has_reached_limit(function: Any, limit: int | None) -> bool:
 
 
 def is_wrapper_of_layers(function: Any) -> bool:
-    """Return True if `function` is a wrapper of transformers around the forward of a layer."""
+    """Return True if `function` was made by transformers' decorators of a layer's forward."""
     return getattr(function, "__globals__", {}).get("__name__") in _DECORATORS

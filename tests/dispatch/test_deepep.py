@@ -119,7 +119,7 @@ def _run_layer(
                 w_RK = w_RK.masked_fill(ids_RK == local, 0)
             scale_R = (w_RK * (ids_RK + 1)).sum(1, keepdim=True)
             rows_RH = (rows_RH.float() * scale_R + rows_RH.float().square()).bfloat16()
-            chunks.send(arriving, _make_column_major(rows_RH))
+            chunks.send_back(arriving, _make_column_major(rows_RH))
     return chunks.finish()
 
 
@@ -314,18 +314,18 @@ def _check_lifetime(rank: int, group: Group, buffer: GroupBuffer, case: Case) ->
     assert fake_deepep.Buffer.made == made
     x_TH, w_TK = case.inputs(rank)
     exchanges = _plan_exchanges(case, rank, group, buffer, 1)
-    small = buffer.alive
+    small = buffer.current
     _plan_exchanges(case, rank, group, buffer, 1)
-    assert fake_deepep.Buffer.made == made + 1 and buffer.alive is small
+    assert fake_deepep.Buffer.made == made + 1 and buffer.current is small
     out_TH = _run_layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
     # Another model sets its number of SMs. This must not affect the exchanges planned above.
     fake_deepep.Buffer.set_num_sms(24)
     buffer.reserve(4 * BYTES)
-    assert fake_deepep.Buffer.made == made + 2 and buffer.alive is not small
-    assert small.destroyed and buffer.alive.num_nvl_bytes > small.num_nvl_bytes
+    assert fake_deepep.Buffer.made == made + 2 and buffer.current is not small
+    assert small.destroyed and buffer.current.num_nvl_bytes > small.num_nvl_bytes
     out_TH.sum().backward()
     assert x_TH.grad is not None and x_TH.grad.isfinite().all()
-    large = buffer.alive
+    large = buffer.current
     out_TH = _run_layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
     buffer.free()
     buffer.free()
@@ -361,12 +361,12 @@ def _check_lost_rank(rank: int, group: Group, buffer: GroupBuffer) -> None:
     def timeout(*_: Any, **__: Any) -> None:
         raise RuntimeError("DeepEP error: CPU recv timeout")
 
-    original, buffer.alive.dispatch = buffer.alive.dispatch, timeout
+    original, buffer.current.dispatch = buffer.current.dispatch, timeout
     match = "MoE layer 0 of forward 1 .*: .*never reached this layer.*CPU recv timeout"
     _assert_raises(
         RuntimeError, match, lambda: exchange.start(Tokens(x_TH, torch.ones(1, 2), ids_TK)), group
     )
-    buffer.alive.dispatch = original
+    buffer.current.dispatch = original
 
 
 def _compute_model_grads(replays: bool, **config: Any) -> dict[str, Tensor]:

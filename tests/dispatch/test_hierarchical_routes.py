@@ -163,7 +163,7 @@ def _run_layer(
                     arrived.append((int(sender), int(token), expert))
                     weights.append(w_RK[row, slot].item())
                 factor_RK = torch.cat([factors_L, factors_L.new_zeros(1)])[ids_RK]
-                chunks.send(arriving, rows_RH * (factor_RK * w_RK).sum(1, keepdim=True))
+                chunks.send_back(arriving, rows_RH * (factor_RK * w_RK).sum(1, keepdim=True))
         out_TH = chunks.finish()
     (out_TH * (x_TH.detach() + rank)).sum().backward()
     assert x_TH.grad is not None and w_TK.grad is not None and factors_E.grad is not None
@@ -324,7 +324,7 @@ def test_a_layer_has_only_one_host_sync() -> None:
             with OverlappedChunks() as chunks:
                 for arriving in chunks.start_chunks(exchanges, tokens):
                     rows_RH, w_RK, _ = arriving.finish()
-                    chunks.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))
+                    chunks.send_back(arriving, rows_RH * w_RK.sum(1, keepdim=True))
             chunks.finish().sum().backward()
         return syncs.names
 

@@ -48,7 +48,7 @@ def split_commands(text: str) -> Iterator[list[str]]:
 
 
 def parse_ours(*words: str) -> None:
-    parser, _ = cli._parser(words[0])
+    parser, _ = cli._build_parser(words[0])
     options = parser.parse_args(words)
     if words[0] == "run":
         assert options.command[0] == "--" and len(options.command) > 2

@@ -9,8 +9,8 @@ A clock is not reliable: rank 0 of the next job may run on another machine whose
 2. All other folders are ordered by a number in their manifests. `manifest.py` sets it to one more
    than the highest number in the neighbouring folders.
 
-    step-100 (number 1), step-200 (2), best (3)     the newest is best
-    step-100 (number 1), best (2), step-200 (3)     the newest is step-200
+    step-100 (number 1), step-200 (2), best (3)     newest: the folder "best"
+    step-100 (number 1), best (2), step-200 (3)     newest: the folder "step-200"
 
 Manifests of older versions have no number and count as number 0. Two folders with number 0 are
 ordered by the times in their manifests, unless rule 1 orders them.
@@ -51,12 +51,12 @@ def sort_newest_last(saved: Iterable[Saved]) -> list[Path]:
         prefix, step = (match[1], int(match[2])) if match else (f"/{name}", 0)
         by_prefix[prefix].append((step, checkpoint))
     for series in by_prefix.values():
-        series.sort(key=lambda pair: (pair[0], *_written_key(pair[1])))
-    in_order = sorted(by_prefix.values(), key=lambda series: _written_key(series[-1][1]))
+        series.sort(key=lambda pair: (pair[0], *_make_sort_key(pair[1])))
+    in_order = sorted(by_prefix.values(), key=lambda series: _make_sort_key(series[-1][1]))
     return [checkpoint.folder for series in in_order for _, checkpoint in series]
 
 
-def _written_key(checkpoint: Saved) -> tuple[int, float, str]:
-    """Return the sort key of rule 2; the time is used only if the number is 0."""
+def _make_sort_key(checkpoint: Saved) -> tuple[int, float, str]:
+    """Make the sort key of rule 2. The time is used only if the number is 0."""
     time = 0.0 if checkpoint.number else checkpoint.time
     return checkpoint.number, time, checkpoint.folder.name

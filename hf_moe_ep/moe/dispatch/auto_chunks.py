@@ -42,7 +42,8 @@ AUTO = "auto"
 CANDIDATES = (1, 2, 3, 4, 6, 8)
 # Several chunks must be faster than one chunk by this fraction, because measured times vary.
 _GAIN = 0.03
-# Of larger transfers, products and copies only this many bytes are measured.
+# Larger transfers, products and copies are measured with this many bytes, and their measured times
+# are multiplied.
 _MAX_BYTES = 16 * 2**20
 _REPETITIONS = 3
 # The number of kernels that one more chunk launches in forward and backward
@@ -77,7 +78,9 @@ class LayerTimes:
         return forward + backward
 
     def _estimate_pipeline(self, num_chunks: int, tail: float) -> float:
-        """Return the seconds of all chunks; a computation of `tail` seconds hides the last rows."""
+        """Return the seconds of all chunks in forward, or in backward.
+
+        A computation of `tail` seconds runs while the last rows are sent."""
         transfer = self.latency + self.transfer / num_chunks
         arrivals = [transfer]
         link = transfer  # when the link has sent all rows that were started so far
@@ -99,7 +102,7 @@ def choose_num_chunks(times: LayerTimes, max_chunks: int = CANDIDATES[-1]) -> in
     return best if seconds[best] < (1 - _GAIN) * seconds[1] else 1
 
 
-def choose_at_first_forward(
+def measure_and_choose_num_chunks(
     layer: MoELayer, group: dist.ProcessGroup, tokens: Tokens, weights: ExpertWeights, where: object
 ) -> None:
     """Measure a layer, and choose the number of chunks of all layers.
@@ -128,8 +131,8 @@ def choose_at_first_forward(
     )
 
 
-def apply_choice(state: ModelState) -> None:
-    """Let the dispatcher send as many chunks as `choose_at_first_forward` has chosen."""
+def apply_num_chunks(state: ModelState) -> None:
+    """Let the dispatcher send as many chunks as `measure_and_choose_num_chunks` has chosen."""
     dispatcher: Any = state.dispatcher
     if state.num_chunks is not None and dispatcher.num_chunks != state.num_chunks:
         state.dispatcher = replace(dispatcher, num_chunks=state.num_chunks)

@@ -16,8 +16,8 @@ combine adds up the rows of a token. The gradient of dispatch is therefore a com
 gradient of combine is a dispatch that reuses the routing of the first dispatch (`handle`). Our
 experts apply the routing weights, so combine only adds rows.
 
-A handle consists of tensors and fits every buffer with the same number of SMs, so a larger buffer
-may replace the buffer before backward.
+A handle consists of tensors and can be used with every buffer that has the same number of SMs. A
+larger buffer may therefore replace the current one between forward and backward.
 
 This dispatcher does not detect that ranks are at different positions of the model. Such ranks
 receive tokens of another layer, or run into DeepEP's time-out; `dispatcher="all_to_all"` raises an
@@ -154,7 +154,7 @@ class GroupBuffer:
         return self
 
     @property
-    def alive(self) -> Any:
+    def current(self) -> Any:
         """The current `deep_ep.Buffer`. Reading it raises RuntimeError after `free`."""
         self.check_alive()
         return self._buffer
@@ -224,7 +224,7 @@ class DeepEP:
             )
         self.buffer.reserve(hidden_bytes)
         chunks = [ids.contiguous() for ids in expert_ids_TK.tensor_split(self.num_chunks)]
-        find_layout = self.buffer.alive.get_dispatch_layout
+        find_layout = self.buffer.current.get_dispatch_layout
         layouts = [dict(zip(_LAYOUT, find_layout(ids, self.num_experts))) for ids in chunks]
         if self.max_rows is not None:
             # DeepEP's layout counts only the rows that this rank sends, so the ranks exchange their
@@ -360,7 +360,7 @@ class _BufferWire(Wire):
         """Start a dispatch; return rows, ids, weights, counts and handle, valid after `wait`."""
         buffer, x_TH = self.exchange.buffer, x_TH.contiguous()
         arguments = {"config": buffer.dispatch_config, "async_finish": True, **arguments}
-        *results, event = buffer.alive.dispatch(x_TH, **arguments)
+        *results, event = buffer.current.dispatch(x_TH, **arguments)
         self.transfers.append(_Event(event, (x_TH, arguments, results)))
         return results
 
@@ -372,6 +372,6 @@ class _BufferWire(Wire):
         arguments = {"config": buffer.combine_config, "async_finish": True}
         if weights_RK is not None:
             arguments["topk_weights"] = weights_RK.contiguous()
-        x_TH, weights_TK, event = buffer.alive.combine(rows_RH, self.handle, **arguments)
+        x_TH, weights_TK, event = buffer.current.combine(rows_RH, self.handle, **arguments)
         self.transfers.append(_Event(event, (rows_RH, arguments, (x_TH, weights_TK))))
         return x_TH, weights_TK

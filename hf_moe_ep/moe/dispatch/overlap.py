@@ -2,7 +2,7 @@
 
     with OverlappedChunks() as chunks:
         for arriving in chunks.start_chunks(exchanges, tokens):
-            chunks.send(arriving, experts(*arriving.finish()))
+            chunks.send_back(arriving, experts(*arriving.finish()))
     out_TH = chunks.finish()
 
 With two chunks a and b the calls run from left to right:
@@ -56,8 +56,8 @@ class OverlappedChunks:
         assert latest is not None
         yield latest
 
-    def send(self, arriving: ArrivingRows, rows_RH: Tensor) -> None:
-        """Start to send back `rows_RH`, the experts' results for the chunk `arriving`."""
+    def send_back(self, arriving: ArrivingRows, rows_RH: Tensor) -> None:
+        """Start to send_back back `rows_RH`, the experts' results for the chunk `arriving`."""
         self._returning.append(arriving.start_combine(rows_RH))
         self._arriving.remove(arriving)
 

@@ -145,7 +145,7 @@ def dispatch_and_combine(dispatcher: Dispatcher, router: str) -> None:
     with OverlappedChunks() as chunks:
         for arriving in chunks.start_chunks(exchanges, Tokens(x_TH, w_TK, ids)):
             rows_RH, w_RK, _ = arriving.finish()
-            chunks.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))
+            chunks.send_back(arriving, rows_RH * w_RK.sum(1, keepdim=True))
     chunks.finish().square().sum().backward()
 
 
