@@ -142,7 +142,9 @@ def measure(sizes: Sizes) -> Figures:
     attend = _make_attention(sizes, context)
     generator = torch.Generator().manual_seed(rank)
     query, key, value = (
-        torch.randn(1, heads, context.local, sizes.head_dim, generator=generator).requires_grad_()
+        torch.randn(
+            1, heads, context.local_length, sizes.head_dim, generator=generator
+        ).requires_grad_()
         for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)
     )
     figures: Figures = {method: {"seconds": [], "sent": [], "sum": []} for method in METHODS}

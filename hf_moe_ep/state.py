@@ -282,8 +282,8 @@ class ModelState:
     dispatcher: Dispatcher | None = None
     # With dispatch_chunks="auto": the number that the first forward in training has chosen.
     num_chunks: int | None = None
-    # The `Frame` (moe/recompute.py) of the checkpointed layer that runs now, or None.
-    frame: Any = None
+    # The `CheckpointedRouting` (moe/recompute.py) of the checkpointed layer that runs now, or None.
+    checkpointed_routing: Any = None
     # The arguments of torch.compile with which `compile_layers` has compiled the layers
     # (compiled/layers.py); None if they are not compiled.
     compile_options: dict[str, Any] | None = None

@@ -47,7 +47,7 @@ from hf_moe_ep.compiled.subclasses import (
     override_forward,
 )
 from hf_moe_ep.moe.counting import reserve_counts
-from hf_moe_ep.moe.recompute import Frame
+from hf_moe_ep.moe.recompute import CheckpointedRouting
 from hf_moe_ep.moe.stacked import StackedExperts
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import as_pattern, matches
@@ -415,11 +415,14 @@ def _run_block(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
 
 def _is_traced(layer: MoELayer) -> bool:
     state = layer.model
-    return state.blocks_are_traced and layer.can_be_traced and state.frame is None
+    return state.blocks_are_traced and layer.can_be_traced and state.checkpointed_routing is None
 
 
 @torch.compiler.disable
 def _call_block_untraced(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    frame: Frame | None = getattr(module, MOE_LAYER).model.frame
-    with with_collector(), nullcontext() if frame is None else frame.repeating_choice():
+    checkpointed: CheckpointedRouting | None = getattr(module, MOE_LAYER).model.checkpointed_routing
+    with (
+        with_collector(),
+        nullcontext() if checkpointed is None else checkpointed.repeating_choice(),
+    ):
         return stock(module, *args, **kwargs)

@@ -108,7 +108,7 @@ def sum_over_layers(
     """
     if sequence is not None:
         if attention_mask is None:
-            batch_size = router_logits[0].shape[0] // sequence.local
+            batch_size = router_logits[0].shape[0] // sequence.local_length
             attention_mask = router_logits[0].new_ones(batch_size, sequence.length)
         attention_mask = sequence.take(attention_mask, 1)
     keep_T = None if attention_mask is None else attention_mask.reshape(-1).bool()

@@ -138,7 +138,7 @@ def find_counted_tokens(given: dict[str, Any]) -> Tensor | None:
     mask = given.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or find_cache(given) is not None:
         tokens = find_tokens(given)
-        if part is None or part.local * part.size == part.length or tokens is None:
+        if part is None or part.local_length * part.size == part.length or tokens is None:
             return None
         mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
     counted_BS = mask != 0

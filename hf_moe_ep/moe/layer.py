@@ -66,7 +66,7 @@ from hf_moe_ep.moe.dispatch.auto_chunks import AUTO, apply_num_chunks, measure_a
 from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
 from hf_moe_ep.moe.experts import collect_weights, run_experts
 from hf_moe_ep.moe.padding import find_positions_without_padding, leave_out_padding
-from hf_moe_ep.moe.recompute import CheckpointWatch, Frame
+from hf_moe_ep.moe.recompute import CheckpointedRouting, CheckpointWatch
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.permute import count_pairs
@@ -173,7 +173,7 @@ def _dispatch_and_compute(
     assert meshes is not None and layer.compute is not None and state.dispatcher is not None
     # Selective checkpointing compares the operators of a layer's first run and of its recompute.
     # Only the first run plans exchanges, so the operators of the planning are hidden.
-    hide_operators = nullcontext if state.frame is None else hidden_from_modes
+    hide_operators = nullcontext if state.checkpointed_routing is None else hidden_from_modes
     with hide_operators():
         slots_TK = _replace_ids_by_slots(layer, expert_ids_TK)
         if state.dispatcher.leaves_out_padding:
@@ -247,7 +247,7 @@ def _choose_chunks(experts: nn.Module, layer: MoELayer, tokens: Tokens) -> None:
     undecided = state.config.dispatch_chunks == AUTO and state.num_chunks is None
     # The first run of a reentrant checkpoint has no gradients, but a backward follows. The exchange
     # of counts has compared the modes of all ranks (`Header`), so all ranks decide alike.
-    leads_to_backward = torch.is_grad_enabled() or state.frame is not None
+    leads_to_backward = torch.is_grad_enabled() or state.checkpointed_routing is not None
     if not (undecided and experts.training and leads_to_backward):
         return
     assert meshes is not None and layer.compute is not None
@@ -278,8 +278,8 @@ def _start_plan(layer: MoELayer, training: bool, tokens: Tokens) -> Planning | N
     In a recompute return None, because a recompute uses the exchanges of the first run again.
     """
     state = layer.model
-    frame: Frame | None = state.frame
-    if frame is not None and frame.is_recompute:
+    checkpointed: CheckpointedRouting | None = state.checkpointed_routing
+    if checkpointed is not None and checkpointed.is_recompute:
         return None
     assert state.dispatcher is not None
     header = _make_header(layer, training, tokens)
@@ -292,27 +292,27 @@ def _finish_plan(
 ) -> Sequence[Exchange]:
     """Return the exchange of each chunk of tokens."""
     state = layer.model
-    frame: Frame | None = state.frame
+    checkpointed: CheckpointedRouting | None = state.checkpointed_routing
     if planning is None:
-        assert frame is not None
-        return frame.take(layer.index, expert_ids_TK)
+        assert checkpointed is not None
+        return checkpointed.take(layer.index, expert_ids_TK)
     try:
         exchanges: Sequence[Exchange] = planning.finish()
     finally:
         # The other ranks have received the header of this rank by now, and raise an error too.
         if state.routing is not None and state.routing.refusal is not None:
             raise state.routing.refusal
-    if frame is not None:
-        frame.keep(layer.index, expert_ids_TK.detach(), exchanges)
+    if checkpointed is not None:
+        checkpointed.keep(layer.index, expert_ids_TK.detach(), exchanges)
     return exchanges
 
 
 def _choose_weights(layer: MoELayer, weights_TK: Tensor) -> Tensor:
     """Return the router's weights; in a recompute, return the weights that a replay has stored."""
-    frame: Frame | None = layer.model.frame
-    if frame is None or not frame.is_recompute:
+    checkpointed: CheckpointedRouting | None = layer.model.checkpointed_routing
+    if checkpointed is None or not checkpointed.is_recompute:
         return weights_TK
-    return frame.choose_weights(layer.index, weights_TK)
+    return checkpointed.choose_weights(layer.index, weights_TK)
 
 
 def _make_header(layer: MoELayer, training: bool, tokens: Tokens) -> Header:
@@ -322,7 +322,7 @@ def _make_header(layer: MoELayer, training: bool, tokens: Tokens) -> Header:
         layer=layer.index,
         training=training,
         grad=torch.is_grad_enabled(),
-        checkpointed=layer.model.frame is not None,
+        checkpointed=layer.model.checkpointed_routing is not None,
         # If a backward is running, this forward is a recompute.
         recompute=backward_is_running(),
         top_k=tokens.ids_TK.shape[1],

@@ -7,24 +7,23 @@ rounding error (or by noise) may choose other experts, so backward would get oth
 forward.
 
 transformers and torch call a function to checkpoint a layer. These functions are wrapped: instead
-of the layer's forward they receive a `Frame`, which calls that forward. In the first run the frame
-stores the exchanges of every MoE layer. Each recompute reads them in the same order, and torch.topk
-returns the stored expert ids to the router (`chosen_topk.py`). The routing weights and their
-gradients therefore belong to the rows that were sent.
+of the layer's forward they receive a `CheckpointedRouting`, which calls that forward. In the first
+run it stores the exchanges of every MoE layer. Each recompute reads them in the same order, and
+torch.topk returns the stored expert ids to the router (`chosen_topk.py`). The routing weights and
+their gradients therefore belong to the rows that were sent.
 
 If ep_size and etp_size are 1, no rows are exchanged, and the router of a recompute chooses again,
-as in stock. While routes are recorded or replayed (`routing/`), the frame stores the expert ids
-even then, because backward may run after the `record` or `replay` block has ended.
-`CheckpointedTokens` stores for a recompute which tokens are not padding (`padding.py`), whatever
-ep_size is.
+as in stock. While routes are recorded or replayed (`routing/`), the expert ids are stored even
+then, because backward may run after the `record` or `replay` block has ended. `CheckpointedTokens`
+stores for a recompute which tokens are not padding (`padding.py`), whatever ep_size is.
 
 Selective checkpointing (torch's `context_fn`) requires that both runs call the same operators. But
 only the first run plans exchanges, and only a recompute compares expert ids with the stored ids.
 The operators of these two steps are therefore hidden from selective checkpointing
 (`hidden_from_modes`, upstream/autograd_modes.py).
 
-A layer that is checkpointed by another function gets no frame, so all ranks exchange the token
-counts again in its recompute.
+A layer that is checkpointed by another function gets no `CheckpointedRouting`, so all ranks
+exchange the token counts again in its recompute.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Routed:
     num_topks: int
 
 
-class Frame(CheckpointedFunction):
+class CheckpointedRouting(CheckpointedFunction):
     """Wraps a checkpointed function: later calls repeat the routing of the first call."""
 
     def __init__(self, state: ModelState, function: Callable[..., Any]) -> None:
@@ -83,7 +82,7 @@ class Frame(CheckpointedFunction):
         self._num_replaced = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outer, self._state.frame = self._state.frame, self
+        outer, self._state.checkpointed_routing = self._state.checkpointed_routing, self
         try:
             if not self._routed:
                 return self._function(*args, **kwargs)
@@ -95,7 +94,7 @@ class Frame(CheckpointedFunction):
             with self.repeating_choice():
                 return self._function(*args, **kwargs)
         finally:
-            self._state.frame, self._next = outer, None
+            self._state.checkpointed_routing, self._next = outer, None
 
     def repeating_choice(self) -> AbstractContextManager[Any]:
         """Return a context in which, during a recompute, routers choose as in the first run."""
@@ -187,18 +186,18 @@ class Frame(CheckpointedFunction):
 
         topk must not be replaced after the last layer, while modules run that do not route
         (`SetMayRoute`), and while a checkpointed function inside this function runs, because the
-        inner function has its own frame.
+        inner function has its own `CheckpointedRouting`.
         """
         if not self._state.may_route:
             return None
-        routed = self._find_next_layer() if self._state.frame is self else None
+        routed = self._find_next_layer() if self._state.checkpointed_routing is self else None
         return None if routed is None else routed.expert_ids_TK
 
     def _count_replaced(self, expert_ids_TK: Tensor, _: Callable[[], Tensor]) -> Tensor:
         """Count a topk call that returns stored ids, and return these ids.
 
-        A layer without exchanges does not call `take`, so its last topk call advances this frame to
-        the next layer.
+        A layer without exchanges does not call `take`, so its last topk call moves on to the next
+        layer.
         """
         routed = self._find_next_layer()
         assert self._next is not None and routed is not None
@@ -330,7 +329,8 @@ def _checkpoint(
         return checkpoint(function, *args, **kwargs)  # a traced forward exchanges no rows
     if state.real_tokens is not None:
         function = CheckpointedTokens(state, function)
-    # A frame inside another frame hides the calls of its layers from the outer one.
-    if state.exchanges_rows or state.routing is not None or state.frame is not None:
-        function = Frame(state, function)
+    # If checkpointed functions are nested, each layer is stored by the innermost function alone.
+    is_nested = state.checkpointed_routing is not None
+    if state.exchanges_rows or state.routing is not None or is_nested:
+        function = CheckpointedRouting(state, function)
     return checkpoint(function, *args, **kwargs)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_moe_ep.moe.recompute import Frame
+from hf_moe_ep.moe.recompute import CheckpointedRouting
 from hf_moe_ep.ranks.mesh import Stages
 from hf_moe_ep.ranks.neighbours import broadcast_tensor
 from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
@@ -47,12 +47,12 @@ class Recording(Session):
         self._forward, self._chosen = forward, {}
 
     def receive_choice(self, layer: RoutedLayer, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        frame: Frame | None = self._state.frame
+        checkpointed: CheckpointedRouting | None = self._state.checkpointed_routing
         key = layer.decoder_layer
-        if backward_is_running() or (frame is not None and frame.is_recompute):
+        if backward_is_running() or (checkpointed is not None and checkpointed.is_recompute):
             return weights_TK
-        if frame is not None and not self._state.exchanges_rows:
-            frame.keep(layer.index, ids_TK.detach(), None)
+        if checkpointed is not None and not self._state.exchanges_rows:
+            checkpointed.keep(layer.index, ids_TK.detach(), None)
         if self._forward is None:
             raise ValueError(
                 f"{layer.name} ran outside of a forward of the whole model; "

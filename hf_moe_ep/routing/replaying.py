@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_moe_ep.dispatcher import RouteSource
 from hf_moe_ep.moe.chosen_topk import ChosenTopK
-from hf_moe_ep.moe.recompute import Frame
+from hf_moe_ep.moe.recompute import CheckpointedRouting
 from hf_moe_ep.ops.devices import copy_to_device
 from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
 from hf_moe_ep.routing.report import Counts
@@ -167,14 +167,14 @@ class Replaying(Session):
                     f"{layer.name} chose by topk, but the experts got other ids than topk returned",
                 )
             self._count(layer)
-            frame: Frame | None = self._state.frame
-            if frame is not None and not self._state.exchanges_rows:
-                frame.keep(layer.index, self._returned_TK, None, self._num_topks)
+            checkpointed: CheckpointedRouting | None = self._state.checkpointed_routing
+            if checkpointed is not None and not self._state.exchanges_rows:
+                checkpointed.keep(layer.index, self._returned_TK, None, self._num_topks)
             if self._weights_LTK is None:
                 return weights_TK
             stored_TK = self._weights_LTK[self._find_position(layer)].to(weights_TK.dtype)
-            if frame is not None:
-                frame.keep_weights(layer.index, stored_TK, self._has_routes_T1)
+            if checkpointed is not None:
+                checkpointed.keep_weights(layer.index, stored_TK, self._has_routes_T1)
         return torch.where(self._has_routes_T1, stored_TK, weights_TK)
 
     def _find_error(self, layer: RoutedLayer, ids_TK: Tensor) -> ValueError | None:
@@ -187,7 +187,8 @@ class Replaying(Session):
                 f"cannot be replayed"
             )
         reads_stored_weights = self._state.config.experts_backend != "eager"
-        if self._weights_LTK is None or self._state.frame is None or reads_stored_weights:
+        is_checkpointed = self._state.checkpointed_routing is not None
+        if self._weights_LTK is None or not is_checkpointed or reads_stored_weights:
             return None
         return ValueError(
             f"weights of routes cannot be replayed if layers are checkpointed and "
@@ -210,11 +211,12 @@ class Replaying(Session):
     def _must_replay(self) -> bool:
         """Return True if the current layer must replay the given expert ids.
 
-        In a recompute the `Frame` repeats the ids instead.
+        In a recompute the `CheckpointedRouting` repeats the ids instead.
         """
         if self._ids_BSLK is None or self._is_not_replayed or self.refusal is not None:
             return False
-        return self._state.frame is None or not self._state.frame.is_recompute
+        checkpointed = self._state.checkpointed_routing
+        return checkpointed is None or not checkpointed.is_recompute
 
     def _slice_routes(self, forward: Forward) -> None:
         """Copy the routes to the device of the forward, and keep only this rank's tokens."""

@@ -7,8 +7,8 @@
     the experts    `receive_choice` before the experts' forward, with the ids and weights that the
                    experts receive
 
-A session ignores the recompute of a checkpointed layer in backward, because the layer's `Frame`
-(moe/recompute.py) repeats the choice of the layer's first run.
+A session ignores the recompute of a checkpointed layer in backward, because the layer's
+`CheckpointedRouting` (moe/recompute.py) repeats the choice of the layer's first run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Forward(NamedTuple):
     @property
     def tokens(self) -> int:
         """The number of tokens per sequence in this rank's layers, with the slice's padding."""
-        return self.sequence if self.part is None else self.part.local
+        return self.sequence if self.part is None else self.part.local_length
 
     @property
     def rows(self) -> int:

@@ -98,7 +98,7 @@ def attend(
                 f"FlexAttention has no dropout, and attention_dropout is {kwargs['dropout']}; set "
                 f"config.attention_dropout = 0, or load the model with attn_implementation='sdpa'"
             )
-        needed = [_list_pieces(calls, context.piece) for calls in by_rank]
+        needed = [_list_pieces(calls, context.piece_length) for calls in by_rank]
         if _needs_all_keys(needed, context):
             cap, scale, options = map(kwargs.get, ("softcap", "scaling", "kernel_options"))
             scores = ScoreOptions(attention_mask, scale, cap, options)
@@ -142,7 +142,7 @@ def _attend_to_gathered(
     everything: Sequence[int] = range(_num_pieces(context))
     if not num_shares:
         return attend_to(everything, sinks, query, key, value)
-    needed = [_list_pieces(calls, context.piece) for calls in by_rank]
+    needed = [_list_pieces(calls, context.piece_length) for calls in by_rank]
     if not _needs_all_keys(needed, context):
         received = _FetchPieces.apply(_join(key, value), context, needed)
         return attend_to(needed[context.rank], sinks, query, *_separate(received, key, value))
@@ -180,12 +180,14 @@ def _attend_to_pieces(
     """
     calls = iter(own_calls)
     outs = []
-    for (start, stop), queries in zip(context.spans, query.split(context.piece, 2), strict=True):
+    for (start, stop), queries in zip(
+        context.spans, query.split(context.piece_length, 2), strict=True
+    ):
         if start < stop:
             call = next(calls)
             # The received keys are whole pieces. The keys of one call follow each other.
-            piece, offset = divmod(call.first, context.piece)
-            first = pieces.index(piece) * context.piece + offset
+            piece, offset = divmod(call.first, context.piece_length)
+            first = pieces.index(piece) * context.piece_length + offset
             seen = slice(first, first + call.last - call.first)
             args = queries[:, :, : stop - start], key[:, :, seen], value[:, :, seen]
             outs.append(_run(stock, module, call, sinks, *args))
@@ -198,7 +200,7 @@ def _attend_to_pieces(
     empty = [x.transpose(1, 2).square() for x in (query[:, :, :0, :1], value[:, :1, :0])]
     empty += [] if sinks is None else [sinks.view(1, 1, -1, 1)[:, :0].to(value.dtype)]
     out_BSQW = torch.cat([*outs, *(x.expand(size) for x in empty)], 1)
-    return functional.pad(out_BSQW, (0, 0, 0, 0, 0, context.local - out_BSQW.shape[1]))
+    return functional.pad(out_BSQW, (0, 0, 0, 0, 0, context.local_length - out_BSQW.shape[1]))
 
 
 def _run(
@@ -250,7 +252,7 @@ def _needs_all_keys(needed: Sequence[Sequence[int]], context: Slice) -> bool:
 
 def _num_pieces(context: Slice) -> int:
     """Return the number of pieces that contain at least one token besides padding."""
-    return -(-context.length // context.piece)
+    return -(-context.length // context.piece_length)
 
 
 def _list_pieces(calls: Sequence[Call], piece: int) -> list[int]:
@@ -275,7 +277,7 @@ class _FetchPieces(torch.autograd.Function):
             known[key] = _PieceExchange(context, needed, x.device)
         exchange = ctx.exchange = known[key]
         ctx.context = context
-        pieces = x.unflatten(1, (-1, context.piece)).movedim(1, 0)
+        pieces = x.unflatten(1, (-1, context.piece_length)).movedim(1, 0)
         received = exchange.send(pieces[exchange.sent], context.group)
         return received[exchange.ascending].movedim(0, 1).flatten(1, 2)
 
@@ -284,7 +286,7 @@ class _FetchPieces(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         exchange: _PieceExchange = ctx.exchange
         context: Slice = ctx.context
-        piece, own = context.piece, len(context.pieces)
+        piece, own = context.piece_length, len(context.piece_numbers)
         grads = grad.unflatten(1, (-1, piece)).movedim(1, 0)
         sent_grads = exchange.send_back(grads[exchange.ascending.argsort()], context.group)
         total = sent_grads.new_zeros(own, *sent_grads.shape[1:])
@@ -311,7 +313,7 @@ class _PieceExchange:
     """
 
     def __init__(self, context: Slice, needed: list[list[int]], device: torch.device) -> None:
-        own, wanted = list(context.pieces), needed[context.rank]
+        own, wanted = list(context.piece_numbers), needed[context.rank]
         by_rank = [[own.index(n) for n in pieces if n in own] for pieces in needed]
         number = len(own)
         owners = [context.order[r * number : (r + 1) * number] for r in range(context.size)]

@@ -215,18 +215,18 @@ def _find_seen_blocks(mask: BlockMask, context: Slice) -> dict[int, tuple[int, i
 
 def _has_own_rows(mask: Tensor, context: Slice) -> bool:
     """Return True if a mask has only the rows of this rank (mask_rows.py)."""
-    return context.has_mask_rows and mask.shape[2] == context.local
+    return context.has_mask_rows and mask.shape[2] == context.local_length
 
 
 def _take_own_rows(mask: Tensor, start: int, stop: int, context: Slice) -> Tensor:
     """Return the rows `start` to `stop` - 1 of a mask that has only the rows of this rank."""
-    first = list(context.pieces).index(start // context.piece) * context.piece
+    first = list(context.piece_numbers).index(start // context.piece_length) * context.piece_length
     return mask[:, :, first : first + stop - start]
 
 
 def _gather_seen_keys(mask: Tensor, context: Slice) -> dict[int, tuple[int, int]]:
     """Return the result of `_find_seen_keys` for a mask that has only the rows of this rank."""
-    own = mask.new_zeros(len(context.pieces), 2, dtype=torch.int64)
+    own = mask.new_zeros(len(context.piece_numbers), 2, dtype=torch.int64)
     for index, (start, stop) in enumerate(context.spans):
         if start < stop:
             own[index] = _count_unseen_keys(_take_own_rows(mask, start, stop, context))

@@ -101,7 +101,7 @@ class _Layer:
         """Return the number of tokens up to the end of the slice, which has the last query."""
         part = self._cache.part
         assert part.is_in_order, "the queries of a slice are consecutive (sequence/attach.py)"
-        return (part.rank + 1) * part.local
+        return (part.rank + 1) * part.local_length
 
     def update_index(self, keys: Tensor) -> Tensor:
         """Gather the keys of an indexer: (B, Q, S / sp, W) to (B, Q, S, W)."""

@@ -49,11 +49,12 @@ class LatentCache:
     ) -> tuple[Tensor, Tensor]:
         """Gather (B, Q, S / (cp * sp), W) over the cp group. The other arguments are ignored."""
         part = self.part
-        assert part.context is not None
-        context = part.context
-        if part.heads.size > 1:
+        assert part.cp_slice is not None
+        context = part.cp_slice
+        if part.sp_slice.size > 1:
             # Without zigzag order: one slice per cp rank, which `restore_order` sorts later.
-            context = Slice(context.group, context.rank, context.size, context.size * part.local)
+            length = context.size * part.local_length
+            context = Slice(context.group, context.rank, context.size, length)
         packed = torch.cat([latents, rotary_keys], -1).transpose(1, 2)
         gathered = gather_slices(packed, context).transpose(1, 2)
         part.keys_are_gathered = True
@@ -70,7 +71,7 @@ class GatherLatents(Ours):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         part: Slice | None = kwargs.get(SLICE)
-        if part is None or part.context is None:
+        if part is None or part.cp_slice is None:
             return None
         cache = LatentCache(part)
         return args, kwargs | {name: cache for name in CACHE_NAMES if name in kwargs}
@@ -81,6 +82,6 @@ def restore_order(x: Tensor, part: Slice) -> Tensor:
 
     They come ordered by sp rank, then by cp rank; `Slice.join` needs them by cp rank, then sp rank.
     """
-    assert part.context is not None
-    by_rank = x.unflatten(2, (part.heads.size, part.context.size, -1)).transpose(2, 3)
+    assert part.cp_slice is not None
+    by_rank = x.unflatten(2, (part.sp_slice.size, part.cp_slice.size, -1)).transpose(2, 3)
     return part.join(by_rank.flatten(2, 4), 2)

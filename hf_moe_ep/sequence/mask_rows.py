@@ -39,7 +39,7 @@ class MaskRows(RunningSlice):
 
     def applies(self) -> bool:
         """Return True in a forward whose sequences are split over cp ranks."""
-        return self.part is not None and self.part.context is not None
+        return self.part is not None and self.part.cp_slice is not None
 
     def __call__(self, stock: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
         """Call a stock mask function for the rows of this rank, or for all rows.
@@ -47,7 +47,7 @@ class MaskRows(RunningSlice):
         Returns:
             (B, 1, S / cp, S), or the result of the stock function: None or (B, 1, S, S).
         """
-        context = None if self.part is None else self.part.context
+        context = None if self.part is None else self.part.cp_slice
         if context is None or not _has_rows(self.part, kwargs) or _is_left_out(stock, kwargs):
             return stock(**kwargs)
         context.has_mask_rows = True
@@ -58,23 +58,23 @@ class MaskRows(RunningSlice):
             if start < stop:
                 mask = stock(**{**kwargs, "q_length": stop - start, "q_offset": start})
                 assert mask is not None
-                rows.append(functional.pad(mask, (0, 0, 0, context.piece - stop + start)))
+                rows.append(functional.pad(mask, (0, 0, 0, context.piece_length - stop + start)))
         if not rows:  # a rank that has padding alone
             mask = stock(**{**kwargs, "q_length": 1, "q_offset": 0})
             assert mask is not None
             rows.append(mask)
         are_equal = all(mask.stride(0) == 0 for mask in rows)  # an expanded batch dimension
         joined = torch.cat([mask[:1] for mask in rows] if are_equal else rows, 2)
-        missing = context.local - joined.shape[2]
+        missing = context.local_length - joined.shape[2]
         return functional.pad(joined, (0, 0, 0, missing)).expand(len(rows[0]), -1, -1, -1)
 
 
 def _has_rows(part: Slice | None, kwargs: dict[str, Any]) -> bool:
     """Return True if the shape of a mask will show if it is whole or has only this rank's rows."""
-    assert part is not None and part.context is not None
+    assert part is not None and part.cp_slice is not None
     lengths = [int(kwargs[name]) for name in ("q_length", "kv_length")]
     is_whole = lengths == [part.length] * 2 and int(kwargs.get("q_offset", 0)) == 0
-    return is_whole and part.documents is None and 1 < part.context.local < part.length
+    return is_whole and part.documents is None and 1 < part.cp_slice.local_length < part.length
 
 
 def _is_left_out(stock: Callable[..., Tensor | None], kwargs: dict[str, Any]) -> bool:

@@ -206,9 +206,10 @@ class GatherArguments(Ours):
             return MixerSplit.WHOLE
         if self.split == MixerSplit.QUERIES and not _can_split_queries(part, kwargs):
             return MixerSplit.WHOLE
-        if self.split in (MixerSplit.HEADS, MixerSplit.HALO) and part.piece < get_convolution_width(
-            module
-        ):
+        if self.split in (
+            MixerSplit.HEADS,
+            MixerSplit.HALO,
+        ) and part.piece_length < get_convolution_width(module):
             return MixerSplit.WHOLE  # The halo would come from more than one piece.
         return self.split
 
@@ -224,10 +225,10 @@ class GatherArguments(Ours):
             return whole
         if not self.arguments.has_tokens(name, value):
             return value
-        if value.shape[1] != part.local:
+        if value.shape[1] != part.local_length:
             raise ValueError(
                 f"{name} of {self.arguments.name} has {value.shape[1]} entries, but the slices of "
-                f"{part.size} ranks have {part.local} tokens; leave sp_size and cp_size at 1"
+                f"{part.size} ranks have {part.local_length} tokens; leave sp_size and cp_size at 1"
             )
         return gather_slices(value, part)
 
@@ -237,7 +238,7 @@ def _can_split_queries(part: Slice, kwargs: dict[str, Any]) -> bool:
 
     Stock code does so for a single query, and if it is called with position_ids=None.
     """
-    return part.local > 1 and kwargs.get("position_ids", part) is not None
+    return part.local_length > 1 and kwargs.get("position_ids", part) is not None
 
 
 def _slice_mask(part: Slice, name: str, value: Any) -> Any:

@@ -82,7 +82,7 @@ def convolve_slice(
 
     The first piece gets zeros in front, as the convolution itself would add them.
     """
-    width, pieces = weight.shape[-1] - 1, x_BCS.split(part.piece, dim=2)
+    width, pieces = weight.shape[-1] - 1, x_BCS.split(part.piece_length, dim=2)
     # The last tokens of all pieces, in the order of the ranks.
     ends = Slice(part.group, part.rank, part.size, length=len(part.order) * width)
     own_ends_BCS = torch.cat([piece[:, :, -width:] for piece in pieces], dim=2)
@@ -90,7 +90,7 @@ def convolve_slice(
     by_piece = all_ends_BSC.unflatten(1, (len(part.order), width)).transpose(2, 3)
     index_of_piece = {piece: index for index, piece in enumerate(part.order)}
     outs = []
-    for number, x in zip(part.pieces, pieces, strict=True):
+    for number, x in zip(part.piece_numbers, pieces, strict=True):
         # The zeros of piece 0 are computed from the all-gather, whose backward needs every rank.
         is_first = x.new_full((), number == 0, dtype=torch.bool)
         halo_BCS = by_piece[:, index_of_piece[max(number, 1) - 1]].masked_fill(is_first, 0)

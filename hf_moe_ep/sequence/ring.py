@@ -188,8 +188,8 @@ def _list_pairs(owner: int, scores: ScoreOptions, context: Slice) -> list[_Pair]
     own, others = context.spans_of(context.rank), context.spans_of(owner)
     return [
         _Pair(
-            slice(i * context.piece, i * context.piece + q_stop - q_start),
-            slice(j * context.piece, j * context.piece + k_stop - k_start),
+            slice(i * context.piece_length, i * context.piece_length + q_stop - q_start),
+            slice(j * context.piece_length, j * context.piece_length + k_stop - k_start),
             QueryKeyRange(q_start, q_stop, k_start, k_stop),
         )
         for i, (q_start, q_stop) in enumerate(own)

@@ -59,7 +59,7 @@ class Slice:
         order: the numbers of the pieces in the order of their ranks; None if rank r has piece r.
 
     Attributes:
-        context: the tokens of this rank's sp group, as a slice of the cp group; None without
+        cp_slice: the tokens of this rank's sp group, as a slice of the cp group; None without
             context parallelism.
     """
 
@@ -76,8 +76,8 @@ class Slice:
         self.length, self.unit = length, unit
         self.order = range(size) if order is None else order
         self.is_in_order = order is None
-        self.context: Slice | None = None
-        self._heads: Slice | None = None
+        self.cp_slice: Slice | None = None
+        self._sp_slice: Slice | None = None
         # True after a cache has gathered latents, until attention uses the keys made from them.
         self.keys_are_gathered = False
         # The position ids of the whole sequence. Flash attention finds packed documents in them.
@@ -99,37 +99,39 @@ class Slice:
         self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
-    def heads(self) -> Slice:
+    def sp_slice(self) -> Slice:
         """This rank's slice of the tokens of its cp rank, which its sp group shares.
 
-        Attention exchanges these tokens for heads. Without context parallelism, `heads` is `self`.
+        Attention exchanges these tokens for heads. Without context parallelism,
+        `sp_slice` is `self`.
         """
-        return self if self._heads is None else self._heads
+        return self if self._sp_slice is None else self._sp_slice
 
     def divide(self, sp_mesh: DeviceMesh, cp_mesh: DeviceMesh) -> None:
-        """Set `heads` and `context`, if cp_size is > 1."""
+        """Set `sp_slice` and `cp_slice`, if cp_size is > 1."""
         sp, cp = sp_mesh.size(), cp_mesh.size()
         if cp == 1:
             return
         order = None if self.is_in_order else make_zigzag_order(cp)
         group, rank = cp_mesh.get_group(), cp_mesh.get_local_rank()
-        self.context = Slice(group, rank, cp, self.length, self.unit * sp, order)
+        self.cp_slice = Slice(group, rank, cp, self.length, self.unit * sp, order)
         group, rank = sp_mesh.get_group(), sp_mesh.get_local_rank()
-        self._heads = Slice(group, rank, sp, self.context.local)
-        assert self._heads.local == self.local and self.context.rank * sp + rank == self.rank
+        self._sp_slice = Slice(group, rank, sp, self.cp_slice.local_length)
+        assert self._sp_slice.local_length == self.local_length
+        assert self.cp_slice.rank * sp + rank == self.rank
 
     @property
-    def piece(self) -> int:
+    def piece_length(self) -> int:
         """The number of tokens of each row in one piece, padding included."""
         return -(-self.length // (len(self.order) * self.unit)) * self.unit
 
     @property
-    def local(self) -> int:
+    def local_length(self) -> int:
         """The number of tokens of each row on one rank, padding included."""
-        return self.piece * len(self.order) // self.size
+        return self.piece_length * len(self.order) // self.size
 
     @property
-    def pieces(self) -> Sequence[int]:
+    def piece_numbers(self) -> Sequence[int]:
         """The numbers of this rank's pieces, in ascending order."""
         number = len(self.order) // self.size
         return self.order[self.rank * number : (self.rank + 1) * number]
@@ -142,14 +144,15 @@ class Slice:
     def spans_of(self, rank: int) -> list[tuple[int, int]]:
         """Return the `spans` of another rank."""
         number = len(self.order) // self.size
-        starts = [piece * self.piece for piece in self.order[rank * number : (rank + 1) * number]]
-        bounds = [(start, start + self.piece) for start in starts]
+        pieces = self.order[rank * number : (rank + 1) * number]
+        starts = [piece * self.piece_length for piece in pieces]
+        bounds = [(start, start + self.piece_length) for start in starts]
         return [(min(start, self.length), min(stop, self.length)) for start, stop in bounds]
 
     def take(self, x: Tensor, dim: int, *, fill: float = 0) -> Tensor:
         """Return this rank's slice of a whole tensor, padded with `fill`."""
         pieces = [x.narrow(dim, start, stop - start) for start, stop in self.spans]
-        missing = self.local - sum(piece.shape[dim] for piece in pieces)
+        missing = self.local_length - sum(piece.shape[dim] for piece in pieces)
         if not missing and len(pieces) == 1:
             # A view would keep the whole tensor alive. In a dimension of size 1, a view also has
             # the stride of the whole tensor, for which torch.compile would make another graph.
@@ -179,9 +182,9 @@ class Slice:
             return x.narrow(dim, 0, self.length)
         return x.index_select(dim, self._find_indices(x.device)[1])
 
-    def arrange(self, x: Tensor, dim: int) -> Tensor:
+    def arrange_by_rank(self, x: Tensor, dim: int) -> Tensor:
         """Undo `join`: return the slices of all ranks, one after the other, padded with zeros."""
-        missing = self.local * self.size - self.length
+        missing = self.local_length * self.size - self.length
         padded = functional.pad(x, (*(0, 0) * (x.ndim - 1 - dim % x.ndim), 0, missing))
         if self.is_in_order:
             return padded
@@ -189,7 +192,7 @@ class Slice:
 
     def _find_indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._indices:
-            pieces = torch.arange(len(self.order) * self.piece).view(-1, self.piece)
+            pieces = torch.arange(len(self.order) * self.piece_length).view(-1, self.piece_length)
             by_rank = pieces[torch.tensor(list(self.order))].flatten()
             inverse = by_rank.argsort()[: self.length]
             self._indices[device] = by_rank.to(device), inverse.to(device)
@@ -267,7 +270,7 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         part = ctx.part
-        by_owner = part.arrange(grad, 1).unflatten(1, (part.size, -1)).movedim(1, 0)
+        by_owner = part.arrange_by_rank(grad, 1).unflatten(1, (part.size, -1)).movedim(1, 0)
         return swap_slices(by_owner, part.group).sum(0), None
 
 
@@ -300,7 +303,7 @@ class _FinishGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         part = ctx.part
-        by_owner = part.arrange(grad, 1).unflatten(1, (part.size, -1)).movedim(1, 0)
+        by_owner = part.arrange_by_rank(grad, 1).unflatten(1, (part.size, -1)).movedim(1, 0)
         ctx.running.transfer = start_swap(by_owner, part.group)
         # The received gradients are not written yet, and anomaly detection would read them.
         return grad.new_zeros(()).expand(by_owner.shape), None, None

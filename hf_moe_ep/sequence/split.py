@@ -295,10 +295,10 @@ def _join(x: Any, part: Slice) -> Any:
     """Gather slices (B, S / N, X) of N ranks, flat slices (B * S / N, X), or tuples of both."""
     if not isinstance(x, Tensor):
         return None if x is None else tuple(_join(element, part) for element in x)
-    if x.ndim == 3 and part.local < part.length == x.shape[1]:
+    if x.ndim == 3 and part.local_length < part.length == x.shape[1]:
         return x  # the outputs of layers whose model keeps their inputs
     flat = x.ndim == 2
-    slices = x.unflatten(0, (-1, part.local)) if flat else x
+    slices = x.unflatten(0, (-1, part.local_length)) if flat else x
     whole = gather_slices(slices, part)
     return whole.flatten(0, 1).clone() if flat else whole
 

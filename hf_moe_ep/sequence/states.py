@@ -72,7 +72,7 @@ def run_pieces(
     """
     state = recurrence.state
     assert state is not None
-    number = len(part.pieces)
+    number = len(part.piece_numbers)
     pieces = {
         key: given[key] if layout == Layout.PER_HEAD else _split(given[key], number)
         for key, layout in layouts.items()
@@ -114,15 +114,15 @@ def _find_states(finals: Tensor, width: int, part: Slice) -> Tensor:
     Args:
         finals: [S0 | M] of the pieces of this rank, (B, Q, N, V + N), with the pieces as rows.
     """
-    number = len(part.pieces)
+    number = len(part.piece_numbers)
     by_piece = Slice(part.group, part.rank, part.size, length=len(part.order))
     gathered = gather_slices(torch.stack(finals.chunk(number), 1), by_piece)
     index_of_piece = {piece: index for index, piece in enumerate(part.order)}
     # The zeros before piece 0 are computed from the all-gather, whose backward needs every rank.
     everywhere = gathered.new_ones((), dtype=torch.bool)
     before = [gathered[:, 0, ..., :width].masked_fill(everywhere, 0)]
-    for piece in range(max(part.pieces)):
+    for piece in range(max(part.piece_numbers)):
         widths = [width, finals.shape[-1] - width]
         zero_state, transition = gathered[:, index_of_piece[piece]].split(widths, -1)
         before.append(zero_state + transition @ before[piece])
-    return torch.cat([before[piece] for piece in part.pieces])
+    return torch.cat([before[piece] for piece in part.piece_numbers])

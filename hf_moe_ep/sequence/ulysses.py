@@ -61,7 +61,7 @@ def split_attention(
     module = copy_with_stock_config(module)
     if part is None:
         return stock(module, query, key, value, attention_mask, **kwargs)
-    heads, kv_heads = part.heads, key.shape[1]
+    heads, kv_heads = part.sp_slice, key.shape[1]
     check_heads({(query.shape[1], kv_heads)}, heads.size)
     _slice_sinks(module, kwargs, heads)
     attention_mask = _slice_mask(attention_mask, heads, part.computed)
@@ -77,12 +77,12 @@ def split_attention(
         query, key, value = exchange_for_heads([query, key, value], heads)
     # Stock code reads from this attribute how often it must repeat each key and value head.
     module.num_key_value_groups = query.shape[1] // key.shape[1]
-    if part.context is None:
+    if part.cp_slice is None:
         out_BSQW, _ = stock(module, query, key, value, attention_mask, **kwargs)
     else:
         qkv = query, key, value
         gather = not is_gathered
-        out_BSQW = attend(stock, module, *qkv, attention_mask, part.context, gather, **kwargs)
+        out_BSQW = attend(stock, module, *qkv, attention_mask, part.cp_slice, gather, **kwargs)
     return (exchange_for_tokens(out_BSQW, heads) if heads.size > 1 else out_BSQW), None
 
 
@@ -207,7 +207,7 @@ class _SequenceToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, part: Slice) -> Tensor:
         ctx.part = part
-        by_owner = part.arrange(out, 1).unflatten(1, (part.size, -1)).movedim(1, 0)
+        by_owner = part.arrange_by_rank(out, 1).unflatten(1, (part.size, -1)).movedim(1, 0)
         received = swap_slices(by_owner, part.group)
         # Stock code calls view on the result, which needs contiguous memory. With one head per rank
         # flatten returns a strided view.

@@ -40,7 +40,7 @@ class PatchSlice(Slice):
     """
 
     def __init__(self, sequence: Slice, frames: list[int], unit: int) -> None:
-        heads = sequence.heads  # each sp group encodes all pictures
+        heads = sequence.sp_slice  # each sp group encodes all pictures
         super().__init__(heads.group, heads.rank, heads.size, sum(frames), unit)
         self.frames = frames
 

@@ -189,7 +189,7 @@ class TowerOnce(ShardedOnly):
         `sequence` is this rank's slice of the text; `grids` (pictures, 3) has the frames, height
         and width of each picture in patches.
         """
-        if sequence is None or sequence.heads.size == 1:
+        if sequence is None or sequence.sp_slice.size == 1:
             return {}
         frames = [height * width for count, height, width in grids.tolist() for _ in range(count)]
         merge, _ = get_tower_sizes(self.tower)

@@ -36,7 +36,7 @@ from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
 from hf_moe_ep.moe import recompute
 from hf_moe_ep.moe.layer import ForwardGuard
 from hf_moe_ep.moe.padding import RealTokens
-from hf_moe_ep.moe.recompute import CheckpointWatch, Frame
+from hf_moe_ep.moe.recompute import CheckpointedRouting, CheckpointWatch
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.torch_mlp import _add_expert_grads
 from hf_moe_ep.ranks.collectives import Transfer
@@ -328,7 +328,8 @@ def test_a_checkpointing_function_can_ask_for_the_module(keywords: dict[str, boo
     model = patch(tiny())
     state, layer = getattr(model, STATE), model.model.layers[0]
     state.real_tokens = RealTokens(torch.tensor([True, True, False]))
-    state.frame = Frame(state, print)  # so that the next call gets a frame
+    # Inside a checkpointed function, the next call is wrapped as well.
+    state.checkpointed_routing = CheckpointedRouting(state, print)
     asked = []
 
     def ask(function: Any, *args: Any) -> None:
@@ -338,7 +339,7 @@ def test_a_checkpointing_function_can_ask_for_the_module(keywords: dict[str, boo
     recompute._checkpoint(state, partial(_checkpoint_slice, LayerSlice(), ask), function)
     assert asked == [(_WithSlice, layer)]
     recompute._checkpoint(state, ask, function)
-    assert asked[1:] == [(Frame, layer)]
+    assert asked[1:] == [(CheckpointedRouting, layer)]
 
 
 def test_checkpointing_switched_on_between_forwards_is_noticed() -> None:
@@ -394,25 +395,25 @@ def test_the_watch_of_a_copied_model_wraps_the_functions_of_the_copy() -> None:
 
 def test_a_recompute_that_differs_from_the_first_run_is_refused() -> None:
     model = patch(tiny())
-    frame = Frame(getattr(model, STATE), lambda: None)
+    checkpointed = CheckpointedRouting(getattr(model, STATE), lambda: None)
     ids = torch.tensor([[0, 1]])
-    frame.keep(0, ids, [])
-    frame._next = 0
+    checkpointed.keep(0, ids, [])
+    checkpointed._next = 0
     with pytest.raises(RuntimeError, match=r"MoE layer 1 .*forward ran MoE layer 0 with \(1, 2\)"):
-        frame.take(1, ids)
+        checkpointed.take(1, ids)
     with pytest.raises(RuntimeError, match="recomputing MoE layer 0, the router chose other"):
-        frame.take(0, ids + 1)
+        checkpointed.take(0, ids + 1)
 
 
 _OTHER_EXPERTS = """
 from types import SimpleNamespace
 import torch
-from hf_moe_ep.moe.recompute import Frame
-frame = Frame(SimpleNamespace(frame=None, num_experts=4), None)
+from hf_moe_ep.moe.recompute import CheckpointedRouting
+checkpointed = CheckpointedRouting(SimpleNamespace(checkpointed_routing=None, num_experts=4), None)
 ids = torch.tensor([[0, 1]], device="cuda")
-frame.keep(3, ids, [])
-frame._next = 0
-frame.take(3, ids + 1)
+checkpointed.keep(3, ids, [])
+checkpointed._next = 0
+checkpointed.take(3, ids + 1)
 print("the host went on", flush=True)
 torch.ones(1, device="cuda").tolist()
 """
@@ -438,14 +439,14 @@ def test_topk_inside_a_nested_checkpoint_is_not_replayed() -> None:
 
     def outer() -> None:
         chosen.append(torch.topk(scores, 2).indices)
-        if state.frame.is_recompute:
-            Frame(state, lambda: chosen.append(torch.topk(scores, 2).indices))()
+        if state.checkpointed_routing.is_recompute:
+            CheckpointedRouting(state, lambda: chosen.append(torch.topk(scores, 2).indices))()
         else:
-            state.frame.keep(0, ids, [])
+            state.checkpointed_routing.keep(0, ids, [])
 
-    frame = Frame(state, outer)
-    frame()
-    frame()
+    checkpointed = CheckpointedRouting(state, outer)
+    checkpointed()
+    checkpointed()
     first, replayed, inner = chosen
     assert torch.equal(replayed, ids) and torch.equal(inner, first)
-    assert not torch.equal(first, ids) and state.frame is None
+    assert not torch.equal(first, ids) and state.checkpointed_routing is None

@@ -58,7 +58,7 @@ def shift_parameters(
 
 def swap_slices(x: Tensor, part: Slice) -> Tensor:
     """Gather the slices in another order of the ranks."""
-    return _gather_slices(x, part).roll(part.local, 1)
+    return _gather_slices(x, part).roll(part.local_length, 1)
 
 
 # States of recurrences are passed on only if the number of ranks does not divide the heads.

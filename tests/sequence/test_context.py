@@ -115,7 +115,7 @@ def test_more_layouts_equal_one_process(found: Found, claim: Check) -> None:
 
 
 def _swap_first_pieces(x: Tensor, part: slices.Slice) -> Tensor:
-    first, second, *others = slices.gather_slices(x, part).split(part.piece, 1)
+    first, second, *others = slices.gather_slices(x, part).split(part.piece_length, 1)
     return torch.cat([second, first, *others], 1)
 
 

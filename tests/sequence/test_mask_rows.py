@@ -67,7 +67,7 @@ def _make_config(stock: str = "sdpa") -> Qwen3MoeConfig:
 
 def _make_slice(rank: int, cp: int, length: int) -> Slice:
     part = Slice(None, rank, cp, length, order=make_zigzag_order(cp))
-    part.context = Slice(None, rank, cp, length, order=make_zigzag_order(cp))
+    part.cp_slice = Slice(None, rank, cp, length, order=make_zigzag_order(cp))
     return part
 
 
@@ -88,16 +88,16 @@ def test_rows_equal_those_of_the_stock_mask(kind: str, stock: str, cp: int, leng
     assert want is None is own or torch.equal(want, own)
     for rank in range(cp):
         rows.part = _make_slice(rank, cp, length)
-        context = rows.part.context
+        context = rows.part.cp_slice
         assert context is not None
         got = create(view, embeds, **given)
         assert context.has_mask_rows == (want is not None)
         if want is None:
             assert got is None
             continue
-        assert got.shape == (ROWS, 1, context.local, length) and got.dtype == want.dtype
+        assert got.shape == (ROWS, 1, context.local_length, length) and got.dtype == want.dtype
         for index, (start, stop) in enumerate(context.spans):
-            first = index * context.piece
+            first = index * context.piece_length
             assert torch.equal(got[:, :, first : first + stop - start], want[:, :, start:stop])
 
 

@@ -179,7 +179,9 @@ def ring_equals_dense(name: str, rank: int, world: int) -> None:
     got = out.detach().transpose(1, 2)
     if real:
         want_own = context.take(want.detach(), 2)
-        pieces = zip(got.split(context.piece, 2), want_own.split(context.piece, 2), strict=True)
+        pieces = zip(
+            got.split(context.piece_length, 2), want_own.split(context.piece_length, 2), strict=True
+        )
         for (start, stop), (got_piece, want_piece) in zip(context.spans, pieces, strict=True):
             if start < stop:
                 real_tokens = (slice(None), slice(None), slice(stop - start))
@@ -192,7 +194,7 @@ def ring_equals_dense(name: str, rank: int, world: int) -> None:
         assert sinks.grad is not None
         assert_close(f"{name}: sinks", own_sinks.grad, sinks.grad, FP64_MODEL)
     # The docstring of ring.py counts these values and pairs of pieces.
-    values = ROWS * KV_HEADS * (WIDTH + VALUE_WIDTH) * context.local
+    values = ROWS * KV_HEADS * (WIDTH + VALUE_WIDTH) * context.local_length
     assert forward_sent == (world - 1) * values
     assert sum(sent) - forward_sent == 2 * (world - 1) * values
     if name == "causal":

@@ -43,7 +43,7 @@ def test_the_example_of_the_docstring() -> None:
 def test_three_sp_ranks_share_two_chunks() -> None:
     """Each rank has two pieces, because three ranks divide the two chunks of a cp rank."""
     assert make_zigzag_order(2, 3) == [0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8]
-    assert [part.pieces for part in make_slices(2, 3, 24)][:3] == [[0, 1], [2, 9], [10, 11]]
+    assert [part.piece_numbers for part in make_slices(2, 3, 24)][:3] == [[0, 1], [2, 9], [10, 11]]
 
 
 def test_padding_is_at_the_end_of_a_slice() -> None:
@@ -69,7 +69,7 @@ def test_join_reverses_take(cp: int, sp: int, length: int) -> None:
     whole = torch.arange(1, 2 * length + 1).view(2, length, 1)
     in_turn = torch.cat([part.take(whole, 1) for part in parts], 1)
     assert torch.equal(parts[0].join(in_turn, 1), whole)
-    assert torch.equal(parts[0].arrange(whole, 1), in_turn)
+    assert torch.equal(parts[0].arrange_by_rank(whole, 1), in_turn)
 
 
 def test_slices_of_arguments_are_shared_and_keep_no_whole_tensor_alive() -> None:

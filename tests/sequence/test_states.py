@@ -124,7 +124,7 @@ def states_are_passed(kind: str, zigzag: bool, rank: int, world: int) -> None:
             got = _call(partial(run_recurrence, part, recurrence, stock), own)
         (got * part.take(grad, 1)).sum().backward()
     assert passed.call_count == 1
-    assert sent == [len(part.pieces) * ROWS * HEADS * KEYS * (VALUES + KEYS)]
+    assert sent == [len(part.piece_numbers) * ROWS * HEADS * KEYS * (VALUES + KEYS)]
     assert_close(
         f"{kind}: out",
         _drop_padding(got, part),
