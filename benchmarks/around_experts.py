@@ -54,7 +54,7 @@ from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, clip_grad_norm_, patch
 from hf_moe_ep.dispatcher import Header, RouteSource
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 from hf_moe_ep.planner.count import count_tensors
-from hf_moe_ep.upstream.operators import count_payload_bytes, find_collective, moved_bytes
+from hf_moe_ep.upstream.operators import count_moved_bytes, count_payload_bytes, find_collective
 from hf_moe_ep.upstream.process_groups import fake_group
 
 HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 64, 64, 8, 2, (2, 20)
@@ -113,7 +113,7 @@ class Work(TorchDispatchMode):
             return
         if func.namespace not in ("aten", "fsdp") or _is_called_by_experts():
             return
-        nbytes = moved_bytes(func, args, kwargs, out)
+        nbytes = count_moved_bytes(func, args, kwargs, out)
         if nbytes == 0:
             return
         self.launches += 1

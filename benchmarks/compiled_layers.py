@@ -44,7 +44,7 @@ from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.planner import config as planner_config
 from hf_moe_ep.planner.fused import Fusion, mark_compiled_regions
 from hf_moe_ep.planner.work import WorkCounter
-from hf_moe_ep.upstream.dispatch_modes import fake_tensors
+from hf_moe_ep.upstream.dispatch_modes import make_fake_mode
 
 MODEL = "Qwen/Qwen3-30B-A3B"
 CHECKPOINTS = {"none": None, "non-reentrant": False, "reentrant": True}
@@ -122,7 +122,7 @@ def count_bytes(use_reentrant: bool | None, sizes: Sizes, *, fused: bool) -> flo
         with torch.device("meta"):
             model = build_one_layer(use_reentrant, fused)
         work.begin("layer")
-        with fake_tensors():
+        with make_fake_mode():
             model.to_empty(device="cpu")
             with work:
                 run_layer(model, sizes)

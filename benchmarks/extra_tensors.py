@@ -70,7 +70,7 @@ def measure(folder: Path, mib: int, repeats: int) -> None:
     started = time.monotonic()
     references.hashes()
     hashing = time.monotonic() - started
-    known = references.known_digests()
+    known = references.get_known_digests()
     seconds: dict[str, list[float]] = {"cp": [], "first": [], "next": []}
     for number in range(repeats):
         copied = folder / "copied"

@@ -60,7 +60,7 @@ from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.kernels import blocks as table
 from hf_moe_ep.ops.kernels.blocks import Blocks
-from hf_moe_ep.ops.reference import matrices
+from hf_moe_ep.ops.reference import dequantise_matrices
 from hf_moe_ep.ops.self_check import draw_quantised
 
 KERNEL_FOLDER = "hf_moe_ep.ops.kernels"
@@ -209,7 +209,10 @@ class Layer:
     def with_values(self) -> ExpertWeights:
         """Return a copy of the experts with dequantised matrices."""
         kind, no_scales = self.experts.quantised, {"up_block_scale": None, "down_block_scale": None}
-        up, down = (matrices(self.experts.stack(name), kind, self.dtype) for name in ("up", "down"))
+        up, down = (
+            dequantise_matrices(self.experts.stack(name), kind, self.dtype)
+            for name in ("up", "down")
+        )
         return replace(self.experts, up=up, down=down, quantised="", **no_scales)
 
     def table_row(self) -> Blocks:

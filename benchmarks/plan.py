@@ -55,7 +55,7 @@ from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 from hf_moe_ep.planner.work import StepWork
 from hf_moe_ep.routing.load import ExpertLoad
 from hf_moe_ep.state import STATE
-from hf_moe_ep.upstream.models import add_fused_head, checkpoint_layers
+from hf_moe_ep.upstream.models import add_fused_head, enable_checkpointing
 
 WORLD = 4
 ROUNDS = 7
@@ -242,7 +242,7 @@ def prepare(configuration: Configuration, sizes: Sizes) -> Training:
         offload_policy=CPUOffloadPolicy(pin_memory=False) if offload else None,
     ).train()
     if configuration.checkpointing:
-        checkpoint_layers(model)
+        enable_checkpointing(model)
     optimizer = make_optimizer(configuration.optimizer, model.parameters(), on_host=offload)
     batch = make_batch(sizes, configuration.batch, data_parallel_rank(model)) | head
     training = Training(model, layers, optimizer, batch, offload)

@@ -60,12 +60,12 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
 from hf_moe_ep.checkpoints.hub.read import find_weights
 from hf_moe_ep.checkpoints.storage import part_files
-from hf_moe_ep.checkpoints.storage.part_files import file_name, write_parts
+from hf_moe_ep.checkpoints.storage.part_files import make_file_name, write_parts
 from hf_moe_ep.checkpoints.storage.planner import SpreadPlanner
 from hf_moe_ep.checkpoints.storage.safetensors_file import Writer
 from hf_moe_ep.checkpoints.storage.spread import Spread
 from hf_moe_ep.checkpoints.training.folder import find_ranks_needed
-from hf_moe_ep.checkpoints.training.state_file import SavedTensor, StateFile, digest
+from hf_moe_ep.checkpoints.training.state_file import SavedTensor, StateFile, compute_digest
 from hf_moe_ep.checkpoints.training.tensors import collect
 from hf_moe_ep.etp import list_stock_parts
 from hf_moe_ep.sharding import checks
@@ -169,7 +169,7 @@ def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
             named.list_own_files(forms, 1 << 30)
             layout = {"world_size": world}
             content = StateFile(layout, {}, None, forms, named.scalars, named.optimizer).to_json()
-            state_digest = digest(content)
+            state_digest = compute_digest(content)
         state = {"model": dict(model.named_parameters()), "optimizer": name_moments(optimizer)}
         planner = SpreadPlanner()
         with Watch() as by_accelerate:
@@ -274,22 +274,22 @@ def read_ours(folder: Path, saved_by: int, world: int, layers: int) -> tuple[flo
         spread = Spread((saved_by,), tuple(range(saved_by)), (0,))
         form = SavedTensor([saved_by, COLUMNS], torch.float32, spread)
         saved = StateFile({}, tensors=dict.fromkeys(targets, form))
-        names = [file_name(writer, 1, 1) for writer in range(saved_by)]
+        names = [make_file_name(writer, 1, 1) for writer in range(saved_by)]
         with Watch() as watch:
             parts = {name: list_stock_parts(tensor, None) for name, tensor in targets.items()}
             ranks = find_ranks_needed(parts, saved) or set()
-            names = [name for name in names if part_files.writer_of(name) in ranks]
+            names = [name for name in names if part_files.find_writer(name) in ranks]
             number = part_files.read_parts((folder / name for name in names), parts)
     return watch.seconds, watch.mib, number
 
 
 def count_manifest_bytes(world: int) -> dict[str, int]:
     """Count the pickled bytes that ranks receive when a checkpoint is committed."""
-    tensors = {f"tensors/{file_name(rank, 1, 1)}": 10**9 for rank in range(world)}
+    tensors = {f"tensors/{make_file_name(rank, 1, 1)}": 10**9 for rank in range(world)}
     others = {f"random-{rank:05d}.json": 10**4 for rank in range(world)}
     others |= dict.fromkeys(("state.json", "config.json", "hf_moe_ep.json"), 10**6)
     entry = {"size": 10**9, "sha256": "0" * 64}
-    bytes_of_rank = len(pickle.dumps({file_name(0, 1, 1): entry}))
+    bytes_of_rank = len(pickle.dumps({make_file_name(0, 1, 1): entry}))
     return {
         "before": world * (len(pickle.dumps(tensors | others)) + 2 * bytes_of_rank),
         "first": 2 * world * bytes_of_rank + 4 * 8,

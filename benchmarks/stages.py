@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.pipeline import run
 from hf_moe_ep.pipeline.run import Pipeline
-from hf_moe_ep.pipeline.schedule import bubble
+from hf_moe_ep.pipeline.schedule import compute_bubble
 from hf_moe_ep.ranks.neighbours import Arrival
 
 PAGE = "stages-cpu.md"
@@ -156,7 +156,7 @@ def report_bubbles(milliseconds: int) -> list[str]:
     for stages, count in BUBBLES:
         ranks = spawn(measure_waits, stages, stages, count, milliseconds / 1000, timeout=300)
         measured = sum(rank.part for rank in ranks) / stages
-        formula = bubble(stages, count)
+        formula = compute_bubble(stages, count)
         sent, by_hand = (sum(getattr(r, name) for r in ranks) for name in ("sent", "by_hand"))
         assert sent == by_hand, (sent, by_hand)
         lines.append(

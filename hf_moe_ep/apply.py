@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from hf_moe_ep.checkpoints.hub.extra import check_patterns, refer_to
-from hf_moe_ep.checkpoints.hub.read import dtype_of_weights, find_weights, load_weights
+from hf_moe_ep.checkpoints.hub.read import choose_dtype_of_weights, find_weights, load_weights
 from hf_moe_ep.checkpoints.hub.unread import shard_and_read
 from hf_moe_ep.config import ParallelConfig, get_launched_local_rank, resolve_config
 from hf_moe_ep.integrations.install import wrap_adapters
@@ -49,9 +49,9 @@ from hf_moe_ep.upstream.adapters import attach_adapters, without_adapters
 from hf_moe_ep.upstream.conversion import remember_conversions
 from hf_moe_ep.upstream.hub import (
     build_empty_model,
-    download_options,
+    find_local_folder,
     forget_quantization,
-    local_folder,
+    pop_download_options,
 )
 from hf_moe_ep.upstream.models import set_source
 
@@ -109,7 +109,9 @@ def apply_ep_fsdp2(
         to_read = {n: p for n, p in model.named_parameters() if p.is_meta and weights is not None}
         if weights is not None:
             _prepare_to_read(model, weights, to_read)
-        shard_options = _shard_options(model, state, to_read.values(), mp_policy, offload_policy)
+        shard_options = _make_shard_options(
+            model, state, to_read.values(), mp_policy, offload_policy
+        )
         return state, shard_options, [*to_read]
 
     # If one rank fails, for example because it lacks a package, all ranks raise its error.
@@ -151,7 +153,7 @@ def _patch_if_needed(
     return state
 
 
-def _shard_options(
+def _make_shard_options(
     model: nn.Module,
     state: ModelState,
     empty: Iterable[nn.Parameter],
@@ -226,7 +228,7 @@ def from_pretrained(
     settings = {f.name for f in fields(ParallelConfig)}
     overrides = {name: options.pop(name) for name in settings & options.keys()}
 
-    download = download_options(options)
+    download = pop_download_options(options)
     call = f"from_pretrained({os.fspath(name_or_dir)!r})"
 
     def fetch() -> Path | None:
@@ -234,14 +236,16 @@ def from_pretrained(
             if peft_config is not None:
                 check_attachable(peft_config)
             is_first_on_machine = get_launched_local_rank() in (None, 0)
-            return local_folder(name_or_dir, download) if is_first_on_machine else None
+            return find_local_folder(name_or_dir, download) if is_first_on_machine else None
         finally:
             # A download may take longer than the timeout of a collective.
             check_everyone_calls("the download of from_pretrained", _PATIENCE_OF_DOWNLOAD)
 
     def build() -> tuple[Path, nn.Module]:
-        folder = downloaded or local_folder(name_or_dir, download, after_another=True)
-        model = build_empty_model(folder, model_class, partial(dtype_of_weights, folder), options)
+        folder = downloaded or find_local_folder(name_or_dir, download, after_another=True)
+        model = build_empty_model(
+            folder, model_class, partial(choose_dtype_of_weights, folder), options
+        )
         # PEFT writes the source into adapter configs, so it must not be the folder of the cache.
         set_source(model, os.fspath(name_or_dir))
         if peft_config is not None:

@@ -42,7 +42,11 @@ from hf_moe_ep.model_patches.standard import (
 )
 from hf_moe_ep.mtp_head import MtpHead, find_head
 from hf_moe_ep.plan import ModelPlan, MoEBlock, as_pattern, matches
-from hf_moe_ep.upstream.adapters import copied_experts_error, without_adapters, wraps_for_adapters
+from hf_moe_ep.upstream.adapters import (
+    make_copied_experts_error,
+    without_adapters,
+    wraps_for_adapters,
+)
 from hf_moe_ep.upstream.experts_interface import is_experts_module
 from hf_moe_ep.upstream.models import (
     get_input_embedding,
@@ -50,7 +54,7 @@ from hf_moe_ep.upstream.models import (
     get_token_classifier,
     text_config,
 )
-from hf_moe_ep.upstream.module_names import get_stock_name, without_copies
+from hf_moe_ep.upstream.module_names import get_stock_name, remove_names_of_copies
 from hf_moe_ep.upstream.towers import takes_tower_outputs
 
 # The names that fields of configs have for the number of experts per token.
@@ -202,10 +206,10 @@ def find_block(model: nn.Module, given: ModelPlan | None = None) -> MoEBlock | N
     """
     if given is not None:
         return given.block
-    return read_differences(_model_type(model)).fields.get("block")
+    return read_differences(_read_model_type(model)).fields.get("block")
 
 
-def _model_type(model: nn.Module) -> str:
+def _read_model_type(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "model_type", ""))
 
 
@@ -221,7 +225,7 @@ def find_plan(model: nn.Module, named: _NamedModules | None = None) -> ModelPlan
             why.
     """
     named = named or _NamedModules(model)
-    model_type = _model_type(model)
+    model_type = _read_model_type(model)
     changes = read_differences(model_type)
     if changes.refused:
         raise ValueError(
@@ -273,7 +277,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None, *, complete: bo
         attention=_find_attention(named, plan),
         mixers=_find_mixers(named, plan),
         final_norm=tuple(
-            named.unadapted[name] for name in named.shortest_matching(plan.final_norm)
+            named.unadapted[name] for name in named.find_shortest_matching(plan.final_norm)
         ),
         embedding=embedding,
         head=head,
@@ -292,11 +296,11 @@ def _check_not_copied(named: _NamedModules, block: MoEBlock | None) -> None:
     """Raise ValueError if PEFT trains copies of experts, or of MoE blocks that a plan describes."""
     described = () if block is None else (block.name, f"{block.name}.{block.experts}")
     for name, module in named.stock.items():
-        original = without_copies(name)
+        original = remove_names_of_copies(name)
         if original != name and (
             is_experts_module(module) or any(matches(pattern, original) for pattern in described)
         ):
-            raise copied_experts_error(original)
+            raise make_copied_experts_error(original)
 
 
 def _add_head(parts: Parts, mtp: MtpHead) -> Parts:
@@ -459,7 +463,7 @@ class _NamedModules:
         near = get_close_matches(pattern, starred, n=3, cutoff=0.4)
         return f"it has {', '.join(near)}" if near else f"its modules are {', '.join(starred)}"
 
-    def shortest_matching(self, pattern: str) -> list[str]:
+    def find_shortest_matching(self, pattern: str) -> list[str]:
         """Return a list with the matching name that has the fewest components, or an empty list."""
         return sorted(self.matching(pattern), key=lambda name: name.count("."))[:1]
 
@@ -564,7 +568,7 @@ def _find_tower(model: nn.Module, named: _NamedModules, plan: ModelPlan) -> Towe
 def _find_encoders(model: nn.Module, named: _NamedModules, plan: ModelPlan) -> Encoders | None:
     if not plan.encoders:
         return None
-    names = [name for pattern in plan.encoders for name in named.shortest_matching(pattern)]
+    names = [name for pattern in plan.encoders for name in named.find_shortest_matching(pattern)]
     if len(names) < len(plan.encoders):
         raise ValueError(
             f"found only {len(names)} of the {len(plan.encoders)} encoders "

@@ -479,11 +479,11 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
     if config.pp_layers:
         config = replace(config, pp_size=len(config.pp_layers))
     sizes: dict[str, Any] = {
-        name: getattr(config, name) or _size_from_environment(get_variable(name)) or 1
+        name: getattr(config, name) or _read_size_from_environment(get_variable(name)) or 1
         for name in _SIZES
     }
     if config.pp_microbatches is None:
-        sizes["pp_microbatches"] = _size_from_environment(get_variable("pp_microbatches"))
+        sizes["pp_microbatches"] = _read_size_from_environment(get_variable("pp_microbatches"))
     return replace(config, **sizes)
 
 
@@ -505,7 +505,7 @@ def get_launched_local_rank() -> int | None:
 
 def get_launched_local_world_size() -> int | None:
     """Return the number of processes on this machine; None if the launcher did not set it."""
-    return _size_from_environment("LOCAL_WORLD_SIZE")
+    return _read_size_from_environment("LOCAL_WORLD_SIZE")
 
 
 def is_launched_with_fsdp() -> bool:
@@ -561,7 +561,7 @@ def check_environment() -> None:
     read_environment_settings(RunOptions)
 
 
-def _size_from_environment(variable: str) -> int | None:
+def _read_size_from_environment(variable: str) -> int | None:
     text = os.environ.get(variable, "").strip()
     if not text:
         return None
@@ -576,11 +576,11 @@ def _check_size(name: str, size: int | None, *, may_be_none: bool = True) -> Non
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         allowed = "None or a whole number" if may_be_none else "a whole number"
         raise ValueError(
-            f"{name} must be {allowed} >= 1, got {size!r}; try {name}={_similar_size(size)}"
+            f"{name} must be {allowed} >= 1, got {size!r}; try {name}={_suggest_size(size)}"
         )
 
 
-def _similar_size(value: object) -> int:
+def _suggest_size(value: object) -> int:
     """Return the size that a text like "8" or a float like 8.0 stands for, or else 1."""
     if isinstance(value, str) and value.isdecimal():
         return max(int(value), 1)

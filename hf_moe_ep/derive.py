@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from hf_moe_ep.plan import ModelPlan, VisionPlan, as_pattern, matches
-from hf_moe_ep.upstream.code import forward_arguments, is_checkpointed_layer, uses_name
+from hf_moe_ep.upstream.code import is_checkpointed_layer, list_forward_arguments, uses_name
 from hf_moe_ep.upstream.experts_interface import is_experts_module
 from hf_moe_ep.upstream.models import (
     CACHE_NAMES,
@@ -48,7 +48,7 @@ from hf_moe_ep.upstream.models import (
     list_cache_methods,
     text_config,
 )
-from hf_moe_ep.upstream.module_names import without_copies
+from hf_moe_ep.upstream.module_names import remove_names_of_copies
 from hf_moe_ep.upstream.towers import list_input_names, runs_in_blocks
 
 # If the forward of a module takes one of these arguments, it mixes the tokens of a sequence.
@@ -134,12 +134,12 @@ class _Derivation:
             experts=self._make_pattern(experts),
             attention=self._derive_attention(stack),
             final_norm=self._derive_final_norm(decoder, stack),
-            mixers=tuple(sorted(set(map(self._without_prefix, self._derive_mixers(stack))))),
+            mixers=tuple(sorted(set(map(self._remove_prefix, self._derive_mixers(stack))))),
             num_experts=self._find_num_experts_field(experts[0], num_experts),
             expert_weights=self._list_expert_weights(experts[0], num_experts),
             aux_loss_coef=self._find_aux_loss_coefficient(),
             vision=vision,
-            encoders=() if vision else tuple(map(self._without_prefix, encoders)),
+            encoders=() if vision else tuple(map(self._remove_prefix, encoders)),
             origin="derived",
         )
         plan = replace(plan, router=self._derive_router(plan, stack, experts, num_experts))
@@ -310,12 +310,12 @@ class _Derivation:
         # If the parent of the experts is the decoder layer itself, it contains attention as well.
         candidates = {n: m for n, m in candidates.items() if not _takes_a_sequence(m)}
         with_topk = dict.fromkeys(
-            as_pattern(without_copies(name))
+            as_pattern(remove_names_of_copies(name))
             for name, module in candidates.items()
             if uses_name(module, "topk")
         )
         with_rows = dict.fromkeys(
-            as_pattern(without_copies(name))
+            as_pattern(remove_names_of_copies(name))
             for name, module in candidates.items()
             if any(_has_rows(p, num_experts) for p in module.parameters(recurse=False))
         )
@@ -333,10 +333,10 @@ class _Derivation:
         if merged is None or len(patterns) > modules_per_layer:
             raise ValueError(
                 f"this {self.kind} has several modules that could be the router: "
-                f"{', '.join(repr(self._without_prefix(name)) for name in patterns)}; choose one: "
+                f"{', '.join(repr(self._remove_prefix(name)) for name in patterns)}; choose one: "
                 f"patch(model, plan={_format_as_code(plan, 'router')})"
             )
-        return self._without_prefix(merged)
+        return self._remove_prefix(merged)
 
     def _derive_attention(self, stack: str) -> str:
         # Modules of Inkling2 that attend to earlier layers call the interface too. They are not
@@ -366,7 +366,7 @@ class _Derivation:
                 f"several norms follow the layers of this {self.kind}, "
                 f"{', '.join(map(repr, norms))}; {_REMEDY}"
             )
-        return self._without_prefix(norms[0]) if norms else ""
+        return self._remove_prefix(norms[0]) if norms else ""
 
     def _find_aux_loss_coefficient(self) -> str | None:
         head = get_output_head(self.model)
@@ -427,7 +427,7 @@ class _Derivation:
         if not blocks or any(len(set(map(as_pattern, x))) > 1 for x in (blocks, attention)):
             return None
         return VisionPlan(
-            tower=self._without_prefix(tower),
+            tower=self._remove_prefix(tower),
             blocks=self._make_pattern(blocks),
             attention=self._make_pattern(attention) if attention else "",
         )
@@ -465,9 +465,9 @@ class _Derivation:
                 f"no single pattern matches these modules of this {self.kind}: "
                 f"{', '.join(map(repr, patterns))}; {_REMEDY}"
             )
-        return self._without_prefix(merged)
+        return self._remove_prefix(merged)
 
-    def _without_prefix(self, name: str) -> str:
+    def _remove_prefix(self, name: str) -> str:
         prefix = base_model_prefix(self.model)
         return name.removeprefix(f"{prefix}.") if prefix else name
 
@@ -550,12 +550,12 @@ def is_mixer(module: nn.Module) -> bool:
 
 def _takes_a_sequence(module: nn.Module) -> bool:
     """Return True if the forward of a module takes one of `_SEQUENCE_ARGUMENTS`."""
-    return not forward_arguments(module).isdisjoint(_SEQUENCE_ARGUMENTS)
+    return not list_forward_arguments(module).isdisjoint(_SEQUENCE_ARGUMENTS)
 
 
 def takes_chosen_tokens(module: nn.Module) -> bool:
     """Return True if an attention module takes the tokens that an earlier layer's indexer chose."""
-    return is_attention(module) and _CHOSEN_TOKENS in forward_arguments(module)
+    return is_attention(module) and _CHOSEN_TOKENS in list_forward_arguments(module)
 
 
 def gathers_by_cache(module: nn.Module) -> bool:
@@ -564,7 +564,7 @@ def gathers_by_cache(module: nn.Module) -> bool:
     Such a module is attention with an indexer or a compressor. It mixes tokens nowhere else if its
     code calls only the cache's methods that `GatheringCache` has.
     """
-    if not is_attention(module) or forward_arguments(module).isdisjoint(CACHE_NAMES):
+    if not is_attention(module) or list_forward_arguments(module).isdisjoint(CACHE_NAMES):
         return False
     if any(isinstance(inner, _CONVOLUTIONS) for inner in module.modules()):
         return False
@@ -578,7 +578,7 @@ def gathers_by_cache(module: nn.Module) -> bool:
 
 def caches_latents(module: nn.Module) -> bool:
     """Return True if an attention module computes keys and values from latents in its cache."""
-    if not is_attention(module) or forward_arguments(module).isdisjoint(CACHE_NAMES):
+    if not is_attention(module) or list_forward_arguments(module).isdisjoint(CACHE_NAMES):
         return False
     others = list_cache_methods() - {"update"}
     calls_others = any(uses_name(inner, name) for inner in module.modules() for name in others)

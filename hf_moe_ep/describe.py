@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.pipeline.schedule import bubble
+from hf_moe_ep.pipeline.schedule import compute_bubble
 from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.ranks.mesh import Meshes, count_ranks_in_node
 from hf_moe_ep.sequence.kv_exchange import KeyValueExchange
@@ -191,7 +191,7 @@ def _describe_stages(state: ModelState) -> list[str]:
     return [
         f"  stage      {stage.index} of {stage.size} ({', '.join(held)}), column "
         f"{meshes.stages.column.mesh.tolist()}; {config.pp_schedule}, {count} micro-batches: each "
-        f"stage waits {bubble(stage.size, count):.0%} of the time"
+        f"stage waits {compute_bubble(stage.size, count):.0%} of the time"
     ]
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.ops.columns import join_columns, split_columns
-from hf_moe_ep.ops.dtypes import compute_dtype
+from hf_moe_ep.ops.dtypes import choose_compute_dtype
 
 
 class RouteSource(IntEnum):
@@ -97,7 +97,7 @@ class Tokens:
         messages_TI: Tensor | None = None,
     ) -> None:
         self.x_TH, self.weights_TK, self.ids_TK = x_TH, weights_TK, ids_TK
-        self.row_dtype = compute_dtype(x_TH)
+        self.row_dtype = choose_compute_dtype(x_TH)
         self._messages_TI = messages_TI
 
     @property

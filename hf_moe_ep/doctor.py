@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_moe_ep.config import check_environment, read_launch_environment
-from hf_moe_ep.upstream.launch_config import default_launch_config
+from hf_moe_ep.upstream.launch_config import read_default_launch_config
 from hf_moe_ep.upstream.requirements import (
     DISTRIBUTION,
     AllowedPackage,
@@ -296,7 +296,7 @@ def _check_this_launch(variables: Mapping[str, str], world: int, by_accelerate: 
 def _check_next_launch() -> Finding:
     """Report how a patched model would run with the default config of `accelerate launch`."""
     name = "next launch"
-    default_config, error = _attempt(default_launch_config)
+    default_config, error = _attempt(read_default_launch_config)
     if error:
         fix = "repair the file, or remove it and name another file with --config_file"
         return Finding(FAIL, name, f"the default accelerate config cannot be read: {error}; {fix}")

@@ -44,12 +44,12 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
 from hf_moe_ep.lora.computed import iterate_stacked_factors
-from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, rows_and_columns_of_blocks
+from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, get_block_shape
 from hf_moe_ep.ranks.boxes import Box, get_local_box, get_local_tensor
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.state import STATE, Compute, find_state, iterate_experts_modules
-from hf_moe_ep.upstream.adapters import has_adapters, keys_of_adapters, learns_prompts
+from hf_moe_ep.upstream.adapters import has_adapters, learns_prompts, map_keys_by_adapter
 from hf_moe_ep.upstream.experts_interface import post_expert_norm
 from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 
@@ -105,7 +105,7 @@ class Cut:
         return [*on_ep, Replicate() if self.held_dim is None else Shard(self.held_dim)]
 
 
-def cut_of_tensor(compute: Compute, name: str, *, quantised: bool = False) -> Cut | None:
+def find_cut_of_tensor(compute: Compute, name: str, *, quantised: bool = False) -> Cut | None:
     """Return the cut of a parameter of an experts module by its name; None if it is unknown.
 
     A quantised matrix is stored as [E, out, in], whether or not the module stores transposes.
@@ -122,7 +122,7 @@ def cut_of_tensor(compute: Compute, name: str, *, quantised: bool = False) -> Cu
     return cuts.get(name)
 
 
-def cut_of_factor(compute: Compute, parameter: str, *, is_b: bool) -> Cut:
+def find_cut_of_factor(compute: Compute, parameter: str, *, is_b: bool) -> Cut:
     """Return the cut of a stacked LoRA factor, [E, r, in] or [E, out, r], of a parameter."""
     up, _ = compute.parameters
     # If PEFT takes a transposed matrix for [out, in], its factors have exchanged their roles.
@@ -145,16 +145,16 @@ def find_cuts(model: nn.Module) -> dict[nn.Parameter, Cut]:
         for name, parameter in module.named_parameters(recurse=False):
             stem = name.removesuffix(BLOCK_SCALE).removesuffix(NESTED_SCALE)
             quantised = hasattr(module, stem + BLOCK_SCALE)
-            cut = cut_of_tensor(layer.compute, stem, quantised=quantised)
+            cut = find_cut_of_tensor(layer.compute, stem, quantised=quantised)
             if cut is not None:
                 cuts[parameter] = cut
     for factor in iterate_stacked_factors(model):
         layer = vars(factor.module)[STATE]
-        cuts[factor.parameter] = cut_of_factor(layer.compute, factor.adapted, is_b=factor.is_b)
+        cuts[factor.parameter] = find_cut_of_factor(layer.compute, factor.adapted, is_b=factor.is_b)
     return cuts
 
 
-def split_dims_by_id(model: nn.Module) -> dict[int, int]:
+def map_ids_to_split_dims(model: nn.Module) -> dict[int, int]:
     """Map id(parameter) to the stock dim that the model splits into two dims, (2, F).
 
     The result is empty unless the model is sharded with etp_size > 1.
@@ -166,12 +166,12 @@ def split_dims_by_id(model: nn.Module) -> dict[int, int]:
     return {key: dim for key, dim in dims.items() if dim is not None}
 
 
-def split_dims_by_name(model: nn.Module) -> dict[str, int]:
-    """Return `split_dims_by_id` by the names of the parameters, and by PEFT's keys of adapters.
+def map_names_to_split_dims(model: nn.Module) -> dict[str, int]:
+    """Map the names of parameters, and PEFT's keys of adapters, to the dims that the model splits.
 
     The Trainer saves the active adapter under PEFT's keys, which lack the adapter's name.
     """
-    split_dims = split_dims_by_id(model)
+    split_dims = map_ids_to_split_dims(model)
     if not split_dims:
         return {}
     inner = unwrap(model)
@@ -179,7 +179,7 @@ def split_dims_by_name(model: nn.Module) -> dict[str, int]:
     ids = {get_canonical_name(name): id(p) for name, p in inner.named_parameters()}
     names = {name: split_dims[ids[name]] for name in parameters if ids[name] in split_dims}
     if has_adapters(inner) and not learns_prompts(inner):
-        adapters = keys_of_adapters(inner, parameters, save_embedding_layers=False)
+        adapters = map_keys_by_adapter(inner, parameters, save_embedding_layers=False)
         for keys in adapters.values():
             names |= {key: names[name] for key, name in keys.items() if name in names}
     return names
@@ -199,7 +199,7 @@ def view_in_stock_shape(value: Tensor, split_dim: int | None) -> Tensor:
 
 def restore_stock_shapes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Give whole tensors that are named like the parameters of a model their stock shapes."""
-    split_dims = split_dims_by_id(model)
+    split_dims = map_ids_to_split_dims(model)
     result = dict(tensors)
     for name, parameter in model.named_parameters() if split_dims else ():
         for key in {name, get_canonical_name(name)} & result.keys():
@@ -208,7 +208,7 @@ def restore_stock_shapes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dic
     return result
 
 
-def stock_box(box: Box, split_dim: int, size: int) -> Box:
+def convert_box_to_stock(box: Box, split_dim: int, size: int) -> Box:
     """Convert a box with one index of the dim `split_dim` (gate or up) to the stock tensor.
 
     `size` is the length of the dim after `split_dim`, F.
@@ -219,7 +219,7 @@ def stock_box(box: Box, split_dim: int, size: int) -> Box:
     return (*box[:split_dim], (half * size + start, half * size + stop), *box[split_dim + 2 :])
 
 
-def split_box(box: Box, split_dim: int | None, size: int) -> Iterator[tuple[int, Box]]:
+def iterate_box_halves(box: Box, split_dim: int | None, size: int) -> Iterator[tuple[int, Box]]:
     """Yield (position of the half in the box, box in the stock tensor) of a box of a held tensor.
 
     If `split_dim` is None, the box itself is yielded once.
@@ -231,7 +231,9 @@ def split_box(box: Box, split_dim: int | None, size: int) -> Iterator[tuple[int,
     for half in range(first, stop):
         yield (
             half - first,
-            stock_box((*box[:split_dim], (half, half + 1), *box[split_dim + 1 :]), split_dim, size),
+            convert_box_to_stock(
+                (*box[:split_dim], (half, half + 1), *box[split_dim + 1 :]), split_dim, size
+            ),
         )
 
 
@@ -244,7 +246,7 @@ def list_stock_parts(tensor: Tensor, split_dim: int | None) -> list[tuple[Box, T
     if split_dim is None:
         return [(box, local)]
     size = tensor.shape[split_dim + 1]
-    halves = split_box(box, split_dim, size)
+    halves = iterate_box_halves(box, split_dim, size)
     return [(part, local.select(split_dim, index)) for index, part in halves]
 
 
@@ -280,7 +282,7 @@ def for_each_half(
     def change_halves(box: Box, values: Tensor) -> Tensor:
         halves = [
             change(part, values.select(split_dim, index))
-            for index, part in split_box(box, split_dim, size)
+            for index, part in iterate_box_halves(box, split_dim, size)
         ]
         return torch.stack(halves, split_dim)
 
@@ -382,14 +384,14 @@ def check_cut(experts: nn.Module, compute: Compute, etp_size: int, *, model_type
             f"with etp_size ({etp_size}) a rank has a part of it; use etp_size=1"
         )
     for name, parameter in experts.named_parameters(recurse=False):
-        if cut_of_tensor(compute, name) is None:
+        if find_cut_of_tensor(compute, name) is None:
             raise ValueError(
                 f"{name} {tuple(parameter.shape)} of {kind} is none of the tensors that "
                 f"etp_size ({etp_size}) can cut ({', '.join(compute.parameters)} and their "
                 f"biases); use etp_size=1"
             )
     if compute.quantisation is not None:
-        block_rows, block_columns = rows_and_columns_of_blocks(compute.quantisation)
+        block_rows, block_columns = get_block_shape(compute.quantisation)
         # F is the number of rows of gate and of up, and the number of columns of down.
         block = max(block_rows, block_columns)
         if ffn % (block * etp_size):

@@ -217,7 +217,7 @@ MTP_HEAD = "mtp"
 _IN_HEAD = re.compile(rf"^{MTP_HEAD}\.(?:(?:model\.)?layers\.\d+\.(?:mtp_block\.)?)?(.*)")
 
 
-def name_in_layer(name: str, plan: ModelPlan) -> str:
+def make_name_in_layer(name: str, plan: ModelPlan) -> str:
     """Return the name that a module of an MTP head would have in decoder layer 0.
 
     Other names are returned unchanged: "mtp.layers.0.mlp.gate" becomes "layers.0.mlp.gate".

@@ -97,7 +97,7 @@ the row above.
     ops/autograd.py | _zero | the element of placeholder gradients, by dtype and device
     ops/sum_check.py | check_sums_once | results of checks of compiled sums
     ops/permute.py | _warn_once | the warnings that torch computes these sums
-    ops/quantised.py | _nested_codes | values of the bytes of nested scales, by device
+    ops/quantised.py | _make_nested_codes | values of the bytes of nested scales, by device
     compiled/subclasses.py | _create_class_of_forward _create_class_of_call | subclasses of classes
     sequence/partial_attention.py | _compiled_flex_attention | the compiled kernel of FlexAttention
     plan.py | _compiled | patterns of module names
@@ -105,7 +105,7 @@ the row above.
     upstream/models.py | list_cache_methods | names of the methods of Transformers' caches
     upstream/requirements.py | list_version_problems | packages outside their allowed ranges
     upstream/code.py | _names_used _arguments | names and arguments in the code of a class
-    upstream/causal_loss.py | _other_use _passes_arguments | logits and loss of a forward
+    upstream/causal_loss.py | _find_other_use _passes_arguments | logits and loss of a forward
     __init__.py | __class__ | the package: its names are imported at first use
     -- in objects of Accelerate and the Trainer, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | the number of ranks per batch
@@ -404,7 +404,7 @@ class KnownSums:
     Attributes:
         parameter: the parameter.
         address: the memory address of this rank's shard.
-        written: how often the parameter and its shard had been written in place (`times_written`).
+        written: how often the parameter and its shard had been written in place (`count_writes`).
         sums: the checksums of `checkpoints/training/base.py`.
     """
 

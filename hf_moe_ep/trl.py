@@ -32,8 +32,8 @@ from hf_moe_ep.upstream.grpo import (
     GRPO,
     SEVERAL_CALLS,
     get_engine,
+    get_routes_of_engine,
     replace_method,
-    routes_of_engine,
 )
 
 # The key of the routes, a tensor [B, S, L, K], in a generation batch.
@@ -116,7 +116,7 @@ class _ReplayingTrainer:
     def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wrap `vllm.LLM.generate`: store the routes that the engine returned."""
         outputs = original(*args, **kwargs)
-        arrays = routes_of_engine(self._trainer, outputs)
+        arrays = get_routes_of_engine(self._trainer, outputs)
         if arrays is None:
             raise ValueError(
                 "vLLM returned samples without routed_experts; R3 needs an engine with "

@@ -139,7 +139,7 @@ def test_only_files_that_the_index_names_are_downloaded(
     assert sum(name.endswith(".safetensors") for name in needed) == files
     fake = FakeHub(repository, tmp_path / COMMIT)
     monkeypatch.setattr(hub, "snapshot_download", fake)
-    local = hub.local_folder("owner/model", {"subfolder": subfolder} if subfolder else {})
+    local = hub.find_local_folder("owner/model", {"subfolder": subfolder} if subfolder else {})
     assert local == tmp_path / COMMIT / subfolder
     assert fake.cached() == {os.path.join(subfolder, name) for name in needed}
     assert [call["revision"] for call in fake.calls] == ["main", COMMIT], "one commit"
@@ -202,7 +202,7 @@ def test_a_damaged_index_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             hub, "snapshot_download", FakeHub(tmp_path / "repository", tmp_path / "cache")
         )
         with pytest.raises(ValueError, match=f"{index} {words}"):
-            hub.local_folder("owner/model", {})
+            hub.find_local_folder("owner/model", {})
 
 
 def _download(rank: int, world: int, folder: str, caches: str) -> list[bool]:

@@ -33,7 +33,7 @@ def _not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the launch variables and the default Accelerate config of whoever runs the tests."""
     for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(doctor, "default_launch_config", lambda: None)
+    monkeypatch.setattr(doctor, "read_default_launch_config", lambda: None)
 
 
 def _report(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -261,7 +261,7 @@ def test_the_default_config_of_accelerate(
     case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, exit_code, line = CONFIGS[case]
-    monkeypatch.setattr(doctor, "default_launch_config", lambda: (Path("/c.yaml"), config))
+    monkeypatch.setattr(doctor, "read_default_launch_config", lambda: (Path("/c.yaml"), config))
     code, text = _report(capsys)
     assert code == exit_code and line in text, text
 

@@ -15,11 +15,11 @@ from hf_moe_ep.etp import (
     Cut,
     convert_slabs_to_stock,
     count_whole,
-    cut_of_factor,
+    find_cut_of_factor,
     for_each_half,
+    iterate_box_halves,
     repeat_part_weights,
     replace_by_part_ids,
-    split_box,
 )
 from hf_moe_ep.state import STATE
 
@@ -64,7 +64,7 @@ def test_factors_are_whole_on_the_side_of_the_hidden_states(turned: bool) -> Non
     compute = layer.compute
     assert compute.turns_factors == turned
     cuts = {
-        (name, factor): cut_of_factor(compute, name, is_b=factor == "b")
+        (name, factor): find_cut_of_factor(compute, name, is_b=factor == "b")
         for name in ("gate_up_proj", "down_proj")
         for factor in "ab"
     }
@@ -77,7 +77,7 @@ def test_factors_are_whole_on_the_side_of_the_hidden_states(turned: bool) -> Non
 def test_boxes_and_slabs_have_stock_dims() -> None:
     """[2, 2, 4, 3] is [2, 8, 3] in files: the rows 1 .. 2 of both halves are 1 .. 2 and 5 .. 6."""
     box = ((0, 2), (0, 2), (1, 3), (0, 3))
-    parts = list(split_box(box, 1, 4))
+    parts = list(iterate_box_halves(box, 1, 4))
     assert parts == [(0, ((0, 2), (1, 3), (0, 3))), (1, ((0, 2), (5, 7), (0, 3)))]
     stock = torch.arange(48.0).view(2, 8, 3)
     held = stock.unflatten(1, (2, 4))

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIG, save_configs
-from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, known_digests
+from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, get_known_digests
 from hf_moe_ep.checkpoints.hub.head import add_empty_head
 from hf_moe_ep.checkpoints.hub.layout import list_distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.read import build_model_from_config
@@ -41,16 +41,16 @@ from hf_moe_ep.checkpoints.hub.write import (
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.atomic import (
     check_folder_can_be_made,
+    compute_sha256,
     get_partial_folder_prefix,
     make_folder_atomically,
-    sha256_of,
 )
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, ValuesPlanner
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.conversions import CONVERSIONS, restore_load
 from hf_moe_ep.checkpoints.training.extra import EXTRA, read_extra
 from hf_moe_ep.checkpoints.training.folder import STATE, TENSORS, read_state
-from hf_moe_ep.ranks.boxes import Box, whole
+from hf_moe_ep.ranks.boxes import Box, iterate_whole_tensor
 from hf_moe_ep.upstream.hub import make_progress_bar
 from hf_moe_ep.upstream.module_names import get_canonical_name
 
@@ -139,7 +139,7 @@ def convert(
     extra = read_extra(folder / EXTRA) if extra_tensors else None
     own_keys = {key for group in groups for key in group.shapes}
     to_copy = find_to_copy(extra, own_keys, reads=check_hashes)
-    groups += copy_groups(to_copy, known_digests(extra) if check_hashes else None)
+    groups += copy_groups(to_copy, get_known_digests(extra) if check_hashes else None)
     small_files = [
         file for file in config_folder.iterdir() if file.is_file() and describes_model(file)
     ]
@@ -174,7 +174,7 @@ def _check_files_read(folder: Path, other_names: list[str]) -> None:
     size = sum(entry["size"] for entry in files.values())
     with make_progress_bar(size, f"checking {folder}", True) as progress:
         for name, entry in files.items():
-            actual = sha256_of(folder / name, progress.update)
+            actual = compute_sha256(folder / name, progress.update)
             if actual != entry["sha256"]:
                 raise ValueError(
                     f"{folder / name} has changed since it was written: sha256 {actual}, "
@@ -296,14 +296,14 @@ def _read_slabs(
 ) -> Iterator[tuple[Box, Tensor]]:
     """Yield a tensor as one slab. `save_checkpoint` stores 0-dim tensors (`scalars`) as JSON."""
     if name in scalars:
-        yield from whole(scalars[name])
+        yield from iterate_whole_tensor(scalars[name])
         return
     key = keys[name]
     saved = metadata.state_dict_metadata[key]
     assert isinstance(saved, TensorStorageMetadata)
     tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
     load({key: tensor}, storage_reader=reader, planner=ValuesPlanner(), no_dist=True)
-    yield from whole(tensor)
+    yield from iterate_whole_tensor(tensor)
 
 
 def describes_model(file: Path) -> bool:

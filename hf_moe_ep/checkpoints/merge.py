@@ -51,7 +51,7 @@ from hf_moe_ep.checkpoints.hub.layout import list_distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.pieces import make_whole_piece
 from hf_moe_ep.checkpoints.hub.read import (
     build_model_from_config,
-    dtype_of_weights,
+    choose_dtype_of_weights,
     find_weights,
 )
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
@@ -60,25 +60,25 @@ from hf_moe_ep.checkpoints.storage.atomic import check_folder_can_be_made, make_
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, read_index
 from hf_moe_ep.lora.adapter_config import CONFIG as ADAPTER_CONFIG
 from hf_moe_ep.lora.export import WEIGHTS
-from hf_moe_ep.lora.merged import add_updates, with_whole_factors
+from hf_moe_ep.lora.merged import add_updates, gather_whole_factors
 from hf_moe_ep.lora.names import SINGLE_KEY
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.boxes import Box, get_box_sizes, get_local_box
 from hf_moe_ep.upstream.adapter_files import (
     attach_without_values,
-    factor_dtype,
+    choose_factor_dtype,
+    list_saved_tensors,
     read_lora_config,
-    saved_tensors,
     with_prefix,
 )
 from hf_moe_ep.upstream.adapters import (
     LowRank,
     check_mergeable,
-    left_out_by_merging,
-    updates_of,
+    group_updates_by_parameter,
+    list_names_lost_by_merging,
 )
 from hf_moe_ep.upstream.conversion import remember_conversions
-from hf_moe_ep.upstream.hub import local_folder, read_object
+from hf_moe_ep.upstream.hub import find_local_folder, read_object
 from hf_moe_ep.upstream.models import iterate_persistent_buffers
 from hf_moe_ep.upstream.named_weights import WEIGHTS_FIELD
 
@@ -139,14 +139,14 @@ def merge_adapter(
     check_folder_can_be_made(out)
     if not (adapter_folder / ADAPTER_CONFIG).is_file():
         raise ValueError(f"{adapter} is not an adapter folder: it has no {ADAPTER_CONFIG}")
-    folder = local_folder(base, {})
+    folder = find_local_folder(base, {})
     if not {folder.resolve(), adapter_folder}.isdisjoint((out, *out.parents)):
         raise ValueError(f"target {target} lies in {base} or in {adapter}; name another folder")
     _check_not_quantized(folder)
     config = read_lora_config(adapter_folder)
     adapter_tensors = _read_adapter(adapter_folder)
     model, plan = build_model_from_config(
-        folder, partial(dtype_of_weights, folder), trust_remote_code=trust_remote_code
+        folder, partial(choose_dtype_of_weights, folder), trust_remote_code=trust_remote_code
     )
     patterns = check_patterns(ignore_unexpected)
     stored, extra = _find_base(model, folder, plan, patterns)
@@ -161,8 +161,8 @@ def merge_adapter(
             f"into that model, with the {ADAPTER_CONFIG} that was saved with it"
         ) from error
     check_mergeable(model)
-    tensors = list_distinct_tensors(model, left_out_by_merging(model))
-    updates = updates_of(model, tensors.values())
+    tensors = list_distinct_tensors(model, list_names_lost_by_merging(model))
+    updates = group_updates_by_parameter(model, tensors.values())
     small_files = _list_small_files(folder)
     with Reader() as reader:
         merger = _Merger(reader, stored | trained, updates, max_bytes)
@@ -251,7 +251,7 @@ def _match_adapter(
         ValueError: tensors of the adapter are missing, have another shape, or do not belong to the
             model.
     """
-    adapter_parameters, base_parameters = saved_tensors(model)
+    adapter_parameters, base_parameters = list_saved_tensors(model)
     known = adapter_parameters | base_parameters
     misshapen = [
         f"{key} {tensor.shape} instead of {tuple(known[key].shape)}"
@@ -302,9 +302,9 @@ class _Merger:
         return add_updates(values, tuple(slice(start, stop) for start, stop in box), updates)
 
     def _read_factors(self, update: LowRank) -> LowRank:
-        dtype = factor_dtype(update.parameter.dtype)
+        dtype = choose_factor_dtype(update.parameter.dtype)
         a, b = (self._read(factor, get_local_box(factor), dtype) for factor in (update.a, update.b))
-        return with_whole_factors(update, a, b)
+        return gather_whole_factors(update, a, b)
 
     def _read(self, tensor: Tensor, box: Box, dtype: torch.dtype) -> Tensor:
         values = torch.empty(get_box_sizes(box), dtype=dtype)

@@ -1,7 +1,7 @@
 """Verify or describe a checkpoint in the hub's layout or of a training run; nothing is written.
 
-`verify` reads every file and compares it with hashes, headers and the config. `look` reads only the
-headers of the files and the manifest.
+`verify` reads every file and compares it with hashes, headers and the config. `describe_checkpoint`
+reads only the headers of the files and the manifest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_moe_ep.checkpoints.hub.extra import check_patterns, find_to_copy
 from hf_moe_ep.checkpoints.hub.read import build_model_from_config, find_weights
 from hf_moe_ep.checkpoints.hub.write import HASHES, HASHES_OF_COPIES
 from hf_moe_ep.checkpoints.storage import manifest
-from hf_moe_ep.checkpoints.storage.atomic import sha256_of
+from hf_moe_ep.checkpoints.storage.atomic import compute_sha256
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, read_index, sha256_of_tensors
 from hf_moe_ep.checkpoints.training.extra import EXTRA, read_extra
 from hf_moe_ep.lora.adapter_config import CONFIG as ADAPTER_CONFIG
@@ -26,7 +26,7 @@ from hf_moe_ep.upstream.hub import make_progress_bar
 
 @dataclass(frozen=True)
 class Found:
-    """The result of `verify` or `look`: a summary of a checkpoint in a few words, and facts."""
+    """A summary of a checkpoint in a few words, and facts: the result of both functions."""
 
     summary: str
     facts: dict[str, str]
@@ -97,7 +97,7 @@ def _compare_hashes(path: Path, used: set[str]) -> int:
             metadata = json.loads((path / INDEX).read_text("utf-8")).get("metadata", {})
         except (ValueError, AttributeError) as error:
             raise ValueError(f"{path / INDEX} is not a JSON object: {error}") from error
-        for kind, hash_file in ((HASHES, sha256_of), (HASHES_OF_COPIES, sha256_of_tensors)):
+        for kind, hash_file in ((HASHES, compute_sha256), (HASHES_OF_COPIES, sha256_of_tensors)):
             in_index = metadata.get(kind, {})
             hashes |= {name: (in_index[name], hash_file) for name in in_index if name in used}
     size = sum((path / name).stat().st_size for name in hashes)
@@ -127,7 +127,7 @@ def _check_folder(folder: str | os.PathLike[str]) -> Path:
     return path
 
 
-def look(folder: str | os.PathLike[str]) -> Found:
+def describe_checkpoint(folder: str | os.PathLike[str]) -> Found:
     """Describe a checkpoint by its versions and layout, or by its tensors; read only headers."""
     path = _check_folder(folder)
     if manifest.is_ours(path):

@@ -31,11 +31,11 @@ def run(options: argparse.Namespace) -> int:
     if get_launched_rank() != 0:
         return 0
     sections = examine()
-    print(as_text(sections))
+    print(format_report(sections))
     return 1 if list_failures(sections) else 0
 
 
-def as_text(sections: dict[str, list[Finding]]) -> str:
+def format_report(sections: dict[str, list[Finding]]) -> str:
     """Format the report in ASCII, in lines of at most 98 characters."""
     lines = []
     for title, findings in sections.items():

@@ -24,9 +24,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the facts about a checkpoint."""
-    from hf_moe_ep.checkpoints.verify import look
+    from hf_moe_ep.checkpoints.verify import describe_checkpoint
 
-    checkpoint = look(options.folder)
+    checkpoint = describe_checkpoint(options.folder)
     if options.json:
         print(json.dumps({"what": checkpoint.summary} | checkpoint.facts, indent=2))
     else:

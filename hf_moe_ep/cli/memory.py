@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     batch = _compute_batch_per_rank(options)
     # `shrink` changes "batch". "rows" remains the number of sequences per data rank.
     settings = vars(options) | {"batch": batch, "rows": batch}
-    plan = plan_memory(options.model, **_layout_arguments(settings))
+    plan = plan_memory(options.model, **_make_layout_arguments(settings))
     step = None if options.seq is None else _plan_one_step(settings)
     if options.json:
         print(json.dumps(as_json(plan, options.gpu_memory, step), indent=2))
@@ -148,7 +148,7 @@ def _compute_batch_per_rank(options: argparse.Namespace) -> int:
     return int(options.batch) // data_ranks
 
 
-def _layout_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _make_layout_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments that `plan_memory` and `plan_step` have in common."""
     import torch
 
@@ -179,7 +179,7 @@ def _plan_one_step(settings: Mapping[str, Any]) -> StepPlan:
         fused_head=settings["fused_head"],
         only_loss_is_read=not settings["whole_logits"],
     )
-    return plan_step(settings["model"], batch=batch, **_layout_arguments(settings))
+    return plan_step(settings["model"], batch=batch, **_make_layout_arguments(settings))
 
 
 def _format_step(step: StepPlan, settings: Mapping[str, Any]) -> list[str]:
@@ -194,8 +194,8 @@ def _format_step(step: StepPlan, settings: Mapping[str, Any]) -> list[str]:
         f"tokens{checkpointing}",
         "",
         _format_line("GiB at the peak of the step", "rank 0", width=32),
-        *(_format_line(name, _gib(size), width=32) for name, size in step.parts.items()),
-        _format_line("sum", _gib(step.peak), width=32),
+        *(_format_line(name, _format_gib(size), width=32) for name, size in step.parts.items()),
+        _format_line("sum", _format_gib(step.peak), width=32),
         "",
         f"The peak is in: {step.where}.",
         *loss_note,
@@ -213,9 +213,12 @@ def _print_fit(step: StepPlan, settings: Mapping[str, Any]) -> None:
     limit = int(memory * GIB)
     left = limit - step.peak
     if left >= 0:
-        print(f"\nfits in {memory:g} GiB: {_gib(left)} GiB are left for what is not counted")
+        print(f"\nfits in {memory:g} GiB: {_format_gib(left)} GiB are left for what is not counted")
         return
-    print(f"\ndoes not fit in {memory:g} GiB: {_gib(-left)} GiB are missing. Options that help:")
+    print(
+        f"\ndoes not fit in {memory:g} GiB: {_format_gib(-left)} GiB are missing. "
+        f"Options that help:"
+    )
 
     def peak_of(changed: Mapping[str, Any]) -> int:
         return step.peak if dict(changed) == dict(settings) else _plan_one_step(changed).peak
@@ -227,9 +230,9 @@ def _print_fit(step: StepPlan, settings: Mapping[str, Any]) -> None:
     without = () if has_head else ("fused_head",)
     data_ranks = settings["gpus"] // (settings["sp"] * settings["cp"])
     for change, peak in shrink(settings, limit, peak_of, without=without):
-        fits = "fits" if peak <= limit else f"{_gib(peak - limit)} GiB are missing"
+        fits = "fits" if peak <= limit else f"{_format_gib(peak - limit)} GiB are missing"
         flag = f"--batch {change.value * data_ranks}" if change.name == "batch" else change.flag
-        print(f"  {flag:<28}{_gib(peak):>9} GiB, {fits}", flush=True)
+        print(f"  {flag:<28}{_format_gib(peak):>9} GiB, {fits}", flush=True)
 
 
 def as_json(
@@ -293,11 +296,11 @@ def _format_table(plan: MemoryPlan) -> list[str]:
     lines[0] += "     (largest, smallest, sum)"
     for name, title in _ROWS.items():
         sizes = (getattr(most, name), getattr(least, name), plan.all_ranks(name))
-        lines.append(_format_line(title, *map(_gib, sizes)))
-    lines.append(_format_line("gathered at a time", *[_gib(plan.gathered)] * 2, ""))
+        lines.append(_format_line(title, *map(_format_gib, sizes)))
+    lines.append(_format_line("gathered at a time", *[_format_gib(plan.gathered)] * 2, ""))
     if plan.buffers:
-        lines.append(_format_line("fixed buffers", *[_gib(plan.buffers)] * 2, ""))
-    sums = (_gib(kind.held + plan.gathered + plan.buffers) for kind in (most, least))
+        lines.append(_format_line("fixed buffers", *[_format_gib(plan.buffers)] * 2, ""))
+    sums = (_format_gib(kind.held + plan.gathered + plan.buffers) for kind in (most, least))
     return [line.rstrip() for line in [*lines, _format_line("sum", *sums, "")]]
 
 
@@ -305,7 +308,7 @@ def _format_line(title: str, *cells: str, width: int = 20) -> str:
     return f"{title:<{width}}" + "".join(f"{cell:>13}" for cell in cells)
 
 
-def _gib(size: int) -> str:
+def _format_gib(size: int) -> str:
     return f"{size / GIB:,.3f}"
 
 
@@ -316,8 +319,8 @@ def _format_footer(plan: MemoryPlan, memory: float | None) -> list[str]:
         "  compute dtype",
         f"not counted: {', '.join(NOT_COUNTED[:3])},",
         f"  {', '.join(NOT_COUNTED[3:])},",
-        f"  unsharded gradients of an FSDP2 unit: up to {_gib(plan.unit_gradients)} GiB, and "
-        f"{_gib(plan.unit_reduction)} GiB while they are reduced",
+        f"  unsharded gradients of an FSDP2 unit: up to {_format_gib(plan.unit_gradients)} GiB, "
+        f"and {_format_gib(plan.unit_reduction)} GiB while they are reduced",
     ]
     if memory is not None:
         left = _count_bytes_left(plan, memory) / GIB

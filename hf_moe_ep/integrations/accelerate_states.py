@@ -46,8 +46,8 @@ from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.conversions import CONVERSIONS
 from hf_moe_ep.checkpoints.training.extra import EXTRA
-from hf_moe_ep.checkpoints.training.folder import layout_of
-from hf_moe_ep.etp import split_dims_by_name
+from hf_moe_ep.checkpoints.training.folder import describe_layout
+from hf_moe_ep.etp import map_names_to_split_dims
 from hf_moe_ep.integrations.optimizer_states import own_optimizer_states
 from hf_moe_ep.integrations.random_states import reseed_on_other_ranks
 from hf_moe_ep.integrations.saving import (
@@ -61,7 +61,7 @@ from hf_moe_ep.integrations.saving import (
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import run_on_all, run_on_first
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.accelerate_and_trainer import prepared_models, prepared_optimizers
+from hf_moe_ep.upstream.accelerate_and_trainer import list_prepared_models, list_prepared_optimizers
 from hf_moe_ep.upstream.replaced import replaced
 
 _AUTOMATIC_NAME = re.compile(r"checkpoint_\d+")
@@ -111,8 +111,8 @@ def save_state(
     manifest.check_is_shared(folder)
 
     def save() -> Any:
-        write_bases(prepared_models(self), folder)
-        write_about_loaded(prepared_models(self), folder)
+        write_bases(list_prepared_models(self), folder)
+        write_about_loaded(list_prepared_models(self), folder)
         return original(self, os.fspath(folder), *args, **kw)
 
     split_dims = _find_split_dims(self)
@@ -127,7 +127,7 @@ def save_state(
         share_write_errors(accelerate.accelerator),
     ):
         saved = run_on_all(f"saving {folder}", save)
-    manifest.write(folder, layout_of(states[0]), belongs=_is_written_by_accelerate)
+    manifest.write(folder, describe_layout(states[0]), belongs=_is_written_by_accelerate)
     if automatic and project.total_limit is not None:
         limit = project.total_limit
         run_on_first("deleting older checkpoints", lambda: _delete_older(folder, limit))
@@ -168,8 +168,8 @@ def load_state(
         use_split_load_planner(split_dims),
         own_optimizer_states(),
     ):
-        check_bases(prepared_models(self), folder)
-        restore_all_extra(prepared_models(self), folder)
+        check_bases(list_prepared_models(self), folder)
+        restore_all_extra(list_prepared_models(self), folder)
         loaded = original(self, os.fspath(folder), *args, **kw)
     # Accelerate reads `step` from the file with this rank's random states, and ignores errors.
     self.step = run_on_first("load_state", lambda: self.step)
@@ -184,14 +184,14 @@ def _name_random_file(rank: int, world: int) -> str:
 
 def _find_states(accelerator: Accelerator) -> list[ModelState]:
     """Return the states of all patched models that `accelerator` has prepared."""
-    states = (find_state(model) for model in prepared_models(accelerator))
+    states = (find_state(model) for model in list_prepared_models(accelerator))
     return [state for state in states if state is not None]
 
 
 def _find_split_dims(accelerator: Accelerator) -> dict[str, int]:
-    """Join the results of `etp.split_dims_by_name` for all prepared models."""
-    models = prepared_models(accelerator)
-    return {name: dim for model in models for name, dim in split_dims_by_name(model).items()}
+    """Join the results of `etp.map_names_to_split_dims` for all prepared models."""
+    models = list_prepared_models(accelerator)
+    return {name: dim for model in models for name, dim in map_names_to_split_dims(model).items()}
 
 
 def _get_automatic_parent(accelerator: Accelerator) -> Path:
@@ -240,7 +240,7 @@ def _delete_older(written: Path, limit: int) -> None:
 def _all_experts_in_hub_order(accelerator: Accelerator) -> Iterator[None]:
     """Keep the experts and optimizer states of all prepared models in hub order in the block."""
     with ExitStack() as stack:
-        for model in prepared_models(accelerator):
-            optimizers = prepared_optimizers(accelerator)
+        for model in list_prepared_models(accelerator):
+            optimizers = list_prepared_optimizers(accelerator)
             stack.enter_context(experts_in_hub_order(model, *optimizers))
         yield

@@ -73,7 +73,7 @@ def sync_weights(original: Callable[..., None], self: Any) -> None:
     except Exception as error:
         # The iterator of hub_tensors makes the other ranks raise as soon as it is deleted. The
         # stack frames in the traceback keep the iterator alive, so they are cleared.
-        for raised in _with_causes(error):
+        for raised in _iterate_causes(error):
             traceback.clear_frames(raised.__traceback__)
         raise
 
@@ -165,7 +165,7 @@ def _update_tensor_list(transfer: Any, infos: list[TensorInfo]) -> None:
         stored["shapes"] = [list(info.shape) for info in infos]
 
 
-def _with_causes(error: BaseException) -> Iterator[BaseException]:
+def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield `error`, its causes and contexts, and the members of exception groups among them."""
     pending: list[BaseException | None] = [error]
     visited: set[int] = set()

@@ -23,8 +23,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.accelerate_and_trainer import prepared_models
-from hf_moe_ep.upstream.adapters import parameter_factors
+from hf_moe_ep.upstream.accelerate_and_trainer import list_prepared_models
+from hf_moe_ep.upstream.adapters import iterate_parameter_factors
 from hf_moe_ep.upstream.wrap import Feature
 
 
@@ -32,7 +32,7 @@ def _find_states(value: Any) -> list[ModelState]:
     """Return the states of patched models. `value` may be a model, a trainer or an Accelerator."""
     models = [value, getattr(value, "model", None)]
     if isinstance(value, Accelerator):
-        models = prepared_models(value)
+        models = list_prepared_models(value)
     states = [find_state(model) for model in models if isinstance(model, nn.Module)]
     return [state for state in states if state is not None]
 
@@ -89,10 +89,10 @@ def _has_load_callback(trainer: transformers.Trainer, *args: Any, **kwargs: Any)
 
 def _adapts_experts(tuner: Any, *args: Any, **kwargs: Any) -> bool:
     """Return True if PEFT's tuner has an adapter on stacked experts of a patched model."""
-    return _has_patched_model(tuner) and any(True for _ in parameter_factors(tuner.model))
+    return _has_patched_model(tuner) and any(True for _ in iterate_parameter_factors(tuner.model))
 
 
-def _feature(name: str, **used_by: Callable[..., bool]) -> Feature:
+def _make_feature(name: str, **used_by: Callable[..., bool]) -> Feature:
     """Build a feature.
 
     Args:
@@ -119,40 +119,52 @@ _CALLS = {
     "tuner_forward": "peft.tuners.tuners_utils:BaseTuner.forward",
 }
 
-SHARDING = _feature("sharding a patched model in accelerator.prepare", prepare=_prepares_unsharded)
-CPU_RANKS = _feature("FSDP2 on CPU ranks for an Accelerator that is created before patch()")
-EVALUATED = _feature("sharding models that are evaluated and never trained")
-HUB_LAYOUT = _feature(
+SHARDING = _make_feature(
+    "sharding a patched model in accelerator.prepare", prepare=_prepares_unsharded
+)
+CPU_RANKS = _make_feature("FSDP2 on CPU ranks for an Accelerator that is created before patch()")
+EVALUATED = _make_feature("sharding models that are evaluated and never trained")
+HUB_LAYOUT = _make_feature(
     "saving a sharded model in the hub's layout",
     save_model=_has_sharded_model,
     save_pretrained=_has_sharded_model,
     get_state_dict=_has_sharded_model,
 )
-ACCELERATE_STATE = _feature(
+ACCELERATE_STATE = _make_feature(
     "checkpoints of a sharded model by Accelerate",
     save_state=_has_sharded_model,
     load_state=_has_sharded_model,
     save_checkpoint=_has_sharded_model,
     load_checkpoint=_has_sharded_model,
 )
-ADAPTER_FILES = _feature("saving the adapters of a sharded model", save_adapters=_has_sharded_model)
-PROMPTS = _feature("prompt and prefix tuning of a sharded model", get_prompt=_has_sharded_model)
-CHECKPOINTS = _feature(
+ADAPTER_FILES = _make_feature(
+    "saving the adapters of a sharded model", save_adapters=_has_sharded_model
+)
+PROMPTS = _make_feature(
+    "prompt and prefix tuning of a sharded model", get_prompt=_has_sharded_model
+)
+CHECKPOINTS = _make_feature(
     "the Trainer's checkpoints of a patched model",
     train=_uses_checkpoints,
     load_checkpoint=_has_patched_model,
     load_best=_has_patched_model,
 )
-SLICES = _feature("sp_size, cp_size or pp_size > 1 under Accelerate", prepare=_prepares_sp_model)
-TRAINER_SLICES = _feature("sp_size, cp_size or pp_size > 1 in the Trainer", train=_trains_sp_model)
-STAGES = _feature("gradient norms over pipeline stages in the Trainer", train=_has_stages)
-LOGITS = _feature("a loss without the logits of whole batches in the Trainer")
-FULL_EVAL = _feature("bf16_full_eval and fp16_full_eval of a model that is not sharded yet")
-TRACKERS = _feature("the error that names a failing tracker")
-EXPERT_LOAD = _feature("ExpertLoadCallback", train=_has_load_callback)
-BIASES = _feature("bias_update_rate under Accelerate and the Trainer", prepare=_prepares_biases)
-CLIP = _feature("Accelerator.clip_grad_norm_ over experts and all other parameters")
-ADAPTERS_ON_EXPERTS = _feature("LoRA on stacked experts", tuner_forward=_adapts_experts)
-ADAPTERS = _feature("adapters in a sharded model")
-ADAPTER_REFUSALS = _feature("the refusal to attach or merge adapters of a sharded model")
-ENGINES = _feature("sending a sharded model's weights to a generation engine")
+SLICES = _make_feature(
+    "sp_size, cp_size or pp_size > 1 under Accelerate", prepare=_prepares_sp_model
+)
+TRAINER_SLICES = _make_feature(
+    "sp_size, cp_size or pp_size > 1 in the Trainer", train=_trains_sp_model
+)
+STAGES = _make_feature("gradient norms over pipeline stages in the Trainer", train=_has_stages)
+LOGITS = _make_feature("a loss without the logits of whole batches in the Trainer")
+FULL_EVAL = _make_feature("bf16_full_eval and fp16_full_eval of a model that is not sharded yet")
+TRACKERS = _make_feature("the error that names a failing tracker")
+EXPERT_LOAD = _make_feature("ExpertLoadCallback", train=_has_load_callback)
+BIASES = _make_feature(
+    "bias_update_rate under Accelerate and the Trainer", prepare=_prepares_biases
+)
+CLIP = _make_feature("Accelerator.clip_grad_norm_ over experts and all other parameters")
+ADAPTERS_ON_EXPERTS = _make_feature("LoRA on stacked experts", tuner_forward=_adapts_experts)
+ADAPTERS = _make_feature("adapters in a sharded model")
+ADAPTER_REFUSALS = _make_feature("the refusal to attach or merge adapters of a sharded model")
+ENGINES = _make_feature("sending a sharded model's weights to a generation engine")

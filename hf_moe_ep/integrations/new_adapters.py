@@ -23,8 +23,8 @@ from hf_moe_ep.moe.stacked import check_adapters
 from hf_moe_ep.ranks.all_ranks import get_rank_of_launch
 from hf_moe_ep.routing.bias import refuse_adapters
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.adapter_files import why_values_are_needed
-from hf_moe_ep.upstream.adapters import copied_experts_error, factors_on_host
+from hf_moe_ep.upstream.adapter_files import find_kind_that_needs_values
+from hf_moe_ep.upstream.adapters import factors_on_host, make_copied_experts_error
 
 _logger = logging.getLogger("hf_moe_ep.runner")
 
@@ -54,7 +54,7 @@ def inject_adapter(
     if state.adapts_experts:
         _target_experts(config, state)
     check_adapters(model, getattr(config, "target_parameters", None))
-    if state.unread is not None and (why := why_values_are_needed(config)):
+    if state.unread is not None and (why := find_kind_that_needs_values(config)):
         if get_rank_of_launch() == 0:
             _logger.info("every process reads the whole model, because %s needs its weights", why)
         read_whole(model)
@@ -69,7 +69,7 @@ def _check_modules_to_save(model: nn.Module, targets: Iterable[str] | None) -> N
     """
     for name, module in model.named_modules():
         if any(name.endswith(target) for target in targets or ()) and find_state(module):
-            raise copied_experts_error(name)
+            raise make_copied_experts_error(name)
 
 
 def _target_experts(config: Any, state: ModelState) -> None:

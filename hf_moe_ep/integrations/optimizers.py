@@ -31,8 +31,8 @@ from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import (
     clips_over_meshes,
-    prepared_models,
-    prepared_optimizers,
+    list_prepared_models,
+    list_prepared_optimizers,
 )
 from hf_moe_ep.upstream.frameworks import drops_nan_gradients
 from hf_moe_ep.upstream.sharded_models import is_refused_by_dtensor
@@ -89,10 +89,10 @@ def wrap_steps(accelerator: Accelerator, row: Wrap) -> None:
     Raises:
         ValueError: torch.optim.Muon trains a patched model.
     """
-    for optimizer in prepared_optimizers(accelerator):
+    for optimizer in list_prepared_optimizers(accelerator):
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         biased_states = []
-        for model in prepared_models(accelerator):
+        for model in list_prepared_models(accelerator):
             state = find_state(model)
             if state is None or trained.isdisjoint(map(id, model.parameters())):
                 continue
@@ -121,7 +121,7 @@ def clip_grad_norm(
     """
     if isinstance(parameters, Tensor):
         return original(self, parameters, max_norm, norm_type)
-    states = [(model, find_state(model)) for model in prepared_models(self)]
+    states = [(model, find_state(model)) for model in list_prepared_models(self)]
     sharded = [m for m, state in states if state is not None and state.meshes is not None]
     for model in sharded:
         reshard(model)

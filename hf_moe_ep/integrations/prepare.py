@@ -53,7 +53,7 @@ from hf_moe_ep.upstream.frameworks import (
     check_sequence_parallelism,
     has_option_of_size,
     how_to_shard,
-    option_of_size,
+    name_option_of_size,
 )
 from hf_moe_ep.upstream.models import list_packed_parameters, text_config
 from hf_moe_ep.upstream.module_names import unwrap
@@ -351,8 +351,8 @@ def take_over_sizes(parallelism: ParallelismConfig | None, objects: Iterable[Any
         for name, size in asked.items():
             if has_option_of_size(name):
                 raise ValueError(
-                    f"{option_of_size(name)}={size}, which does not combine with a patched model; "
-                    f"set it to 1, and use {name} of hf_moe_ep"
+                    f"{name_option_of_size(name)}={size}, which does not combine with a patched "
+                    f"model; set it to 1, and use {name} of hf_moe_ep"
                 )
         own = {name: getattr(state.config, name) or 1 for name in asked}
         if own == asked:
@@ -360,7 +360,7 @@ def take_over_sizes(parallelism: ParallelismConfig | None, objects: Iterable[Any
         for name, size in asked.items():
             if own[name] != 1 or state.meshes is not None:
                 raise ValueError(
-                    f"{option_of_size(name)}={size}, but the model was patched with {name}="
+                    f"{name_option_of_size(name)}={size}, but the model was patched with {name}="
                     f"{own[name]}; write patch(model, {name}={size})"
                 )
         state.patch_alike(unwrap(model), **asked)
@@ -377,8 +377,8 @@ def check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) 
     for name in ("tp_size", "ep_size"):  # axolotl adds ep_size to the class
         if getattr(parallelism, name, 1) > 1:
             raise ValueError(
-                f"{option_of_size(name)}={getattr(parallelism, name)}, which does not combine with "
-                f"a patched model; set it to 1{_REMEDIES.get(name, '')}"
+                f"{name_option_of_size(name)}={getattr(parallelism, name)}, which does not combine "
+                f"with a patched model; set it to 1{_REMEDIES.get(name, '')}"
             )
     in_launch, in_patch = parallelism.dp_replicate_size, state.config.dp_replicate_size
     if in_launch not in (1, in_patch):

@@ -25,7 +25,7 @@ from accelerate.utils import load as load_values
 
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.training import rng
-from hf_moe_ep.checkpoints.training.folder import layout_of
+from hf_moe_ep.checkpoints.training.folder import describe_layout
 from hf_moe_ep.ranks.all_ranks import is_first, run_on_first, this_rank
 from hf_moe_ep.state import ModelState
 
@@ -53,7 +53,7 @@ def reseed_on_other_ranks(
     Returns:
         True if the generators were seeded, False if stock code restores each rank's own.
     """
-    layout = layout_of(state)
+    layout = describe_layout(state)
     world = layout["world_size"]
 
     def find_seed() -> tuple[str, bytes] | None:
@@ -71,7 +71,7 @@ def reseed_on_other_ranks(
     if found is None:
         return False
     reason, torch_state = found
-    rng.reseed({"torch": torch_state}, rng.data_rank_of(layout, this_rank()))
+    rng.reseed({"torch": torch_state}, rng.compute_data_rank(layout, this_rank()))
     if is_first():
         warnings.warn(
             f"{folder} {reason}, and this run has {_format_ranks(layout)}: random generators are "
@@ -83,7 +83,7 @@ def reseed_on_other_ranks(
 
 def _shape(layout: dict[str, Any]) -> tuple[int, int, int]:
     """Return the numbers that determine which ranks have equal random states."""
-    return layout["world_size"], rng.num_data_ranks(layout), rng.ranks_per_batch(layout)
+    return layout["world_size"], rng.count_data_ranks(layout), rng.count_ranks_per_batch(layout)
 
 
 def _describe(saved: dict[str, Any], missing: list[int]) -> str:
@@ -93,4 +93,4 @@ def _describe(saved: dict[str, Any], missing: list[int]) -> str:
 
 
 def _format_ranks(layout: dict[str, Any]) -> str:
-    return f"{rng.num_data_ranks(layout)} data ranks on {layout['world_size']} ranks"
+    return f"{rng.count_data_ranks(layout)} data ranks on {layout['world_size']} ranks"

@@ -38,7 +38,7 @@ from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.prepare import build_options, check_parallelism, without_dynamo
 from hf_moe_ep.moe.stacked import count_blocks
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
-from hf_moe_ep.ranks.all_ranks import differing, get_rank_of_launch, run_on_all
+from hf_moe_ep.ranks.all_ranks import find_differing, get_rank_of_launch, run_on_all
 from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state
@@ -96,7 +96,7 @@ def shard_reference(original: Original, model: nn.Module, accelerator: Accelerat
     kind = run_on_all(
         "the reference model", partial(_classify_reference, model, policy, accelerator)
     )
-    if kinds := differing(kind):
+    if kinds := find_differing(kind):
         other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
         raise ValueError(
             f"ranks disagree about the reference model: rank 0 has {kinds[0]}, rank {other} has "

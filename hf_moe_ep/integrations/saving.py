@@ -32,13 +32,13 @@ from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, gather_tensor
 from hf_moe_ep.checkpoints.hub.save import save_pretrained, save_state_dict
-from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base, numbered
+from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base, number_file_name
 from hf_moe_ep.checkpoints.training.conversions import CONVERSIONS, describe_load
 from hf_moe_ep.checkpoints.training.extra import EXTRA, describe_extra, restore_extra
 from hf_moe_ep.checkpoints.training.folder import write_json
 from hf_moe_ep.checkpoints.training.tensors import list_state_tensors
 from hf_moe_ep.config import get_launched_local_world_size, get_launched_world_size
-from hf_moe_ep.etp import restore_stock_shapes, split_dims_by_name
+from hf_moe_ep.etp import map_names_to_split_dims, restore_stock_shapes
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.moe.stacked import make_stacked_tensors
@@ -52,7 +52,7 @@ from hf_moe_ep.ranks.all_ranks import (
 )
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state, holds_quantised_experts
-from hf_moe_ep.upstream.accelerate_and_trainer import call_stock_save, prepared_models
+from hf_moe_ep.upstream.accelerate_and_trainer import call_stock_save, list_prepared_models
 from hf_moe_ep.upstream.adapters import (
     canonical_modules,
     has_adapters,
@@ -235,7 +235,9 @@ def save_in_hub_layout(
     if state.meshes is None:
         if options.get("is_main_process", True):
             _check_options(options)
-            save_state_dict(self, save_directory, _stacked_state_dict(self, state_dict), **size)
+            save_state_dict(
+                self, save_directory, _make_stacked_state_dict(self, state_dict), **size
+            )
     elif state_dict is None:
         _check_options(options)
         check_everyone_calls("save_pretrained of the model", patience_of_rank_0=PATIENCE_OF_RANK_0)
@@ -248,7 +250,7 @@ def save_in_hub_layout(
         save_state_dict(self, save_directory, state_dict, **size)
 
 
-def _stacked_state_dict(
+def _make_stacked_state_dict(
     model: nn.Module, state_dict: Mapping[str, Tensor] | None
 ) -> dict[str, Tensor]:
     """Return the state dict of a model that is not sharded, with stacked weights of experts.
@@ -393,7 +395,7 @@ def check_state_dict_type(accelerator: Accelerator) -> None:
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     kind = get_state_dict_type(accelerator)
-    for model in prepared_models(accelerator):
+    for model in list_prepared_models(accelerator):
         state = find_state(model)
         if state is None or kind == "SHARDED_STATE_DICT":
             continue
@@ -403,7 +405,7 @@ def check_state_dict_type(accelerator: Accelerator) -> None:
                 f"{state.stage.size} pipeline stages; write fsdp_state_dict_type: "
                 f"SHARDED_STATE_DICT (trainer.save_model and save_pretrained write the whole model)"
             )
-        if split_dims := split_dims_by_name(model):
+        if split_dims := map_names_to_split_dims(model):
             raise ValueError(
                 f"fsdp_state_dict_type {kind} saves optimizer states in the shapes of this layout, "
                 f"and with etp_size > 1 gate and up are separate dims of a parameter "
@@ -482,7 +484,7 @@ def write_bases(models: Iterable[nn.Module], folder: Path) -> None:
         if _is_sharded(model):
             reshard(model)
             base = describe_base(model)
-            path = folder / numbered(BASE, index)
+            path = folder / number_file_name(BASE, index)
             if base is not None:
                 run_on_first(f"saving {path}", partial(write_json, path, base))
 
@@ -508,7 +510,7 @@ def write_about_loaded(models: Iterable[nn.Module], folder: Path) -> None:
                 continue
             described = {EXTRA: describe_extra(state), CONVERSIONS: describe_load(model)}
             for name, content in described.items():
-                path = folder / numbered(name, index)
+                path = folder / number_file_name(name, index)
                 if content is not None:
                     write_json(path, content)
                 else:  # an earlier run may have written to this folder
@@ -524,7 +526,7 @@ def restore_all_extra(models: Iterable[nn.Module], folder: Path) -> None:
         for index, model in enumerate(models):
             state = find_state(model)
             if state is not None:
-                restore_extra(state, folder / numbered(EXTRA, index))
+                restore_extra(state, folder / number_file_name(EXTRA, index))
 
     run_on_first(f"reading {folder}", restore)
 

@@ -36,7 +36,7 @@ from hf_moe_ep.pipeline.caller_loss import CallerLoss, take_loss
 from hf_moe_ep.ranks.all_ranks import run_on_first
 from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.accelerate_and_trainer import generates_in_training, prepared_loaders
+from hf_moe_ep.upstream.accelerate_and_trainer import generates_in_training, list_prepared_loaders
 from hf_moe_ep.upstream.frameworks import (
     check_reads_no_logits,
     multiplies_by_processes,
@@ -63,7 +63,7 @@ def share_batches(accelerator: Accelerator, state: ModelState) -> None:
     if size == count_processes_per_batch(accelerator) and num_stages == _count_stages(accelerator):
         return
     check_world(state.config, get_launched_world_size())
-    if prepared_loaders(accelerator):
+    if list_prepared_loaders(accelerator):
         raise ValueError(
             f"{_describe_sizes(state)}: this Accelerator prepared a data loader before it saw the "
             f"model, so {size} ranks that share a batch would be given different ones; call "
@@ -230,7 +230,7 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
         non_blocking=self.non_blocking,
         use_stateful_dataloader=self.use_stateful_dataloader,
     )
-    prepared_loaders(self).append(loader)
+    list_prepared_loaders(self).append(loader)
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = _share_seed_of_rank_0(sampler.initial_seed)
@@ -555,7 +555,7 @@ def share_generators(accelerator: Accelerator) -> None:
     list. After `rng.reseed`, torch's default generators of the data ranks differ.
     """
     seed = _share_seed_of_rank_0(torch.initial_seed() % 2**63)
-    for loader in prepared_loaders(accelerator):
+    for loader in list_prepared_loaders(accelerator):
         batches: Any = getattr(loader, "batch_sampler", None)
         while hasattr(batches, "batch_sampler"):
             batches = batches.batch_sampler

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from hf_moe_ep.ranks.all_ranks import format_in_one_line, this_rank
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream.accelerate_and_trainer import prepared_models
+from hf_moe_ep.upstream.accelerate_and_trainer import list_prepared_models
 
 
 def log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -24,7 +24,7 @@ def log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         RuntimeError: a tracker raised an error, and there are several ranks.
     """
     accelerator: Accelerator = args[0]
-    models = prepared_models(accelerator)
+    models = list_prepared_models(accelerator)
     if accelerator.num_processes == 1 or not any(find_state(model) for model in models):
         return original(*args, **kwargs)
     trackers = accelerator.trackers

@@ -49,14 +49,14 @@ from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.planner import use_split_load_planner, use_spread_planner
 from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base
-from hf_moe_ep.checkpoints.training.folder import STATE, layout_of, write_json
+from hf_moe_ep.checkpoints.training.folder import STATE, describe_layout, write_json
 from hf_moe_ep.checkpoints.training.trained_without_peft import (
     WITHOUT_PEFT_FOLDER,
     check_tensors_without_peft,
     read_tensors_without_peft,
     write_tensors_without_peft,
 )
-from hf_moe_ep.etp import split_dims_by_name
+from hf_moe_ep.etp import map_names_to_split_dims
 from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.optimizer_states import own_optimizer_states
 from hf_moe_ep.integrations.random_states import read_saved_layout, reseed_on_other_ranks
@@ -71,11 +71,11 @@ from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import run_on_all, run_on_first
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream.accelerate_and_trainer import SAVE_IN_PROGRESS, checkpoint_folder
+from hf_moe_ep.upstream.accelerate_and_trainer import SAVE_IN_PROGRESS, get_checkpoint_folder
 from hf_moe_ep.upstream.adapters import (
     has_adapters,
-    keys_of_adapters,
     learns_prompts,
+    map_keys_by_adapter,
     restores_adapters_of_full_state,
 )
 from hf_moe_ep.upstream.models import iterate_persistent_buffers
@@ -100,8 +100,8 @@ def save_checkpoint(
         original(self, model, trial)
         return
     check_state_dict_type(self.accelerator)
-    folder = checkpoint_folder(self, trial)
-    split_dims = split_dims_by_name(self.model)
+    folder = get_checkpoint_folder(self, trial)
+    split_dims = map_names_to_split_dims(self.model)
 
     def begin() -> None:
         manifest.begin(folder)
@@ -128,7 +128,7 @@ def save_checkpoint(
         base = describe_base(self.model)
         run_on_first(f"saving {folder}", lambda: write_json(Path(folder, BASE), base))
     write_about_loaded([self.model], folder)
-    layout = layout_of(state) | {_ROWS: _count_rows_per_step(self)}
+    layout = describe_layout(state) | {_ROWS: _count_rows_per_step(self)}
     manifest.write(folder, layout, belongs=lambda name: name != SAVE_IN_PROGRESS)
     run_on_all(f"pushing {folder}, deleting older ones", lambda: [call() for call in postponed])
 
@@ -280,7 +280,7 @@ def load_optimizer(
     with (
         loading_values(Path(checkpoint)),
         experts_in_hub_order(self.model, self.optimizer),
-        use_split_load_planner(split_dims_by_name(self.model)),
+        use_split_load_planner(map_names_to_split_dims(self.model)),
         own_optimizer_states(),
     ):
         return original(self, checkpoint, *args, **kwargs)
@@ -334,7 +334,7 @@ def load_model(
         with (
             loading_values(Path(folder)),
             experts_in_hub_order(self.model, self.optimizer),
-            use_split_load_planner(split_dims_by_name(self.model)),
+            use_split_load_planner(map_names_to_split_dims(self.model)),
         ):
             if (names := _list_names_saved_by_stock(self)) is None:
                 return original(self, *args, **kwargs)
@@ -376,7 +376,7 @@ def _list_names_saved_by_stock(trainer: transformers.Trainer) -> set[str] | None
     tensors |= {
         get_canonical_name(name): buffer for name, buffer in iterate_persistent_buffers(model)
     }
-    by_adapter = keys_of_adapters(model, tensors, save_embedding_layers=False)
+    by_adapter = map_keys_by_adapter(model, tensors, save_embedding_layers=False)
     if trainer.is_fsdp_enabled:
         return set(by_adapter.get(model.active_adapter, {}).values())
     return {name for keys in by_adapter.values() for name in keys.values()}

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream.accelerate_and_trainer import prepared_loaders, prepared_models
+from hf_moe_ep.upstream.accelerate_and_trainer import list_prepared_loaders, list_prepared_models
 
 
 def check_batches_are_even(accelerator: Accelerator) -> None:
@@ -28,9 +28,9 @@ def check_batches_are_even(accelerator: Accelerator) -> None:
     Raises:
         ValueError: ranks of a patched model would get different numbers of batches.
     """
-    if not any(find_state(model) for model in prepared_models(accelerator)):
+    if not any(find_state(model) for model in list_prepared_models(accelerator)):
         return
-    for loader in prepared_loaders(accelerator):
+    for loader in list_prepared_loaders(accelerator):
         for sampler in (loader.batch_sampler, loader.sampler):
             numbers = _count_batches(sampler)
             if len(set(numbers)) > 1:

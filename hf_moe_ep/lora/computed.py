@@ -34,7 +34,7 @@ from hf_moe_ep.upstream.adapters import (
     counts_from_end_of_row,
     factors_on_host,
     has_copies_on_meta,
-    parameter_factors,
+    iterate_parameter_factors,
 )
 
 _logger = logging.getLogger("hf_moe_ep.runner")
@@ -46,7 +46,7 @@ def iterate_stacked_factors(model: nn.Module) -> Iterator[ParameterFactor]:
 
     If the model's own code computes the experts, their factors are omitted and keep PEFT's layout.
     """
-    for _, factor in parameter_factors(model):
+    for _, factor in iterate_parameter_factors(model):
         if _is_computed_here(factor.module):
             yield factor
 

@@ -9,7 +9,7 @@ In PEFT's layout the columns of one expert are every E-th column of lora_B, whic
 placement can describe. With experts as the first dim, both factors are sharded, gathered and
 checkpointed like stacked weights. With etp_size > 1 a sharded model may store the dim 2F of
 gate_up_proj as two dims (2, F), in the weight and in the factor that has this dim
-(`etp.cut_of_factor`). `sharding/values.py` splits the factors over ranks.
+(`etp.find_cut_of_factor`). `sharding/values.py` splits the factors over ranks.
 
 The shape letter P is the rank r of an adapter.
 """
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.ranks.boxes import get_local_tensor
-from hf_moe_ep.upstream.adapters import parameter_factors
+from hf_moe_ep.upstream.adapters import iterate_parameter_factors
 from hf_moe_ep.upstream.module_names import get_canonical_name
 
 
@@ -97,7 +97,7 @@ def pack_b(stacked: Tensor) -> Tensor:
 def pack_factors(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert the LoRA factors in a state dict of unsharded tensors to PEFT's layout, in a copy."""
     packed = dict(state_dict)
-    for name, factor in parameter_factors(model):
+    for name, factor in iterate_parameter_factors(model):
         for key in {name, get_canonical_name(name)} & packed.keys():
             if is_stacked(packed[key]):
                 packed[key] = (pack_b if factor.is_b else pack_a)(packed[key])

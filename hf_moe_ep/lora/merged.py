@@ -28,7 +28,7 @@ from hf_moe_ep.upstream.adapters import LowRank
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def with_whole_factors(update: LowRank, a: Tensor, b: Tensor) -> LowRank:
+def gather_whole_factors(update: LowRank, a: Tensor, b: Tensor) -> LowRank:
     """Return `update` with the unsharded factors `a` and `b`.
 
     Factors of a stacked parameter are converted to [E, r, in] and [E, out, r].

@@ -54,7 +54,7 @@ class Stack:
         """The name without the layer, such as `mlp.experts.down_proj`."""
         return re.sub(r".*\.\d+\.", "", self.name)
 
-    def modules_by_expert(self) -> list[list[str]]:
+    def list_modules_by_expert(self) -> list[list[str]]:
         """List the names of each expert's modules in the single form."""
         return [
             [f"{self.experts}.{expert}.{part}" for part in PARTS[self.parameter]]
@@ -62,7 +62,7 @@ class Stack:
         ]
 
     def list_modules(self) -> list[str]:
-        return [module for modules in self.modules_by_expert() for module in modules]
+        return [module for modules in self.list_modules_by_expert() for module in modules]
 
 
 def is_expert_key(key: str) -> bool:

@@ -77,17 +77,17 @@ class AdapterFile:
     prefix: str
     metadata: dict[str, str]
 
-    def factor_shapes(self, module: str) -> tuple[torch.Size, torch.Size]:
+    def get_factor_shapes(self, module: str) -> tuple[torch.Size, torch.Size]:
         """Return the shapes of a module's lora_A and lora_B."""
-        lora_a, lora_b = (self.shapes[_factor_key(module, factor)] for factor in "AB")
+        lora_a, lora_b = (self.shapes[_make_factor_key(module, factor)] for factor in "AB")
         return lora_a.shape, lora_b.shape
 
     def read_factor(self, module: str, factor: str) -> Tensor:
         """Load a module's lora_A or lora_B."""
-        return self.read(_factor_key(module, factor))
+        return self.read(_make_factor_key(module, factor))
 
 
-def _factor_key(module: str, factor: str) -> str:
+def _make_factor_key(module: str, factor: str) -> str:
     return f"{module}.lora_{factor}.weight"
 
 
@@ -97,12 +97,14 @@ def convert_to_single(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[
 
     def yield_tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
         for stack in stacks:
-            a_EPI = stack_a(read(_factor_key(stack.wrapper, "A")), stack.num_experts)
-            b_EOP = stack_b(read(_factor_key(stack.wrapper, "B")), stack.num_experts).contiguous()
-            for modules, a_PI, b_OP in zip(stack.modules_by_expert(), a_EPI, b_EOP):
+            a_EPI = stack_a(read(_make_factor_key(stack.wrapper, "A")), stack.num_experts)
+            b_EOP = stack_b(
+                read(_make_factor_key(stack.wrapper, "B")), stack.num_experts
+            ).contiguous()
+            for modules, a_PI, b_OP in zip(stack.list_modules_by_expert(), a_EPI, b_EOP):
                 for module, part_OP in zip(modules, b_OP.chunk(len(modules))):
-                    yield _factor_key(module, "A"), a_PI
-                    yield _factor_key(module, "B"), part_OP
+                    yield _make_factor_key(module, "A"), a_PI
+                    yield _make_factor_key(module, "B"), part_OP
 
     config = convert_config_to_single(file.config, stacks, list_other_modules(file.shapes))
     return yield_tensors, config, stacks
@@ -116,17 +118,17 @@ def convert_to_stacked(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list
     def yield_tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
         for stack in stacks:
             a_of_experts, b_of_experts = [], []
-            for modules in stack.modules_by_expert():
-                a_of_parts = [read(_factor_key(module, "A")) for module in modules]
-                b_of_parts = [read(_factor_key(module, "B")) for module in modules]
+            for modules in stack.list_modules_by_expert():
+                a_of_parts = [read(_make_factor_key(module, "A")) for module in modules]
+                b_of_parts = [read(_make_factor_key(module, "B")) for module in modules]
                 if shared:
                     a_of_experts.append(a_of_parts[0])
                     b_of_experts.append(torch.cat(b_of_parts))
                 else:
                     a_of_experts.append(torch.cat(a_of_parts))
                     b_of_experts.append(torch.block_diag(*b_of_parts))
-            yield _factor_key(stack.wrapper, "A"), pack_a(torch.stack(a_of_experts))
-            yield _factor_key(stack.wrapper, "B"), pack_b(torch.stack(b_of_experts))
+            yield _make_factor_key(stack.wrapper, "A"), pack_a(torch.stack(a_of_experts))
+            yield _make_factor_key(stack.wrapper, "B"), pack_b(torch.stack(b_of_experts))
 
     growth = {parameter: 1 if shared else len(parts) for parameter, parts in PARTS.items()}
     config = convert_config_to_stacked(file.config, stacks, list_other_modules(file.shapes), growth)
@@ -139,7 +141,7 @@ def _gate_and_up_share_a(file: AdapterFile, stacks: list[Stack]) -> bool:
         torch.equal(file.read_factor(gate, "A"), file.read_factor(up, "A"))
         for stack in stacks
         if stack.parameter == "gate_up_proj"
-        for gate, up in stack.modules_by_expert()
+        for gate, up in stack.list_modules_by_expert()
     )
 
 
@@ -151,7 +153,7 @@ def _find_stacks(file: AdapterFile) -> list[Stack]:
         by_parameter = _match_wrappers(file, experts, sorted(set(wrappers)))
         for parameter, wrapper in by_parameter.items():
             rank, alpha = find_rank_and_alpha(file.config, f"{experts}.{parameter}")
-            (rows, _), (out, columns) = file.factor_shapes(wrapper)
+            (rows, _), (out, columns) = file.get_factor_shapes(wrapper)
             if rows % rank or rows != columns or out % len(PARTS[parameter]):
                 raise ValueError(
                     f"{wrapper}: lora_A has {rows} rows, lora_B has {columns} columns and {out} "
@@ -183,8 +185,8 @@ def _match_wrappers(file: AdapterFile, experts: str, wrappers: list[str]) -> dic
         return {named[0]: wrappers[0]}
     # PEFT's order is tried last, so that the error below shows the shapes in PEFT's order.
     for up, down in (wrappers, wrappers[::-1]):
-        (_, up_in), (up_out, _) = file.factor_shapes(up)
-        (_, down_in), (down_out, _) = file.factor_shapes(down)
+        (_, up_in), (up_out, _) = file.get_factor_shapes(up)
+        (_, down_in), (down_out, _) = file.get_factor_shapes(down)
         if up_in == down_out and up_out == 2 * down_in:
             return {"gate_up_proj": up, "down_proj": down}
     raise ValueError(
@@ -210,8 +212,8 @@ def _plan_stacks(file: AdapterFile) -> list[Stack]:
             wrapper = experts if parameter == parameters[-1] else f"{experts}.base_layer"
             rank, alpha = find_rank_and_alpha(file.config, f"{experts}.0.{PARTS[parameter][0]}")
             stack = Stack(experts, parameter, num_experts, rank, alpha, wrapper)
-            first_expert = stack.modules_by_expert()[0]
-            for expert in stack.modules_by_expert():
+            first_expert = stack.list_modules_by_expert()[0]
+            for expert in stack.list_modules_by_expert():
                 for module, like in zip(expert, first_expert):
                     _check_single(file, stack, module, like)
             stacks.append(stack)
@@ -224,7 +226,7 @@ def _check_single(file: AdapterFile, stack: Stack, module: str, like: str) -> No
     `like` is the same module of the first expert.
     """
     for factor in "AB":
-        key, first_key = _factor_key(module, factor), _factor_key(like, factor)
+        key, first_key = _make_factor_key(module, factor), _make_factor_key(like, factor)
         if key not in file.shapes or first_key not in file.shapes:
             raise ValueError(
                 f"{key if key not in file.shapes else first_key} is missing: stacked experts have "
@@ -237,7 +239,7 @@ def _check_single(file: AdapterFile, stack: Stack, module: str, like: str) -> No
                 f"{first.shape}; a stacked parameter has one dtype, and one shape for all experts"
             )
     in_config = find_rank_and_alpha(file.config, module)
-    in_file = file.factor_shapes(module)[0][0]
+    in_file = file.get_factor_shapes(module)[0][0]
     if in_config != (stack.rank, stack.alpha) or in_file != stack.rank:
         raise ValueError(
             f"{module} has rank {in_file} in its file and rank and alpha {in_config} in {CONFIG}, "

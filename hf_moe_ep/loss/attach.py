@@ -39,14 +39,14 @@ from hf_moe_ep.state import (
     replace_attribute,
     restore_attributes,
 )
-from hf_moe_ep.upstream.causal_loss import is_causal_loss, other_use_of_logits
+from hf_moe_ep.upstream.causal_loss import find_other_use_of_logits, is_causal_loss
 from hf_moe_ep.upstream.models import (
     IGNORED_LABEL,
     bind_forward,
     get_output_head,
     is_fused_head,
 )
-from hf_moe_ep.upstream.modules import name_of_child
+from hf_moe_ep.upstream.modules import find_name_of_child
 
 _logger = logging.getLogger("hf_moe_ep")
 
@@ -92,12 +92,12 @@ def _find_obstacle(parts: Parts) -> str:
     """Return the reason why the loss of a model cannot be computed in chunks, or ""."""
     if parts.causal_lm is None:
         return "it has no language modelling head"
-    name = name_of_child(parts.causal_lm, parts.head)
+    name = find_name_of_child(parts.causal_lm, parts.head)
     if name is None:
         return "its head is not a child of the model that computes the loss"
     if not has_causal_loss(parts.causal_lm):
         return "its loss function is not transformers' ForCausalLMLoss"
-    other = other_use_of_logits(parts.causal_lm, name)
+    other = find_other_use_of_logits(parts.causal_lm, name)
     return f"its forward uses the logits in `{other}`" if other else ""
 
 
@@ -157,8 +157,8 @@ class BeginFusedLoss(Ours):
             return
         # Adapters may have wrapped the head since `patch`, and Liger may have replaced the forward.
         head = get_output_head(model)
-        name = name_of_child(model, head)
-        if head is None or name is None or other_use_of_logits(model, name):
+        name = find_name_of_child(model, head)
+        if head is None or name is None or find_other_use_of_logits(model, name):
             return
         # Ctrl-C may come at every line, so `self.forward` is set before the functions are replaced,
         # and `end` clears it after the functions are restored.

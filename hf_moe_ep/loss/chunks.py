@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hf_moe_ep.ops.autograd import refuse_tangents
-from hf_moe_ep.ops.dtypes import compute_dtype
+from hf_moe_ep.ops.dtypes import choose_compute_dtype
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, head: HeadLoss, hidden_TH: Tensor, *parameters: Tensor) -> Tensor:
         ctx.head = head
-        ctx.dtype = compute_dtype(hidden_TH)
+        ctx.dtype = choose_compute_dtype(hidden_TH)
         if ctx.dtype == torch.float16:
             device = hidden_TH.device.type
             is_cast, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

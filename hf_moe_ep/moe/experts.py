@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.etp import pad_bias, sum_factor_gradients, view_in_stock_shape
 from hf_moe_ep.lora.factors import join
-from hf_moe_ep.ops.dtypes import compute_dtype
+from hf_moe_ep.ops.dtypes import choose_compute_dtype
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ACTIVATIONS, ONLY_IN_TORCH, ExpertFormula, activate
 from hf_moe_ep.ops.interface import ExpertWeights, Masters
@@ -113,7 +113,7 @@ def run_experts(
     `hf_moe_ep.ops.expert_mlp` explains the arguments. `weights` is the result of
     `collect_weights`, if the caller has already called that function.
     """
-    compute_RH = rows_RH.to(compute_dtype(rows_RH))
+    compute_RH = rows_RH.to(choose_compute_dtype(rows_RH))
     weights = weights or collect_weights(experts, compute, rows_RH)
 
     def compute_weighted_sum(rows: Tensor, ids: Tensor, weights_of_pairs: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def collect_weights(
     `first_expert` is the number of this rank's first expert. The number selects this rank's experts
     in adapters that are not sharded.
     """
-    dtype = compute_dtype(like)
+    dtype = choose_compute_dtype(like)
     quantised = compute.quantisation is not None
     layer: MoELayer | None = getattr(experts, STATE, None)
     whole_dtype = None if layer is None else layer.weights_dtype

@@ -31,10 +31,10 @@ from hf_moe_ep.state import ModelState, Ours, ReliedOn
 from hf_moe_ep.upstream.replaced_forwards import (
     belongs_to_liger,
     find_class_with_forward,
+    get_qualified_name,
     is_computed_by_liger,
     iterate_forward_functions,
     liger_kernels_are_loaded,
-    qualified_name,
 )
 
 _logger = logging.getLogger("hf_moe_ep")
@@ -122,7 +122,7 @@ def _check_liger_can_run(root: nn.Module, device: torch.device) -> None:
         if is_computed_by_liger(module):
             raise ValueError(
                 f"Liger computes {name or type(module).__name__} "
-                f"({qualified_name(_find_innermost(module))}), and its kernels need a "
+                f"({get_qualified_name(_find_innermost(module))}), and its kernels need a "
                 f"GPU, while this model is on the CPU; leave out use_liger_kernel=True, and "
                 f"everything else that applies Liger"
             )
@@ -165,9 +165,9 @@ def _check_class(name: str, module: nn.Module) -> None:
     owner, function = find_class_with_forward(module)
     if function.__module__ != owner.__module__:
         raise ValueError(
-            f"the forward of {qualified_name(owner)}, the class of {name}, was replaced before "
-            f"patch() by {qualified_name(function)}, which may compute without hf_moe_ep; leave "
-            f"out this replacement, or let it call the original forward under functools.wraps"
+            f"the forward of {get_qualified_name(owner)}, the class of {name}, was replaced before "
+            f"patch() by {get_qualified_name(function)}, which may compute without hf_moe_ep; "
+            f"leave out this replacement, or let it call the original forward under functools.wraps"
         )
 
 
@@ -175,9 +175,9 @@ def _check_forward(name: str, module: nn.Module, expected: Callable[..., Any], w
     if expected not in iterate_forward_functions(module):
         raise ValueError(
             f"the forward of {name} ({type(module).__name__}) was replaced {when} by "
-            f"{qualified_name(_find_innermost(module))}, which would compute without hf_moe_ep; "
-            f"leave out this replacement (use_kernels=True, kernelize, a patcher), or wrap "
-            f"{qualified_name(expected)} instead of replacing it"
+            f"{get_qualified_name(_find_innermost(module))}, which would compute without "
+            f"hf_moe_ep; leave out this replacement (use_kernels=True, kernelize, a patcher), or "
+            f"wrap {get_qualified_name(expected)} instead of replacing it"
         )
 
 

@@ -29,7 +29,7 @@ from hf_moe_ep.plan import matches
 from hf_moe_ep.state import Ours
 from hf_moe_ep.upstream.adapters import returns_output_of_child
 from hf_moe_ep.upstream.autograd_modes import hidden_from_function_modes
-from hf_moe_ep.upstream.module_names import get_stock_name, without_copies
+from hf_moe_ep.upstream.module_names import get_stock_name, remove_names_of_copies
 
 
 class SecondRouterRuns(Ours):
@@ -122,7 +122,7 @@ def find_routers(parts: Parts) -> list[nn.Module]:
     return [
         module
         for name, module in parts.root.named_modules()
-        if pattern and matches(pattern, without_copies(get_stock_name(name)))
+        if pattern and matches(pattern, remove_names_of_copies(get_stock_name(name)))
         if not returns_output_of_child(module)
     ]
 

@@ -32,11 +32,11 @@ from torch.autograd.graph import get_gradient_edge
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.code import takes_one_argument
-from hf_moe_ep.upstream.dispatch_modes import get_storage_id, replace_in, without_memory
+from hf_moe_ep.upstream.dispatch_modes import get_storage_id, make_without_memory, replace_in
 from hf_moe_ep.upstream.module_names import get_stock_name
 from hf_moe_ep.upstream.modules import has_backward_hooks
 from hf_moe_ep.upstream.replaced_forwards import iterate_forward_functions
-from hf_moe_ep.upstream.sharded_models import times_written
+from hf_moe_ep.upstream.sharded_models import count_writes
 
 # The names of shared experts in transformers begin with this prefix.
 _PREFIX = "shared_expert"
@@ -50,7 +50,7 @@ class Deferred(Tensor):
 
     @staticmethod
     def __new__(cls, compute: Callable[[], Tensor]) -> Deferred:
-        return without_memory(cls)
+        return make_without_memory(cls)
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class SharedExperts:
         if deferred is not None:
             deferred.value()
         elif x is not None:
-            self._computed = x, times_written(x), self._run(x)
+            self._computed = x, count_writes(x), self._run(x)
 
     def _take_result(self, x: Tensor) -> Tensor:
         """Return the result for the stock call's argument `x`; compute it if `x` is not the input.
@@ -147,7 +147,7 @@ class SharedExperts:
         assert self._computed is not None
         (known, version, out), self._computed = self._computed, None
         is_input = _same_values(x, known) and _passes_gradient(x, known)
-        if is_input and times_written(known) == version:
+        if is_input and count_writes(known) == version:
             return out.view(x.shape)
         warnings.warn(
             f"{type(self._module).__name__} was computed twice, because its block gives it another "

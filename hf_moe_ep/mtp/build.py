@@ -18,7 +18,7 @@ from hf_moe_ep.mtp_head import MtpHead, OwnProjectionHead, SharedProjectionHead
 from hf_moe_ep.plan import MTP_HEAD
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import iterate_adapter_layers
-from hf_moe_ep.upstream.hub import build_empty_module, checkpoint_name
+from hf_moe_ep.upstream.hub import build_empty_module, get_checkpoint_name
 
 _SHARED_LAYOUT = "shared"  # the other layout is "own" (mtp_head.py)
 # The attributes of a decoder layer with which activation checkpointing is switched on.
@@ -151,7 +151,8 @@ def _find_weight_names(parts: Parts) -> tuple[str, str]:
     assert parts.embedding is not None and parts.head is not None
     weights = (parts.embedding.weight, parts.head.weight)
     name_of = {
-        id(parameter): checkpoint_name(name) for name, parameter in parts.root.named_parameters()
+        id(parameter): get_checkpoint_name(name)
+        for name, parameter in parts.root.named_parameters()
     }
     embedding, head = (name_of[id(weight)] for weight in weights)
     return embedding, head

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
+def choose_compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which F.linear would compute with the input `x`.
 
     Autocast does not cast the inputs of `expert_mlp`, so its callers cast them to this dtype.

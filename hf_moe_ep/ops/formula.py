@@ -79,7 +79,7 @@ class ExpertFormula:
         """True if the limit clamps the output of the activation, and not its input."""
         return self.activation == "swish_clamped"
 
-    def kernel_constants(self) -> dict[str, Any]:
+    def list_kernel_constants(self) -> dict[str, Any]:
         """Return the formula as compile-time arguments of the Triton kernels (`epilogue.py`)."""
         assert not self.capped, "the Triton kernels do not compute soft caps"
         return {

@@ -82,7 +82,7 @@ class LowRows:
     def rank(self) -> int:
         return 0 if self.low_AP is None else self.low_AP.shape[1]
 
-    def kernel_arguments(self) -> tuple[Tensor | None, Tensor | None, int, int, int]:
+    def list_kernel_arguments(self) -> tuple[Tensor | None, Tensor | None, int, int, int]:
         """Return both tensors and the three strides of `b_LPO`."""
         stride_l, stride_p, stride_o = (0, 0, 0) if self.b_LPO is None else self.b_LPO.stride()
         return self.low_AP, self.b_LPO, stride_l, stride_p, stride_o

@@ -211,7 +211,7 @@ def dequantise_scales(stack: Quantised) -> Tensor:
     if stack.nested_scale is None:
         return stack.block_scale.contiguous()
     experts, *shape = stack.block_scale.shape
-    codes = _nested_codes(stack.block_scale.device)
+    codes = _make_nested_codes(stack.block_scale.device)
     blocks = stack.nested_scale.shape[1]
     padded = codes.new_zeros(experts, blocks * _NESTED_BLOCK)
     scales = stack.block_scale.flatten(1)
@@ -222,7 +222,7 @@ def dequantise_scales(stack: Quantised) -> Tensor:
     return (values[:, : scales.shape[1]] + offset[:, 0]).view(experts, *shape)
 
 
-def rows_and_columns_of_blocks(quantisation: Quantisation) -> tuple[int, int]:
+def get_block_shape(quantisation: Quantisation) -> tuple[int, int]:
     """Return the size of the blocks (rows, columns) whose values share a scale."""
     return _BLOCKS[quantisation.kind]
 
@@ -333,7 +333,7 @@ def _import_bitsandbytes() -> Any:
 
 
 @cache
-def _nested_codes(device: torch.device) -> Tensor:
+def _make_nested_codes(device: torch.device) -> Tensor:
     """Return the values of the 256 codes of nested scales, in ascending order.
 
     Two values are 0 and 1. All other values occur with both signs (arXiv 1511.04561, "dynamic

@@ -1,7 +1,7 @@
 """Compute the ops of this folder slowly, with simple code that autograd differentiates.
 
-The tests compare the fast implementations with these versions. `matrices` dequantises a stack of
-matrices, `sum_rows` sums the copies of each token, and `expert_mlp` computes the experts.
+The tests compare the fast implementations with these versions. `dequantise_matrices` dequantises a
+stack of matrices, `sum_rows` sums the copies of each token, and `expert_mlp` computes the experts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.quantised import NF4_CODES, Quantised, dequantise_scales
 
 
-def matrices(stack: Quantised, kind: str, dtype: torch.dtype) -> Tensor:
+def dequantise_matrices(stack: Quantised, kind: str, dtype: torch.dtype) -> Tensor:
     """Dequantise a stack to [E, O, I]. Each value times its scale is rounded to `dtype` once."""
     scale = dequantise_scales(stack)
     if kind == "nf4":

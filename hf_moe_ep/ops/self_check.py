@@ -41,7 +41,7 @@ from hf_moe_ep.ops.kernels.product import tma_can_load
 from hf_moe_ep.ops.kernels.reduce import combine
 from hf_moe_ep.ops.kernels.sort_pairs import sort_pairs
 from hf_moe_ep.ops.quantised import NESTED_SCALE, Quantisation, Quantised, quantise_stack
-from hf_moe_ep.ops.reference import matrices
+from hf_moe_ep.ops.reference import dequantise_matrices
 from hf_moe_ep.ops.sum_check import (
     ROUNDINGS,
     USE_TORCH,
@@ -224,7 +224,7 @@ def _compare_products(kind: Kind) -> Iterator[Comparison]:
     for name in ("up", "down") if kind.quantised else ():
         stack = draw_quantised(tensors[name], kind.quantised, generator)
         tensors |= stack.by_name(name)
-        dequantised[name] = matrices(stack, kind.quantised, kind.dtype)
+        dequantised[name] = dequantise_matrices(stack, kind.quantised, kind.dtype)
     rows_RH = draw(num_rows, hidden).to(kind.dtype)
     weights_RK = draw(num_rows, kind.top_k).abs().to(kind.weights_dtype)
     ids_RK = draw(num_rows, num_experts).argsort(1)[:, : kind.top_k]

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 
 from hf_moe_ep.lora.computed import iterate_stacked_factors, stack_conversion
 from hf_moe_ep.lora.factors import is_stacked
-from hf_moe_ep.plan import ModelPlan, matches, name_in_layer
+from hf_moe_ep.plan import ModelPlan, make_name_in_layer, matches
 from hf_moe_ep.state import patched_state
-from hf_moe_ep.upstream.adapters import adapter_parameters
+from hf_moe_ep.upstream.adapters import list_adapter_parameter_ids
 from hf_moe_ep.upstream.experts_interface import get_experts_flags, is_experts_module
 from hf_moe_ep.upstream.module_names import get_stock_name, unwrap
 
@@ -92,7 +92,7 @@ class MatrixLayout:
             return sizes[self.out_dim], sizes[3 - self.out_dim]
         return shape[self.out_dim] // self.parts, shape[3 - self.out_dim]
 
-    def part_bounds(self, start: int, stop: int, part: int, rows: int) -> tuple[int, int]:
+    def find_part_bounds(self, start: int, stop: int, part: int, rows: int) -> tuple[int, int]:
         """Return the [start, stop) of a part's rows among the rows start .. stop - 1 of `out`.
 
         `rows` is the number of rows of the part. If the parts have a dim of their own, a rank has
@@ -111,12 +111,12 @@ class MatrixLayout:
 
         Args:
             values: the rank's `stacked_view`, with the rows start .. stop - 1 of dim `out`.
-            start, stop, part, rows: as in `part_bounds`.
+            start, stop, part, rows: as in `find_part_bounds`.
         """
         if self.has_part_dim:
             block = values.select(self.out_dim, part)
             return block.mT if self.transposed else block
-        low, high = self.part_bounds(start, stop, part, rows)
+        low, high = self.find_part_bounds(start, stop, part, rows)
         if self.interleaved:
             index = slice(low * self.parts + part - start, None, self.parts)
         else:
@@ -152,11 +152,11 @@ def find_matrix_layouts(model: nn.Module, *, split_heads: bool = False) -> Layou
     """
     inner = unwrap(model)
     plan = patched_state(model).plan
-    adapter_ids = adapter_parameters(inner)
+    adapter_ids = list_adapter_parameter_ids(inner)
     heads = dict(_find_heads(inner, plan)) if split_heads else {}
     layouts = Layouts({}, {})
     for path, module in inner.named_modules():
-        name = name_in_layer(get_stock_name(path), plan)
+        name = make_name_in_layer(get_stock_name(path), plan)
         if not _is_in_layer_or_encoder(name, plan) or _is_router(name, plan):
             continue
         if isinstance(module, (nn.Embedding, *_CONVOLUTIONS)):
@@ -209,18 +209,18 @@ def _is_in_layer_or_encoder(name: str, plan: ModelPlan) -> bool:
     towers = [] if plan.vision is None else [plan.vision.tower]
     return any(
         matches(pattern, module)
-        for module in _with_containers(name)
+        for module in _iterate_containers(name)
         for pattern in (plan.layers, *plan.encoders, *towers)
     )
 
 
 def _is_router(name: str, plan: ModelPlan) -> bool:
     return bool(plan.router) and any(
-        matches(plan.router, module) for module in _with_containers(name)
+        matches(plan.router, module) for module in _iterate_containers(name)
     )
 
 
-def _with_containers(name: str) -> Iterator[str]:
+def _iterate_containers(name: str) -> Iterator[str]:
     """Yield the name of a module, and the names of the modules that contain it."""
     while name:
         yield name
@@ -230,7 +230,7 @@ def _with_containers(name: str) -> Iterator[str]:
 def _find_heads(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, int]]:
     """Yield the name and the number of heads of each projection of attention that has heads."""
     for path, module in model.named_modules():
-        name = name_in_layer(get_stock_name(path), plan)
+        name = make_name_in_layer(get_stock_name(path), plan)
         if not plan.attention or not matches(plan.attention, name):
             continue
         config = getattr(module, "config", None)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from hf_moe_ep.etp import split_dims_by_id
+from hf_moe_ep.etp import map_ids_to_split_dims
 from hf_moe_ep.optim.matrices import (
     Layouts,
     MatrixLayout,
@@ -223,7 +223,7 @@ class Muon(Optimizer):
         if layout is not None:
             return layout
         reason = "which is neither a matrix nor a stacked weight of experts"
-        if id(parameter) in split_dims_by_id(self.model):
+        if id(parameter) in map_ids_to_split_dims(self.model):
             etp_size = patched_state(self.model).config.etp_size
             reason = (
                 f"a LoRA factor of which etp_size={etp_size} gives a rank two ranges of the rows "

@@ -104,7 +104,7 @@ class Matrices:
         if self.sharding.dim != self.layout.out_dim:
             return [stop - start for start, stop in self.sharding.bounds]
         bounds = [
-            self.layout.part_bounds(start, stop, part, self.shape[0])
+            self.layout.find_part_bounds(start, stop, part, self.shape[0])
             for start, stop in self.sharding.bounds
         ]
         return [high - low for low, high in bounds]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_moe_ep.pipeline.micro_batches import check_can_be_cut, needs_grad
-from hf_moe_ep.pipeline.schedule import bubble
+from hf_moe_ep.pipeline.schedule import compute_bubble
 from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.ranks.collectives import gather_counts
 from hf_moe_ep.sequence.same_batch import check_sizes, compute_batch_numbers, find_other_batch
@@ -126,7 +126,7 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
         warnings.warn(
             f"batches of {fewest_rows} rows and pp_microbatches={wanted} make {count} "
             f"micro-batches for {stages.size} pipeline stages, so each stage waits for "
-            f"{bubble(stages.size, count):.0%} of the time; use batches of at least "
+            f"{compute_bubble(stages.size, count):.0%} of the time; use batches of at least "
             f"{stages.size} rows, and pp_microbatches of {4 * stages.size} or more",
             stacklevel=2,
         )

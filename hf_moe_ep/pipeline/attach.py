@@ -12,7 +12,7 @@ from hf_moe_ep.architectures import Parts
 from hf_moe_ep.derive import takes_chosen_tokens
 from hf_moe_ep.loss.attach import has_causal_loss
 from hf_moe_ep.pipeline.cut import assign_layers_to_stages, divide_evenly, list_parameters_outside
-from hf_moe_ep.sequence.slice_arguments import named_parameters
+from hf_moe_ep.sequence.slice_arguments import list_named_parameters_of_forward
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.causal_loss import passes_arguments_to_loss
 
@@ -79,7 +79,7 @@ def attach(parts: Parts, state: ModelState) -> None:
 
 def _describe_extra_input(layer: nn.Module) -> str:
     """Say what a layer gets from earlier layers besides hidden states; return "" if nothing."""
-    for parameter in named_parameters(layer):
+    for parameter in list_named_parameters_of_forward(layer):
         if parameter.name in _FROM_EARLIER_LAYERS or parameter.name.startswith("prev_"):
             return f"takes {parameter.name} from earlier layers"
     for module in layer.modules():

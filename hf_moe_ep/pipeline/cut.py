@@ -28,7 +28,7 @@ from hf_moe_ep.pipeline.stage import (
     NoNorm,
     Stage,
     WholeTensor,
-    no_loss,
+    return_zero_loss,
 )
 from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
@@ -137,7 +137,7 @@ def cut_model(
     if index < size - 1:
         stand_ins |= {id(norm): NoNorm() for norm in parts.final_norm}
         stand_ins[id(parts.head)] = NoHead()
-        setattr(parts.causal_lm, "_loss_function", no_loss)  # noqa: B010  private to ruff
+        setattr(parts.causal_lm, "_loss_function", return_zero_loss)  # noqa: B010  private to ruff
     _replace_children(model, stand_ins)
     parts.layers[own.stop - 1].register_forward_hook(CheckOutput(names[id(parts.layers[own[-1]])]))
     _drop_references(model, parts, state, stage)

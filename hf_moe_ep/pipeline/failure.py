@@ -68,7 +68,7 @@ class Failure:
         try:
             yield
         except BaseException as error:
-            groups, stages = self.meshes.all_groups(), self.meshes.stages
+            groups, stages = self.meshes.list_groups(), self.meshes.stages
             assert stages is not None
             place = f"pipeline stage {stages.index} of {stages.size}, {self.operation}"
             first = find_error(groups)

@@ -58,7 +58,7 @@ from hf_moe_ep.pipeline.schedule import (
     Operation,
     list_early_receives,
     list_forwards_only,
-    operations,
+    list_operations,
 )
 from hf_moe_ep.pipeline.stage import Stage
 from hf_moe_ep.pipeline.token_losses import (
@@ -110,9 +110,9 @@ class _Channels:
                 return None
             where = (
                 f"pipeline stage {stages.index} of {stages.size}, {what} stage {other} (rank "
-                f"{stages.rank_in(other)})"
+                f"{stages.find_rank_in(other)})"
             )
-            return Channel(group, stages.rank_in(other), device, where)
+            return Channel(group, stages.find_rank_in(other), device, where)
 
         previous, following = stages.index - 1, stages.index + 1
         return _Channels(
@@ -254,7 +254,9 @@ class Pipeline:
         gradients = StepGradients(self.model.parameters(), meshes.stages, meshes.device)
         try:
             schedule = state.config.pp_schedule, stage.index, stage.size, count
-            self._run(call, operations(*schedule), list_early_receives(*schedule), stock, stage)
+            self._run(
+                call, list_operations(*schedule), list_early_receives(*schedule), stock, stage
+            )
             self._add_tied_gradients(stage)
         except BaseException:
             gradients.restore()
@@ -399,7 +401,7 @@ class Pipeline:
             return
         assert meshes is not None and meshes.stages is not None
         stages = meshes.stages
-        other = stages.rank_in(stages.size - 1 if stage.is_first else 0)
+        other = stages.find_rank_in(stages.size - 1 if stage.is_first else 0)
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         grad = get_local_tensor(weight.grad)
@@ -426,7 +428,7 @@ class Pipeline:
         meshes = self.state.meshes
         assert meshes is not None and meshes.stages is not None
         stages = meshes.stages
-        source, group = stages.rank_in(stages.size - 1), stages.column.get_group()
+        source, group = stages.find_rank_in(stages.size - 1), stages.column.get_group()
         values: dict[str, Any] = {}
         if mode != LOGITS:
             # Unlike a broadcast, an all-gather ends only if no stage has failed.

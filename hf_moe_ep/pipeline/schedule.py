@@ -1,9 +1,9 @@
 """The order in which a pipeline stage runs its micro-batches, forward and backward, as data.
 
-A batch is cut into m micro-batches, which pass p stages one after the other. `operations` returns
-the list of one stage. "1f1b" (one forward, one backward) begins the backward of a micro-batch as
-early as possible, so stage s keeps the activations of at most p - s micro-batches. With 2 stages
-and 4 micro-batches, F2 is the forward of micro-batch 2 and B2 its backward:
+A batch is cut into m micro-batches, which pass p stages one after the other. `list_operations`
+returns the list of one stage. "1f1b" (one forward, one backward) begins the backward of a
+micro-batch as early as possible, so stage s keeps the activations of at most p - s micro-batches.
+With 2 stages and 4 micro-batches, F2 is the forward of micro-batch 2 and B2 its backward:
 
     stage 0    F0 F1 B0 F2 B1 F3 B2 B3
     stage 1    F0 B0 F1 B1 F2 B2 F3 B3
@@ -36,7 +36,7 @@ class Operation(NamedTuple):
         return f"{'F' if self.is_forward else 'B'}{self.micro_batch}"
 
 
-def operations(
+def list_operations(
     schedule: str, stage: int, num_stages: int, num_micro_batches: int
 ) -> list[Operation]:
     """Return the operations of a stage in a training step, in order."""
@@ -66,14 +66,14 @@ def list_early_receives(
         stage 0 of 2, "gpipe"    F0 F1 F2 F3 | B0 B1 B2 B3
                                              B0 is not received before F3 has run
     """
-    order = operations(schedule, stage, num_stages, num_micro_batches)
+    order = list_operations(schedule, stage, num_stages, num_micro_batches)
     result = [False]
     for current, following in pairwise(order):
         # Forwards get their operands from the previous stage, backwards from the next one.
         sender = stage - 1 if following.is_forward else stage + 1
         waits = False
         if 0 <= sender < num_stages and current.is_forward != following.is_forward:
-            sender_order = operations(schedule, sender, num_stages, num_micro_batches)
+            sender_order = list_operations(schedule, sender, num_stages, num_micro_batches)
             waits = sender_order.index(current) < sender_order.index(following)
         result.append(not waits)
     return result
@@ -84,6 +84,6 @@ def list_forwards_only(num_micro_batches: int) -> list[Operation]:
     return [Operation(True, index) for index in range(num_micro_batches)]
 
 
-def bubble(num_stages: int, num_micro_batches: int) -> float:
+def compute_bubble(num_stages: int, num_micro_batches: int) -> float:
     """Return the share of a step in which a stage waits, if all stages take equally long."""
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)

@@ -9,7 +9,7 @@ computes masks and position embeddings as for the whole model. Stage 1 of 3 of a
     layers 2, 3       own layers
     layers 4, 5       LayerAfter      keep the hidden states for stage 2, and pass them on
     norm              NoNorm          passes its input on
-    lm_head, loss     NoHead, no_loss zeros, which nothing reads
+    lm_head, loss     NoHead, return_zero_loss zeros, which nothing reads
 
 A `Boundary` holds the tensors that a stage receives and sends for a micro-batch.
 """
@@ -212,6 +212,6 @@ class NoHead(nn.Module):
         return hidden_states.detach().new_zeros((*hidden_states.shape[:-1], 1))
 
 
-def no_loss(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def return_zero_loss(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return zero as the loss, because only the last stage computes the loss."""
     return torch.zeros((), dtype=torch.float32, device=logits.device)

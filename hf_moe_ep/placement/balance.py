@@ -26,8 +26,8 @@ from hf_moe_ep.placement.move import (
     check_same_tensors,
     check_trained,
     find_expert_tensors,
+    list_slots_of_experts,
     move_layers,
-    slots_of,
 )
 from hf_moe_ep.ranks.all_ranks import (
     PATIENCE_OF_RANK_0,
@@ -109,7 +109,7 @@ def balance_experts(
     ranks = state.meshes.ep_size
     slots_of_layers = [layer.slots_E for layer in state.moe_layers]
     for layer in state.moe_layers:
-        old_slots_E = slots_of(layer.slots_E, state.num_experts)
+        old_slots_E = list_slots_of_experts(layer.slots_E, state.num_experts)
         load_E: list[int] = load.counts[layer.index].tolist()
         if not _is_uneven(load_E, old_slots_E, ranks, threshold):
             continue

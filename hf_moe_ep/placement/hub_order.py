@@ -179,7 +179,7 @@ def _guard_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             state = getattr(parameter, _GUARDED, None)
             if state is not None and getattr(optimizer, _GUARDED, None) is not state:
                 if has_moved_experts(state) and optimizer.state.get(parameter):
-                    raise _state_dict_refusal(optimizer)
+                    raise _make_state_dict_refusal(optimizer)
                 _guard(optimizer, state)
 
 
@@ -206,10 +206,10 @@ class RefuseStateDicts(StateHook):
         # wants the parameters themselves, not values to save.
         keep_vars = isinstance(owner, nn.Module) and args[1:] == (True,)
         if has_moved_experts(self.state) and not keep_vars:
-            raise _state_dict_refusal(owner)
+            raise _make_state_dict_refusal(owner)
 
 
-def _state_dict_refusal(owner: Any) -> ValueError:
+def _make_state_dict_refusal(owner: Any) -> ValueError:
     return ValueError(
         f"balance_experts has moved experts of this model, so a state dict of "
         f"{type(owner).__name__} would have another order of experts than saved files. Save and "

@@ -151,19 +151,19 @@ def move_experts(
     `slots_E` has the new slot of each expert, or is None for hub order. The layer stores it.
     """
     layer = tensors.layer
-    old_slots_E = slots_of(layer.slots_E, layer.model.num_experts)
-    new_slots_E = slots_of(slots_E, layer.model.num_experts)
+    old_slots_E = list_slots_of_experts(layer.slots_E, layer.model.num_experts)
+    new_slots_E = list_slots_of_experts(slots_E, layer.model.num_experts)
     moves = [Move(old, new) for old, new in zip(old_slots_E, new_slots_E, strict=True)]
     moves = [move for move in moves if move.old != move.new]
     for name, parameter in tensors.parameters.items() if moves else ():
         where = f"moving experts of {name}"
         _exchange_rows(parameter, moves, meshes, where)
-        for _, tensor in _tensors_that_move_with(parameter, optimizers):
+        for _, tensor in _iterate_tensors_that_move_with(parameter, optimizers):
             _exchange_rows(tensor, moves, meshes, where)
     layer.slots_E = slots_E
 
 
-def slots_of(slots_E: Tensor | None, num_experts: int) -> list[int]:
+def list_slots_of_experts(slots_E: Tensor | None, num_experts: int) -> list[int]:
     """List the slot of each expert; in hub order expert e has slot e."""
     if slots_E is None:
         return list(range(num_experts))
@@ -183,7 +183,7 @@ def check_same_tensors(
         f"{key} of {name}"
         for layer_tensors in tensors
         for name, parameter in layer_tensors.parameters.items()
-        for key, _ in _tensors_that_move_with(parameter, optimizers)
+        for key, _ in _iterate_tensors_that_move_with(parameter, optimizers)
     ]
     kinds = Counter(name.partition(" of ")[0] for name in names)
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
@@ -192,7 +192,7 @@ def check_same_tensors(
     check_alike(what, meshes.stage_group, optimizer=moved)
 
 
-def _tensors_that_move_with(
+def _iterate_tensors_that_move_with(
     parameter: DTensor, optimizers: Sequence[Any]
 ) -> Iterator[tuple[str, DTensor]]:
     """Yield the gradient of a parameter and the tensors of its optimizer state, with their names.

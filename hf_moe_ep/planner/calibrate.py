@@ -47,7 +47,7 @@ from hf_moe_ep.planner.seconds import plan_work_time
 from hf_moe_ep.planner.work import Collective, Operator, StepWork, WorkCounter
 from hf_moe_ep.ranks.all_ranks import gather_from_all
 from hf_moe_ep.upstream.graph import list_tensors_in
-from hf_moe_ep.upstream.operators import get_operator_name, get_work, group_of
+from hf_moe_ep.upstream.operators import get_group_of_collective, get_operator_name, get_work
 
 LARGE_BYTES = 2**16
 DTYPES = ("float32", "bfloat16")
@@ -89,7 +89,7 @@ class OperatorTimer(WorkCounter):
 
     def run_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _wait_for(self._device)
-        group_of(func, args).barrier().wait()
+        get_group_of_collective(func, args).barrier().wait()
         start = time.perf_counter()
         out = func(*args, **kwargs)
         get_work(out).wait()

@@ -99,7 +99,7 @@ class TensorMemory(OperatorMode):
         """Return True if a tensor in nested lists, tuples and dicts is on the host."""
         if not self.host_peak:
             return False
-        records = map(self.record_of, list_tensors_in(values))
+        records = map(self.find_record, list_tensors_in(values))
         return any(record is not None and record.on_host for record in records)
 
     def copy(self, x: Tensor, *, to_host: bool) -> Tensor:
@@ -115,7 +115,7 @@ class TensorMemory(OperatorMode):
         finally:
             self._made_on_host = None
 
-    def record_of(self, tensor: Tensor) -> StorageRecord | None:
+    def find_record(self, tensor: Tensor) -> StorageRecord | None:
         """Return the record of a tensor's storage; None if the storage is not counted."""
         entry = self._alive.get(get_storage_id(get_local_tensor(tensor).untyped_storage()))
         return None if entry is None else entry[0]

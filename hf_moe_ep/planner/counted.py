@@ -33,7 +33,7 @@ from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.sharding.stages import find_parts_of_stage
 from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
-from hf_moe_ep.upstream.dispatch_modes import dtensor_shapes
+from hf_moe_ep.upstream.dispatch_modes import find_dtensor_shapes_method
 from hf_moe_ep.upstream.host_copies import intercept_host_copies
 from hf_moe_ep.upstream.replaced import replaced
 
@@ -94,7 +94,7 @@ def count_step(
     trained = [p for p in model.parameters() if p.requires_grad]
     kinds: dict[StorageRecord, str] = {}
     # DTensor computes output shapes on full-size fake tensors, which are not part of the step.
-    with replaced(*dtensor_shapes()), count_tensors() as memory:
+    with replaced(*find_dtensor_shapes_method()), count_tensors() as memory:
         _watch_held(memory, kinds, model, optimizer, offload=offload)
 
         def begin(phase: str) -> None:
@@ -141,7 +141,7 @@ def _watch_held(
 def _note_kind(
     memory: TensorMemory, kinds: dict[StorageRecord, str], kind: str, tensors: Iterable[Tensor]
 ) -> None:
-    kinds |= {record: kind for record in map(memory.record_of, tensors) if record is not None}
+    kinds |= {record: kind for record in map(memory.find_record, tensors) if record is not None}
 
 
 def _count_copies(
@@ -152,7 +152,7 @@ def _count_copies(
     def copy(x: Tensor, to_host: bool) -> Tensor:
         out: Tensor = work.run_uncounted(memory.copy, x, to_host=to_host)
         work.note_copy(x.nbytes)
-        record = memory.record_of(out)
+        record = memory.find_record(out)
         if not to_host and record is not None:
             kinds[record] = _GATHERED
         return out

@@ -47,10 +47,10 @@ from hf_moe_ep.state import iterate_experts_modules
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.dispatch_modes import (
     OperatorMode,
-    dtensor_shapes,
-    fake_tensors,
+    call_on_real_tensors,
+    find_dtensor_shapes_method,
     is_fake,
-    on_real_tensors,
+    make_fake_mode,
 )
 from hf_moe_ep.upstream.graph import list_tensors_in
 from hf_moe_ep.upstream.operators import efficient_attention
@@ -89,7 +89,7 @@ class DrawnChoicesMode(OperatorMode):
                 return values, self._choose(ids.shape)
             return out
         if inputs or _makes_integers(func, args, kwargs):
-            return on_real_tensors(func, *args, **kwargs)
+            return call_on_real_tensors(func, *args, **kwargs)
         return func(*args, **kwargs)
 
     def _is_router_choice(self, scores: Tensor, k: int, *_: Any) -> bool:
@@ -105,10 +105,10 @@ class DrawnChoicesMode(OperatorMode):
         layer = number % len(self._choices.share_LE)
         key = (layer, shape.numel() // self._choices.top_k)
         if key not in self._drawn:
-            self._drawn[key] = on_real_tensors(self._choices.draw, *key)
+            self._drawn[key] = call_on_real_tensors(self._choices.draw, *key)
         drawn = self._drawn[key]
         # Each layer gets a copy, which is freed when the layer no longer needs it.
-        return on_real_tensors(lambda: drawn.clone().view(shape))
+        return call_on_real_tensors(lambda: drawn.clone().view(shape))
 
 
 def draw_missing_ids(model: nn.Module, choices: Choices) -> None:
@@ -123,7 +123,7 @@ def draw_missing_ids(model: nn.Module, choices: Choices) -> None:
         x_TH, ids_TK, *rest = args
         if not is_fake(ids_TK):
             return None
-        return (x_TH, on_real_tensors(choices.draw, index, len(ids_TK)), *rest)
+        return (x_TH, call_on_real_tensors(choices.draw, index, len(ids_TK)), *rest)
 
     for _, module, layer in iterate_experts_modules(model):
         module.register_forward_pre_hook(partial(draw, layer.index))
@@ -187,7 +187,7 @@ def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool, work: WorkCounter
         stack.enter_context(replaced(collectives, "_all_gather", gather))
         stack.enter_context(replaced(dist, "all_to_all_single", swap))
         stack.enter_context(replaced(torch_mlp.Block, "split", split))
-        stack.enter_context(replaced(*dtensor_shapes()))
+        stack.enter_context(replaced(*find_dtensor_shapes_method()))
         stack.enter_context(replaced(torch, "chunk", _chunk))
         stack.enter_context(replaced(context_calls, "causal_lower_right", _CausalStandIn))
         checksum = partial(_compute_checksum, vars(same_batch)["_compute_checksum"])
@@ -196,10 +196,10 @@ def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool, work: WorkCounter
             stack.enter_context(replaced(torch_mlp, "_BLOCK", sys.maxsize))
         attend = partial(_attend, functional.scaled_dot_product_attention, like_gpu)
         stack.enter_context(replaced(functional, "scaled_dot_product_attention", attend))
-        with fake_tensors(), DrawnChoicesMode(choices):
+        with make_fake_mode(), DrawnChoicesMode(choices):
             # The stock function caches its result for the process, so it must not see fake tensors.
             codes = torch.empty(256)
-            stack.enter_context(replaced(quantised, "_nested_codes", lambda _: codes))
+            stack.enter_context(replaced(quantised, "_make_nested_codes", lambda _: codes))
             yield
 
 
@@ -268,7 +268,7 @@ def select_three_experts(
 def _compute_checksum(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Compute the checksum of a part of the batch. Fake embeddings have no values and get 0."""
     if is_fake(x):
-        return on_real_tensors(torch.zeros, (), dtype=torch.int64)
+        return call_on_real_tensors(torch.zeros, (), dtype=torch.int64)
     return compute(x)
 
 

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.compiled import layers as compiled_layers
-from hf_moe_ep.upstream.autograd_modes import next_sequence_number, running_sequence_number
+from hf_moe_ep.upstream.autograd_modes import get_next_sequence_number, get_running_sequence_number
 from hf_moe_ep.upstream.dispatch_modes import get_storage_id
 from hf_moe_ep.upstream.replaced import replaced
 
@@ -212,14 +212,14 @@ class Fusion:
         return written
 
     def _begin_series(self) -> None:
-        self._starts.append(next_sequence_number())
+        self._starts.append(get_next_sequence_number())
         self._graphs.append(self._running[-1] if self._running else None)
 
     def _find_graph(self) -> int | None:
         """Return the graph of the operator that runs now, in forward or in backward."""
         if self._running:
             return self._running[-1]
-        number = running_sequence_number()
+        number = get_running_sequence_number()
         if number is None or not self._starts:
             return None
         index = bisect_right(self._starts, number) - 1

@@ -47,7 +47,7 @@ import torch
 
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.moe.dispatch.make_dispatcher import make_dispatcher
-from hf_moe_ep.pipeline.schedule import bubble
+from hf_moe_ep.pipeline.schedule import compute_bubble
 from hf_moe_ep.planner.config import find_config
 from hf_moe_ep.planner.extrapolate import (
     DENSE_LAYER_FIELDS,
@@ -217,7 +217,7 @@ class PlannedLayout:
     @property
     def bubble(self) -> float:
         """The fraction of a step in which a stage waits for other stages."""
-        return bubble(self.layout.pp, self.layout.micro_batches)
+        return compute_bubble(self.layout.pp, self.layout.micro_batches)
 
 
 @dataclass(frozen=True)

@@ -57,11 +57,11 @@ from hf_moe_ep.planner.work import StepWork
 from hf_moe_ep.routing.load import ExpertLoad
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.code import forward_arguments
+from hf_moe_ep.upstream.code import list_forward_arguments
 from hf_moe_ep.upstream.dispatch_modes import NoValue
 from hf_moe_ep.upstream.models import (
     add_fused_head,
-    checkpoint_layers,
+    enable_checkpointing,
     is_causal_lm,
     takes_images,
     takes_sound,
@@ -229,7 +229,7 @@ def _run_fake_step(
     built = Unsharded.of(request)
     model, state, config = built.model, built.state, text_config(request.config)
     state.only_loss_is_read = batch.only_loss_is_read
-    if "labels" not in forward_arguments(without_adapters(model)):
+    if "labels" not in list_forward_arguments(without_adapters(model)):
         raise _make_loss_error(f"the forward of {request.config.model_type} takes no labels")
     choices = _make_choices(built, request, load)
     head_inputs = add_fused_head(without_adapters(model)) if batch.fused_head else {}
@@ -246,7 +246,7 @@ def _run_fake_step(
             _materialise(model)
             model.train()
             if batch.checkpointing:
-                checkpoint_layers(model)
+                enable_checkpointing(model)
             optimizer = _make_optimizer_with_state(model, request)
             if batch.accumulates:
                 optimizer.set_zero_grads()

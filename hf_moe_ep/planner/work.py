@@ -51,13 +51,13 @@ from hf_moe_ep.upstream.dispatch_modes import OperatorMode
 from hf_moe_ep.upstream.graph import list_tensors_in
 from hf_moe_ep.upstream.operators import (
     count_flops,
+    count_moved_bytes,
     count_payload_bytes,
     find_collective,
+    get_group_of_collective,
     get_operator_name,
-    group_of,
     is_made_of_others,
     is_of_fsdp,
-    moved_bytes,
 )
 
 _FSDP = "torch.distributed.fsdp"
@@ -277,7 +277,7 @@ class WorkCounter(OperatorMode):
                 return func.decompose(*args, **kwargs)
         out = self.run(func, args, kwargs)
         flops = count_flops(func, args, kwargs, out)
-        nbytes = moved_bytes(func, args, kwargs, out)
+        nbytes = count_moved_bytes(func, args, kwargs, out)
         if flops or nbytes:
             operator = _describe_operator(func, args, flops, nbytes)
             if self._is_on_host(args):
@@ -366,7 +366,7 @@ class WorkCounter(OperatorMode):
                 self._operators_now += [replace(low, flops=flops, nbytes=nbytes)] * number
 
     def _describe_collective(self, kind: str, func: Any, args: tuple[Any, ...]) -> Collective:
-        group = group_of(func, args)
+        group = get_group_of_collective(func, args)
         ranks = tuple(dist.get_process_group_ranks(group))
         purpose, hideable = self._find_purpose(kind)
         nbytes = count_payload_bytes(func, args)

@@ -24,8 +24,8 @@ gather_on_first    every rank    rank 0 gets the values of all ranks
 ranks.
 
 An all-reduce of 8 bytes shows if a rank failed, and an all-reduce of 64 bytes (a hash and its
-complement) shows if values differ (`differing`). Only if a rank failed or values differ, the errors
-or values of all ranks are gathered. The bytes that a rank receives in a run without errors
+complement) shows if values differ (`find_differing`). Only if a rank failed or values differ, the
+errors or values of all ranks are gathered. The bytes that a rank receives in a run without errors
 therefore do not depend on the number of ranks. `gather_from_all` and `gather` are exceptions: they
 always send all values to all ranks, padded to the longest value.
 """
@@ -126,7 +126,7 @@ def check_alike(what: str, group: dist.ProcessGroup | None = None, /, **argument
     Raises:
         ValueError: an argument differs. Every rank raises the error, with the values of two ranks.
     """
-    by_rank = differing(arguments, group) or [arguments]
+    by_rank = find_differing(arguments, group) or [arguments]
     ranks = range(len(by_rank)) if group is None else dist.get_process_group_ranks(group)
     for name, first in by_rank[0].items():
         for rank, values in zip(ranks, by_rank):
@@ -229,7 +229,7 @@ def run_on_first(
     return cast(Value, values[0])
 
 
-def differing(value: Value, group: dist.ProcessGroup | None = None) -> list[Value] | None:
+def find_differing(value: Value, group: dist.ProcessGroup | None = None) -> list[Value] | None:
     """Return the values of all ranks if they differ, or None if all are the same.
 
     Values are compared by their repr. Equal values may have different reprs (1 and True), so a

@@ -30,14 +30,14 @@ def make_whole_box(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def overlap(box: Box, other: Box) -> Box | None:
+def intersect_boxes(box: Box, other: Box) -> Box | None:
     """Return the box of the elements that are in both boxes, or None if there are none."""
     pairs = zip(box, other, strict=True)
     common = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs)
     return common if all(start < stop for start, stop in common) else None
 
 
-def slices(inner: Box, outer: Box) -> tuple[slice, ...]:
+def make_slices(inner: Box, outer: Box) -> tuple[slice, ...]:
     """Return the slices that select the box `inner` in a tensor that holds the box `outer`."""
     pairs = zip(inner, outer, strict=True)
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
@@ -72,7 +72,7 @@ def from_even_shards(local: Tensor, mesh: DeviceMesh, placements: Sequence[Place
     )
 
 
-def whole(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+def iterate_whole_tensor(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """Yield one pair (box, values) for a tensor that is not sharded."""
     yield make_whole_box(tensor.shape), tensor
 

@@ -141,7 +141,7 @@ class Stages:
     def is_last(self) -> bool:
         return self.index == self.size - 1
 
-    def rank_in(self, stage: int) -> int:
+    def find_rank_in(self, stage: int) -> int:
         """Return the rank of this column in a stage."""
         return int(self.column.mesh[stage])
 
@@ -275,7 +275,7 @@ class Meshes:
         """The group of the `world_size` ranks; None stands for the default group."""
         return None if self.stages is None else self.stages.group
 
-    def all_groups(self) -> list[dist.ProcessGroup]:
+    def list_groups(self) -> list[dist.ProcessGroup]:
         """List the process groups of this rank with several ranks."""
         meshes = [getattr(self, field.name) for field in fields(self)]
         if self.nodes is not None:
@@ -550,7 +550,7 @@ def check_stages(pp_size: int, num_ranks: int) -> None:
     if pp_size > num_ranks or num_ranks % pp_size:
         raise ValueError(
             f"pp_size ({pp_size}) must divide the number of ranks ({num_ranks}); try "
-            f"{_divisors(num_ranks)}, or launch a multiple of {pp_size} processes"
+            f"{_list_divisors(num_ranks)}, or launch a multiple of {pp_size} processes"
         )
 
 
@@ -565,7 +565,7 @@ def check_world(config: ParallelConfig, num_ranks: int) -> None:
     if replicate > world or world % replicate:
         raise ValueError(
             f"dp_replicate_size ({replicate}) must divide the world size ({world}); try "
-            f"{_divisors(world)}"
+            f"{_list_divisors(world)}"
         )
     ranks = world // replicate
     sizes = {"ep_size": ep, "sp_size": sp, "cp_size": cp}
@@ -575,17 +575,17 @@ def check_world(config: ParallelConfig, num_ranks: int) -> None:
         if size > ranks or ranks % size:
             raise ValueError(
                 f"{name} ({size}) must divide world size / dp_replicate_size ({world} / "
-                f"{replicate} = {ranks}); try {_divisors(ranks)}, or launch a multiple of "
+                f"{replicate} = {ranks}); try {_list_divisors(ranks)}, or launch a multiple of "
                 f"{size * replicate * pp} processes"
             )
     if etp > 1 and ranks % (ep * etp):
         raise ValueError(
             f"etp_size ({etp}) times ep_size ({ep}) must divide world size / dp_replicate_size "
             f"({world} / {replicate} = {ranks}); with ep_size {ep} try etp_size "
-            f"{_divisors(ranks // ep)}, or launch a multiple of {ep * etp * replicate * pp} "
+            f"{_list_divisors(ranks // ep)}, or launch a multiple of {ep * etp * replicate * pp} "
             f"processes"
         )
 
 
-def _divisors(number: int) -> str:
+def _list_divisors(number: int) -> str:
     return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)

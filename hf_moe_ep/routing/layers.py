@@ -25,7 +25,7 @@ from hf_moe_ep.plan import matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 from hf_moe_ep.upstream.code import uses_name
 from hf_moe_ep.upstream.models import text_config
-from hf_moe_ep.upstream.module_names import get_stock_name, without_copies
+from hf_moe_ep.upstream.module_names import get_stock_name, remove_names_of_copies
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _map_stock_names(root: nn.Module) -> dict[str, nn.Module]:
     # first, so this dict contains the module inside. For a router in modules_to_save this module is
     # a trained copy.
     return {
-        without_copies(get_stock_name(name)): module
+        remove_names_of_copies(get_stock_name(name)): module
         for name, module in root.named_modules()
         if module not in modules_of_head
     }

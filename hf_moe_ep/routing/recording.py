@@ -110,7 +110,7 @@ class Recording(Session):
         for stage in range(stages.size):
             # The ids are sent as bytes, because NCCL has no int16.
             as_bytes = own_ids.view(torch.uint8) if stage == stages.index else None
-            received = broadcast_tensor(as_bytes, stages.rank_in(stage), group, device)
+            received = broadcast_tensor(as_bytes, stages.find_rank_in(stage), group, device)
             by_stage.append(received.view(self._dtype))
         self._finish(torch.cat(by_stage, dim=2))
 

@@ -139,7 +139,7 @@ def _attend_to_gathered(
         sinks: a number per query head for the softmax, or None.
     """
     attend_to = partial(_attend_to_pieces, stock, module, by_rank[context.rank], context)
-    everything: Sequence[int] = range(_num_pieces(context))
+    everything: Sequence[int] = range(_count_pieces(context))
     if not num_shares:
         return attend_to(everything, sinks, query, key, value)
     needed = [_list_pieces(calls, context.piece_length) for calls in by_rank]
@@ -247,10 +247,10 @@ def _count_shares(module: Any, attention_mask: Any, key: Tensor) -> int:
 
 def _needs_all_keys(needed: Sequence[Sequence[int]], context: Slice) -> bool:
     """Return True if at least one rank needs the keys of all tokens."""
-    return any(len(pieces) == _num_pieces(context) for pieces in needed)
+    return any(len(pieces) == _count_pieces(context) for pieces in needed)
 
 
-def _num_pieces(context: Slice) -> int:
+def _count_pieces(context: Slice) -> int:
     """Return the number of pieces that contain at least one token besides padding."""
     return -(-context.length // context.piece_length)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_moe_ep.sequence.slice_arguments import BY_TOKEN, named_parameters
+from hf_moe_ep.sequence.slice_arguments import BY_TOKEN, list_named_parameters_of_forward
 
 # Arguments (S, S) with one entry per query and key, which all rows of the batch share.
 _BY_PAIR = {"relative_distance"}
@@ -121,7 +121,7 @@ class MixerArguments:
 
 def read_mixer_arguments(name: str, module: nn.Module) -> MixerArguments:
     """Read the signature of a mixer; `name` is the module's name, for errors."""
-    parameters = named_parameters(module)
+    parameters = list_named_parameters_of_forward(module)
     positional = (p.name for p in parameters if p.kind != p.KEYWORD_ONLY)
     return MixerArguments(name, frozenset(p.name for p in parameters), tuple(positional))
 

@@ -38,7 +38,7 @@ from hf_moe_ep.sequence.gathering_cache import GatheringCache
 from hf_moe_ep.sequence.mixer_arguments import Call, Document, MixerArguments, describes_packing
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
 from hf_moe_ep.state import Ours
-from hf_moe_ep.upstream.models import CACHE_NAMES, compress_rate
+from hf_moe_ep.upstream.models import CACHE_NAMES, get_compress_rate
 from hf_moe_ep.upstream.modules import CheckpointedFunction
 from hf_moe_ep.upstream.recurrences import get_convolution_width
 
@@ -184,7 +184,7 @@ class GatherArguments(Ours):
         kwargs = {name: value for name, value in kwargs.items() if name != SLICE}
         self.current_split = self._choose_split(module, part, kwargs)
         if self.current_split == MixerSplit.QUERIES:
-            cache = GatheringCache(part, compress_rate(module))
+            cache = GatheringCache(part, get_compress_rate(module))
             kwargs |= {name: cache for name in CACHE_NAMES if name in kwargs}
         if self.current_split != MixerSplit.WHOLE:
             return self.arguments.change((args, kwargs), partial(_slice_mask, part))

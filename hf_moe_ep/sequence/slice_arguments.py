@@ -117,7 +117,7 @@ def read_layer_arguments(layer: nn.Module, sizes: str) -> LayerArguments:
     Raises:
         ValueError: a tensor argument is in no table, so it is unknown if it must be sliced.
     """
-    by_name = named_parameters(layer)
+    by_name = list_named_parameters_of_forward(layer)
     class_name = type(layer).__name__
     unknown = [
         parameter.name
@@ -143,7 +143,7 @@ def _may_be_tensor(parameter: inspect.Parameter) -> bool:
     return missing or "Tensor" in str(parameter.annotation)
 
 
-def named_parameters(layer: nn.Module) -> list[inspect.Parameter]:
+def list_named_parameters_of_forward(layer: nn.Module) -> list[inspect.Parameter]:
     """Return the named parameters of the forward of a decoder layer, or of a module in a layer.
 
     If the module is a wrapper without named parameters, return the parameters of the module inside.
@@ -154,5 +154,5 @@ def named_parameters(layer: nn.Module) -> list[inspect.Parameter]:
     by_name = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     children = list(layer.children())
     if not by_name and len(children) == 1:
-        return named_parameters(children[0])
+        return list_named_parameters_of_forward(children[0])
     return by_name

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.config import ParallelConfig, get_launched_local_rank, get_launched_local_world_size
-from hf_moe_ep.ranks.all_ranks import differing, is_first, run_on_all, this_rank
+from hf_moe_ep.ranks.all_ranks import find_differing, is_first, run_on_all, this_rank
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.values import ParameterEntries
 from hf_moe_ep.state import ModelState, iterate_experts_modules
-from hf_moe_ep.upstream.adapters import layer_replication
+from hf_moe_ep.upstream.adapters import get_layer_replication
 from hf_moe_ep.upstream.models import is_quantized, list_model_config_fields, list_packed_parameters
 from hf_moe_ep.upstream.module_names import get_canonical_name
 
@@ -30,7 +30,7 @@ def check_adapters_separate(model: nn.Module) -> None:
 
     Sharding copies each parameter into memory of its own.
     """
-    if replicated := layer_replication(model):
+    if replicated := get_layer_replication(model):
         raise ValueError(
             f"layer_replication={replicated} makes several layers share frozen weights, which "
             f"FSDP2 cannot shard; leave it out of the adapter's config"
@@ -125,7 +125,7 @@ def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions
     loaded = [p for p in model.parameters() if p not in options.empty_params]
     tensors = [*loaded, *model.buffers()]
     on_meta = [tensor for tensor in tensors if tensor.is_meta]
-    facts_by_rank = differing(facts) or [facts]
+    facts_by_rank = find_differing(facts) or [facts]
     for name, expected in facts_by_rank[0].items():
         values = [facts_of_rank.get(name) for facts_of_rank in facts_by_rank]
         rank = next((rank for rank, value in enumerate(values) if value != expected), None)

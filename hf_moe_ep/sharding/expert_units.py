@@ -30,7 +30,7 @@ from hf_moe_ep.ops.quantised import (
     BLOCK_SCALE,
     NESTED_SCALE,
     can_cut_rows,
-    rows_and_columns_of_blocks,
+    get_block_shape,
 )
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.sharding.options import ShardOptions, choose_grad_divisors
@@ -184,7 +184,7 @@ def _splits_no_block(entry: ParameterEntry, dim: int, ndim: int, ranks: int) -> 
     _, rows, columns = entry.local_LOI(1)
     if dim < ndim - 1:
         return can_cut_rows((rows, columns), entry.quantisation, ranks)
-    _, block_columns = rows_and_columns_of_blocks(entry.quantisation)
+    _, block_columns = get_block_shape(entry.quantisation)
     return columns % (block_columns * ranks) == 0
 
 

@@ -83,7 +83,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hf_moe_ep.moe.dispatch.make_dispatcher import make_dispatcher
 from hf_moe_ep.moe.forwards import keep_forwards
-from hf_moe_ep.plan import matches, name_in_layer
+from hf_moe_ep.plan import make_name_in_layer, matches
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.sharding.buffers import use_buffers
 from hf_moe_ep.sharding.checks import (
@@ -130,7 +130,11 @@ from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import refuse_unmerge, without_adapters
 from hf_moe_ep.upstream.hub import list_kept_in_fp32
 from hf_moe_ep.upstream.models import keep_packing
-from hf_moe_ep.upstream.module_names import get_canonical_name, get_stock_name, without_copies
+from hf_moe_ep.upstream.module_names import (
+    get_canonical_name,
+    get_stock_name,
+    remove_names_of_copies,
+)
 from hf_moe_ep.upstream.sharded_models import (
     fully_shard_tied,
     keep_recorded_outputs,
@@ -249,7 +253,8 @@ def _shard_layers(
         if state.experts_in_layer_units:
             stacked = {p for p, entry in fill(layers).items() if entry.over_ep}
             shard_tied(
-                layers, shard_placement_fn=partial(_placement_in_layer, stacked, state, meshes)
+                layers,
+                shard_placement_fn=partial(_choose_placement_in_layer, stacked, state, meshes),
             )
             continue
         for router in routers.get(index, ()):
@@ -363,7 +368,7 @@ def _is_kept_in_fp32(
 
 def _find_stock_name(name: str, state: ModelState) -> str:
     """Return the name in the stock model; a module of an MTP head gets its name in layer 0."""
-    return name_in_layer(without_copies(get_stock_name(name)), state.plan)
+    return make_name_in_layer(remove_names_of_copies(get_stock_name(name)), state.plan)
 
 
 def _make_fp32_kwargs(options: ShardOptions) -> dict[str, Any]:
@@ -401,7 +406,7 @@ def _can_join_layers(
     return not has_own_layout and len(dtypes) == 1
 
 
-def _placement_in_layer(
+def _choose_placement_in_layer(
     stacked: set[nn.Parameter], state: ModelState, meshes: Meshes, parameter: nn.Parameter
 ) -> Shard:
     """Choose the dim along which FSDP2 shards a parameter of a layer that includes its experts."""

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_moe_ep.etp import Cut, cut_of_tensor, find_cuts
+from hf_moe_ep.etp import Cut, find_cut_of_tensor, find_cuts
 from hf_moe_ep.lora.computed import Conversion, iterate_stacked_factors, stack_conversion
 from hf_moe_ep.ops.quantised import Quantisation, quantise_stack
 from hf_moe_ep.plan import ModelPlan
@@ -67,7 +67,7 @@ class ParameterEntry:
         """The cut of the stored tensor. A quantised tensor is stored as [E, out, in]."""
         if self.compute is None:
             return self.cut
-        return cut_of_tensor(self.compute, self.owners[0][1], quantised=True)
+        return find_cut_of_tensor(self.compute, self.owners[0][1], quantised=True)
 
     @property
     def quantisation(self) -> Quantisation | None:

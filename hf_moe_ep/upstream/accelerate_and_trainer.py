@@ -124,17 +124,17 @@ def declare_fsdp(state: AcceleratorState) -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
-def prepared_loaders(accelerator: Accelerator) -> list[Any]:
+def list_prepared_loaders(accelerator: Accelerator) -> list[Any]:
     """Return the data loaders that `accelerator` prepared (accelerate/accelerator.py)."""
     return accelerator._dataloaders
 
 
-def prepared_models(accelerator: Accelerator) -> list[nn.Module]:
+def list_prepared_models(accelerator: Accelerator) -> list[nn.Module]:
     """Return the models that `accelerator` prepared (accelerate/accelerator.py)."""
     return accelerator._models
 
 
-def prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
+def list_prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
     """Return the optimizers that `accelerator` prepared (accelerate/accelerator.py)."""
     return accelerator._optimizers
 
@@ -222,7 +222,7 @@ def generates_in_training(trainer: transformers.Trainer) -> bool:
 SAVE_IN_PROGRESS = "checkpoint-is-incomplete.txt"
 
 
-def checkpoint_folder(trainer: transformers.Trainer, trial: Any) -> Path:
+def get_checkpoint_folder(trainer: transformers.Trainer, trial: Any) -> Path:
     """Return the folder of the Trainer's checkpoint of this step (transformers/trainer.py)."""
     return Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}"
 

@@ -50,7 +50,7 @@ def check_attachable(config: Any) -> None:
     initial values do not depend on the weights. LoRA on embeddings is refused here if the config
     names the embeddings, otherwise by `attach_adapters`.
     """
-    if kind := why_values_are_needed(config):
+    if kind := find_kind_that_needs_values(config):
         raise make_unattachable_error(kind)
     targets = config.target_modules
     names = [targets] if isinstance(targets, str) else targets or ()
@@ -58,7 +58,7 @@ def check_attachable(config: Any) -> None:
         raise make_unattachable_error(f"LoRA on embeddings ({_EMBEDDINGS})")
 
 
-def why_values_are_needed(config: Any) -> str:
+def find_kind_that_needs_values(config: Any) -> str:
     """Name the kind of a config whose adapters may need values of the base model, or return "".
 
     The factors of plain LoRA have initial values that do not depend on the weights.
@@ -150,7 +150,7 @@ def attach_without_values(model: nn.Module, config: Any) -> nn.Module:
     return get_peft_model(model, config, low_cpu_mem_usage=True)
 
 
-def factor_dtype(dtype: torch.dtype) -> torch.dtype:
+def choose_factor_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which PEFT loads the factors for a weight with the dtype `dtype`.
 
     This is the effect of `autocast_adapter_dtype`, which is True by default
@@ -159,7 +159,7 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def saved_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def list_saved_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the adapter's tensors and the base model's tensors, by their keys in PEFT's files.
 
     A file of PEFT contains tensors of the base model if the vocabulary was resized, or if

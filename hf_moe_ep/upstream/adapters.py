@@ -61,7 +61,7 @@ def learns_prompts(model: Any) -> bool:
     return bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
 
 
-def adapter_names(
+def list_saved_adapters(
     model: Any, state_dict: dict[str, Tensor], save_embedding_layers: str | bool = "auto"
 ) -> list[str] | None:
     """Return the names in `state_dict` that PEFT would save, or None for a model without adapters.
@@ -73,7 +73,7 @@ def adapter_names(
         return None
     if learns_prompts(model):  # PEFT's function would run the prompt encoders on one rank only.
         return [name for name in state_dict if name.startswith(f"{PROMPT_ENCODERS}.")]
-    by_adapter = keys_of_adapters(model, state_dict, save_embedding_layers)
+    by_adapter = map_keys_by_adapter(model, state_dict, save_embedding_layers)
     saved = {name for names in by_adapter.values() for name in names.values()}
     return [name for name in state_dict if name in saved]
 
@@ -87,7 +87,7 @@ def counts_from_end_of_row(config: Any) -> bool:
     return bool(getattr(config, "alora_invocation_tokens", None))
 
 
-def keys_of_adapters(
+def map_keys_by_adapter(
     model: Any, state_dict: Mapping[str, Tensor], save_embedding_layers: str | bool
 ) -> dict[str, dict[str, str]]:
     """Return, for each adapter, a dict that maps the keys of PEFT's file to names in `state_dict`.
@@ -173,7 +173,7 @@ class ParameterFactor:
     num_experts: int
 
 
-def parameter_factors(model: nn.Module) -> Iterator[tuple[str, ParameterFactor]]:
+def iterate_parameter_factors(model: nn.Module) -> Iterator[tuple[str, ParameterFactor]]:
     """Yield (name, factor) for the lora_A and the lora_B of every adapter on a stacked parameter.
 
     A stacked parameter has three dims. In a sharded model it may have four, [E, 2, F, H] for
@@ -244,7 +244,7 @@ def _raise_merged(name: str) -> None:
     )
 
 
-def layer_replication(model: nn.Module) -> Any:
+def get_layer_replication(model: nn.Module) -> Any:
     """Return the `layer_replication` of an adapter's config (peft/tuners/lora/config.py), or None.
 
     PEFT then copies layers. The copies share the frozen weights, and each has its own adapters.
@@ -253,7 +253,7 @@ def layer_replication(model: nn.Module) -> Any:
     return next((r for c in configs if (r := getattr(c, "layer_replication", None))), None)
 
 
-def active_adapters(model: nn.Module) -> list[str]:
+def list_active_adapters(model: nn.Module) -> list[str]:
     """Return the names of the adapters that are active in at least one wrapper of the model."""
     return sorted(
         {name for _, layer in iterate_adapter_layers(model) for name in layer.active_adapters}
@@ -306,7 +306,7 @@ def _get_adapted_parameter(layer: Any) -> Tensor:
     return getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
 
 
-def left_out_by_merging(model: nn.Module) -> set[str]:
+def list_names_lost_by_merging(model: nn.Module) -> set[str]:
     """Return the names in a model's state dict that do not exist after adapters are merged.
 
     These are the names of the adapters' tensors. PEFT also stores several copies of each module in
@@ -334,7 +334,7 @@ def left_out_by_merging(model: nn.Module) -> set[str]:
     return left_out
 
 
-def active_updates(model: nn.Module) -> Iterator[LowRank]:
+def iterate_active_updates(model: nn.Module) -> Iterator[LowRank]:
     """Yield the products that PEFT's `merge_adapter()` would add to parameters, in PEFT's order.
 
     Adapters that are merged already are left out. The formulas come from peft/tuners/lora/layer.py:
@@ -353,10 +353,12 @@ def active_updates(model: nn.Module) -> Iterator[LowRank]:
                 yield replace(update, transposed=True, casts_product=True)
 
 
-def updates_of(model: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[LowRank]]:
-    """Group `active_updates` by the `id` of their parameters, which must all be in `tensors`."""
+def group_updates_by_parameter(
+    model: nn.Module, tensors: Iterable[Tensor]
+) -> dict[int, list[LowRank]]:
+    """Group the active updates by the `id` of their parameters, which must all be in `tensors`."""
     updates: dict[int, list[LowRank]] = {}
-    for update in active_updates(model):
+    for update in iterate_active_updates(model):
         updates.setdefault(id(update.parameter), []).append(update)
     missing = updates.keys() - {id(tensor) for tensor in tensors}
     assert not missing, f"{len(missing)} adapted parameters are missing in the checkpoint"
@@ -384,7 +386,7 @@ def make_unattachable_error(kind: str) -> ValueError:
     )
 
 
-def copied_experts_error(name: str) -> ValueError:
+def make_copied_experts_error(name: str) -> ValueError:
     """Return the error for the module `name` with experts in an adapter's modules_to_save."""
     return ValueError(
         f"modules_to_save of the adapter contains {name}: PEFT would train a copy of this module, "
@@ -497,7 +499,7 @@ def _store_and_move(
     move(layer, adapter_name, *args, **kwargs)
 
 
-def adapter_parameters(model: nn.Module) -> set[int]:
+def list_adapter_parameter_ids(model: nn.Module) -> set[int]:
     """Return the `id` of each parameter of every adapter, active or not.
 
     Parameters of adapters may have requires_grad=False, because `set_adapter` freezes inactive

@@ -64,12 +64,12 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
-def next_sequence_number() -> int:
+def get_next_sequence_number() -> int:
     """Return the sequence number of the next autograd node that this thread makes in forward."""
     return vars(torch.autograd)["_get_sequence_nr"]()
 
 
-def running_sequence_number() -> int | None:
+def get_running_sequence_number() -> int | None:
     """Return the sequence number of the node that backward runs, or None outside of a backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()

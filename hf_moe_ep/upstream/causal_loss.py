@@ -6,7 +6,7 @@ Most forwards in transformers/models/*/modeling_*.py compute
     loss = self.loss_function(logits=logits, labels=labels, vocab_size=..., **kwargs)
 
 and return `logits=logits`. A few forwards scale or cap the logits in between. For these forwards,
-`other_use_of_logits` returns the statement that uses the logits. The loss function is
+`find_other_use_of_logits` returns the statement that uses the logits. The loss function is
 `ForCausalLMLoss` of transformers/loss/loss_utils.py.
 """
 
@@ -32,7 +32,7 @@ def is_causal_loss(function: Any) -> bool:
     return function is ForCausalLMLoss
 
 
-def other_use_of_logits(model: nn.Module, head_name: str) -> str:
+def find_other_use_of_logits(model: nn.Module, head_name: str) -> str:
     """Return the statement in which the model's forward uses logits for more than the loss.
 
     The result is "" if the forward passes the output of `self.<head_name>` only to its loss
@@ -40,7 +40,7 @@ def other_use_of_logits(model: nn.Module, head_name: str) -> str:
     result describes that.
     """
     *_, innermost = iterate_forward_functions(model)
-    return _other_use(innermost, head_name)
+    return _find_other_use(innermost, head_name)
 
 
 def passes_arguments_to_loss(model: nn.Module) -> bool:
@@ -68,7 +68,7 @@ def _passes_arguments(forward: Callable[..., Any]) -> bool:
 
 
 @cache
-def _other_use(forward: Callable[..., Any], head_name: str) -> str:
+def _find_other_use(forward: Callable[..., Any], head_name: str) -> str:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):

@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import ReadItem
 
 
-def metadata_path(reader: FileSystemReader, rank: int | None) -> Any:
+def make_metadata_path(reader: FileSystemReader, rank: int | None) -> Any:
     """Return the path of the metadata file of one rank, or of all ranks if `rank` is None."""
     return reader._get_metadata_path(rank)
 
 
-def file_of_item(planner: DefaultLoadPlanner, item: ReadItem) -> str:
+def find_file_of_item(planner: DefaultLoadPlanner, item: ReadItem) -> str:
     """Return the path of the file that holds `item`, relative to the checkpoint's folder."""
     assert planner.metadata is not None
     stored = planner.metadata.storage_data[item.storage_index]

@@ -26,7 +26,7 @@ def uses_name(module: nn.Module, name: str) -> bool:
     return name in _names_used(kind)
 
 
-def forward_arguments(module: nn.Module) -> frozenset[str]:
+def list_forward_arguments(module: nn.Module) -> frozenset[str]:
     """Return the names of the arguments of a module's forward."""
     kind: Any = type(module)
     return _arguments(inspect.unwrap(kind.forward))

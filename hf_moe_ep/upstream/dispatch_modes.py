@@ -32,7 +32,7 @@ OperatorMode = TorchDispatchMode
 NoValue = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-def fake_tensors() -> AbstractContextManager[Any]:
+def make_fake_mode() -> AbstractContextManager[Any]:
     """Return a mode inside which operators create fake tensors. Inputs may be fake or real."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -42,18 +42,18 @@ def is_fake(x: object) -> bool:
     return isinstance(x, FakeTensor)
 
 
-def on_real_tensors(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that creates real tensors, although the mode `fake_tensors` is active."""
+def call_on_real_tensors(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function that creates real tensors, although fake tensors are made."""
     with unset_fake_temporarily():
         return function(*args, **kwargs)
 
 
-def dtensor_shapes() -> tuple[type, str, Callable[..., Any]]:
+def find_dtensor_shapes_method() -> tuple[type, str, Callable[..., Any]]:
     """Return (class, method name, replacement) for the method that computes shapes of DTensors.
 
     To find the shape of a result, the stock method runs the operator on fake tensors of the global
-    shape. Inside `fake_tensors` the active modes would see these operators and sizes, which are not
-    part of the program. The replacement hides the stock method from all modes.
+    shape. Inside `make_fake_mode()` the active modes would see these operators and sizes, which are
+    not part of the program. The replacement hides the stock method from all modes.
     """
     name = "_propagate_tensor_meta_non_cached"
     stock = vars(ShardingPropagator)[name]
@@ -70,7 +70,7 @@ def replace_in(values: Any, kind: type, function: Callable[[Any], Any]) -> Any:
     return tree_map_only(kind, function, values)
 
 
-def without_memory(kind: Any) -> Any:
+def make_without_memory(kind: Any) -> Any:
     """Make a tensor of the subclass `kind` without elements and without memory.
 
     `kind` needs a method __torch_dispatch__. The tensor requires a gradient where gradients are

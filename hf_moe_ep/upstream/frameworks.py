@@ -147,7 +147,7 @@ def has_option_of_size(name: str) -> bool:
     return framework is not None and name in framework.sizes
 
 
-def option_of_size(name: str) -> str:
+def name_option_of_size(name: str) -> str:
     """Return the beginning of a sentence that names the option for a size of ParallelismConfig.
 
     This is the running framework's own option. Without a framework, or if it has no such option,

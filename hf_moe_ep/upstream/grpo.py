@@ -29,7 +29,7 @@ def get_engine(trainer: Any) -> Any:
     return getattr(getattr(trainer, "vllm_generation", None), "llm", None)
 
 
-def routes_of_engine(trainer: Any, outputs: Sequence[Any]) -> list[Any] | None:
+def get_routes_of_engine(trainer: Any, outputs: Sequence[Any]) -> list[Any] | None:
     """Return the routes of each sample of this rank, or None if the engine returns no routes.
 
     vLLM returns one array for a prompt and its completion. vLLM 0.21 returns two arrays: one for

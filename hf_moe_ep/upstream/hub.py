@@ -34,7 +34,7 @@ from hf_moe_ep.config import ParallelConfig, suggest_name
 from hf_moe_ep.plan import MTP_HEAD
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.conversion import map_to_model_names
-from hf_moe_ep.upstream.module_names import get_stock_name, without_copies
+from hf_moe_ep.upstream.module_names import get_stock_name, remove_names_of_copies
 from hf_moe_ep.upstream.named_weights import WEIGHTS_FIELD, named_weights
 
 # Matches paths. The name of a model on the hub, "model" or "owner/model", does not match.
@@ -84,8 +84,8 @@ _OLD_BUFFERS = {
 }
 
 
-def download_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Remove the options of `local_folder` (`revision`, `subfolder`, ...) from `options`.
+def pop_download_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options of `find_local_folder` (`revision`, `subfolder`, ...) from `options`.
 
     Returns the removed options.
     """
@@ -94,7 +94,7 @@ def download_options(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def local_folder(
+def find_local_folder(
     name_or_dir: str | os.PathLike[str], options: dict[str, Any], *, after_another: bool = False
 ) -> Path:
     """Return the folder `name_or_dir`, or the cache folder of the hub's model with this name.
@@ -106,7 +106,7 @@ def local_folder(
 
     Args:
         name_or_dir: a folder, or the name of a model on the hub.
-        options: the result of `download_options`.
+        options: the result of `pop_download_options`.
         after_another: True if another process of this machine has downloaded the model. The cache
             is then read without a request to the hub. If the model is not in the cache, the two
             processes have different caches, so the model is downloaded.
@@ -291,7 +291,7 @@ def build_empty_module(build: Callable[[], Any], dtype: torch.dtype) -> Any:
         torch.set_default_dtype(default)
 
 
-def initialise(model: Any, module: nn.Module) -> None:
+def initialise_parameters(model: Any, module: nn.Module) -> None:
     """Give the parameters of a new module of `model` their initial values (modeling_utils.py)."""
     with torch.no_grad():
         module.apply(model._init_weights)
@@ -335,7 +335,7 @@ def list_folders_of_loaded(model: Any) -> list[Path]:
     if not name or not (was_decoded or hasattr(stock, "_weight_conversions")):
         return []
     if os.path.isdir(name) or _PATH.match(name):
-        return [local_folder(name, {})]
+        return [find_local_folder(name, {})]
     commits = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
     commit = getattr(config, "_commit_hash", None) or "*"
     found = [path for path in commits.glob(commit) if path.is_dir()]
@@ -409,16 +409,16 @@ def on_meta(build: Callable[[], Any]) -> Any:
     return model
 
 
-def checkpoint_name(name: str) -> str:
+def get_checkpoint_name(name: str) -> str:
     """Return a parameter's name in checkpoints, without the components of wrappers and PEFT.
 
     Checkpoints store some heads for multi-token prediction as decoder layers (`mtp_head.py`).
     """
-    in_file = without_copies(get_stock_name(name)).removeprefix(_PEFT_PREFIX)
+    in_file = remove_names_of_copies(get_stock_name(name)).removeprefix(_PEFT_PREFIX)
     return _HEAD.sub(r"model.\1", in_file)
 
 
-def names_of_copies(model: Any) -> set[str]:
+def list_names_of_copies(model: Any) -> set[str]:
     """Return the names of tied parameters under which transformers does not save them."""
     return set(getattr(without_adapters(model), "all_tied_weights_keys", {}))
 

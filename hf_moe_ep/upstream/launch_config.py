@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 
-def default_launch_config() -> tuple[Path, dict[str, Any]] | None:
+def read_default_launch_config() -> tuple[Path, dict[str, Any]] | None:
     """Return the path and content of the file of `accelerate config`, or None without this file.
 
     Raises:

@@ -144,7 +144,7 @@ def list_model_config_fields(model: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in left_out}
 
 
-def checkpoint_layers(model: Any) -> None:
+def enable_checkpointing(model: Any) -> None:
     """Enable non-reentrant activation checkpointing of each layer (modeling_utils.py).
 
     transformers 5.23 renamed the method, and warns if the old name is used.
@@ -233,7 +233,7 @@ def get_latent_width(module: nn.Module) -> int | None:
     return width if isinstance(width, int) else None
 
 
-def compress_rate(module: nn.Module) -> int:
+def get_compress_rate(module: nn.Module) -> int:
     """Return how many tokens the compressors in a module merge into one, or 1 without compressors.
 
     DeepSeek-V4's compressors have this attribute (models/deepseek_v4/modeling_deepseek_v4.py).

@@ -26,7 +26,7 @@ def get_stock_name(module_name: str) -> str:
     return re.sub(r"\.base_layer(?=\.|$)", "", get_canonical_name(module_name))
 
 
-def without_copies(module_name: str) -> str:
+def remove_names_of_copies(module_name: str) -> str:
     """Replace the name of a module of modules_to_save, or of its copy, by the wrapper's name."""
     return _COPIES.sub("", module_name)
 

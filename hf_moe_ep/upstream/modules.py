@@ -30,7 +30,7 @@ def get_own_child(module: nn.Module, name: str) -> nn.Module | None:
     return module._modules.get(name)
 
 
-def name_of_child(module: nn.Module, child: nn.Module | None) -> str | None:
+def find_name_of_child(module: nn.Module, child: nn.Module | None) -> str | None:
     """Return the name under which `module` itself registered `child`, or None."""
     return next((name for name, x in module._modules.items() if x is child and x is not None), None)
 

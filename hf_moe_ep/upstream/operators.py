@@ -129,7 +129,9 @@ def _repeat_heads(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*args[:key_index], *repeated, *args[key_index + 2 :])
 
 
-def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+def count_moved_bytes(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> int:
     """Count the bytes that an operator reads and writes. Allocations and views count as 0."""
     name = get_operator_name(operator)
     argument_ids = {id(x) for x in list_tensors_in((args, kwargs))}
@@ -189,7 +191,7 @@ def count_payload_bytes(operator: Any, args: tuple[Any, ...]) -> int:
     return sum(x.numel() * x.element_size() for x in list_tensors_in(args[argument]))
 
 
-def group_of(operator: Any, args: tuple[Any, ...]) -> dist.ProcessGroup:
+def get_group_of_collective(operator: Any, args: tuple[Any, ...]) -> dist.ProcessGroup:
     """Return the process group of a collective."""
     boxed = args[1 if get_operator_name(operator) in ("allreduce_", "broadcast_") else 2]
     return dist.ProcessGroup.unbox(boxed)

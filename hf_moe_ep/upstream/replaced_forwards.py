@@ -52,7 +52,7 @@ def find_class_with_forward(module: nn.Module) -> tuple[type, Callable[..., Any]
     return owner, vars(owner)["forward"]
 
 
-def qualified_name(function: Any) -> str:
+def get_qualified_name(function: Any) -> str:
     """Return the dotted Python path of a function, for errors."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{getattr(function, '__module__', '?')}.{name}"

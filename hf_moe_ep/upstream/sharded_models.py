@@ -138,7 +138,7 @@ def share_infinities() -> None:
         handlers[operator] = functools.partial(_begin_with_most_shards, stock)
 
 
-def times_written(tensor: Tensor) -> tuple[int, ...]:
+def count_writes(tensor: Tensor) -> tuple[int, ...]:
     """Return how often a tensor, and its shard on this rank, were written in place.
 
     Autograd counts in-place operators (torch/_tensor.py). An operator on a DTensor increases only

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_moe_ep.upstream.code import forward_arguments
+from hf_moe_ep.upstream.code import list_forward_arguments
 
 # The argument of a forward for the outputs of a tower that has run before.
 TOWER_OUTPUTS = "mm_encoder_outputs"
@@ -31,12 +31,12 @@ def takes_tower_outputs(inner: nn.Module) -> bool:
     In models/qwen3_vl_moe this argument exists since transformers 5.19, and not in 5.16. ms-swift
     sets a forward on the object, which passes this argument on to the forward of the class.
     """
-    return TOWER_OUTPUTS in forward_arguments(inner)
+    return TOWER_OUTPUTS in list_forward_arguments(inner)
 
 
 def list_input_names(module: nn.Module) -> list[str]:
     """Return the names of the forward's arguments for pictures and sound."""
-    return [name for name in forward_arguments(module) if is_encoder_input(name)]
+    return [name for name in list_forward_arguments(module) if is_encoder_input(name)]
 
 
 def is_encoder_input(name: str) -> bool:
@@ -49,7 +49,7 @@ def is_encoder_input(name: str) -> bool:
 
 def has_experts_of_pictures(block: nn.Module) -> bool:
     """Return True if `block` has experts that run only for tokens of pictures."""
-    return hasattr(block, EXPERTS_OF_PICTURES) and TOKEN_KINDS in forward_arguments(block)
+    return hasattr(block, EXPERTS_OF_PICTURES) and TOKEN_KINDS in list_forward_arguments(block)
 
 
 def runs_in_blocks(owner: nn.Module, tower: Any) -> bool:

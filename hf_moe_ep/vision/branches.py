@@ -44,7 +44,7 @@ class MarkTextOnlyRanks(ShardedOnly):
         part: Slice | None = given.get(SLICE)
         has_pictures = torch.zeros((), dtype=torch.int64, device=meshes.device)
         if kinds_BS is not None:
-            has_pictures = has_pictures + _own_kinds(kinds_BS, part).any()
+            has_pictures = has_pictures + _find_own_kinds(kinds_BS, part).any()
         # This is one host sync per forward. Stock code has a host sync in every layer.
         counts = torch.stack([has_pictures, sum_over_ranks(has_pictures)])
         has_own, ranks_with_pictures = counts.tolist()
@@ -54,11 +54,11 @@ class MarkTextOnlyRanks(ShardedOnly):
         marked_BS = kinds_BS
         if part is None or marked_BS is None:
             marked_BS = torch.zeros(text.shape[:2], dtype=torch.int64, device=text.device)
-        setattr(_own_kinds(marked_BS, part), _ONLY_OTHERS_HAVE_PICTURES, True)
+        setattr(_find_own_kinds(marked_BS, part), _ONLY_OTHERS_HAVE_PICTURES, True)
         return (), {**given, TOKEN_KINDS: marked_BS}
 
 
-def _own_kinds(kinds_BS: Tensor, part: Slice | None) -> Tensor:
+def _find_own_kinds(kinds_BS: Tensor, part: Slice | None) -> Tensor:
     """Return the token types that the layers of this rank receive, which may be a slice."""
     return kinds_BS if part is None else part.take_shared(kinds_BS, 1)
 

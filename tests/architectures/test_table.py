@@ -25,7 +25,7 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_the_data_file_is_in_the_format_that_table_writes() -> None:
-    assert table.DATA.read_text() == table.as_text(DATA)
+    assert table.DATA.read_text() == table.format_report(DATA)
 
 
 def test_every_model_type_has_a_row() -> None:
@@ -102,7 +102,7 @@ def test_new_results_are_merged_into_the_data() -> None:
         "lora": {"max_error": 2.0},
         "vision": {"none": "text alone"},
     }
-    assert json.loads(table.as_text(data)) == data
+    assert json.loads(table.format_report(data)) == data
     page = table.page(data)
     lines = [line.replace("not tested", "?") for line in page.splitlines()]
     assert "| `jamba` | ? | ? | no (2) | ? | ? | - | ? | ? |" in lines

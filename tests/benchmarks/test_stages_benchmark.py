@@ -5,7 +5,7 @@ import stages as bench
 from ranks import spawn
 from support.close import FP32_INSIDE
 
-from hf_moe_ep.pipeline.schedule import bubble
+from hf_moe_ep.pipeline.schedule import compute_bubble
 
 SIZES = bench.Sizes(
     tokens=128, seq=16, hidden=32, intermediate=8, experts=8, top_k=2, layers=2, steps=2
@@ -19,7 +19,7 @@ def test_the_bubble_equals_the_formula() -> None:
         ranks = spawn(bench.measure_waits, stages, stages, count, 0.2, timeout=200)
         assert [rank.sent for rank in ranks] == [rank.by_hand for rank in ranks]
         waited = sum(rank.part for rank in ranks) / stages
-        assert waited == pytest.approx(bubble(stages, count), rel=0.1)
+        assert waited == pytest.approx(compute_bubble(stages, count), rel=0.1)
 
 
 @pytest.mark.slow

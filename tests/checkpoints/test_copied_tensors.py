@@ -18,9 +18,9 @@ from hf_moe_ep import patch
 from hf_moe_ep.checkpoints.storage import safetensors_file
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
     Writer,
+    hash_tensor,
     read_header,
     sha256_of_tensors,
-    tensor_sha256,
 )
 from hf_moe_ep.checkpoints.verify import verify
 
@@ -105,7 +105,7 @@ def test_a_source_that_ends_too_early_is_an_error(
         with writer:
             writer.copy("e", found["e"])
     with pytest.raises(ValueError, match=f"{source} ends at byte {found['e'].start + 9}; it was"):
-        tensor_sha256(found["e"])
+        hash_tensor(found["e"])
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -146,9 +146,9 @@ def test_a_sync_does_not_wait_for_hashes(tmp_path: Path, monkeypatch: pytest.Mon
 
     def hash_after_the_sync(tensor: Any) -> bytes:
         assert synced.wait(10), "the sync waits for the hashes"
-        return tensor_sha256(tensor)
+        return hash_tensor(tensor)
 
-    monkeypatch.setattr(safetensors_file, "tensor_sha256", hash_after_the_sync)
+    monkeypatch.setattr(safetensors_file, "hash_tensor", hash_after_the_sync)
     monkeypatch.setattr(safetensors_file, "_BYTES_PER_SYNC", 600_000)  # after the last tensor
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: synced.set())
     path, _ = _copy_all(tmp_path)
@@ -165,9 +165,9 @@ def test_the_second_save_does_not_hash_again(
 
     def count(tensor: Any) -> bytes:
         hashed.append(tensor.file.name)
-        return tensor_sha256(tensor)
+        return hash_tensor(tensor)
 
-    monkeypatch.setattr(safetensors_file, "tensor_sha256", count)
+    monkeypatch.setattr(safetensors_file, "hash_tensor", count)
     model.save_pretrained(tmp_path / "first")
     assert len(hashed) == len(extra)
     model.save_pretrained(tmp_path / "second")

@@ -947,7 +947,7 @@ def test_references_take_less_than_a_mebibyte_for_10_000_tensors(tmp_path: Path)
         tracemalloc.stop()
     assert taken <= 2**20
     assert references.tensors() == _list_expert_tensors(tmp_path, 10_000)
-    assert references.known_digests() == draw_hashes(references.tensors())
+    assert references.get_known_digests() == draw_hashes(references.tensors())
 
 
 def test_a_name_of_the_hub_is_found_in_its_cache(

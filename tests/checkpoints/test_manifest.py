@@ -54,7 +54,7 @@ def test_a_file_that_its_writer_hashed_is_not_read(tmp_path: Path) -> None:
     """The manifest has the hash of the writer. `write` raises if the size of the file changed."""
     hashed = {"a.bin": {"size": 1000, "sha256": "of its writer"}}
     manifest.begin(_write_files(tmp_path))
-    with mock.patch.object(manifest, "sha256_of", wraps=manifest.sha256_of) as read:
+    with mock.patch.object(manifest, "compute_sha256", wraps=manifest.compute_sha256) as read:
         manifest.write(tmp_path, LAYOUT, written=hashed)
     names = sorted(call.args[0].name for call in read.mock_calls)
     assert names == ["b.bin", "c.json", "empty", manifest.STARTED]
@@ -89,30 +89,30 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 def test_damage_is_named(tmp_path: Path, damage: str) -> None:
     damage_folder, message = DAMAGE[damage]
     old, new = _write_complete(tmp_path / "old", 1.0), _write_complete(tmp_path / "new", 2.0)
-    assert manifest.newest_complete(tmp_path) == new
+    assert manifest.find_newest_complete(tmp_path) == new
     damage_folder(new)
     with pytest.raises(ValueError, match=message):
         manifest.check(new)
-    # newest_complete compares sizes only, so it does not notice the flipped bit.
-    assert manifest.newest_complete(tmp_path) == (new if damage == "flipped" else old)
+    # find_newest_complete compares sizes only, so it does not notice the flipped bit.
+    assert manifest.find_newest_complete(tmp_path) == (new if damage == "flipped" else old)
 
 
 def test_the_newest_is_the_last_written_and_errors_list_the_folders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*\n  it does not exist"):
-        manifest.newest_complete(tmp_path / "nowhere")
+        manifest.find_newest_complete(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="it has no folders"):
-        manifest.newest_complete(tmp_path)
+        manifest.find_newest_complete(tmp_path)
     manifest.begin(_write_files(tmp_path / "torn"))
     with pytest.raises(ValueError, match=r"torn has no manifest.json: this checkpoint was not fin"):
-        manifest.newest_complete(tmp_path)
+        manifest.find_newest_complete(tmp_path)
     with pytest.raises(ValueError, match=r"torn has no manifest.json"):
-        manifest.newest_complete(tmp_path / "torn")
+        manifest.find_newest_complete(tmp_path / "torn")
     _write_complete(tmp_path / "z", 2.0)
     last = _write_complete(tmp_path / "a", 1.0)
-    assert manifest.newest_complete(tmp_path) == last
-    assert manifest.newest_complete(last) == last
+    assert manifest.find_newest_complete(tmp_path) == last
+    assert manifest.find_newest_complete(last) == last
     manifest.begin(last)
-    assert manifest.newest_complete(tmp_path) == tmp_path / "z"
+    assert manifest.find_newest_complete(tmp_path) == tmp_path / "z"
 
 
 def test_folders_of_other_programs_are_skipped(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_folders_of_other_programs_are_skipped(tmp_path: Path) -> None:
         return stock_read_text(path, *args, **kwargs)
 
     with mock.patch.object(Path, "read_text", read_text):
-        assert manifest.newest_complete(tmp_path) == ours
+        assert manifest.find_newest_complete(tmp_path) == ours
 
 
 def test_files_that_disappear_end_neither_a_save_nor_the_search(tmp_path: Path) -> None:
@@ -156,12 +156,12 @@ def test_files_that_disappear_end_neither_a_save_nor_the_search(tmp_path: Path) 
     ):
         manifest.write(first, LAYOUT)
     with mock.patch.object(manifest, "read_saved", read_saved):
-        assert manifest.newest_complete(tmp_path) == first
+        assert manifest.find_newest_complete(tmp_path) == first
 
 
 def _write_and_check(rank: int, world: int, folder: str) -> dict[str, Any]:
     path, hashed = Path(folder), []
-    stock_hash = manifest.sha256_of
+    stock_hash = manifest.compute_sha256
 
     def count(file: Path) -> str:
         hashed.append(file.name)
@@ -171,13 +171,13 @@ def _write_and_check(rank: int, world: int, folder: str) -> dict[str, Any]:
         raise OSError(errno.ENOSPC, "No space left on device", str(file))
 
     results: dict[str, Any] = {}
-    with mock.patch.object(manifest, "sha256_of", fail if rank == 2 else count):
+    with mock.patch.object(manifest, "compute_sha256", fail if rank == 2 else count):
         with pytest.raises(RuntimeError) as caught:
             manifest.write(path, LAYOUT)
     results["failed"] = str(caught.value)
     assert not (path / manifest.MANIFEST).exists()
     hashed.clear()
-    with mock.patch.object(manifest, "sha256_of", count):
+    with mock.patch.object(manifest, "compute_sha256", count):
         manifest.write(path, LAYOUT)
     results["hashed"] = list(hashed)
     manifest.check(path)

@@ -49,7 +49,7 @@ def test_the_highest_step_is_the_newest(tmp_path: Path) -> None:
     """The clock of the machine that wrote the last checkpoint is one hour slow."""
     older = _write_complete(tmp_path / "step-90", NOW)
     newer = _write_complete(tmp_path / "step-100", NOW - HOUR)
-    assert newest_checkpoint(str(tmp_path)) == newer == manifest.newest_complete(tmp_path)
+    assert newest_checkpoint(str(tmp_path)) == newer == manifest.find_newest_complete(tmp_path)
     (newer / "weights").write_bytes(b"x" * 99)
     with pytest.warns(UserWarning, match=r"resuming from .*step-90; skipped: .*99 bytes"):
         assert newest_checkpoint(tmp_path) == older
@@ -123,7 +123,7 @@ def test_neighbours_that_cannot_be_read_are_skipped(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="File name too long"):
         (tmp_path / "mount").stat()
     step = _write_complete(tmp_path / "step-1", NOW)
-    assert manifest.newest_complete(tmp_path) == step
+    assert manifest.find_newest_complete(tmp_path) == step
     with pytest.warns(UserWarning, match="resuming from .*step-1; skipped: .*too long.*step-9"):
         assert newest_checkpoint(tmp_path) == step
     assert find_newest_resumable(tmp_path, re.compile(r"step-1")) == (step, True)

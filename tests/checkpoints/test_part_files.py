@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hf_moe_ep.checkpoints.storage import part_files
-from hf_moe_ep.checkpoints.storage.part_files import Parts, file_name, read_parts
+from hf_moe_ep.checkpoints.storage.part_files import Parts, make_file_name, read_parts
 from hf_moe_ep.etp import list_stock_parts
 from hf_moe_ep.ranks.boxes import get_local_box
 from hf_moe_ep.upstream.process_groups import fake_group
@@ -36,7 +36,7 @@ def _write_files_of_four_ranks(folder: Path) -> list[Path]:
             name: {"saved_offsets": [rows[0]] + [0] * (WHOLE[name].ndim - 1)}
             for name, rows in parts.items()
         }
-        files.append(folder / file_name(rank, 1, 1))
+        files.append(folder / make_file_name(rank, 1, 1))
         save_file(tensors, files[-1], {"DCP_SHARDING_INFO": json.dumps(offsets), "format": "pt"})
     return files
 

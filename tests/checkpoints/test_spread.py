@@ -147,7 +147,7 @@ def _read_twice(
         ):
             folder.read_tensors(path, parts, state)
         assert all(torch.equal(tensors[name].to_local(), values[name]) for name in values)
-        ranks = {part_files.writer_of(call.args[0].name) for call in read.mock_calls}
+        ranks = {part_files.find_writer(call.args[0].name) for call in read.mock_calls}
     return ranks
 
 

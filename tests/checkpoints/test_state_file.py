@@ -117,6 +117,10 @@ def test_a_state_is_read_back_and_its_digest_ignores_the_layout() -> None:
     model_only = replace(saved, optimizer=None, scheduler=None)
     assert StateFile.from_json(json.loads(json.dumps(model_only.to_json()))) == model_only
     other_scalars = replace(saved, scalars={"scale": torch.tensor(5)})
-    assert state_file.digest(other_scalars.to_json()) != state_file.digest(saved.to_json())
+    assert state_file.compute_digest(other_scalars.to_json()) != state_file.compute_digest(
+        saved.to_json()
+    )
     other_layout = replace(saved, progress={}, layout={"world_size": 9})
-    assert state_file.digest(other_layout.to_json()) == state_file.digest(saved.to_json())
+    assert state_file.compute_digest(other_layout.to_json()) == state_file.compute_digest(
+        saved.to_json()
+    )

@@ -31,7 +31,7 @@ from hf_moe_ep.checkpoints.hub.pieces import make_whole_piece
 from hf_moe_ep.checkpoints.hub.write import TensorGroup, write_checkpoint
 from hf_moe_ep.checkpoints.storage import safetensors_file
 from hf_moe_ep.ranks import all_ranks
-from hf_moe_ep.ranks.boxes import whole
+from hf_moe_ep.ranks.boxes import iterate_whole_tensor
 
 INDEX = "model.safetensors.index.json"
 FIRST = "model-00001-of-00003.safetensors"
@@ -369,7 +369,11 @@ def test_a_rank_that_dies_after_the_commit_leaves_the_committed_files(tmp_path: 
         folder.mkdir()
         save_file({"a": torch.zeros(6)}, folder / "model.safetensors")
         files = [
-            [TensorGroup([([make_whole_piece(key, t.shape)], partial(whole, t))], t.dtype)]
+            [
+                TensorGroup(
+                    [([make_whole_piece(key, t.shape)], partial(iterate_whole_tensor, t))], t.dtype
+                )
+            ]
             for key, t in state.items()
         ]
         with pytest.raises(RuntimeError, match="a rank is gone"):

@@ -117,7 +117,7 @@ def _run_rounds(kind: str, root: Path, kills: list[Kill]) -> dict[str, int]:
             manifest.check(root / name)  # a folder with a manifest must be complete
         if complete:
             newest = max(complete, key=lambda name: int(name.partition("-")[2]))
-            assert manifest.newest_complete(root).name == newest
+            assert manifest.find_newest_complete(root).name == newest
             for name in sorted(complete - {newest})[:-1]:
                 shutil.rmtree(root / name)
     return counts

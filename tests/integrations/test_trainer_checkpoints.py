@@ -349,7 +349,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, environment: None
             trainer.train(resume_from_checkpoint=True)
         assert re.search(r"saving .*checkpoint-2 failed on rank 0: .*", str(caught.value))
         assert "No space left" in str(caught.value), caught.value
-        assert manifest.newest_complete(tmp_path).name == "checkpoint-1"
+        assert manifest.find_newest_complete(tmp_path).name == "checkpoint-1"
         manifest.check(tmp_path / "checkpoint-1")
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)

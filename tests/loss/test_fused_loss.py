@@ -22,7 +22,7 @@ from transformers import Trainer, TrainingArguments
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
 from hf_moe_ep.loss import attach
 from hf_moe_ep.state import STATE
-from hf_moe_ep.upstream.causal_loss import other_use_of_logits
+from hf_moe_ep.upstream.causal_loss import find_other_use_of_logits
 
 FUSED = {"fused_loss": True}
 
@@ -281,7 +281,7 @@ LOSS = "; loss = self.loss_function(logits, labels, 5, **kwargs)" + RETURN
     ],
 )
 def test_other_uses_of_logits_are_found_in_the_code(body: str, use: str) -> None:
-    found = other_use_of_logits(_make_model_with_forward(body), "lm_head")
+    found = find_other_use_of_logits(_make_model_with_forward(body), "lm_head")
     assert (found == "") if use == "" else use in found
 
 

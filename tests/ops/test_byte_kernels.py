@@ -132,7 +132,7 @@ def test_random_bytes_equal_their_values_on_each_device(
         assert matrix is not None
         stack = draw_quantised(matrix, kind, generator)
         as_bytes |= stack.by_name(name)
-        values[name] = reference.matrices(stack, kind, dtype)
+        values[name] = reference.dequantise_matrices(stack, kind, dtype)
     want = run_call(case, values, "", backend="triton")
     got = run_call(case, as_bytes, kind, backend="triton")
     budget = _compute_budget(dtype)
@@ -279,7 +279,7 @@ def _convert_kernel(byte, out, NATIVE: tl.constexpr):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_scales_and_values_need_no_bitsandbytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nested scales and `reference.matrices` equal bitsandbytes to the bit."""
+    """Nested scales and `reference.dequantise_matrices` equal bitsandbytes to the bit."""
     quantisation = FORMATS[name]
     torch.manual_seed(0)
     # The 320 scales of an expert are a full block of 256 scales and a part of a second block.
@@ -294,7 +294,9 @@ def test_scales_and_values_need_no_bitsandbytes(name: str, monkeypatch: pytest.M
     }
     monkeypatch.setattr("hf_moe_ep.ops.quantised._import_bitsandbytes", None)
     for dtype in dtypes:
-        assert torch.equal(reference.matrices(stack, quantisation.kind, dtype), want[dtype])
+        assert torch.equal(
+            reference.dequantise_matrices(stack, quantisation.kind, dtype), want[dtype]
+        )
         columns = shape[2]
         # The interpreter truncates to bf16 instead of rounding.
         tiles = () if dtype == torch.bfloat16 else ((0, 0), (2, 64))
@@ -341,7 +343,7 @@ def test_no_tensor_is_as_large_as_a_dequantised_matrix(
     assert 0 < measure_largest() < matrix_size
 
     def dequantise_all(experts: ExpertWeights, name: str) -> Tensor:
-        return reference.matrices(experts.stack(name), experts.quantised, torch.float32)
+        return reference.dequantise_matrices(experts.stack(name), experts.quantised, torch.float32)
 
     monkeypatch.setattr(triton_mlp, "_select_matrices", dequantise_all)
     assert measure_largest() >= 8 * matrix_size

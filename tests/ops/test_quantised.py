@@ -78,7 +78,7 @@ def test_nested_scales_do_not_depend_on_the_default_dtype() -> None:
     matrix = quantise(draw_matrices(torch.float32, (1, 64, 256))[0], NESTED)
     want = dequantise(matrix, "nf4", torch.float32)
     before = torch.get_default_dtype()
-    quantised._nested_codes.cache_clear()
+    quantised._make_nested_codes.cache_clear()
     try:
         torch.set_default_dtype(torch.bfloat16)
         got = dequantise(matrix, "nf4", torch.float32)

@@ -116,7 +116,7 @@ def test_blocks_of_all_ranks_make_up_each_part(interleaved: bool, transposed: bo
             for start, stop in cuts:
                 shard = stored.narrow(layout.out_dim, start, stop - start)
                 blocks.append(layout.view_block(shard, start, stop, part, rows))
-                low, high = layout.part_bounds(start, stop, part, rows)
+                low, high = layout.find_part_bounds(start, stop, part, rows)
                 assert blocks[-1].shape[1] == high - low
             assert torch.equal(torch.cat(blocks, 1), want)
 

@@ -11,10 +11,10 @@ import pytest
 
 from hf_moe_ep.pipeline.schedule import (
     Operation,
-    bubble,
+    compute_bubble,
     list_early_receives,
     list_forwards_only,
-    operations,
+    list_operations,
 )
 
 STAGES, MICRO_BATCHES = range(1, 9), range(1, 33)
@@ -55,20 +55,20 @@ def simulate(orders: Sequence[Sequence[Operation]]) -> tuple[int, list[int]]:
 @pytest.mark.parametrize("stages", STAGES)
 def test_1f1b_fills_the_bubble_and_keeps_few_micro_batches(stages: int) -> None:
     for count in MICRO_BATCHES:
-        orders = [operations("1f1b", stage, stages, count) for stage in range(stages)]
+        orders = [list_operations("1f1b", stage, stages, count) for stage in range(stages)]
         for order in orders:
             assert len(order) == len(set(order)) == 2 * count
         time, most_kept = simulate(orders)
         # Each operation takes one unit, so a stage works for 2 * count of `time` units.
         assert time == 2 * (count + stages - 1)
-        assert bubble(stages, count) == pytest.approx(1 - 2 * count / time)
+        assert compute_bubble(stages, count) == pytest.approx(1 - 2 * count / time)
         assert most_kept == [min(stages - stage, count) for stage in range(stages)]
 
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_gpipe_runs_all_forwards_first(stages: int) -> None:
     for count in MICRO_BATCHES:
-        orders = [operations("gpipe", stage, stages, count) for stage in range(stages)]
+        orders = [list_operations("gpipe", stage, stages, count) for stage in range(stages)]
         time, most_kept = simulate(orders)
         assert time == 2 * (count + stages - 1) and most_kept == [count] * stages
         assert all(operation.is_forward for operation in orders[0][:count])
@@ -76,7 +76,7 @@ def test_gpipe_runs_all_forwards_first(stages: int) -> None:
 
 def test_the_examples_of_the_docstring() -> None:
     def text(schedule: str, stage: int) -> str:
-        return " ".join(map(str, operations(schedule, stage, 2, 4)))
+        return " ".join(map(str, list_operations(schedule, stage, 2, 4)))
 
     assert text("1f1b", 0) == "F0 F1 B0 F2 B1 F3 B2 B3"
     assert text("1f1b", 1) == "F0 B0 F1 B1 F2 B2 F3 B3"
@@ -85,7 +85,7 @@ def test_the_examples_of_the_docstring() -> None:
 
 
 def test_the_simulation_finds_a_changed_order() -> None:
-    orders = [operations("1f1b", stage, 2, 4) for stage in range(2)]
+    orders = [list_operations("1f1b", stage, 2, 4) for stage in range(2)]
     swapped = list(orders[1])
     swapped[0], swapped[1] = swapped[1], swapped[0]
     with pytest.raises(AssertionError, match="every stage waits"):
@@ -101,7 +101,7 @@ def list_script(
     schedule: str, stage: int, stages: int, count: int, early: bool | None
 ) -> list[Step]:
     """List the steps of a stage: start to receive, wait for an operand, start to send."""
-    order = operations(schedule, stage, stages, count)
+    order = list_operations(schedule, stage, stages, count)
     awaited = list_early_receives(schedule, stage, stages, count)
     script: list[Step] = []
     for position, operation in enumerate(order):

@@ -370,7 +370,7 @@ def test_one_of_two_stages_receives_the_tied_gradient_first(
     monkeypatch.setattr("hf_moe_ep.pipeline.run.Channel", _RecordedChannel)
     _RecordedChannel.started.clear()
     weight = torch.nn.Parameter(torch.zeros(2, 3))
-    stages = SimpleNamespace(size=3, rank_in=int, forwards=None, backwards=None)
+    stages = SimpleNamespace(size=3, find_rank_in=int, forwards=None, backwards=None)
     meshes = SimpleNamespace(device=torch.device("cpu"), stages=stages)
     stage: Any = SimpleNamespace(tied_weight=weight, size=3, is_first=is_first, index=0)
     pipeline: Any = SimpleNamespace(state=SimpleNamespace(meshes=meshes))

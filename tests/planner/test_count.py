@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_moe_ep.planner.count import BEFORE, RESIZED, count_tensors
-from hf_moe_ep.upstream.dispatch_modes import fake_tensors
+from hf_moe_ep.upstream.dispatch_modes import make_fake_mode
 
 KIB = 256  # fp32 numbers in one KiB
 
@@ -38,7 +38,7 @@ def _count_two_phases() -> tuple[dict[str, int], dict[str, int], int]:
 @pytest.mark.parametrize("fake", [False, True])
 def test_bytes_of_two_phases_equal_a_count_by_hand(fake: bool) -> None:
     if fake:
-        with fake_tensors():
+        with make_fake_mode():
             peaks, alive, now = _count_two_phases()
     else:
         peaks, alive, now = _count_two_phases()
@@ -87,4 +87,4 @@ def test_tensors_that_autograd_saves_are_counted() -> None:
         saved = memory.now - (KIB * KIB + 2 * KIB) * 4
         assert saved == 2 * KIB * 4 + 4, "relu's result and the loss, not the product"
         loss.backward()
-        assert memory.record_of(layer.weight.grad) is not None
+        assert memory.find_record(layer.weight.grad) is not None

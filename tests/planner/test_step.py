@@ -35,7 +35,7 @@ from hf_moe_ep.planner.step import Batch, plan_step
 from hf_moe_ep.planner.work import HOST_COPY, ON_HOST, PURPOSES, StepWork, WorkCounter
 from hf_moe_ep.ranks import collectives
 from hf_moe_ep.routing.load import ExpertLoad
-from hf_moe_ep.upstream.models import checkpoint_layers, has_fused_head
+from hf_moe_ep.upstream.models import enable_checkpointing, has_fused_head
 
 SIZES_OF_BENCH = bench.Sizes(
     seq=96, hidden=128, layers=2, experts=8, top_k=2, intermediate=128, vocab=200
@@ -114,7 +114,7 @@ def test_a_plan_with_a_head_for_multi_token_prediction_is_exact(checkpointing: b
         layers = find_parts(model).layers
         apply_ep_fsdp2(model).train()
         if checkpointing:
-            checkpoint_layers(model)
+            enable_checkpointing(model)
         optimizer = make_optimizer("adamw_fused", model.parameters())
         ids = torch.randint(model.config.vocab_size, (2, 24))
         inputs = {"input_ids": ids, "labels": ids, "use_cache": False}

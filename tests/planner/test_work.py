@@ -15,7 +15,7 @@ from hf_moe_ep.planner.work import (
     StepWork,
     WorkCounter,
 )
-from hf_moe_ep.upstream.dispatch_modes import fake_tensors
+from hf_moe_ep.upstream.dispatch_modes import make_fake_mode
 
 
 def _count_small_step() -> list[Operator]:
@@ -38,7 +38,7 @@ def _count_small_step() -> list[Operator]:
 def test_operators_of_a_small_step_equal_a_count_by_hand(fake: bool) -> None:
     """For index_select and index_add_, only the selected rows count as read and written."""
     if fake:
-        with fake_tensors():
+        with make_fake_mode():
             operators = _count_small_step()
     else:
         operators = _count_small_step()
@@ -65,7 +65,7 @@ def test_attention_in_bf16_equals_a_count_by_hand() -> None:
 
     Backward is counted as bf16, although it also reads an fp32 tensor (the log-sum-exp).
     """
-    with fake_tensors(), WorkCounter() as work:
+    with make_fake_mode(), WorkCounter() as work:
         work.begin("all")
         q, k, v = (torch.ones(1, 2, 6, 8, dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
         F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()

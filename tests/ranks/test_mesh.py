@@ -173,7 +173,7 @@ def test_models_share_groups_until_the_default_group_is_destroyed() -> None:
             assert shared.find_or_build(ParallelConfig(ep_size=2), CPU) is not meshes
             assert len(_world.pg_map) > groups
             assert shared.find_or_build(config, CPU) is meshes
-            assert all(group in _world.pg_map for group in meshes.all_groups())
+            assert all(group in _world.pg_map for group in meshes.list_groups())
             found.append(meshes)
     assert found[0] is not found[1]
 
@@ -274,7 +274,7 @@ def test_stages_have_the_expected_groups(name: str) -> None:
             own = [other for other in range(8) if other // (8 // pp_size) == stages.index]
             assert dist.get_process_group_ranks(stages.group) == own
             assert (meshes.world_size, meshes.first_rank) == (len(own), own[0])
-            assert [stages.rank_in(stage) for stage in range(pp_size)] == column
+            assert [stages.find_rank_in(stage) for stage in range(pp_size)] == column
             assert (stages.is_first, stages.is_last) == (rank == column[0], rank == column[-1])
             if config.dp_replicate_size:
                 assert _list_members(meshes.dense, 0) == [own[0] + rank % 2, own[0] + rank % 2 + 2]

@@ -18,7 +18,7 @@ from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.ranks.all_ranks import (
     check_alike,
-    differing,
+    find_differing,
     gather_from_all,
     gather_on_first,
     run_on_all,
@@ -101,8 +101,8 @@ def _write_manifest(rank: int, world: int, folder: str) -> list[str]:
 
 
 def _compare_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
-    differ = differing(("a", rank // 2))
-    equal = differing(("a", "b"))
+    differ = find_differing(("a", rank // 2))
+    equal = find_differing(("a", "b"))
     # 1 and True are equal, but have different reprs: they are gathered, and no error is raised.
     check_alike("save", number=1 if rank else True)
     messages = []

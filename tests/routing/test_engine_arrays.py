@@ -20,7 +20,7 @@ from support.tiny_models import tiny
 from torch import Tensor
 
 from hf_moe_ep import Routes, RoutingReplay, patch
-from hf_moe_ep.upstream.grpo import routes_of_engine
+from hf_moe_ep.upstream.grpo import get_routes_of_engine
 
 NO_EXPERTS = [0, 0]  # the ids that engines return for a layer without experts
 # [tokens - 1, decoder layers, K]
@@ -65,7 +65,7 @@ def _make_sglang_arrays() -> list[Any]:
 
 
 def _make_vllm_arrays_in_two_parts() -> list[Any]:
-    """Join the arrays of vLLM 0.21 by routes_of_engine().
+    """Join the arrays of vLLM 0.21 by get_routes_of_engine().
 
     vLLM 0.21 returns one array for the prompt, and one for each completion.
     """
@@ -76,7 +76,7 @@ def _make_vllm_arrays_in_two_parts() -> list[Any]:
     prompt = np.array(PROMPT, dtype=np.int16)
     outputs = [SimpleNamespace(prompt_routed_experts=prompt, outputs=samples)]
     trainer = SimpleNamespace(vllm_generation=SimpleNamespace(tensor_parallel_size=1))
-    arrays = routes_of_engine(trainer, outputs)
+    arrays = get_routes_of_engine(trainer, outputs)
     assert arrays is not None
     return arrays
 
@@ -124,5 +124,5 @@ def test_ranks_that_share_an_engine_take_their_own_samples() -> None:
     outputs = [SimpleNamespace(outputs=[sample]) for sample in samples]
     generation = SimpleNamespace(tensor_parallel_size=2, tp_group=None)
     with mock.patch.object(dist, "get_rank", lambda group: 1):
-        arrays = routes_of_engine(SimpleNamespace(vllm_generation=generation), outputs)
+        arrays = get_routes_of_engine(SimpleNamespace(vllm_generation=generation), outputs)
     assert arrays is not None and [array.item() for array in arrays] == [2, 3]

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.sharding import expert_units, shard
-from hf_moe_ep.upstream.operators import moved_bytes
+from hf_moe_ep.upstream.operators import count_moved_bytes
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 STEPS, MICRO_BATCHES = 2, 2
@@ -147,7 +147,7 @@ class _Copies(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace in ("aten", "fsdp") and moved_bytes(func, args, kwargs or {}, out):
+        if func.namespace in ("aten", "fsdp") and count_moved_bytes(func, args, kwargs or {}, out):
             leaves = torch.utils._pytree.tree_leaves((args, kwargs, out))
             if any(isinstance(x, Tensor) and x.numel() in self.sizes for x in leaves):
                 self.names[str(func.overloadpacket)] += 1

@@ -26,7 +26,7 @@ from hf_moe_ep import (
     global_token_count,
     patch,
 )
-from hf_moe_ep.etp import restore_stock_shapes, split_dims_by_id, view_in_stock_shape
+from hf_moe_ep.etp import map_ids_to_split_dims, restore_stock_shapes, view_in_stock_shape
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.sharding.options import ShardOptions, choose_default_policy
 from hf_moe_ep.sharding.shard import shard_model
@@ -291,7 +291,7 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 def whole_state(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return gathered copies of the parameters and of their optimizer states."""
-    split_dims = split_dims_by_id(model)
+    split_dims = map_ids_to_split_dims(model)
     return whole_parameters(model) | {
         f"{name}, {key}": view_in_stock_shape(
             full_tensor(value).clone(), split_dims.get(id(parameter)) if value.ndim else None

@@ -60,10 +60,10 @@ from hf_moe_ep.ranks.all_ranks import StillHere, get_rank_of_launch, is_first
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import (
-    checkpoint_name,
     find_old_buffers,
     find_unexpected_keys,
     get_base_prefix,
+    get_checkpoint_name,
     is_base_model,
     list_folders_of_loaded,
     list_ignored_patterns,
@@ -315,7 +315,9 @@ def _compare(model: nn.Module, tensors: Mapping[str, FileTensor]) -> _Compared:
     """
     named = [
         (key, parameter.detach())
-        for key, parameter in ((checkpoint_name(name), p) for name, p in model.named_parameters())
+        for key, parameter in (
+            (get_checkpoint_name(name), p) for name, p in model.named_parameters()
+        )
         if key in tensors and parameter.ndim and not parameter.is_meta
         if _is_plain(parameter.dtype) and _is_plain(tensors[key].dtype)
     ]
@@ -413,9 +415,9 @@ def copy_groups(
     ]
 
 
-def known_digests(extra: FileReferences | None) -> dict[str, bytes]:
+def get_known_digests(extra: FileReferences | None) -> dict[str, bytes]:
     """Return the sha256 of each extra tensor, or {} if the hashes are not known yet."""
-    return {} if extra is None else extra.known_digests()
+    return {} if extra is None else extra.get_known_digests()
 
 
 def follow_copies(state: ModelState, folder: Path, copied: Mapping[str, bytes]) -> None:

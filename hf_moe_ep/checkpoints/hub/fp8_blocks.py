@@ -18,7 +18,7 @@ from torch import nn
 from hf_moe_ep.checkpoints.hub.fp8 import BLOCK
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.hub import checkpoint_name
+from hf_moe_ep.upstream.hub import get_checkpoint_name
 from hf_moe_ep.upstream.models import get_output_head
 
 # The value of the argument `dtype` that asks for this encoding.
@@ -39,7 +39,7 @@ def list_fp8_parameters(model: nn.Module, plan: ModelPlan) -> set[str]:
     head = get_output_head(without_adapters(model))
     weights = set()
     for name, module in model.named_modules():
-        stock = checkpoint_name(name)
+        stock = get_checkpoint_name(name)
         if isinstance(module, nn.Linear) and module is not head and not matches(plan.router, stock):
             weights.add(f"{stock}.weight")
         if matches(plan.experts, stock):

@@ -3,9 +3,9 @@
 A box is the index range of a shard in each dim of the tensor. A slab is the part of a tensor that a
 range of dim 0 selects.
 
-`slabs_of` sends a tensor to rank 0, one shard after the other. It broadcasts a shard along one mesh
-axis, then along the next. Besides its own shards, a rank therefore needs memory for one shard of
-another rank; if experts are sharded along dim 1, rank 0 needs memory for the experts of one ep
+`iterate_slabs` sends a tensor to rank 0, one shard after the other. It broadcasts a shard along one
+mesh axis, then along the next. Besides its own shards, a rank therefore needs memory for one shard
+of another rank; if experts are sharded along dim 1, rank 0 needs memory for the experts of one ep
 rank. For a stacked weight on a mesh (ep_fsdp 2, ep 2), with ranks [[0, 1], [2, 3]]:
 
     quarter of the experts   owner      sent along ep_fsdp   sent along ep
@@ -47,14 +47,14 @@ from hf_moe_ep.ranks.boxes import (
     get_box_at,
     get_box_sizes,
     get_local_box,
+    intersect_boxes,
+    iterate_whole_tensor,
+    make_slices,
     make_whole_box,
-    overlap,
-    slices,
-    whole,
 )
 from hf_moe_ep.ranks.mesh import Stages
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.adapters import adapter_names, has_adapters, keys_of_adapters
+from hf_moe_ep.upstream.adapters import has_adapters, list_saved_adapters, map_keys_by_adapter
 from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 from hf_moe_ep.upstream.process_groups import choose_device_of_objects
 
@@ -83,7 +83,8 @@ def gather_state_dict(
         state_dict = inner.state_dict()
         # Rank 0 decides, because PEFT reads files that other ranks may not have.
         names = run_on_first(
-            "gathering adapters", lambda: adapter_names(inner, state_dict, save_embedding_layers)
+            "gathering adapters",
+            lambda: list_saved_adapters(inner, state_dict, save_embedding_layers),
         )
         return _gather_named(inner, state_dict, names, keep=is_first())
 
@@ -113,12 +114,12 @@ def _gather_stages(
     if has_adapters(model):
 
         def saves_embeddings() -> bool:
-            as_requested = keys_of_adapters(model, state_dict, save_embedding_layers)
-            return as_requested != keys_of_adapters(model, state_dict, False)
+            as_requested = map_keys_by_adapter(model, state_dict, save_embedding_layers)
+            return as_requested != map_keys_by_adapter(model, state_dict, False)
 
         # The first stage has the embedding, so rank 0 can decide for all.
         saves = run_on_first("gathering adapters", saves_embeddings)
-        keys = keys_of_adapters(model, state_dict, saves)
+        keys = map_keys_by_adapter(model, state_dict, saves)
         names = list(dict.fromkeys(name for by_key in keys.values() for name in by_key.values()))
     keep = this_rank() in stages.first_ranks
     full = _gather_named(model, state_dict, names, keep=keep)
@@ -163,7 +164,7 @@ def _send_to_first(own: Any, stages: Stages) -> list[Any]:
 
 
 @torch.no_grad()
-def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
+def iterate_slabs(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
     """Yield (box, values) of a parameter in host memory of its first rank.
 
     Every rank that holds a part of the parameter iterates to the end. The first of these ranks is
@@ -172,11 +173,11 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
     sharded yields its values.
     """
     if not isinstance(tensor, DTensor):
-        yield from whole(tensor.detach().cpu())
+        yield from iterate_whole_tensor(tensor.detach().cpu())
         return
     if tensor.numel() * tensor.element_size() <= SMALL:
         gathered = gather_tensor(tensor)
-        yield from whole(gathered.detach().cpu()) if _is_first_of(tensor) else ()
+        yield from iterate_whole_tensor(gathered.detach().cpu()) if _is_first_of(tensor) else ()
         return
     slab: Tensor | None = None
     for box, part in _gather_shards(tensor):
@@ -186,7 +187,7 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
         elif part is not None:
             if slab is None:
                 slab = torch.empty(get_box_sizes(slab_box), dtype=part.dtype)
-            slab[slices(box, slab_box)].copy_(part)
+            slab[make_slices(box, slab_box)].copy_(part)
         del part
         if all(stop == end for (_, stop), (_, end) in zip(box, slab_box, strict=True)):
             # This was the last shard of these rows.
@@ -294,13 +295,13 @@ def _send_rows(tensor: DTensor, rows: Box, dtype: torch.dtype, change: Change) -
     shard_box, shard = get_local_box(tensor), tensor.to_local().detach()
     slab = torch.empty(get_box_sizes(rows), dtype=dtype, device=mesh.device_type)
     for owner, box in _list_shards(tensor, coordinate):
-        part = overlap(box, rows)
+        part = intersect_boxes(box, rows)
         if part is None:
             continue
-        target = slab[slices(part, rows)]
+        target = slab[make_slices(part, rows)]
         values = target if target.is_contiguous() else torch.empty_like(target).contiguous()
         if owner == coordinate:
-            values.copy_(change(part, shard[slices(part, shard_box)].to(mesh.device_type)))
+            values.copy_(change(part, shard[make_slices(part, shard_box)].to(mesh.device_type)))
         _send_to_all(values, tensor, owner)
         if values is not target:
             target.copy_(values)

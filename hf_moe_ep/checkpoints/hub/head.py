@@ -32,7 +32,7 @@ from hf_moe_ep.mtp_head import MtpHead, find_head
 from hf_moe_ep.plan import MTP_HEAD, ModelPlan
 from hf_moe_ep.ranks.boxes import make_whole_box
 from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.hub import initialise
+from hf_moe_ep.upstream.hub import initialise_parameters
 from hf_moe_ep.upstream.modules import (
     allocate_meta,
     get_own_buffers,
@@ -133,7 +133,7 @@ def _initialise_head(head: MtpHead, parts: Parts) -> None:
     """Give a head random values by the rule with which transformers initialises a new model."""
     device = next(parts.final_norm[0].parameters()).device
     allocate_meta(head, torch.device("cpu") if device.type == "meta" else device)
-    initialise(parts.causal_lm, head)
+    initialise_parameters(parts.causal_lm, head)
 
 
 def _read_head(

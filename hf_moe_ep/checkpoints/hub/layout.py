@@ -40,7 +40,7 @@ from hf_moe_ep.moe.stacked import make_stock_tensors
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.conversion import convert_to_hub
-from hf_moe_ep.upstream.hub import checkpoint_name, names_of_copies
+from hf_moe_ep.upstream.hub import get_checkpoint_name, list_names_of_copies
 from hf_moe_ep.upstream.models import iterate_persistent_buffers
 from hf_moe_ep.upstream.module_names import get_canonical_name
 
@@ -61,10 +61,10 @@ def list_distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str
     `without` are left out.
     """
     by_id: dict[int, tuple[str, Tensor]] = {}
-    copies = names_of_copies(model)
+    copies = list_names_of_copies(model)
     for key, tensor in model.state_dict(keep_vars=True).items():
         name, earlier = get_canonical_name(key), by_id.get(id(tensor))
-        if name not in without and (earlier is None or checkpoint_name(earlier[0]) in copies):
+        if name not in without and (earlier is None or get_checkpoint_name(earlier[0]) in copies):
             by_id[id(tensor)] = name, tensor
     return dict(by_id.values())
 
@@ -72,7 +72,7 @@ def list_distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str
 def list_shapes(model: nn.Module) -> dict[str, Shape]:
     """Return the shapes of parameters and persistent buffers, by their names in checkpoints."""
     named = (*model.named_parameters(remove_duplicate=False), *iterate_persistent_buffers(model))
-    return {checkpoint_name(name): tuple(tensor.shape) for name, tensor in named}
+    return {get_checkpoint_name(name): tuple(tensor.shape) for name, tensor in named}
 
 
 def list_possible_keys(layout: Layout, prefix: str) -> set[str]:
@@ -107,11 +107,11 @@ def find_hub_layout(
         ValueError: the conversion uses an operation that cannot be traced, or does not write all
             elements of a parameter. The error names the tensor, if the conversion came so far.
     """
-    from_plan = {n for n in shapes if _is_stacked(n, plan) and _weight_name(n) in plan.stored}
+    from_plan = {n for n in shapes if _is_stacked(n, plan) and _make_weight_name(n) in plan.stored}
     derived = {name: shape for name, shape in shapes.items() if name not in from_plan}
     layout = _derive_layout(model, derived, as_loaded)
     pieces_of = {
-        name: _layout_of_plan(name, shape, plan) if name in from_plan else layout[name]
+        name: _make_layout_of_plan(name, shape, plan) if name in from_plan else layout[name]
         for name, shape in shapes.items()
     }
     for key, name in find_copies(model).items() if copies else ():
@@ -126,8 +126,8 @@ def find_copies(model: Any) -> Mapping[str, str]:
     return {} if head is None else head.copies
 
 
-def _layout_of_plan(name: str, shape: Shape, plan: ModelPlan) -> list[Piece]:
-    stored = plan.stored[_weight_name(name)]
+def _make_layout_of_plan(name: str, shape: Shape, plan: ModelPlan) -> list[Piece]:
+    stored = plan.stored[_make_weight_name(name)]
     if stored.parts:
         experts, out, inner = shape
         return make_per_expert_pieces(name.rpartition(".")[0], (experts, out, inner), stored.parts)
@@ -190,7 +190,7 @@ def find_pieces(
     missing: dict[str, None] = {}
     misshapen: dict[str, None] = {}
     for group in _group_by_layout(parameters, layout, plan):
-        layouts = _candidate_layouts({name: parameters[name] for name in group}, layout, plan)
+        layouts = _list_candidate_layouts({name: parameters[name] for name in group}, layout, plan)
         fitting = next((candidate for candidate in layouts if _fits(candidate, tensors)), None)
         if fitting is None:
             # The error compares the checkpoint with the first layout whose keys are all in the
@@ -266,11 +266,11 @@ def _is_stacked(name: str, plan: ModelPlan) -> bool:
     return weight in plan.expert_weights and matches(plan.experts, module)
 
 
-def _weight_name(name: str) -> str:
+def _make_weight_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _candidate_layouts(
+def _list_candidate_layouts(
     shapes: Mapping[str, Shape], layout: Layout, plan: ModelPlan
 ) -> list[dict[str, list[Piece]]]:
     """List the layouts to try: the hub's, the model's, and the model's with transposed stacks."""

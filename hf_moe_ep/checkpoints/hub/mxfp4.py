@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
-from hf_moe_ep.ranks.boxes import Box, slices
+from hf_moe_ep.ranks.boxes import Box, make_slices
 
 _BLOCKS_SUFFIX, _SCALES_SUFFIX = "_blocks", "_scales"
 # The number of values in a block, which share one scale, and the number of bytes of a block.
@@ -62,7 +62,7 @@ class Mxfp4Tensor(FileTensor):
         (first, end), rows, columns = box
         groups = rows[0] // _BLOCK_VALUES, -(-rows[1] // _BLOCK_VALUES)
         decoded_rows = groups[0] * _BLOCK_VALUES, groups[1] * _BLOCK_VALUES
-        (in_box,) = slices((rows,), (decoded_rows,))
+        (in_box,) = make_slices((rows,), (decoded_rows,))
         step = max(1, _VALUES_PER_STEP // max(1, decoded_rows[1] - decoded_rows[0]))
         for expert, start in product(range(first, end), range(*columns, step)):
             chunk = (start, min(start + step, columns[1]))

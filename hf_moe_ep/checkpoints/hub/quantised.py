@@ -27,7 +27,12 @@ from hf_moe_ep.checkpoints.hub.fp8 import BLOCK, Fp8Tensor, convert_scales
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
-from hf_moe_ep.etp import get_stock_shape, list_stock_parts, split_dims_by_id, view_in_stock_shape
+from hf_moe_ep.etp import (
+    get_stock_shape,
+    list_stock_parts,
+    map_ids_to_split_dims,
+    view_in_stock_shape,
+)
 from hf_moe_ep.ops.quantised import Quantisation, Quantised, quantise
 from hf_moe_ep.ranks.boxes import Box, get_local_tensor
 from hf_moe_ep.state import STATE, Compute, MoELayer, iterate_quantised_matrices
@@ -134,7 +139,9 @@ def _slice_rows(matrix: Quantised, rows: slice) -> Quantised:
 def find_quantised_shards(model: nn.Module) -> dict[str, HeldAsBytes]:
     """Find this rank's shards of all matrices that a model holds quantised, by parameter name."""
     shards = {}
-    split_dims = split_dims_by_id(model)  # the dims that the model splits into (2, F) (`etp.py`)
+    split_dims = map_ids_to_split_dims(
+        model
+    )  # the dims that the model splits into (2, F) (`etp.py`)
     for name, matrix, quantisation in iterate_quantised_matrices(model):
         tensors, dim = matrix.by_name("").values(), split_dims.get(id(matrix.values))
         _, num_rows, row_bytes = get_stock_shape(matrix.values.shape, dim)

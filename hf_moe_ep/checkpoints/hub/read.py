@@ -40,24 +40,24 @@ from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
     FileTensor,
     Reader,
-    fingerprint,
+    compute_fingerprint,
     have_same_values,
     read_index,
 )
-from hf_moe_ep.etp import list_stock_parts, split_dims_by_id
+from hf_moe_ep.etp import list_stock_parts, map_ids_to_split_dims
 from hf_moe_ep.moe.stacked import stack_experts
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.ranks.all_ranks import differing, gather, is_first, run_on_all
+from hf_moe_ep.ranks.all_ranks import find_differing, gather, is_first, run_on_all
 from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.conversion import find_other_names
 from hf_moe_ep.upstream.hub import (
     build_empty_model,
-    checkpoint_name,
     find_old_buffers,
     find_unexpected_keys,
     get_base_prefix,
+    get_checkpoint_name,
     is_base_model,
     make_progress_bar,
     may_be_missing,
@@ -87,7 +87,7 @@ def build_model_from_config(
     return model, find_plan(model)
 
 
-def dtype_of_weights(folder: str | os.PathLike[str]) -> torch.dtype:
+def choose_dtype_of_weights(folder: str | os.PathLike[str]) -> torch.dtype:
     """Return the dtype of the first floating point tensor, as transformers would choose it.
 
     Tensors with one byte per value are skipped, because they are quantised.
@@ -129,7 +129,7 @@ def find_weights(
                 f"pass ignore_unexpected=[regex] to from_pretrained, which copies the tensors with "
                 f"matching keys into every saved checkpoint",
             )
-        return found, fingerprint(found.file_tensors)
+        return found, compute_fingerprint(found.file_tensors)
 
     found, own_fingerprint = run_on_all(f"reading {directory}", find)
     check_same_weights(own_fingerprint, os.fspath(directory))
@@ -233,7 +233,7 @@ def check_extra(
         stored: the parameters that are read from the same checkpoint. The error names their files.
     """
     own_keys = {piece.key: name for name, pieces in layout.items() for piece in pieces}
-    files = {checkpoint_name(name): item.pieces[0][1].file for name, item in stored.items()}
+    files = {get_checkpoint_name(name): item.pieces[0][1].file for name, item in stored.items()}
     for key in sorted(extra.keys() & own_keys.keys()):
         name = own_keys[key]
         raise ValueError(
@@ -286,7 +286,7 @@ def _rename_keys(
 
 def check_same_weights(own_fingerprint: str, folder: str) -> None:
     """Raise ValueError if ranks read different weights, which would mix two checkpoints."""
-    fingerprints = differing(own_fingerprint)
+    fingerprints = find_differing(own_fingerprint)
     if fingerprints is None:
         return
     folders = gather(folder)
@@ -321,7 +321,7 @@ def _match_parameters(
     parameters = [(n, p) for n, p in model.named_parameters() if n in empty]
     ids = {id(tensor) for _, tensor in parameters}
     for name, tensor in (*parameters, *iterate_persistent_buffers(model)):
-        names = [checkpoint_name(alias) for alias in aliases.get(id(tensor), [name])]
+        names = [get_checkpoint_name(alias) for alias in aliases.get(id(tensor), [name])]
         present = [alias for alias in names if _find_single_key(alias, layout, tensors)]
         if not present and id(tensor) not in ids and may_be_missing(model, names[0]):
             continue  # a buffer keeps its initial value
@@ -346,7 +346,7 @@ def _match_parameters(
     known = {piece.key for pieces in pieces_of.values() for piece in pieces} | tied_keys
     # Parameters that are not in `empty` are not read, but the checkpoint may hold them.
     unread = [name for key, names in aliases.items() if key not in ids for name in names]
-    known |= {piece.key for name in unread for piece in layout[checkpoint_name(name)]}
+    known |= {piece.key for name in unread for piece in layout[get_checkpoint_name(name)]}
     stored = {
         name: StoredParameter(
             [(piece, tensors[piece.key]) for piece in pieces], dtypes[stored_name]
@@ -402,7 +402,7 @@ def load_weights(
     """
     allocate_meta(model, device)
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
-    split_dims = split_dims_by_id(model)
+    split_dims = map_ids_to_split_dims(model)
     weights = _select_own_stage(model, targets, weights)
     quantised = find_quantised_shards(model)
     compute_device = patched_state(model).device if quantised else device

@@ -21,8 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.configs import prepare_configs, publish, stage_files
-from hf_moe_ep.checkpoints.hub.extra import copy_groups, find_to_copy, follow_copies, known_digests
-from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
+from hf_moe_ep.checkpoints.hub.extra import (
+    copy_groups,
+    find_to_copy,
+    follow_copies,
+    get_known_digests,
+)
+from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, iterate_slabs
 from hf_moe_ep.checkpoints.hub.layout import list_distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.stages import (
     assign_groups,
@@ -43,7 +48,7 @@ from hf_moe_ep.checkpoints.hub.write import (
 )
 from hf_moe_ep.checkpoints.storage.atomic import check_is_not_a_file
 from hf_moe_ep.checkpoints.storage.switch import switch_files
-from hf_moe_ep.etp import convert_slabs_to_stock, split_dims_by_id
+from hf_moe_ep.etp import convert_slabs_to_stock, map_ids_to_split_dims
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import (
     check_alike,
@@ -52,7 +57,7 @@ from hf_moe_ep.ranks.all_ranks import (
     run_on_all,
     run_on_first,
 )
-from hf_moe_ep.ranks.boxes import whole
+from hf_moe_ep.ranks.boxes import iterate_whole_tensor
 from hf_moe_ep.state import ModelState, find_state, refuse_quantised_experts
 from hf_moe_ep.upstream.adapters import has_adapters
 from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
@@ -143,13 +148,15 @@ def _save_weights(
     processors: Sequence[Any],
     extra_tensors: bool,
 ) -> None:
-    tensors, split_dims = list_tensors_of_model(model, state), split_dims_by_id(model)
+    tensors, split_dims = list_tensors_of_model(model, state), map_ids_to_split_dims(model)
     groups = group_tensors(
         model,
         state.plan,
         tensors,
         choose_dtypes(model, dtype, state.dtypes),
-        lambda name, tensor: convert_slabs_to_stock(slabs_of(tensor), split_dims.get(id(tensor))),
+        lambda name, tensor: convert_slabs_to_stock(
+            iterate_slabs(tensor), split_dims.get(id(tensor))
+        ),
     )
     groups = assign_groups(groups, state)
     files, what = split_files(groups, max_shard_size), f"saving to {folder}"
@@ -196,7 +203,7 @@ def _list_extra_files(
     own_keys = {key for group in groups for key in group.shapes}
     extra = state.extra if wanted else None
     tensors = find_to_copy(extra, own_keys)
-    return split_files(copy_groups(tensors, known_digests(extra)), max_shard_size)
+    return split_files(copy_groups(tensors, get_known_digests(extra)), max_shard_size)
 
 
 def save_state_dict(
@@ -233,7 +240,7 @@ def save_state_dict(
         state.plan,
         tensors,
         lambda _, tensor: tensor.dtype,
-        lambda _, tensor: whole(tensor),
+        lambda _, tensor: iterate_whole_tensor(tensor),
     )
     max_bytes = parse_size(max_shard_size)
     files = split_files(groups, max_bytes)

@@ -130,7 +130,7 @@ def iterate_slabs_for_all_stages(
     assert meshes is not None and meshes.stages is not None
     stages: Stages = meshes.stages
     owner = stage.tensors[name].stage
-    source, group = stages.rank_in(owner), stages.column.get_group()
+    source, group = stages.find_rank_in(owner), stages.column.get_group()
     if stage.index == owner:
         for box, values in iterate_slabs_for_all(tensor, dtype, change, max_bytes, slots_E):
             values = values.contiguous()

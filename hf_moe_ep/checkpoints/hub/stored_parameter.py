@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, find_filled_box
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
-from hf_moe_ep.ranks.boxes import Box, slices
+from hf_moe_ep.ranks.boxes import Box, make_slices
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class StoredParameter:
                 if values is None or filled is None:
                     tensor.read_into(out, part, view=piece.view, dtype=self.dtype, reader=reader)
                 else:
-                    out.copy_(values[slices(part, filled)])
+                    out.copy_(values[make_slices(part, filled)])
 
 
 def _may_hold(piece: Piece, expert: int) -> bool:

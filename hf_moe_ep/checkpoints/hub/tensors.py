@@ -49,8 +49,8 @@ from hf_moe_ep.checkpoints.hub.stages import (
 from hf_moe_ep.checkpoints.hub.sync_token import SyncToken, compute_checksums
 from hf_moe_ep.checkpoints.hub.write import TensorGroup, choose_dtypes, group_tensors
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
-from hf_moe_ep.etp import convert_slabs_to_stock, for_each_half, split_dims_by_id
-from hf_moe_ep.lora.merged import add_updates, with_whole_factors
+from hf_moe_ep.etp import convert_slabs_to_stock, for_each_half, map_ids_to_split_dims
+from hf_moe_ep.lora.merged import add_updates, gather_whole_factors
 from hf_moe_ep.ops.quantised import encode_blocks
 from hf_moe_ep.placement.hub_order import map_parameters_to_slots
 from hf_moe_ep.ranks.all_ranks import (
@@ -71,14 +71,14 @@ from hf_moe_ep.state import (
 )
 from hf_moe_ep.upstream.adapters import (
     LowRank,
-    active_adapters,
-    active_updates,
     check_mergeable,
+    group_updates_by_parameter,
+    iterate_active_updates,
     iterate_adapter_layers,
-    left_out_by_merging,
-    updates_of,
+    list_active_adapters,
+    list_names_lost_by_merging,
 )
-from hf_moe_ep.upstream.hub import checkpoint_name
+from hf_moe_ep.upstream.hub import get_checkpoint_name
 from hf_moe_ep.upstream.module_names import unwrap
 
 # A slab has max_bytes // _SLABS_IN_MEMORY bytes, because a rank needs memory for 8 slabs: the slab
@@ -195,7 +195,9 @@ def _check_adapters(model: nn.Module, merge_adapters: bool) -> None:
     check_mergeable(model)
     stage = patched_state(model).stage
     copied = None if stage is None else stage.copied_weight
-    if copied is not None and any(update.parameter is copied for update in active_updates(model)):
+    if copied is not None and any(
+        update.parameter is copied for update in iterate_active_updates(model)
+    ):
         raise ValueError(
             f"the output head has an adapter, and its weight is tied to the embedding, which lies "
             f"on another of the {stage.size} pipeline stages, so the adapter cannot be merged into "
@@ -440,7 +442,7 @@ class _Source:
         """Return the names in the model, or in this rank's pipeline stage."""
         model = self._model
         parameters = list_fp8_parameters(model, self._state.plan) if self._dtype == FP8 else set()
-        return _Names(left_out_by_merging(model), parameters, active_adapters(model))
+        return _Names(list_names_lost_by_merging(model), parameters, list_active_adapters(model))
 
     def _join_names(self) -> _Names:
         """Return the names of all stages; every rank calls this.
@@ -474,14 +476,14 @@ class _Source:
         # The tensors are listed before the first all-gather, because the modules of a layer hold
         # other tensors while FSDP2 has gathered its parameters.
         tensors = list_tensors_of_model(model, state, names.left_out)
-        updates = updates_of(model, tensors.values())
+        updates = group_updates_by_parameter(model, tensors.values())
         # For each stacked tensor: the row (slot) in which each expert is stored.
         slots = map_parameters_to_slots(model)
         dtype_of = choose_dtypes(model, dtype, state.dtypes)
         # By id of a parameter: the stock dim 2F that the model holds as (2, F) with etp (`etp.py`).
-        split_dims = split_dims_by_id(model)
+        split_dims = map_ids_to_split_dims(model)
 
-        def slabs_of(name: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        def iterate_slabs(name: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
             tensor_updates, slots_E = updates.get(id(tensor), []), slots.get(id(tensor))
             dtype, dim = dtype_of(name, tensor), split_dims.get(id(tensor))
             merge = partial(_merge_and_cast, dtype, [_gather_factors(u) for u in tensor_updates])
@@ -492,14 +494,14 @@ class _Source:
             )
             return convert_slabs_to_stock(slabs, dim)
 
-        return group_tensors(model, state.plan, tensors, dtype_of, slabs_of)
+        return group_tensors(model, state.plan, tensors, dtype_of, iterate_slabs)
 
     def _find_fp8(self, groups: list[TensorGroup], names: _Names) -> set[str]:
         """Return the keys of the tensors that are yielded in FP8."""
         return {
             key
             for group in groups
-            if set(map(checkpoint_name, group.names)) <= names.fp8_parameters
+            if set(map(get_checkpoint_name, group.names)) <= names.fp8_parameters
             for key, shape in group.shapes.items()
             if has_blocks(shape)
         }
@@ -565,8 +567,8 @@ class _Source:
         if stage is not None:
             assigned = assign_groups(groups, self._state)
             groups = [group for group in assigned if group.stage == stage.index]
-        tensors = list_distinct_tensors(model, left_out_by_merging(model))
-        updates = updates_of(model, tensors.values())
+        tensors = list_distinct_tensors(model, list_names_lost_by_merging(model))
+        updates = group_updates_by_parameter(model, tensors.values())
         slots = map_parameters_to_slots(model)
         sources: dict[int, tuple[Tensor, Tensor | None]] = {}
         for tensor in tensors.values():
@@ -655,7 +657,7 @@ def _check_not_moved(before: list[Tensor | None], state: ModelState) -> None:
 @torch.no_grad()
 def _gather_factors(update: LowRank) -> LowRank:
     a, b = gather_tensor(update.a.detach()), gather_tensor(update.b.detach())
-    return with_whole_factors(update, a, b)
+    return gather_whole_factors(update, a, b)
 
 
 def _merge_and_cast(dtype: torch.dtype, updates: list[LowRank], box: Box, values: Tensor) -> Tensor:

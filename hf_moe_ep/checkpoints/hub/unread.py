@@ -38,7 +38,7 @@ from hf_moe_ep.checkpoints.hub.stored_parameter import StoredParameter
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
     FileTensor,
     Reader,
-    fingerprint,
+    compute_fingerprint,
     read_files,
 )
 from hf_moe_ep.config import get_launched_local_rank
@@ -47,10 +47,10 @@ from hf_moe_ep.ranks.boxes import get_local_tensor, make_whole_box
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.shard import build_meshes_and_cut_stages, shard_model
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.hub import checkpoint_name
+from hf_moe_ep.upstream.hub import get_checkpoint_name
 from hf_moe_ep.upstream.models import iterate_persistent_buffers
 from hf_moe_ep.upstream.modules import get_own_buffers
-from hf_moe_ep.upstream.sharded_models import times_written
+from hf_moe_ep.upstream.sharded_models import count_writes
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Unread:
         fingerprint: identifies the files; it must be the same on all ranks.
         file_tensors: the tensors in the files that store these parameters, by key.
         write_counts: each parameter, by its name in checkpoints, with the result of
-            `times_written` at the end of from_pretrained.
+            `count_writes` at the end of from_pretrained.
     """
 
     folder: str
@@ -102,7 +102,7 @@ def find_unread(
         if name not in found.stored:  # only stock's code knows the initial value
             raise ValueError(f"{name} is not in {os.fspath(folder)}")
     key_of = {id(tensor): key for key, tensor in found.file_tensors.items()}
-    stored = {checkpoint_name(name): found.stored[name] for name in names}
+    stored = {get_checkpoint_name(name): found.stored[name] for name in names}
     file_tensors: dict[str, FileTensor] = {}
     for parameter in stored.values():
         for piece, tensor in parameter.pieces:
@@ -110,7 +110,7 @@ def find_unread(
                 raise ValueError(f"{piece.key} in {os.fspath(folder)} is quantised")
             file_tensors[key_of[id(tensor)]] = tensor
     buffers = {name: tensor for name, tensor in found.stored.items() if name not in names}
-    digest = fingerprint(found.file_tensors)
+    digest = compute_fingerprint(found.file_tensors)
     return Unread(os.fspath(folder), stored, buffers, digest, file_tensors)
 
 
@@ -128,13 +128,15 @@ def finish_loading(model: nn.Module, unread: Unread) -> Unread:
                 values = torch.empty(buffer.shape, dtype=buffer.dtype)
                 unread.buffers[full_name].read_into(values, make_whole_box(buffer.shape), reader)
                 get_own_buffers(module)[name] = values
-    parameters = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = {
+        get_checkpoint_name(name): parameter for name, parameter in model.named_parameters()
+    }
     stored = {
         name: StoredParameter(parameter.pieces, parameters[name].dtype)
         for name, parameter in unread.stored.items()
     }
     write_counts = {
-        name: (weakref.ref(parameters[name]), times_written(parameters[name])) for name in stored
+        name: (weakref.ref(parameters[name]), count_writes(parameters[name])) for name in stored
     }
     return replace(unread, stored=stored, write_counts=write_counts)
 
@@ -157,7 +159,7 @@ def shard_and_read(
     shard_model(model, state, _keep_on_meta(options, parameters), device)
     parameters = {name: p for name, p in model.named_parameters() if name in parameters}
     check_same_weights(unread.fingerprint, unread.folder)
-    stored = {name: unread.stored[checkpoint_name(name)] for name in parameters}
+    stored = {name: unread.stored[get_checkpoint_name(name)] for name in parameters}
     offloaded = isinstance(options.offload_policy, CPUOffloadPolicy)
     load_weights(model, stored, torch.device("cpu") if offloaded else device)
     _round_to_loaded_dtype(model, stored)
@@ -192,7 +194,7 @@ def read_whole(model: nn.Module) -> None:
         return
     with Reader() as reader:
         for name, parameter in _find_unread_parameters(model, unread).items():
-            stored = unread.stored[checkpoint_name(name)]
+            stored = unread.stored[get_checkpoint_name(name)]
             values = torch.empty(parameter.shape, dtype=stored.dtype)
             stored.read_into(values, make_whole_box(parameter.shape), reader)
             _replace(model, parameter, values.to(parameter.dtype))
@@ -209,17 +211,17 @@ def _find_unread_parameters(model: nn.Module, unread: Unread) -> dict[str, nn.Pa
     """
     is_first_on_machine = get_launched_local_rank() in (None, 0)
     for name, parameter in list(model.named_parameters()):
-        is_allocated = checkpoint_name(name) in unread.stored and not parameter.is_meta
+        is_allocated = get_checkpoint_name(name) in unread.stored and not parameter.is_meta
         if is_allocated and not is_first_on_machine:
             _replace(model, parameter, torch.empty_like(parameter, device="meta"))
     found = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.is_meta and checkpoint_name(name) in unread.stored
+        if parameter.is_meta and get_checkpoint_name(name) in unread.stored
     }
     for name, parameter in found.items():
-        reference, before = unread.write_counts[checkpoint_name(name)]
-        if reference() is parameter and times_written(parameter) != before:
+        reference, before = unread.write_counts[get_checkpoint_name(name)]
+        if reference() is parameter and count_writes(parameter) != before:
             raise ValueError(
                 f"{name} was written after the model was loaded, but its values are read only when "
                 f"the model is sharded, so what was written would be lost; add --stock-load to "

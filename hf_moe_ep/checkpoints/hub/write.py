@@ -50,11 +50,11 @@ from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, find_filled_box
 from hf_moe_ep.checkpoints.storage.atomic import write_atomically
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, FileTensor, Writer
 from hf_moe_ep.checkpoints.storage.switch import list_changed_files, settle, switch_files
-from hf_moe_ep.etp import get_stock_shape, split_dims_by_id
+from hf_moe_ep.etp import get_stock_shape, map_ids_to_split_dims
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.all_ranks import gather_on_first, is_first
-from hf_moe_ep.ranks.boxes import Box, get_box_sizes, slices
-from hf_moe_ep.upstream.hub import checkpoint_name, list_kept_in_fp32, make_progress_bar
+from hf_moe_ep.ranks.boxes import Box, get_box_sizes, make_slices
+from hf_moe_ep.upstream.hub import get_checkpoint_name, list_kept_in_fp32, make_progress_bar
 from hf_moe_ep.upstream.models import is_correction_bias
 
 _logger = logging.getLogger("hf_moe_ep")
@@ -156,9 +156,9 @@ def group_tensors(
     Raises:
         ValueError: parameters that share a checkpoint tensor have several dtypes.
     """
-    name_in_model = {checkpoint_name(name): name for name in tensors}
+    name_in_model = {get_checkpoint_name(name): name for name in tensors}
     by_name = {name: tensors[in_model] for name, in_model in name_in_model.items()}
-    split_dims = split_dims_by_id(model)
+    split_dims = map_ids_to_split_dims(model)
     shapes = {name: get_stock_shape(t.shape, split_dims.get(id(t))) for name, t in by_name.items()}
     layout = find_hub_layout(model, plan, shapes)
     groups = []
@@ -202,10 +202,10 @@ def choose_dtypes(
         loaded: the dtypes in which tensors were loaded, by name, if the model has fp32 masters.
     """
     kept = [] if dtype is None else list_kept_in_fp32(model, dtype)
-    loaded = {checkpoint_name(name): own for name, own in loaded.items()}
+    loaded = {get_checkpoint_name(name): own for name, own in loaded.items()}
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
-        name = checkpoint_name(name)
+        name = get_checkpoint_name(name)
         own = loaded.get(name, tensor.dtype)
         if dtype is None or not tensor.is_floating_point():
             return own
@@ -375,7 +375,7 @@ def _write_slab(
             if block is None or filled is None:
                 file.write(key, part.view, part.box_in_view, values.to(dtype))
             else:
-                block[slices(part.box_in_view, filled)] = values
+                block[make_slices(part.box_in_view, filled)] = values
         if block is not None and filled is not None:
             file.write(key, parts[0].view, filled, block)
 

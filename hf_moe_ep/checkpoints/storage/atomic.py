@@ -85,7 +85,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sha256_of(path: Path, on_read: Callable[[int], object] | None = None) -> str:
+def compute_sha256(path: Path, on_read: Callable[[int], object] | None = None) -> str:
     """Hash a file; after each read `on_read` is called with the number of bytes that were read."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:

@@ -37,8 +37,8 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_moe_ep.checkpoints.storage.atomic import (
+    compute_sha256,
     make_partial_path,
-    sha256_of,
     sync_folder,
     write_atomically,
 )
@@ -126,7 +126,7 @@ def write(
         files = known | {name: entry for part in parts or () for name, entry in part.items()}
         manifest = {
             "format": _FORMAT,
-            "number": 1 + max(_neighbour_numbers(path), default=0),
+            "number": 1 + max(_iterate_neighbour_numbers(path), default=0),
             "written": {"time": time.time(), **versions()},
             "layout": layout,
             "files": {name: files[name] for name in sorted(files)},
@@ -188,7 +188,7 @@ def check(
         names = _choose_files({name: entry["size"] for name, entry in files.items()}, None)
         _compare_sizes(path, {name: files[name] for name in names})
         for name in names:
-            expected, actual = files[name]["sha256"], sha256_of(path / name, on_read)
+            expected, actual = files[name]["sha256"], compute_sha256(path / name, on_read)
             if actual != expected:
                 raise ValueError(
                     f"{path / name} has changed since it was written: sha256 {actual}, {MANIFEST} "
@@ -203,7 +203,7 @@ def check_sizes(folder: str | os.PathLike[str]) -> None:
     _compare_sizes(Path(folder), read(folder)["files"])
 
 
-def newest_complete(root: str | os.PathLike[str]) -> Path:
+def find_newest_complete(root: str | os.PathLike[str]) -> Path:
     """Return the newest complete checkpoint in `root`, or `root` itself if it is a checkpoint.
 
     Only the sizes of files are compared.
@@ -289,7 +289,7 @@ def read_saved(folder: Path) -> Saved:
     return Saved(folder, content.get("number", 0), content["written"]["time"])
 
 
-def _neighbour_numbers(folder: Path) -> Iterator[int]:
+def _iterate_neighbour_numbers(folder: Path) -> Iterator[int]:
     """Yield the numbers of the complete checkpoints in the neighbouring folders."""
     for other in folder.absolute().parent.iterdir():
         try:
@@ -338,7 +338,7 @@ def _sync_and_hash(folder: Path, name: str) -> dict[str, Any]:
     with open(folder / name, "rb") as file:
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
-    return {"size": size, "sha256": sha256_of(folder / name)}
+    return {"size": size, "sha256": compute_sha256(folder / name)}
 
 
 def _compare_sizes(folder: Path, files: dict[str, Any]) -> None:

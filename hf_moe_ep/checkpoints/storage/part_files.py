@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, Writer, read_header
-from hf_moe_ep.ranks.boxes import Box, make_whole_box, overlap, slices
+from hf_moe_ep.ranks.boxes import Box, intersect_boxes, make_slices, make_whole_box
 
 _SHARDING = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
@@ -36,7 +36,7 @@ _OFFSETS = "saved_offsets"
 Shards = Mapping[str, tuple[Box, Tensor]]
 
 
-def file_name(rank: int, number: int, num_files: int) -> str:
+def make_file_name(rank: int, number: int, num_files: int) -> str:
     """Return torch's name for file `number` of the `num_files` files of a rank, counted from 1."""
     return f"shard-{rank + 1:05d}-model-{number:05d}-of-{num_files:05d}.safetensors"
 
@@ -53,7 +53,7 @@ def write_parts(folder: Path, rank: int, files: Sequence[Shards]) -> dict[str, A
             continue
         # Tensors with larger elements come first, so each tensor is aligned to its element size.
         names = sorted(shards, key=lambda name: (-shards[name][1].element_size(), name))
-        path = folder / file_name(rank, number, len(files))
+        path = folder / make_file_name(rank, number, len(files))
         offsets = {name: {_OFFSETS: [start for start, _ in shards[name][0]]} for name in names}
         header = [(name, tuple(shards[name][1].shape), shards[name][1].dtype) for name in names]
         metadata = {_SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0"}
@@ -64,8 +64,12 @@ def write_parts(folder: Path, rank: int, files: Sequence[Shards]) -> dict[str, A
     return written
 
 
-def writer_of(name: str) -> int:
-    """Return the rank that wrote a file; raise ValueError if `file_name` cannot make the name."""
+def find_writer(name: str) -> int:
+    """Return the rank that wrote a file, from a name that `make_file_name` made.
+
+    Raises:
+        ValueError: `make_file_name` does not make such a name.
+    """
     match = re.fullmatch(r"shard-(\d+)-model-\d+-of-\d+\.safetensors", name)
     if match is None:
         raise ValueError(f"{name} is not the name of a rank's file")
@@ -90,13 +94,13 @@ class _UnreadShard:
 
     def read(self, box: Box, stored: FileTensor, reader: Reader) -> None:
         """Read the elements of the part that are in `stored`, which holds `box` of the tensor."""
-        common = overlap(box, self.box)
+        common = intersect_boxes(box, self.box)
         if common is None or common in self.boxes_read:
             return
         pairs = zip(common, box, strict=True)
         in_stored = tuple((start - first, stop - first) for (start, stop), (first, _) in pairs)
         values = reader.read(stored, in_stored)
-        self.local[slices(common, self.box)].copy_(values)
+        self.local[make_slices(common, self.box)].copy_(values)
         self.boxes_read.add(common)
         self.num_missing -= values.numel()
 
@@ -156,7 +160,7 @@ def _find_shards(
             shape = tensors[name].shape
             starts = offsets[name][_OFFSETS] if name in offsets else [0] * len(shape)
             box = tuple((start, start + size) for start, size in zip(starts, shape, strict=True))
-            if any(overlap(box, part.box) is not None for part in unread[name]):
+            if any(intersect_boxes(box, part.box) is not None for part in unread[name]):
                 yield name, box, tensors[name]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"

@@ -72,7 +72,7 @@ class SpreadPlanner(DefaultSavePlanner):
     """Plans a save of tensors that are sharded over all ranks, without exchanging plans.
 
     Args:
-        split_dims: the stock dims that the model splits, by parameter (`etp.split_dims_by_name`).
+        split_dims: the result of `etp.map_names_to_split_dims`.
         has_stages: True if DCP must plan the save, because each pipeline stage has its own tensors.
     """
 
@@ -121,7 +121,7 @@ class SpreadPlanner(DefaultSavePlanner):
                 index=MetadataIndex(name, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk, TensorProperties.create_from_tensor(view), self._stock_size(name)
+                    chunk, TensorProperties.create_from_tensor(view), self._get_stock_size(name)
                 ),
             )
             for name in entries.keys() & self._split_dims_by_key.keys()
@@ -137,7 +137,7 @@ class SpreadPlanner(DefaultSavePlanner):
             self.state_dict[index.fqn], self._split_dims_by_key[index.fqn], index
         ).contiguous()
 
-    def _stock_size(self, name: str) -> torch.Size:
+    def _get_stock_size(self, name: str) -> torch.Size:
         return torch.Size(
             get_stock_shape(self.state_dict[name].shape, self._split_dims_by_key.get(name))
         )
@@ -165,7 +165,7 @@ class SpreadPlanner(DefaultSavePlanner):
                 entries[name] = BytesStorageMetadata()
                 continue
             spread, replica = self._writers[name]
-            size = self._stock_size(name)
+            size = self._get_stock_size(name)
             key = (id(spread), replica, size)
             if key not in shared:
                 shared[key] = _list_chunks(spread, replica, size)

@@ -27,7 +27,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     DTYPE_NAMES,
     DTYPES,
     FileTensor,
-    tensor_sha256,
+    hash_tensor,
 )
 
 _FORMAT = 1
@@ -136,10 +136,10 @@ class FileReferences:
         """
         if self._digests is None:
             self.check_unchanged()
-            self.learn({key: tensor_sha256(tensor) for key, tensor in self.tensors().items()})
-        return {key: digest.hex() for key, digest in self.known_digests().items()}
+            self.learn({key: hash_tensor(tensor) for key, tensor in self.tensors().items()})
+        return {key: digest.hex() for key, digest in self.get_known_digests().items()}
 
-    def known_digests(self) -> dict[str, bytes]:
+    def get_known_digests(self) -> dict[str, bytes]:
         """Return the sha256 of each tensor by key; {} if the hashes are not known."""
         if self._digests is None:
             return {}
@@ -156,14 +156,14 @@ class FileReferences:
         for key, tensor in self.tensors().items():
             if tensor.file != self.folder / name:
                 continue
-            actual, known = tensor_sha256(tensor).hex(), hashes[key]
+            actual, known = hash_tensor(tensor).hex(), hashes[key]
             if actual != known:
                 raise ValueError(f"{tensor.file}: {key} has changed: sha256 {actual}, was {known}")
 
     def moved(self, folder: Path, tensors: Mapping[str, FileTensor]) -> FileReferences:
         """Return references to copies of the tensors in another folder, with the known hashes."""
         copies = {key: tensors[key] for key in self.tensors()}
-        return FileReferences.of(folder, copies, self.source, self.known_digests() or None)
+        return FileReferences.of(folder, copies, self.source, self.get_known_digests() or None)
 
     def to_json(self) -> dict[str, Any]:
         """Convert the references to JSON values, with the hash of each tensor."""

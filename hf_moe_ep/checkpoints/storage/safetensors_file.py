@@ -42,7 +42,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_moe_ep.checkpoints.storage.atomic import sha256_of
+from hf_moe_ep.checkpoints.storage.atomic import compute_sha256
 from hf_moe_ep.ranks.boxes import Box, get_box_sizes
 from hf_moe_ep.upstream.named_weights import named_weights
 
@@ -241,7 +241,7 @@ def _parse_header(
     return sorted(rows), metadata
 
 
-def fingerprint(tensors: Mapping[str, FileTensor]) -> str:
+def compute_fingerprint(tensors: Mapping[str, FileTensor]) -> str:
     """Hash all names, dtypes and shapes, and the first bytes of some tensors of every kind.
 
     Tensors whose names differ only in numbers are of one kind. The function reads few bytes. The
@@ -315,7 +315,7 @@ class Reader:
             target, position = flat.numpy().data, 0
             if tensor.file not in self._open:
                 self._open[tensor.file] = os.open(tensor.file, os.O_RDONLY)
-            for start, length in _byte_ranges(tensor, shape, box):
+            for start, length in _iterate_byte_ranges(tensor, shape, box):
                 self._fill_from_file(tensor.file, target[position : position + length], start)
                 position += length
         return flat.view(tensor.dtype).view(sizes)
@@ -324,11 +324,13 @@ class Reader:
         while target:
             count = os.preadv(self._open[file], [target], start)  # reads at most 2 GiB
             if count == 0:
-                raise _truncated(file, start)
+                raise _make_truncated_error(file, start)
             target, start = target[count:], start + count
 
 
-def _byte_ranges(tensor: FileTensor, shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
+def _iterate_byte_ranges(
+    tensor: FileTensor, shape: Sequence[int], box: Box
+) -> Iterator[tuple[int, int]]:
     """Yield (first byte, number of bytes) of the contiguous ranges that make up a box, in order.
 
     In a shape [4, 6, 5] the box (1, 3), (2, 4), (0, 5) is complete along the last dim, so it is two
@@ -407,7 +409,7 @@ class Writer:
         flat = values.as_strided((values.numel(),), (1,))
         data = flat.view(torch.uint8).numpy().data
         position = 0
-        for start, length in _byte_ranges(self._tensors[key], view, box):
+        for start, length in _iterate_byte_ranges(self._tensors[key], view, box):
             self._write_bytes(data[position : position + length], start)
             position += length
 
@@ -423,7 +425,7 @@ class Writer:
         """
         tensor = self._tensors[key]
         assert source.nbytes == tensor.nbytes, f"{key} and its source have different sizes"
-        self._copied[key] = sha256 or self._hashing.submit(tensor_sha256, source)
+        self._copied[key] = sha256 or self._hashing.submit(hash_tensor, source)
         self._in_order = False  # `_digest` lacks the copied bytes
         with source.file.open("rb", buffering=0) as file:
             try:
@@ -485,7 +487,7 @@ class Writer:
     @property
     def sha256(self) -> str:
         """The hash of the complete file."""
-        return self._digest.hexdigest() if self._in_order else sha256_of(self._path)
+        return self._digest.hexdigest() if self._in_order else compute_sha256(self._path)
 
     @property
     def copied_hashes(self) -> dict[str, bytes]:
@@ -501,7 +503,7 @@ class Writer:
     def sha256_of_tensors(self) -> str:
         """The hash of the header followed by all tensors' hashes; needs `has_only_copies`."""
         hashes = self.copied_hashes
-        return _hash_of_hashes(self._header, [hashes[key] for key in self._tensors])
+        return _combine_hashes(self._header, [hashes[key] for key in self._tensors])
 
 
 def sha256_of_tensors(path: Path, on_read: Callable[[int], object] | None = None) -> str:
@@ -515,18 +517,18 @@ def sha256_of_tensors(path: Path, on_read: Callable[[int], object] | None = None
         header = file.read(min((tensor.start for tensor in tensors.values()), default=-1))
     digests = []
     with ThreadPoolExecutor(_HASHING_THREADS, thread_name_prefix="hf_moe_ep hashes") as pool:
-        for tensor, digest in zip(tensors.values(), pool.map(tensor_sha256, tensors.values())):
+        for tensor, digest in zip(tensors.values(), pool.map(hash_tensor, tensors.values())):
             digests.append(digest)
             if on_read is not None:
                 on_read(tensor.nbytes)
-    return _hash_of_hashes(header, digests)
+    return _combine_hashes(header, digests)
 
 
-def _hash_of_hashes(header: bytes, digests: Iterable[bytes]) -> str:
+def _combine_hashes(header: bytes, digests: Iterable[bytes]) -> str:
     return hashlib.sha256(header + b"".join(digests)).hexdigest()
 
 
-def tensor_sha256(tensor: FileTensor) -> bytes:
+def hash_tensor(tensor: FileTensor) -> bytes:
     """Return the sha256 of the bytes of a tensor in a file."""
     digest, remaining = hashlib.sha256(), tensor.nbytes
     buffer = memoryview(bytearray(min(_HASH_BLOCK_BYTES, remaining)))
@@ -535,7 +537,7 @@ def tensor_sha256(tensor: FileTensor) -> bytes:
         while remaining:
             count = file.readinto(buffer[:remaining])
             if not count:
-                raise _truncated(tensor.file, tensor.start + tensor.nbytes - remaining)
+                raise _make_truncated_error(tensor.file, tensor.start + tensor.nbytes - remaining)
             digest.update(buffer[:count])
             remaining -= count
     return digest.digest()
@@ -560,10 +562,10 @@ def _copy_bytes(source: int, target: int, tensor: FileTensor, start: int) -> Non
             buffer = buffer or memoryview(bytearray(_CHUNK_BYTES))
             count = os.preadv(source, [buffer[: min(size, _CHUNK_BYTES)]], position)
             if count == 0:
-                raise _truncated(tensor.file, position)
+                raise _make_truncated_error(tensor.file, position)
             count = os.pwrite(target, buffer[:count], start)
         position, start, remaining = position + count, start + count, remaining - count
 
 
-def _truncated(file: Path, position: int) -> ValueError:
+def _make_truncated_error(file: Path, position: int) -> ValueError:
     return ValueError(f"{file} ends at byte {position}; it was truncated during the read")

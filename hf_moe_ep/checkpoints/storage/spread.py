@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from hf_moe_ep.ranks.boxes import Box, cut_box, overlap
+from hf_moe_ep.ranks.boxes import Box, cut_box, intersect_boxes
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Spread:
         for size in reversed(self.grid):
             position, index = divmod(position, size)
             coordinate.append(index)
-        return self._replica_of(coordinate[::-1]) == replica
+        return self._find_replica(coordinate[::-1]) == replica
 
     def boxes(self, shape: Iterable[int], replica: int) -> Iterator[tuple[int, Box]]:
         """Yield (rank, box of the rank) for a tensor of shape `shape`, for all ranks of a replica.
@@ -112,7 +112,7 @@ class Spread:
         if self.split_dim is not None:
             half = sizes[self.split_dim] = sizes[self.split_dim] // 2
         for rank, coordinate in zip(self.ranks, product(*map(range, self.grid)), strict=True):
-            if self._replica_of(coordinate) != replica:
+            if self._find_replica(coordinate) != replica:
                 continue
             box = cut_box(sizes, self.grid, self.cuts, coordinate)
             yield rank, box
@@ -121,7 +121,7 @@ class Spread:
                 second = (start + half, stop + half)
                 yield rank, (*box[: self.split_dim], second, *box[self.split_dim + 1 :])
 
-    def _replica_of(self, coordinate: Iterable[int]) -> int:
+    def _find_replica(self, coordinate: Iterable[int]) -> int:
         """Return the number of a rank's replica, row-major over the axes that cut no dim."""
         number = 0
         for index, size, dim in zip(coordinate, self.grid, self.cuts, strict=True):
@@ -131,7 +131,7 @@ class Spread:
     def holders(self, shape: Iterable[int], replica: int, box: Box) -> frozenset[int]:
         """Return the ranks of a replica that hold elements of `box`."""
         boxes = self.boxes(shape, replica)
-        return frozenset(rank for rank, rank_box in boxes if overlap(rank_box, box))
+        return frozenset(rank for rank, rank_box in boxes if intersect_boxes(rank_box, box))
 
 
 def choose_writers(

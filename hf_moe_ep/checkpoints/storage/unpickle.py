@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from hf_moe_ep.ranks.all_ranks import format_in_one_line, run_on_first
-from hf_moe_ep.upstream.checkpoint_files import file_of_item, metadata_path, put_value
+from hf_moe_ep.upstream.checkpoint_files import find_file_of_item, make_metadata_path, put_value
 
 METADATA_FILE = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -118,7 +118,9 @@ def _load_value(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
         with torch.serialization.safe_globals(allowed):
             loaded = torch.load(value, weights_only=True)
     except _UNREADABLE as error:
-        file = Path(planner.metadata.storage_meta.checkpoint_id or "", file_of_item(planner, item))
+        file = Path(
+            planner.metadata.storage_meta.checkpoint_id or "", find_file_of_item(planner, item)
+        )
         raise ValueError(
             f"{file} cannot be loaded: its item {item.storage_index.fqn} is not a plain value, so "
             f"loading it could run code that someone put into the file, or the file is damaged "
@@ -139,7 +141,7 @@ class MetadataReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read `.metadata`; raise ValueError if it holds other classes, or is damaged."""
-        path = metadata_path(self, kwargs.get("rank"))
+        path = make_metadata_path(self, kwargs.get("rank"))
         with self.fs.create_stream(path, "rb") as file:
             try:
                 loaded = _Unpickler(file).load()

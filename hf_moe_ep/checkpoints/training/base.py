@@ -37,7 +37,7 @@ from hf_moe_ep.ranks.boxes import get_local_box, get_local_tensor, number_elemen
 from hf_moe_ep.state import KnownSums, find_state, iterate_quantised_matrices
 from hf_moe_ep.upstream.models import get_source
 from hf_moe_ep.upstream.module_names import get_stock_name, unwrap
-from hf_moe_ep.upstream.sharded_models import times_written
+from hf_moe_ep.upstream.sharded_models import count_writes
 
 BASE = "quantised_base.json"
 _FORMAT = 1
@@ -94,14 +94,14 @@ def _hash_experts(model: nn.Module, known: dict[str, KnownSums]) -> dict[str, st
     }
 
 
-def numbered(name: str, index: int) -> str:
+def number_file_name(name: str, index: int) -> str:
     """Return the name of the JSON file of model `index`, numbered as Accelerate numbers files."""
     return name if index == 0 else f"{Path(name).stem}_{index}.json"
 
 
 def check_base(folder: Path, model: nn.Module, index: int = 0) -> None:
     """Raise ValueError on every rank if a checkpoint was saved by a run on another base."""
-    saved = run_on_first(f"reading {folder}", lambda: _read(folder / numbered(BASE, index)))
+    saved = run_on_first(f"reading {folder}", lambda: _read(folder / number_file_name(BASE, index)))
     base = describe_base(model, anew=True)
     if saved == base:
         return
@@ -150,7 +150,7 @@ def _find_sums(
     name: str, tensor: Tensor, slots: Tensor | None, known: dict[str, KnownSums]
 ) -> Tensor:
     """Return the sums of this rank's shard; take them from `known` if the shard is unchanged."""
-    shard, written = get_local_tensor(tensor), times_written(tensor)
+    shard, written = get_local_tensor(tensor), count_writes(tensor)
     entry = known.get(name)
     if entry is not None and entry.still_hold(tensor, shard, written):
         return entry.sums
@@ -172,7 +172,7 @@ def _compute_sums(tensor: Tensor, slots: Tensor | None = None) -> Tensor:
     shard_bytes = get_local_tensor(tensor).shape[-1] * tensor.element_size()
     if shard_bytes % word.itemsize:
         # A word would have bytes of two ranks, as with a few scales. One rank counts whole rows.
-        tensor, counts = _with_whole_rows(tensor)
+        tensor, counts = _gather_whole_rows(tensor)
         if not counts:
             return total
     local, box = get_local_tensor(tensor).detach(), get_local_box(tensor)
@@ -190,7 +190,7 @@ def _compute_sums(tensor: Tensor, slots: Tensor | None = None) -> Tensor:
     return total
 
 
-def _with_whole_rows(tensor: Tensor) -> tuple[Tensor, bool]:
+def _gather_whole_rows(tensor: Tensor) -> tuple[Tensor, bool]:
     """Gather a tensor along its last dim; the flag is True on one of the ranks with equal rows."""
     assert isinstance(tensor, DTensor)
     mesh, placements, counts = tensor.device_mesh, list(tensor.placements), True

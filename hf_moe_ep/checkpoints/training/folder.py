@@ -33,9 +33,9 @@ from hf_moe_ep.checkpoints.storage.atomic import check_is_not_a_file
 from hf_moe_ep.checkpoints.storage.part_files import (
     Parts,
     Shards,
+    find_writer,
     read_parts,
     write_parts,
-    writer_of,
 )
 from hf_moe_ep.checkpoints.training import state_file
 from hf_moe_ep.checkpoints.training.base import BASE
@@ -49,12 +49,12 @@ from hf_moe_ep.state import ModelState
 TENSORS, STATE = "tensors", "state.json"
 
 
-def random_file(rank: int) -> str:
+def make_random_file_name(rank: int) -> str:
     """Return the name of the file with the random generators of a rank."""
     return f"random-{rank:05d}.json"
 
 
-def layout_of(state: ModelState) -> dict[str, Any]:
+def describe_layout(state: ModelState) -> dict[str, Any]:
     """Return the layout of a model as JSON values, for the manifest and for `state.json`."""
     config = state.config
     return {
@@ -144,7 +144,7 @@ def read_shards(
     not opened.
     """
     ranks = find_ranks_needed(targets, saved)
-    needed = [name for name in sorted(names) if ranks is None or writer_of(name) in ranks]
+    needed = [name for name in sorted(names) if ranks is None or find_writer(name) in ranks]
     read_parts((path / name for name in needed), targets)
 
 

@@ -98,7 +98,7 @@ def load_checkpoint(
         state.saver.wait()
     reshard(model)
     path = run_on_first(
-        f"looking for a checkpoint in {directory}", lambda: manifest.newest_complete(directory)
+        f"looking for a checkpoint in {directory}", lambda: manifest.find_newest_complete(directory)
     )
     if verify:
         manifest.check(path)
@@ -168,12 +168,12 @@ def _restore_random(
     path: Path, saved_layout: dict[str, Any], state: ModelState, device: torch.device
 ) -> None:
     """Restore this rank's random generators, or seed them if the number of data ranks changed."""
-    layout, rank = folder.layout_of(state), this_rank()
-    num_saved, num_now = map(random_state.num_data_ranks, (saved_layout, layout))
-    data_rank = random_state.data_rank_of(layout, rank)
+    layout, rank = folder.describe_layout(state), this_rank()
+    num_saved, num_now = map(random_state.count_data_ranks, (saved_layout, layout))
+    data_rank = random_state.compute_data_rank(layout, rank)
     rank_0_state = _read_random(path, 0)
     if num_saved == num_now and rank_0_state["device"] == device.type:
-        saved_rank = random_state.saved_rank_of(saved_layout, layout, rank)
+        saved_rank = random_state.find_saved_rank(saved_layout, layout, rank)
         rank_state = _read_random(path, saved_rank)
         random_state.restore(rank_state, device)
         return
@@ -188,5 +188,5 @@ def _restore_random(
 
 
 def _read_random(path: Path, rank: int) -> dict[str, Any]:
-    text = (path / folder.random_file(rank)).read_text(encoding="utf-8")
+    text = (path / folder.make_random_file_name(rank)).read_text(encoding="utf-8")
     return dict(decode(json.loads(text)))

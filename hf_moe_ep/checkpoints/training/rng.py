@@ -51,36 +51,36 @@ def reseed(rank_0_state: dict[str, Any], data_rank: int) -> None:
     torch.manual_seed(seed)  # seeds all devices, too
 
 
-def num_data_ranks(layout: dict[str, Any]) -> int:
-    """Return the number of data ranks of a layout (`folder.layout_of`)."""
-    return _ranks_per_stage(layout) // ranks_per_batch(layout)
+def count_data_ranks(layout: dict[str, Any]) -> int:
+    """Return the number of data ranks of a layout (`folder.describe_layout`)."""
+    return _count_ranks_per_stage(layout) // count_ranks_per_batch(layout)
 
 
-def data_rank_of(layout: dict[str, Any], rank: int) -> int:
+def compute_data_rank(layout: dict[str, Any], rank: int) -> int:
     """Return the number of the data rank to which `rank` belongs."""
-    return rank % _ranks_per_stage(layout) // ranks_per_batch(layout)
+    return rank % _count_ranks_per_stage(layout) // count_ranks_per_batch(layout)
 
 
-def saved_rank_of(saved: dict[str, Any], layout: dict[str, Any], rank: int) -> int:
+def find_saved_rank(saved: dict[str, Any], layout: dict[str, Any], rank: int) -> int:
     """Return the rank of the layout `saved` whose generators a rank of `layout` restores.
 
     Both layouts have the same number of data ranks, and the result belongs to the same data rank.
     With the same pp_size and ranks per batch, the result is the rank itself.
     """
-    stage, index = rank // _ranks_per_stage(layout), rank % ranks_per_batch(layout)
+    stage, index = rank // _count_ranks_per_stage(layout), rank % count_ranks_per_batch(layout)
     return (
-        stage % saved.get("pp_size", 1) * _ranks_per_stage(saved)
-        + data_rank_of(layout, rank) * ranks_per_batch(saved)
-        + index % ranks_per_batch(saved)
+        stage % saved.get("pp_size", 1) * _count_ranks_per_stage(saved)
+        + compute_data_rank(layout, rank) * count_ranks_per_batch(saved)
+        + index % count_ranks_per_batch(saved)
     )
 
 
-def ranks_per_batch(layout: dict[str, Any]) -> int:
+def count_ranks_per_batch(layout: dict[str, Any]) -> int:
     """Return the number of ranks that share a batch; layouts of older files have no cp_size."""
     return layout["sp_size"] * layout.get("cp_size", 1)
 
 
-def _ranks_per_stage(layout: dict[str, Any]) -> int:
+def _count_ranks_per_stage(layout: dict[str, Any]) -> int:
     """Return the number of ranks of a pipeline stage; layouts of older files have no pp_size."""
     return layout["world_size"] // layout.get("pp_size", 1)
 

@@ -36,13 +36,13 @@ from hf_moe_ep.checkpoints.training.base import BASE, describe_base
 from hf_moe_ep.checkpoints.training.conversions import CONVERSIONS, describe_load
 from hf_moe_ep.checkpoints.training.extra import EXTRA, describe_extra
 from hf_moe_ep.checkpoints.training.stages import join_stages
-from hf_moe_ep.checkpoints.training.state_file import StateFile, digest
+from hf_moe_ep.checkpoints.training.state_file import StateFile, compute_digest
 from hf_moe_ep.checkpoints.training.tensors import collect
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import (
     check_alike,
     check_everyone_calls,
-    differing,
+    find_differing,
     is_first,
     run_on_all,
     run_on_first,
@@ -133,7 +133,7 @@ def save_checkpoint(
             }
         files, own = _collect_state(model, optimizer, scheduler, progress, state)
         random = random_state.capture(get_computing_device(model))
-        values[folder.random_file(this_rank())] = encode(random, "random state")
+        values[folder.make_random_file_name(this_rank())] = encode(random, "random state")
         if asynchronous:
             files = [
                 {name: (box, x.to("cpu", copy=True)) for name, (box, x) in shards.items()}
@@ -146,7 +146,7 @@ def save_checkpoint(
         files, own, values = run_on_all("save_checkpoint", prepare)
         joined = run_on_all("save_checkpoint", lambda: join_stages(own, state))
         content = run_on_all("save_checkpoint", joined.to_json)
-        _check_equal(digest(content))
+        _check_equal(compute_digest(content))
         if is_first():
             values[folder.STATE] = content
         snapshot = _Snapshot(files, values, own.layout)
@@ -171,7 +171,7 @@ def _collect_state(
     named = collect(model, optimizer)
     saved_tensors = named.describe_tensors()
     own = StateFile(
-        layout=folder.layout_of(state),
+        layout=folder.describe_layout(state),
         progress=progress or {},
         scheduler=None if scheduler is None else scheduler.state_dict(),
         tensors=saved_tensors,
@@ -182,7 +182,7 @@ def _collect_state(
 
 
 def _check_equal(state_digest: str) -> None:
-    digests = differing(state_digest) or [state_digest]
+    digests = find_differing(state_digest) or [state_digest]
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
         raise ValueError(

@@ -153,7 +153,7 @@ class StateFile:
         )
 
 
-def digest(content: dict[str, Any]) -> str:
+def compute_digest(content: dict[str, Any]) -> str:
     """Hash the parts of the result of `to_json` that must be equal on every rank."""
     parts = [content["spreads"], content["tensors"], content["rest"]]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

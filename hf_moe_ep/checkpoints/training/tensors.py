@@ -34,13 +34,13 @@ from hf_moe_ep.checkpoints.training.state_file import (
     OptimizerValue,
     SavedTensor,
 )
-from hf_moe_ep.etp import get_stock_shape, list_stock_parts, split_dims_by_id
+from hf_moe_ep.etp import get_stock_shape, list_stock_parts, map_ids_to_split_dims
 from hf_moe_ep.lora.computed import iterate_stacked_factors, pack_conversion, stack_conversion
 from hf_moe_ep.lora.factors import is_stacked
 from hf_moe_ep.ranks.all_ranks import this_rank, world_size
 from hf_moe_ep.ranks.boxes import Box
 from hf_moe_ep.state import find_state, iterate_quantised_matrices
-from hf_moe_ep.upstream.adapters import adapter_parameters, wraps_for_adapters
+from hf_moe_ep.upstream.adapters import list_adapter_parameter_ids, wraps_for_adapters
 from hf_moe_ep.upstream.models import iterate_persistent_buffers
 from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 
@@ -162,15 +162,15 @@ def list_state_tensors(model: nn.Module) -> dict[str, StateTensor]:
         has_adapters = state.stage.has_adapters  # the adapted layers may be on other stages
     else:
         has_adapters = any(map(wraps_for_adapters, inner.modules()))
-    adapter_ids = adapter_parameters(inner)
-    converters, split_dims = _find_converters(inner), split_dims_by_id(inner)
+    adapter_ids = list_adapter_parameter_ids(inner)
+    converters, split_dims = _find_converters(inner), map_ids_to_split_dims(inner)
     quantised = {
         id(tensor)
         for name, matrix, _ in iterate_quantised_matrices(inner)
         for tensor in matrix.by_name(name).values()
     }
     parameters = {
-        _name_in_whole_model(inner, name): StateTensor(
+        _find_name_in_whole_model(inner, name): StateTensor(
             p.detach(), *converters.get(p, _NO_CONVERSIONS), split_dims.get(id(p))
         )
         for name, p in inner.named_parameters()
@@ -184,7 +184,9 @@ def find_trained_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters that are trained, as in `list_state_tensors`."""
     inner = unwrap(model)
     return {
-        _name_in_whole_model(inner, name) for name, p in inner.named_parameters() if p.requires_grad
+        _find_name_in_whole_model(inner, name)
+        for name, p in inner.named_parameters()
+        if p.requires_grad
     }
 
 
@@ -228,7 +230,7 @@ def fill_model(
             entry.tensor.copy_(entry.to_model_form(targets[f"model.{name}"]))
 
 
-def _name_in_whole_model(model: nn.Module, name: str) -> str:
+def _find_name_in_whole_model(model: nn.Module, name: str) -> str:
     """Return the name of a parameter in the whole model, of which this rank may hold one stage.
 
     On the last stage, a head that is tied to the embedding gets the embedding's name.
@@ -366,8 +368,8 @@ def list_parameter_names(
         ValueError: the optimizer has a parameter that is not the model's.
     """
     inner = unwrap(model)
-    converters, split_dims = _find_converters(inner), split_dims_by_id(inner)
-    names = {id(p): _name_in_whole_model(inner, name) for name, p in inner.named_parameters()}
+    converters, split_dims = _find_converters(inner), map_ids_to_split_dims(inner)
+    names = {id(p): _find_name_in_whole_model(inner, name) for name, p in inner.named_parameters()}
     trained = {}
     for index, group in enumerate(optimizer.param_groups):
         for number, p in enumerate(group["params"]):

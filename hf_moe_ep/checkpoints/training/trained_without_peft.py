@@ -24,7 +24,7 @@ from torch import nn
 
 from hf_moe_ep.checkpoints.storage.part_files import Shards, write_parts
 from hf_moe_ep.checkpoints.training import state_file
-from hf_moe_ep.checkpoints.training.folder import layout_of, read_shards, write_json
+from hf_moe_ep.checkpoints.training.folder import describe_layout, read_shards, write_json
 from hf_moe_ep.checkpoints.training.same_run import check_model, format_names
 from hf_moe_ep.checkpoints.training.stages import join_stages
 from hf_moe_ep.checkpoints.training.state_file import StateFile
@@ -76,7 +76,7 @@ def write_tensors_without_peft(
             scalars={n: x for n, x in named.scalars.items() if n in missing},
         )
         saved_tensors = selected.describe_tensors()
-        content = StateFile(layout_of(state), tensors=saved_tensors, scalars=selected.scalars)
+        content = StateFile(describe_layout(state), tensors=saved_tensors, scalars=selected.scalars)
         return content, selected.list_own_files(saved_tensors, _FILE_BYTES)
 
     own, files = run_on_all(what, select)
@@ -114,7 +114,7 @@ def check_tensors_without_peft(
         saved = state_file.read(file) if file.is_file() else StateFile(layout={})
         check_model(model, saved, str(path), allow_missing=True)
         needed = list_state_tensors(model).keys() - set(saved_elsewhere)
-        lacking = sorted(needed - _names_in_model(saved))
+        lacking = sorted(needed - _list_names_in_model(saved))
         trained = find_trained_names(model)
         if strict and (parameters := [name for name in lacking if name in trained]):
             raise ValueError(
@@ -146,7 +146,7 @@ def read_tensors_without_peft(model: nn.Module, folder: Path, saved: StateFile) 
     Raises:
         ValueError: on every rank: a file is damaged.
     """
-    path, names_in_model = folder / WITHOUT_PEFT_FOLDER, _names_in_model(saved)
+    path, names_in_model = folder / WITHOUT_PEFT_FOLDER, _list_names_in_model(saved)
     reshard(model)
 
     def read() -> None:
@@ -163,6 +163,6 @@ def read_tensors_without_peft(model: nn.Module, folder: Path, saved: StateFile) 
     run_on_all(f"reading {path}", read)
 
 
-def _names_in_model(saved: StateFile) -> set[str]:
+def _list_names_in_model(saved: StateFile) -> set[str]:
     """Return the names, without the prefix "model.", of all tensors in a state file."""
     return {name.removeprefix("model.") for name in saved.tensors} | saved.scalars.keys()

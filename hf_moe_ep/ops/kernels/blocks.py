@@ -44,7 +44,7 @@ class OuterBlock(Block):
     m: int
 
 
-def options(block: Block) -> dict[str, int | None]:
+def choose_compiler_options(block: Block) -> dict[str, int | None]:
     """Return the compiler options of a launch."""
     return {
         "num_warps": block.warps,

@@ -21,7 +21,12 @@ from torch import Tensor
 
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
-from hf_moe_ep.ops.kernels.blocks import Blocks, fit_rank, get_dot_precision, options
+from hf_moe_ep.ops.kernels.blocks import (
+    Blocks,
+    choose_compiler_options,
+    fit_rank,
+    get_dot_precision,
+)
 from hf_moe_ep.ops.kernels.dequantise import (
     Matrices,
     list_matrix_arguments,
@@ -225,14 +230,14 @@ def dgated(
         dgated_kernel, (routing.tiles.shape[0] * num_column_blocks,),
         grad_RH, routing.pair_A, routing.row_A, routing.offsets, routing.tiles, weights_RK,
         matrix or values, scales, pre_AG, grad_pre_AG, weighted_act_AF, partial_CA,
-        hidden, ffn, num_pairs, grad_RH.stride(0), *strides, *low.kernel_arguments(),
-        GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.kernel_constants(),
+        hidden, ffn, num_pairs, grad_RH.stride(0), *strides, *low.list_kernel_arguments(),
+        GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.list_kernel_constants(),
         NEED_ACT=need_act, NEED_PARTIAL=need_weights, MATRIX_BLOCKS=block_name,
         **list_matrix_constants(down_LHF),
         RANK=low.rank, BLOCK_P=fit_rank(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,
-        PRECISION=get_dot_precision(grad_RH), **options(block),
+        PRECISION=get_dot_precision(grad_RH), **choose_compiler_options(block),
     )  # fmt: skip
     if has_bias:
         assert down_bias_LH is not None

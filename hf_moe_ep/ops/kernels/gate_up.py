@@ -17,7 +17,13 @@ from torch import Tensor
 
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
-from hf_moe_ep.ops.kernels.blocks import Block, Blocks, fit_rank, get_dot_precision, options
+from hf_moe_ep.ops.kernels.blocks import (
+    Block,
+    Blocks,
+    choose_compiler_options,
+    fit_rank,
+    get_dot_precision,
+)
 from hf_moe_ep.ops.kernels.dequantise import (
     Matrices,
     list_matrix_arguments,
@@ -148,13 +154,13 @@ def up(
         rows_RH, routing.row_A, routing.offsets, routing.tiles, matrix or values, scales, bias_LG,
         pre_AG, act_AF, hidden, ffn,
         rows_RH.stride(0), *strides, 0 if bias_LG is None else bias_LG.stride(0),
-        *low.kernel_arguments(),
-        GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.kernel_constants(),
+        *low.list_kernel_arguments(),
+        GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.list_kernel_constants(),
         HAS_BIAS=bias_LG is not None, KEEP_PRE=keep_pre, MATRIX_BLOCKS=block_name,
         **list_matrix_constants(weight_LGH),
         RANK=low.rank, BLOCK_P=fit_rank(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,
-        PRECISION=get_dot_precision(rows_RH), **options(block),
+        PRECISION=get_dot_precision(rows_RH), **choose_compiler_options(block),
     )  # fmt: skip
     return act_AF, pre_AG

@@ -19,7 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
-from hf_moe_ep.ops.kernels.blocks import Block, Blocks, fit_rank, get_dot_precision, options
+from hf_moe_ep.ops.kernels.blocks import (
+    Block,
+    Blocks,
+    choose_compiler_options,
+    fit_rank,
+    get_dot_precision,
+)
 from hf_moe_ep.ops.kernels.dequantise import (
     ByteMatrices,
     Matrices,
@@ -149,7 +155,7 @@ def _launch(
         grouped_mm_kernel, grid,
         rows_in_blocks or rows, row_A, routing.offsets, routing.tiles, matrix or values, scales,
         bias_LO, out_AO, inner, width, rows.stride(0), *strides,
-        0 if bias_LO is None else bias_LO.stride(0), *low.kernel_arguments(),
+        0 if bias_LO is None else bias_LO.stride(0), *low.list_kernel_arguments(),
         1.0 if scale is None else scale,
         HAS_BIAS=bias_LO is not None, RANK=low.rank, BLOCK_P=fit_rank(low.rank, blocks.rank),
         SCALED=scale is not None, ROWS_IN_BLOCKS=rows_in_blocks is not None,
@@ -158,5 +164,5 @@ def _launch(
         BACK=isinstance(matrix_LIO, ByteMatrices) and not matrix_LIO.transposed,
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=width % block.n == 0, EVEN_K=inner % block.k == 0,
-        PRECISION=get_dot_precision(rows), **options(block),
+        PRECISION=get_dot_precision(rows), **choose_compiler_options(block),
     )  # fmt: skip

@@ -28,7 +28,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
-from hf_moe_ep.ops.kernels.blocks import Blocks, OuterBlock, fit_rank, get_dot_precision, options
+from hf_moe_ep.ops.kernels.blocks import (
+    Blocks,
+    OuterBlock,
+    choose_compiler_options,
+    fit_rank,
+    get_dot_precision,
+)
 from hf_moe_ep.ops.kernels.launch import cdiv, launch
 from hf_moe_ep.ops.kernels.product import describe_row_blocks
 
@@ -157,5 +163,5 @@ def outer(
         GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right,
         BLOCK_M=block.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_M=height % block.m == 0, EVEN_N=width % block.n == 0, ADD=add,
-        PRECISION=get_dot_precision(left), **options(block),
+        PRECISION=get_dot_precision(left), **choose_compiler_options(block),
     )  # fmt: skip

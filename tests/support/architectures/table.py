@@ -158,7 +158,7 @@ def read_data() -> dict[str, Any]:
     return data
 
 
-def as_text(data: Mapping[str, Any]) -> str:
+def format_report(data: Mapping[str, Any]) -> str:
     """Return the data as the text of its file, which has one line for each result."""
     types = [
         f"  {json.dumps(model_type)}: {{"
@@ -179,7 +179,7 @@ def main() -> int:
     data = merged(read_data(), {})
     for file in parser.parse_args().found:
         data = merged(data, read_results(file))
-    DATA.write_text(as_text(data))
+    DATA.write_text(format_report(data))
     PAGE.write_text(page(data))
     return 0
 
