@@ -48,7 +48,7 @@ from hf_moe_ep.checkpoints.training.conversions import CONVERSIONS
 from hf_moe_ep.checkpoints.training.extra import EXTRA
 from hf_moe_ep.checkpoints.training.folder import describe_layout
 from hf_moe_ep.etp import map_names_to_split_dims
-from hf_moe_ep.integrations.optimizer_states import own_optimizer_states
+from hf_moe_ep.integrations.optimizer_states import use_own_optimizer_states
 from hf_moe_ep.integrations.random_states import reseed_on_other_ranks
 from hf_moe_ep.integrations.saving import (
     check_bases,
@@ -120,7 +120,7 @@ def save_state(
     with (
         _all_experts_in_hub_order(self),
         use_spread_planner(split_dims, has_stages=has_stages),
-        own_optimizer_states(),
+        use_own_optimizer_states(),
         # With automatic names Accelerate refuses an existing folder, and deletes older folders
         # before it saves.
         replaced(project, "automatic_checkpoint_naming", False),
@@ -166,7 +166,7 @@ def load_state(
         loading_values(folder),
         _all_experts_in_hub_order(self),
         use_split_load_planner(split_dims),
-        own_optimizer_states(),
+        use_own_optimizer_states(),
     ):
         check_bases(list_prepared_models(self), folder)
         restore_all_extra(list_prepared_models(self), folder)

@@ -1,7 +1,7 @@
 """Save and load the optimizers of pipeline stages, and of parameters that had no gradient yet.
 
 Accelerate saves and loads an optimizer with two functions of torch.distributed.checkpoint, which
-`own_optimizer_states` replaces.
+`use_own_optimizer_states` replaces.
 
 A parameter that never had a gradient, such as those of a vision tower in a training on text alone,
 has no optimizer state. torch saves no state of it, but refuses to load a checkpoint without this
@@ -41,7 +41,7 @@ from hf_moe_ep.upstream.replaced import replaced
 
 
 @contextmanager
-def own_optimizer_states() -> Iterator[None]:
+def use_own_optimizer_states() -> Iterator[None]:
     """Replace torch's functions that get and set the state of an optimizer in the block.
 
     In the block every rank must call torch's functions.

@@ -58,7 +58,7 @@ from hf_moe_ep.checkpoints.training.trained_without_peft import (
 )
 from hf_moe_ep.etp import map_names_to_split_dims
 from hf_moe_ep.integrations import shared_batches
-from hf_moe_ep.integrations.optimizer_states import own_optimizer_states
+from hf_moe_ep.integrations.optimizer_states import use_own_optimizer_states
 from hf_moe_ep.integrations.random_states import read_saved_layout, reseed_on_other_ranks
 from hf_moe_ep.integrations.saving import (
     check_state_dict_type,
@@ -115,7 +115,7 @@ def save_checkpoint(
         with (
             experts_in_hub_order(self.model, self.optimizer),
             use_spread_planner(split_dims, has_stages=state.stage is not None),
-            own_optimizer_states(),
+            use_own_optimizer_states(),
         ):
             with share_write_errors(transformers.trainer):
                 run_on_all(f"saving {folder}", lambda: original(self, model, trial))
@@ -281,7 +281,7 @@ def load_optimizer(
         loading_values(Path(checkpoint)),
         experts_in_hub_order(self.model, self.optimizer),
         use_split_load_planner(map_names_to_split_dims(self.model)),
-        own_optimizer_states(),
+        use_own_optimizer_states(),
     ):
         return original(self, checkpoint, *args, **kwargs)
 
