@@ -13,12 +13,15 @@ the head after its forward, so the loss function can use the parameters. If anot
 them before backward (`sharding/gathered.py`), the pre-backward hook gathers them again.
 
 The code of the model's forward is read first (`upstream/causal_loss.py`). If the code has another
-use of the logits, or if the model has another loss function, the forward runs as in stock.
+use of the logits, or if the model has another loss function, the forward runs as in stock. The same
+holds if hooks of the user, or wrappers around the forward, may read or change the logits, or if a
+hook on a parameter of the head would run twice, in `autograd.grad` and in backward.
 """
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -46,7 +49,12 @@ from hf_moe_ep.upstream.models import (
     get_output_head,
     is_fused_head,
 )
-from hf_moe_ep.upstream.modules import find_name_of_child
+from hf_moe_ep.upstream.modules import find_name_of_child, list_gradient_hooks, list_hooks_on_output
+from hf_moe_ep.upstream.replaced_forwards import (
+    find_foreign_wrapper,
+    get_qualified_name,
+    is_foreign,
+)
 
 _logger = logging.getLogger("hf_moe_ep")
 
@@ -128,6 +136,7 @@ class BeginFusedLoss(Ours):
     def __init__(self, state: ModelState) -> None:
         self.state = state
         self.forward: _Forward | None = None
+        self._named_reader = ""
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -160,12 +169,42 @@ class BeginFusedLoss(Ours):
         name = find_name_of_child(model, head)
         if head is None or name is None or find_other_use_of_logits(model, name):
             return
+        if reader := self._find_reader_of_logits(model, head):
+            self._name_reader(model, reader)
+            return
         # Ctrl-C may come at every line, so `self.forward` is set before the functions are replaced,
         # and `end` clears it after the functions are restored.
         self.forward = _Forward(model, head, self.state)
         self.state.loss_is_fused = self.forward.replace_functions()
         if not self.state.loss_is_fused:
             self.forward = None
+
+    def _find_reader_of_logits(self, model: nn.Module, head: nn.Module) -> str:
+        """Describe code of the user that may read or change logits and their gradients, or ""."""
+        if wrapper := find_foreign_wrapper(model):
+            return f"{wrapper}, which wraps its forward"
+        is_explicit = self.state.config.fused_loss is True
+        for hook in list_hooks_on_output(model):
+            if is_explicit and isinstance(hook, EndFusedLoss):
+                break  # `fused_loss=True` promises later hooks an output without logits.
+            if is_foreign(hook):
+                return f"{get_qualified_name(hook)}, a hook on its output"
+        hooks = [*filter(is_foreign, list_hooks_on_output(head)), *list_gradient_hooks(head)]
+        return f"{get_qualified_name(hooks[0])}, a hook of its head" if hooks else ""
+
+    def _name_reader(self, model: nn.Module, reader: str) -> None:
+        """Say once why logits are computed; warn if the user has asked for `fused_loss=True`."""
+        if self._named_reader == reader:
+            return
+        self._named_reader = reader
+        message = (
+            f"the loss of {type(model).__name__} is computed from whole logits, because {reader}, "
+            f"may read or change them"
+        )
+        if self.state.config.fused_loss is True:
+            warnings.warn(f"{message}; remove it, or leave fused_loss out", stacklevel=2)
+        else:
+            _logger.info(message)
 
     def end_interrupted(self, module: nn.Module) -> None:
         """Restore the functions of the model now, instead of at the next forward."""

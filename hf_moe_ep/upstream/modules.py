@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def get_own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
@@ -77,6 +78,22 @@ class CheckpointedFunction:
         while isinstance(function, partial):
             function = function.func
         return function.__self__  # type: ignore[attr-defined]
+
+
+def list_hooks_on_output(module: nn.Module) -> list[object]:
+    """Return the forward hooks of `module` and the hooks on the gradient of its output."""
+    by_kind = (module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return [hook for hooks in by_kind for hook in hooks.values()]
+
+
+def list_gradient_hooks(module: nn.Module) -> list[object]:
+    """Return the hooks that `Tensor.register_hook` has set on plain parameters of `module`.
+
+    The parameters of an FSDP2 unit are DTensors. autograd never runs the hooks of these DTensors,
+    because FSDP2 sets their gradients itself.
+    """
+    plain = (p for p in module.parameters() if not isinstance(p, DTensor))
+    return [hook for p in plain for hook in (p._backward_hooks or {}).values()]
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 _LIGER = "liger_kernel"
+_KNOWN = ("accelerate", "hf_moe_ep", "torch", "transformers")
 
 
 def iterate_forward_functions(module: Any) -> Iterator[Callable[..., Any]]:
@@ -56,6 +58,29 @@ def get_qualified_name(function: Any) -> str:
     """Return the dotted Python path of a function, for errors."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{getattr(function, '__module__', '?')}.{name}"
+
+
+def find_foreign_wrapper(module: nn.Module) -> str:
+    """Return the name of a wrapper around the forward of `module` that may read its output, or "".
+
+    The wrappers of transformers, Accelerate and torch are known to read no output. The result is ""
+    for a function that replaces the forward and calls no method of the module.
+    """
+    *wrappers, _ = iterate_forward_functions(module)
+    return next((get_qualified_name(x) for x in wrappers if is_foreign(x)), "")
+
+
+def is_foreign(function: Any) -> bool:
+    """Return True if a hook or wrapper is not code of torch, transformers, Accelerate or hf_moe_ep.
+
+    `functools.wraps` copies `__module__` from the wrapped function, but not `__globals__`.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    variables = getattr(function, "__globals__", None)
+    module = type(function).__module__ if variables is None else variables["__name__"]
+    return module.partition(".")[0] not in _KNOWN
 
 
 def belongs_to_liger(function_or_class: Any) -> bool:

@@ -222,6 +222,73 @@ def test_logits_are_computed_if_code_may_read_them() -> None:
     assert torch.equal(model.generate(prompt, **settings), stock.generate(prompt, **settings))
 
 
+def _cap_logits_by_hook(model: nn.Module) -> None:
+    model.lm_head.register_forward_hook(lambda _, __, logits: 3 * torch.tanh(logits / 3))
+
+
+def _double_gradient_of_weight(model: nn.Module) -> None:
+    model.lm_head.weight.register_hook(lambda grad: 2 * grad)
+
+
+def _clamp_gradient_of_logits(model: nn.Module) -> None:
+    model.lm_head.register_full_backward_pre_hook(lambda _, grads: (grads[0].clamp(min=0.0),))
+
+
+def _add_z_loss(output: Any) -> Any:
+    output.loss = output.loss + 0.1 * output.logits.logsumexp(-1).square().mean()
+    return output
+
+
+def _add_z_loss_by_hook(model: nn.Module) -> None:
+    model.register_forward_hook(lambda _, __, output: _add_z_loss(output))
+
+
+def _add_z_loss_by_wrapper(model: nn.Module) -> None:
+    stock = model.forward
+    model.forward = lambda *args, **kwargs: _add_z_loss(stock(*args, **kwargs))
+
+
+READERS = {
+    "hook that caps logits": _cap_logits_by_hook,
+    "hook on a weight": _double_gradient_of_weight,
+    "hook on the gradient of logits": _clamp_gradient_of_logits,
+    "hook on the model": _add_z_loss_by_hook,
+    "wrapper of the forward": _add_z_loss_by_wrapper,
+}
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before patch", "after patch"])
+@pytest.mark.parametrize("name", READERS)
+def test_logits_are_computed_for_hooks_and_wrappers_of_the_user(
+    name: str, is_before: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The Trainer reads only the loss, but this code may read or change the logits."""
+    model, stock = tiny(), tiny()
+    READERS[name](stock)
+    for change in [READERS[name], patch] if is_before else [patch, READERS[name]]:
+        change(model)
+    getattr(model, STATE).only_loss_is_read = True
+    inputs = batch(stock, 3, 9, pad=4)
+    with caplog.at_level("INFO", "hf_moe_ep"):
+        losses = [model(**inputs).loss for _ in range(2)]
+    assert caplog.text.count("is computed from whole logits, because") == 1
+    want = stock(**inputs).loss
+    assert_close("loss", losses[0], want, FP32_INSIDE)
+    losses[0].backward()
+    want.backward()
+    parity.assert_same_gradients(name, model, stock, lambda _: FP64_MODEL)
+
+
+def test_true_warns_of_a_reader_but_gives_later_hooks_no_logits() -> None:
+    model, outputs = patch(tiny(), **FUSED), []
+    inputs = batch(model, 2, 9)
+    model.register_forward_hook(lambda _, __, output: outputs.append(output.logits))
+    assert model(**inputs).logits is None and outputs == [None]
+    _cap_logits_by_hook(model)
+    with pytest.warns(UserWarning, match=r"_cap_logits_by_hook.*a hook of its head.*remove it"):
+        assert model(**inputs).logits is not None
+
+
 def test_auto_computes_logits_in_a_loop_of_the_user() -> None:
     model = patch(tiny())
     assert model(**batch(model, 2, 9)).logits is not None
