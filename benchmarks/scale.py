@@ -155,7 +155,7 @@ def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
             Watch() as sharding,
             swapped.object(dist.device_mesh, "new_group", counting_new_group),
             swapped.object(dist, "new_group", counting_new_group),
-            swapped.object(checks, "differing", counting_differing),
+            swapped.object(checks, "find_differing", counting_differing),
         ):
             patch(model, ParallelConfig(ep_size=8))
             apply_ep_fsdp2(model)

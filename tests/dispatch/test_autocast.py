@@ -28,7 +28,7 @@ FP32, BF16 = 4, 2
 @contextmanager
 def _send_rows_in_fp32() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(dispatcher, "compute_dtype", lambda x: x.dtype)
+        patches.setattr(dispatcher, "choose_compute_dtype", lambda x: x.dtype)
         yield
 
 
