@@ -201,7 +201,7 @@ class ParallelConfig:
             check_choice("dispatch_chunks", self.dispatch_chunks, ("auto", 1, 2, 4))
         else:
             _check_size("dispatch_chunks", self.dispatch_chunks, may_be_none=False)
-        _check_rate("bias_update_rate", self.bias_update_rate)
+        _check_bias_update_rate(self.bias_update_rate)
         self._check_mtp()
         for name, allowed in CHOICES.items():
             check_choice(name, getattr(self, name), allowed)
@@ -587,10 +587,13 @@ def _suggest_size(value: object) -> int:
     return max(int(value), 1) if isinstance(value, float) and value.is_integer() else 1
 
 
-def _check_rate(name: str, rate: float | None) -> None:
+def _check_bias_update_rate(rate: float | None) -> None:
     is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
     if rate is not None and not (is_number and 0 < rate < math.inf):
-        raise ValueError(f"{name} must be None or a number > 0, got {rate!r}; try {name}=0.001")
+        raise ValueError(
+            f"bias_update_rate must be None or a number > 0, got {rate!r}; try "
+            f"bias_update_rate=0.001"
+        )
 
 
 def check_choice(name: str, value: object, allowed: Iterable[Any]) -> None:

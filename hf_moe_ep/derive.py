@@ -334,7 +334,7 @@ class _Derivation:
             raise ValueError(
                 f"this {self.kind} has several modules that could be the router: "
                 f"{', '.join(repr(self._remove_prefix(name)) for name in patterns)}; choose one: "
-                f"patch(model, plan={_format_as_code(plan, 'router')})"
+                f"patch(model, plan={_format_without_router(plan)})"
             )
         return self._remove_prefix(merged)
 
@@ -497,13 +497,13 @@ def _count_expected_moe_layers(config: Any) -> int | None:
     return None
 
 
-def _format_as_code(plan: ModelPlan, unknown: str) -> str:
-    """Format a plan as Python code, for an error, with "..." as the value of `unknown`."""
+def _format_without_router(plan: ModelPlan) -> str:
+    """Format a plan as Python code, for an error, with "..." as the router."""
     arguments = [repr(plan.model_type)]
     for field in fields(plan):
         value = getattr(plan, field.name)
-        if field.name == unknown:
-            arguments.append(f"{unknown}=...")
+        if field.name == "router":
+            arguments.append("router=...")
         elif field.name not in ("model_type", "origin") and value not in (field.default, {}):
             arguments.append(f"{field.name}={value!r}")
     return f"ModelPlan({', '.join(arguments)})"

@@ -47,7 +47,7 @@ from hf_moe_ep.checkpoints.storage.atomic import (
 )
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, ValuesPlanner
 from hf_moe_ep.checkpoints.training.base import BASE
-from hf_moe_ep.checkpoints.training.conversions import CONVERSIONS, restore_load
+from hf_moe_ep.checkpoints.training.conversions import CONVERSIONS, read_conversions
 from hf_moe_ep.checkpoints.training.extra import EXTRA, read_extra
 from hf_moe_ep.checkpoints.training.folder import STATE, TENSORS, read_state
 from hf_moe_ep.ranks.boxes import Box, iterate_whole_tensor
@@ -124,7 +124,7 @@ def convert(
     has_state = manifest.is_ours(folder) and (folder / STATE).is_file()
     scalars = read_state(folder).scalars if has_state else {}
     model, plan = build_model_from_config(config_folder, trust_remote_code=trust_remote_code)
-    restore_load(model, folder / CONVERSIONS)
+    read_conversions(model, folder / CONVERSIONS)
     add_empty_head(model, plan, metadata.state_dict_metadata)
     tensors = list_distinct_tensors(model)
     keys = _find_keys(model, metadata)

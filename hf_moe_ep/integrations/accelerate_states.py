@@ -55,8 +55,8 @@ from hf_moe_ep.integrations.saving import (
     check_state_dict_type,
     restore_all_extra,
     share_write_errors,
-    write_about_loaded,
     write_bases,
+    write_extra_and_conversions,
 )
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import run_on_all, run_on_first
@@ -112,7 +112,7 @@ def save_state(
 
     def save() -> Any:
         write_bases(list_prepared_models(self), folder)
-        write_about_loaded(list_prepared_models(self), folder)
+        write_extra_and_conversions(list_prepared_models(self), folder)
         return original(self, os.fspath(folder), *args, **kw)
 
     split_dims = _find_split_dims(self)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, gather_tensor
 from hf_moe_ep.checkpoints.hub.save import save_pretrained, save_state_dict
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base, number_file_name
-from hf_moe_ep.checkpoints.training.conversions import CONVERSIONS, describe_load
+from hf_moe_ep.checkpoints.training.conversions import CONVERSIONS, make_conversions
 from hf_moe_ep.checkpoints.training.extra import EXTRA, describe_extra, restore_extra
 from hf_moe_ep.checkpoints.training.folder import write_json
 from hf_moe_ep.checkpoints.training.tensors import list_state_tensors
@@ -497,10 +497,10 @@ def check_bases(models: Iterable[nn.Module], folder: Path) -> None:
             check_base(folder, model, index)
 
 
-def write_about_loaded(models: Iterable[nn.Module], folder: Path) -> None:
-    """Write what `hf-moe-ep convert` must know of the checkpoint from which each model was loaded.
+def write_extra_and_conversions(models: Iterable[nn.Module], folder: Path) -> None:
+    """Write for `hf-moe-ep convert` what each model's loaded checkpoint was like.
 
-    These are the locations of extra tensors, and the layout of the checkpoint.
+    The files have the locations of extra tensors, and the layout of the loaded checkpoint.
     """
 
     def write() -> None:
@@ -508,7 +508,7 @@ def write_about_loaded(models: Iterable[nn.Module], folder: Path) -> None:
             state = find_state(model)
             if state is None:
                 continue
-            described = {EXTRA: describe_extra(state), CONVERSIONS: describe_load(model)}
+            described = {EXTRA: describe_extra(state), CONVERSIONS: make_conversions(model)}
             for name, content in described.items():
                 path = folder / number_file_name(name, index)
                 if content is not None:

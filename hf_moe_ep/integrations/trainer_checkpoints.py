@@ -65,7 +65,7 @@ from hf_moe_ep.integrations.saving import (
     get_state_dict_type,
     restore_all_extra,
     share_write_errors,
-    write_about_loaded,
+    write_extra_and_conversions,
 )
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import run_on_all, run_on_first
@@ -127,7 +127,7 @@ def save_checkpoint(
         reshard(self.model)
         base = describe_base(self.model)
         run_on_first(f"saving {folder}", lambda: write_json(Path(folder, BASE), base))
-    write_about_loaded([self.model], folder)
+    write_extra_and_conversions([self.model], folder)
     layout = describe_layout(state) | {_ROWS: _count_rows_per_step(self)}
     manifest.write(folder, layout, belongs=lambda name: name != SAVE_IN_PROGRESS)
     run_on_all(f"pushing {folder}, deleting older ones", lambda: [call() for call in postponed])

@@ -82,9 +82,9 @@ class AdapterFile:
         lora_a, lora_b = (self.shapes[_make_factor_key(module, factor)] for factor in "AB")
         return lora_a.shape, lora_b.shape
 
-    def read_factor(self, module: str, factor: str) -> Tensor:
-        """Load a module's lora_A or lora_B."""
-        return self.read(_make_factor_key(module, factor))
+    def read_lora_a(self, module: str) -> Tensor:
+        """Load a module's lora_A."""
+        return self.read(_make_factor_key(module, "A"))
 
 
 def _make_factor_key(module: str, factor: str) -> str:
@@ -138,7 +138,7 @@ def convert_to_stacked(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list
 def _gate_and_up_share_a(file: AdapterFile, stacks: list[Stack]) -> bool:
     """Return True if gate and up have equal lora_A in every expert of every layer."""
     return all(
-        torch.equal(file.read_factor(gate, "A"), file.read_factor(up, "A"))
+        torch.equal(file.read_lora_a(gate), file.read_lora_a(up))
         for stack in stacks
         if stack.parameter == "gate_up_proj"
         for gate, up in stack.list_modules_by_expert()

@@ -341,7 +341,7 @@ def _fit_line(points: list[tuple[float, float]]) -> tuple[float, float]:
     return 0.0, sum(sizes) / sum(seconds)
 
 
-def make_hardware(rates: dict[str, Any], name: str = "measured") -> Hardware:
+def make_hardware(rates: dict[str, Any]) -> Hardware:
     """Make a `Hardware` record from measured rates.
 
     A link that was not measured gets the rates of the other link, if they were measured.
@@ -352,7 +352,7 @@ def make_hardware(rates: dict[str, Any], name: str = "measured") -> Hardware:
             values.setdefault(f"{link}_{rate}", rates.get(f"{other}_{rate}", default))
     values["fractions"] = dict.fromkeys(KINDS, 1.0) | rates["fractions"]
     sources = dict.fromkeys(rates, "measured")
-    return Hardware(name=name, memory_bytes=float(2**30), sources=sources, **values)
+    return Hardware(name="measured", memory_bytes=float(2**30), sources=sources, **values)
 
 
 def _solve_host_or_overlap(

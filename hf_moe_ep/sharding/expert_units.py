@@ -181,7 +181,7 @@ def _splits_no_block(entry: ParameterEntry, dim: int, ndim: int, ranks: int) -> 
     """
     if entry.quantisation is None or dim == 0:
         return True
-    _, rows, columns = entry.local_LOI(1)
+    rows, columns = entry.matrix_shape
     if dim < ndim - 1:
         return can_cut_rows((rows, columns), entry.quantisation, ranks)
     _, block_columns = get_block_shape(entry.quantisation)
@@ -200,7 +200,7 @@ def check_expert_shard_dim(
         if entry is None or entry.quantisation is None:
             choose_shard_dim((weight.shape[0] // meshes.ep_size, *weight.shape[1:]), 1, ranks)
         elif not _splits_no_block(entry, 1, 3, ranks):
-            _, rows, columns = entry.local_LOI(1)
+            rows, columns = entry.matrix_shape
             _, name = entry.owners[0]
             nested = " or 256 scales that share a nested scale" if entry.quantisation.nested else ""
             raise ValueError(

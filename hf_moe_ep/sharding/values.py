@@ -74,11 +74,12 @@ class ParameterEntry:
         """The quantisation of the matrices, or None if they keep their dtype."""
         return None if self.compute is None else self.compute.quantisation
 
-    def local_LOI(self, ep_size: int) -> tuple[int, int, int]:
-        """Return (experts of a rank, out, in), also if the module stores transposed matrices."""
-        experts, rows, columns = self.parameter.shape
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """The shape (out, in) of an expert's matrix, also if the module stores it transposed."""
+        _, rows, columns = self.parameter.shape
         transposed = self.compute is not None and self.compute.transposed
-        return (experts // ep_size, *((columns, rows) if transposed else (rows, columns)))
+        return (columns, rows) if transposed else (rows, columns)
 
 
 ParameterEntries = dict[nn.Parameter, ParameterEntry]

@@ -252,7 +252,7 @@ def recount_steps(trainer: Any, ranks_per_batch: int, sizes: str) -> None:
     """
     if ranks_per_batch == 1 or "axolotl" not in sys.modules or trainer.args.max_steps <= 0:
         return
-    call = _find_call("axolotl.train", "train")
+    call = _find_call_of_axolotl_train()
     if call is None:
         if any(kind.__module__.startswith("axolotl.") for kind in type(trainer).__mro__):
             raise ValueError(
@@ -281,11 +281,12 @@ def recount_steps(trainer: Any, ranks_per_batch: int, sizes: str) -> None:
             setattr(trainer.args, name, new[name])
 
 
-def _find_call(module: str, function: str) -> dict[str, Any] | None:
-    """Return the variables of the running call of a function, or None if it does not run."""
+def _find_call_of_axolotl_train() -> dict[str, Any] | None:
+    """Return the variables of the running call of axolotl.train.train, or None if none runs."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
-        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
+        module = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "train" and module == "axolotl.train":
             return frame.f_locals
         frame = frame.f_back
     return None

@@ -10,8 +10,7 @@ SIZES = bench.Sizes(tokens=64, seq=16, hidden=64, layers=1, steps=2)
 
 @pytest.mark.slow
 def test_both_sides_have_equal_losses_and_one_sends_less() -> None:
-    if bench.namespaces.WHY_NOT:
-        pytest.skip(bench.namespaces.WHY_NOT)
+    bench.namespaces.skip_without_namespaces()
     results = bench.run(SIZES, 2, "1gbit")
     ours, theirs = (results[kind] for kind in bench.KINDS)
     for kind in bench.KINDS:

@@ -11,8 +11,7 @@ SIZES = bench.Sizes(tokens=1024, layers=1, steps=4)
 
 @pytest.mark.slow
 def test_losses_are_equal_and_a_slow_link_is_hidden() -> None:
-    if bench.over_nodes.namespaces.WHY_NOT:
-        pytest.skip(bench.over_nodes.namespaces.WHY_NOT)
+    bench.over_nodes.namespaces.skip_without_namespaces()
     figures = bench.run(SIZES, "50mbit")
     serial = figures[bench.SERIAL]
     for kind in bench.OPTIONS:

@@ -12,8 +12,7 @@ PROMISED = {bench.RING: 0.7, bench.GATHER: 0.4}
 @pytest.mark.parametrize(("sizes", "rate"), bench.WAYS, ids=[sizes.way for sizes, _ in bench.WAYS])
 def test_attention_hides_transfers(sizes: bench.Sizes, rate: str) -> None:
     """The share is part of the time that transfers take beside the computation."""
-    if bench.namespaces.WHY_NOT:
-        pytest.skip(bench.namespaces.WHY_NOT)
+    bench.namespaces.skip_without_namespaces()
     figures = bench.run(sizes, rate)
     share = bench.compute_hidden_share(figures)
     print(f"hidden: {share:.2f}", {method: x["seconds"] for method, x in figures.items()})

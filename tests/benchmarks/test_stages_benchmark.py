@@ -24,8 +24,7 @@ def test_the_bubble_equals_the_formula() -> None:
 
 @pytest.mark.slow
 def test_both_sides_have_equal_losses_and_stages_send_less() -> None:
-    if bench.namespaces.WHY_NOT:
-        pytest.skip(bench.namespaces.WHY_NOT)
+    bench.namespaces.skip_without_namespaces()
     script = bench.__file__
     assert script is not None
     figures = bench.over_nodes.run(script, SIZES, num_nodes=2, num_ranks=4, rate="1gbit")

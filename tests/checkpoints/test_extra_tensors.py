@@ -69,7 +69,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor
 from hf_moe_ep.checkpoints.training import conversions
 from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.cli.main import main
-from hf_moe_ep.integrations.saving import write_about_loaded
+from hf_moe_ep.integrations.saving import write_extra_and_conversions
 from hf_moe_ep.ranks import all_ranks
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.models import iterate_persistent_buffers
@@ -672,16 +672,16 @@ def test_unknown_conversions_are_a_warning(
     assert any(key.endswith("experts.0.up_proj.weight") for key in converted)
     (tmp_path / "damaged.json").write_text("{}")
     with pytest.raises(ValueError, match=r"damaged\.json is damaged \('transformers'\)"):
-        conversions.restore_load(model, tmp_path / "damaged.json")
+        conversions.read_conversions(model, tmp_path / "damaged.json")
 
 
 def test_a_second_run_removes_what_the_first_run_wrote(tmp_path: Path) -> None:
     """Both runs save to the same folder, and the second model was not loaded."""
     write_with_extra(tmp_path / "base", "qwen3_5_moe", dtype=torch.float32)
     names = {"conversions.json", "extra_tensors.json"}
-    write_about_loaded([patch(load_stock(tmp_path / "base"))], tmp_path)
+    write_extra_and_conversions([patch(load_stock(tmp_path / "base"))], tmp_path)
     assert names <= {file.name for file in tmp_path.iterdir()}
-    write_about_loaded([patch(tiny("qwen3_5_moe"))], tmp_path)
+    write_extra_and_conversions([patch(tiny("qwen3_5_moe"))], tmp_path)
     assert not names & {file.name for file in tmp_path.iterdir()}
 
 

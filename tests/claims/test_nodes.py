@@ -19,7 +19,7 @@ from support.jobs.crossing import (
     want,
 )
 from support.jobs.going_on import read_losses
-from support.namespaces import HEADERS, SEGMENT, Nodes
+from support.namespaces import HEADERS, SEGMENT, Nodes, skip_without_namespaces
 from support.scripts import CPU_4, ROOT, run_script
 
 JOBS = ROOT / "tests" / "support" / "jobs"
@@ -29,11 +29,8 @@ CONTROL_BYTES = 64 * 1024
 
 
 @pytest.fixture(autouse=True)
-def _skip_without_namespaces() -> None:
-    from support.namespaces import WHY_NOT
-
-    if WHY_NOT:
-        pytest.skip(WHY_NOT)
+def _namespaces() -> None:
+    skip_without_namespaces()
 
 
 @pytest.mark.slow

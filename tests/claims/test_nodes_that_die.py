@@ -17,7 +17,7 @@ import pytest
 from support.agents import Agents
 from support.jobs.going_on import read_losses, steps_taken
 from support.jobs.resume import Layout, start, step
-from support.namespaces import Nodes
+from support.namespaces import Nodes, skip_without_namespaces
 from support.preloaded import serve
 from support.ranks import run_ranks
 from support.scripts import ROOT
@@ -35,10 +35,7 @@ KILLED = 20
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Nodes, Path]]:
     """Yield two nodes, and the folder with the sockets of the servers that start their ranks."""
-    from support.namespaces import WHY_NOT
-
-    if WHY_NOT:
-        pytest.skip(WHY_NOT)
+    skip_without_namespaces()
     servers = tmp_path_factory.mktemp("servers")
     with Nodes(2) as nodes:
         for node in range(nodes.count):

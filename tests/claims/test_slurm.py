@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 from support.jobs.going_on import read_losses, steps_taken
-from support.namespaces import Nodes
+from support.namespaces import Nodes, skip_without_namespaces
 from support.scripts import CPU_4, ROOT, run_script
 from support.slurm import run_sbatch
 from support.tiny_models import tiny
@@ -146,10 +146,7 @@ def test_stages_on_a_slow_link_resume_after_a_death(tmp_path: Path) -> None:
 
     A rank of the second stage dies at step 1, and srun starts all ranks again.
     """
-    from support.namespaces import WHY_NOT
-
-    if WHY_NOT:
-        pytest.skip(WHY_NOT)
+    skip_without_namespaces()
     whole, dying, alone = (tmp_path / name for name in ("whole", "dying", "alone"))
     with Nodes(2, rate="100mbit") as network:
         sent = _run_stages(whole, network)

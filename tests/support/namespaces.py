@@ -14,6 +14,7 @@ them dies, even by SIGKILL.
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -47,6 +48,7 @@ def _run(*command: str) -> str:
     return result.stdout
 
 
+@functools.cache
 def _why_not() -> str:
     """Return the reason why nodes do not work on this machine, or an empty string."""
     if os.geteuid():
@@ -198,8 +200,15 @@ def __getattr__(name: str) -> Any:
     """Compute `WHY_NOT` when it is read first, because that takes some time."""
     if name != "WHY_NOT":
         raise AttributeError(name)
-    globals()[name] = _why_not()
-    return globals()[name]
+    return _why_not()
+
+
+def skip_without_namespaces() -> None:
+    """Skip the current test if this machine does not let it create namespaces."""
+    import pytest
+
+    if reason := _why_not():
+        pytest.skip(reason)
 
 
 if __name__ == "__main__":

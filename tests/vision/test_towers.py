@@ -22,6 +22,7 @@ from support.architectures.mixes import (
     TYPES,
     MakeBatch,
     build,
+    freeze_encoders,
     list_encoder_names,
     list_mixes,
     make_image,
@@ -94,11 +95,6 @@ def _compare_steps(
     return errors
 
 
-def freeze_towers(model: nn.Module) -> None:
-    for name in list_encoder_names(model):
-        model.get_submodule(name).requires_grad_(False)
-
-
 def freeze_all_but_the_projector(model: nn.Module) -> None:
     """Freeze all but the projector, as the first stage of many recipes does."""
     model.requires_grad_(False)
@@ -114,7 +110,7 @@ def freeze_text(model: nn.Module) -> None:
 
 def require_input_gradients(model: Any) -> None:
     """Let inputs require gradients, as PEFT does for reentrant checkpointing."""
-    freeze_towers(model)
+    freeze_encoders(model)
     model.enable_input_require_grads()
 
 
@@ -203,7 +199,7 @@ ON_TWO_RANKS = [
 PREPARED = {
     "checkpoint": partial(checkpointing, use_reentrant=False),
     "reentrant": partial(checkpointing, use_reentrant=True),
-    "frozen towers": freeze_towers,
+    "frozen towers": freeze_encoders,
     "input gradients": require_input_gradients,
 }
 WITHOUT_TEXT = {

@@ -15,6 +15,7 @@ from support.architectures.mixes import (
     Batch,
     MakeBatch,
     build,
+    freeze_encoders,
     list_encoder_names,
     make_image,
     make_images,
@@ -59,18 +60,13 @@ def leave_unchanged(model: nn.Module) -> None:
     """Leave the model leave_unchanged, so that every parameter is trained in fp64."""
 
 
-def freeze_tower(model: nn.Module) -> None:
-    for name in list_encoder_names(model):
-        model.get_submodule(name).requires_grad_(False)
-
-
 def cast_tower_to_fp32(model: nn.Module) -> None:
     for name in list_encoder_names(model):
         model.get_submodule(name).float()
 
 
 def freeze_and_cast_tower_to_fp32(model: nn.Module) -> None:
-    freeze_tower(model)
+    freeze_encoders(model)
     cast_tower_to_fp32(model)
 
 
@@ -175,7 +171,7 @@ PREPARED: dict[str, Prepare] = {
     "as it is": leave_unchanged,
     "checkpoint": partial(checkpointing, use_reentrant=False),
     "reentrant": partial(checkpointing, use_reentrant=True),
-    "frozen tower": freeze_tower,
+    "frozen tower": freeze_encoders,
     "tower in fp32": cast_tower_to_fp32,
     "frozen tower in fp32": freeze_and_cast_tower_to_fp32,
 }

@@ -1,15 +1,19 @@
 """Store in a training checkpoint which of transformers' conversions the loaded model needed.
 
+transformers saves a model in the layout of the checkpoint from which it was loaded, so that a model
+with stacked experts is saved with stacked experts (`upstream/conversion.py`). `hf-moe-ep convert`
+must use the same layout, so the training checkpoint of such a model has one more file:
+
     conversions.json    {"format": 1, "transformers": "5.24.0",
                          "applied": [[null, "mlp.experts.*.down_proj.weight"], ..]}
 
-A row has the module that a conversion is for (null for the whole model), and the keys that it
-matches. Other versions of transformers may have other conversions. `hf-moe-ep convert` then warns,
-and uses the conversions of the model's class.
-transformers saves a model in the layout of the checkpoint from which it was loaded, so that a model
-with stacked experts is saved with stacked experts (`upstream/conversion.py`). The training
-checkpoint of such a model has this file, from which `hf-moe-ep convert` learns the layout. Without
-the file, the conversions are those of the model's class.
+A row has the module that a conversion is for (null for the whole model), and the keys that the
+conversion matches. Without the file, the conversions are those of the model's class. Other versions
+of transformers may have other conversions. `hf-moe-ep convert` then warns, and uses the conversions
+of the model's class.
+
+`save.py` (save_checkpoint) and `integrations/saving.py` (the Trainer, Accelerate) write the file,
+and `checkpoints/convert.py` reads it.
 """
 
 from __future__ import annotations
@@ -28,15 +32,15 @@ CONVERSIONS = "conversions.json"
 _logger = logging.getLogger("hf_moe_ep")
 
 
-def describe_load(model: nn.Module) -> dict[str, Any] | None:
-    """Return the content of conversions.json; None if the class's conversions are right."""
+def make_conversions(model: nn.Module) -> dict[str, Any] | None:
+    """Make the content of conversions.json, or None if the model needs no such file."""
     applied = describe_conversions(model)
     if applied is None:
         return None
     return {"format": 1, "transformers": version("transformers"), "applied": applied}
 
 
-def restore_load(model: nn.Module, path: Path) -> None:
+def read_conversions(model: nn.Module, path: Path) -> None:
     """Let a model be saved in the layout that conversions.json describes, if there is this file.
 
     Raises:

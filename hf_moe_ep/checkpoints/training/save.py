@@ -33,7 +33,7 @@ from hf_moe_ep.checkpoints.storage.part_files import Shards
 from hf_moe_ep.checkpoints.training import folder
 from hf_moe_ep.checkpoints.training import rng as random_state
 from hf_moe_ep.checkpoints.training.base import BASE, describe_base
-from hf_moe_ep.checkpoints.training.conversions import CONVERSIONS, describe_load
+from hf_moe_ep.checkpoints.training.conversions import CONVERSIONS, make_conversions
 from hf_moe_ep.checkpoints.training.extra import EXTRA, describe_extra
 from hf_moe_ep.checkpoints.training.stages import join_stages
 from hf_moe_ep.checkpoints.training.state_file import StateFile, compute_digest
@@ -129,7 +129,7 @@ def save_checkpoint(
             values = {
                 BASE: base,
                 EXTRA: describe_extra(state),
-                CONVERSIONS: describe_load(model),
+                CONVERSIONS: make_conversions(model),
             }
         files, own = _collect_state(model, optimizer, scheduler, progress, state)
         random = random_state.capture(get_computing_device(model))

@@ -205,6 +205,11 @@ def build(name: str, seed: int = 0) -> nn.Module:
     return model
 
 
+def freeze_encoders(model: nn.Module) -> None:
+    for name in list_encoder_names(model):
+        model.get_submodule(name).requires_grad_(False)
+
+
 def list_encoder_names(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the encoders (towers, projectors) of a model that is not sharded."""
     plan = parts_of(model).plan

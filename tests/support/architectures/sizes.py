@@ -11,16 +11,12 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from support.architectures.towers import class_of, parts_of, tower_values
+from support.architectures.towers import class_of, parts_of, repeat_value, tower_values
 
 _NUM_LAYERS = 4
 NUM_EXPERTS = 8
 VOCAB_SIZE = 97
 TOP_K = 3
-
-
-def _same(value: Any, *names: str) -> dict[str, Any]:
-    return dict.fromkeys(names, value)
 
 
 _COMMON: dict[str, Any] = {
@@ -35,23 +31,25 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "final_logit_softcapping": 30.0,
     # experts, in groups if the router has groups
-    **_same(NUM_EXPERTS, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    **_same(TOP_K, "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
+    **repeat_value(
+        NUM_EXPERTS, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+    ),
+    **repeat_value(TOP_K, "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
     "moe_intermediate_size": 24,
-    **_same(2, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-    **_same(32, "shared_expert_intermediate_size", "shared_experts_intermediate_size"),
-    **_same(32, "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+    **repeat_value(2, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    **repeat_value(32, "shared_expert_intermediate_size", "shared_experts_intermediate_size"),
+    **repeat_value(32, "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
     "n_group": 4,
     "topk_group": 2,
     "norm_topk_prob": True,
-    **_same(1.5, "routed_scaling_factor", "route_scale", "router_scaling_factor"),
+    **repeat_value(1.5, "routed_scaling_factor", "route_scale", "router_scaling_factor"),
     "moe_routed_scaling_factor": 1.5,
     "swiglu_limit": 1.2,
-    **_same(1, "first_k_dense_replace", "num_dense_layers"),
+    **repeat_value(1, "first_k_dense_replace", "num_dense_layers"),
     "mlp_layer_types": ["dense"] + ["sparse"] * (_NUM_LAYERS - 1),
     "mlp_only_layers": [0],
     "router_aux_loss_coef": 0.1,
-    **_same(0.0, "router_jitter_noise", "input_jitter_noise"),
+    **repeat_value(0.0, "router_jitter_noise", "input_jitter_noise"),
     # attention
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -294,14 +292,14 @@ _TEXT: dict[str, dict[str, Any]] = {
 # Special tokens are at the end of the vocabulary. Random text has only ids below them.
 FIRST_SPECIAL_TOKEN = 85
 PLACEHOLDERS = {
-    **_same(85, "image_token_id", "image_token_index"),
-    **_same(86, "video_token_id", "video_token_index"),
+    **repeat_value(85, "image_token_id", "image_token_index"),
+    **repeat_value(86, "video_token_id", "video_token_index"),
     "audio_token_id": 87,
-    **_same(88, "vision_start_token_id", "image_start_token_id", "boi_token_id"),
-    **_same(89, "vision_end_token_id", "image_end_token_id", "eoi_token_id"),
-    **_same(90, "video_start_token_id", "boa_token_id", "audio_start_token_id"),
-    **_same(91, "video_end_token_id", "eoa_token_index", "audio_bos_token_id"),
-    **_same(92, "image_bos_token_id", "user_token_id"),
+    **repeat_value(88, "vision_start_token_id", "image_start_token_id", "boi_token_id"),
+    **repeat_value(89, "vision_end_token_id", "image_end_token_id", "eoi_token_id"),
+    **repeat_value(90, "video_start_token_id", "boa_token_id", "audio_start_token_id"),
+    **repeat_value(91, "video_end_token_id", "eoa_token_index", "audio_bos_token_id"),
+    **repeat_value(92, "image_bos_token_id", "user_token_id"),
 }
 _WHOLE: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 5}},

@@ -10,16 +10,17 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 TEXT_HIDDEN_SIZE = 40
 
 
-def _same(value: Any, *names: str) -> dict[str, Any]:
+def repeat_value(value: Any, *names: str) -> dict[str, Any]:
+    """Return a dict in which all `names` have the same value."""
     return dict.fromkeys(names, value)
 
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 20,
-    **_same(4, "num_heads", "num_attention_heads", "num_key_value_heads"),
+    **repeat_value(4, "num_heads", "num_attention_heads", "num_key_value_heads"),
     "head_dim": 4,
-    **_same(2, "depth", "num_hidden_layers"),
+    **repeat_value(2, "depth", "num_hidden_layers"),
     "patch_size": 4,
     "temporal_patch_size": 2,
     "spatial_merge_size": 2,
@@ -27,8 +28,8 @@ _COMMON: dict[str, Any] = {
     "num_position_embeddings": 25,
     "deepstack_visual_indexes": [0, 1],
     "initializer_range": 0.18,
-    **_same(TEXT_HIDDEN_SIZE, "out_hidden_size", "text_hidden_size", "adapter_out_dim"),
-    **_same(TEXT_HIDDEN_SIZE, "output_dim"),
+    **repeat_value(TEXT_HIDDEN_SIZE, "out_hidden_size", "text_hidden_size", "adapter_out_dim"),
+    **repeat_value(TEXT_HIDDEN_SIZE, "output_dim"),
 }
 _BY_TYPE: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_encoder": {"num_key_value_heads": 2, "vocab_size": 11, "hidden_size": 24},
@@ -61,8 +62,8 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "kimi_k25_vision": {"pos_emb_height": 4, "pos_emb_width": 4},
     "llama4_vision_model": {
         "intermediate_size": 64,  # 16 values of each of 2 x 2 patches
-        **_same(TEXT_HIDDEN_SIZE, "vision_output_dim"),
-        **_same(TEXT_HIDDEN_SIZE, "projector_input_dim", "projector_output_dim"),
+        **repeat_value(TEXT_HIDDEN_SIZE, "vision_output_dim"),
+        **repeat_value(TEXT_HIDDEN_SIZE, "projector_input_dim", "projector_output_dim"),
     },
     "muse_spark_audio": {
         "patch_sizes": [4, 3],
@@ -101,7 +102,7 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
         # The published config has these two fields, which the class of the config has not.
         "projection_hidden_size": 28,
         "projection_bias": False,
-        **_same(0.0, "dropout", "layerdrop", "activation_dropout", "attention_dropout"),
+        **repeat_value(0.0, "dropout", "layerdrop", "activation_dropout", "attention_dropout"),
     },
     "qwen3_omni_moe_audio_encoder": {
         "num_mel_bins": 8,

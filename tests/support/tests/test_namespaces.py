@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.namespaces import HEADERS, SEGMENT, Nodes
+from support.namespaces import HEADERS, SEGMENT, Nodes, skip_without_namespaces
 from support.scripts import ROOT
 
 SERVE = """
@@ -33,10 +33,7 @@ SIZE, RATE = 10_000_000, 200e6 / 8
 
 @pytest.fixture(autouse=True)
 def _allowed() -> None:
-    from support.namespaces import WHY_NOT
-
-    if WHY_NOT:
-        pytest.skip(WHY_NOT)
+    skip_without_namespaces()
 
 
 def _wait_for(condition: object, message: str, patience: float = 30.0) -> None:
