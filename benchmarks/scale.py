@@ -139,7 +139,7 @@ def _build_model(layers: int, num_experts: int = 8) -> Qwen3MoeForCausalLM:
 def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
     """Shard a model as one rank of `world`, and plan a save of the model and of AdamW."""
     groups, gathered_bytes = [0], [0]
-    new_group, differing = dist.new_group, checks.differing
+    new_group, find_differing = dist.new_group, checks.find_differing
 
     def counting_new_group(*args: Any, **kwargs: Any) -> Any:
         groups[0] += 1
@@ -147,7 +147,7 @@ def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
 
     def counting_differing(value: Any, group: Any = None) -> Any:
         gathered_bytes[0] += len(pickle.dumps(value)) * world
-        return differing(value, group)
+        return find_differing(value, group)
 
     with fake_group(world // 2, world):
         model = _build_model(layers)
