@@ -140,6 +140,7 @@ the row above.
     upstream/accelerate_and_trainer.py | data_ptr | of parameters without memory, the same
     upstream/captured_outputs.py | compiling global_var | transformers' collector, in a layer
     upstream/compiler.py | force_non_lazy_backward_lowering | torch's setting, in a compiled layer
+    upstream/compiler.py | skip_nnmodule_hook_guards | torch's setting, in a compiled layer
     integrations/accelerate_states.py | automatic_checkpoint_naming | Accelerate's, while it saves
     integrations/optimizer_states.py | get_optimizer_state_dict | torch's, while Accelerate saves
     integrations/optimizer_states.py | set_optimizer_state_dict | the same, while it loads

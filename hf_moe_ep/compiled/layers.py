@@ -65,6 +65,7 @@ from hf_moe_ep.upstream.compiler import (
     has_given_up,
     has_reached_limit,
     is_compile_error,
+    notice_new_hooks,
 )
 from hf_moe_ep.upstream.models import CACHE_NAMES, base_model_prefix
 from hf_moe_ep.upstream.module_names import get_stock_name
@@ -370,7 +371,7 @@ def _call_compiled(
     kind = by_tracing[all(map(_is_traced, moe_layers))]
     untraced = count_untraced()
     try:
-        with without_collector(), compile_backward_in_forward():
+        with without_collector(), compile_backward_in_forward(), notice_new_hooks():
             output = kind.compiled(module, *args, **kwargs)
     except Exception as error:
         if not is_compile_error(error):

@@ -39,6 +39,13 @@ class SeparateDocuments(Ours):
         part = self.layer.part
         if part is None or part.documents is None:
             return None
+        return self._separate_arguments(module, args, kwargs, part)
+
+    @torch.compiler.disable
+    def _separate_arguments(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], part: Slice
+    ) -> Call | None:
+        """Return the arguments with other masks. torch.compile would trace each packing anew."""
         if uses_flash_attention(module):
             positions = kwargs.get("position_ids")
             if positions is None or find_text_positions(positions) is None:

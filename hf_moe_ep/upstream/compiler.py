@@ -50,6 +50,22 @@ def compile_backward_in_forward() -> Iterator[None]:
         autograd_config.force_non_lazy_backward_lowering = stock
 
 
+@contextmanager
+def notice_new_hooks() -> Iterator[None]:
+    """Make graphs, inside the block, that are not used after a hook is added to a traced module.
+
+    By default torch assumes that hooks are never added or removed, and a graph ignores a hook that
+    was registered after the graph was made (`skip_nnmodule_hook_guards` in torch/_dynamo/config.py,
+    EMPTY_NN_MODULE_HOOKS_DICT in guards.py). torch reads the setting only when it makes a graph.
+    """
+    stock = config.skip_nnmodule_hook_guards
+    config.skip_nnmodule_hook_guards = False
+    try:
+        yield
+    finally:
+        config.skip_nnmodule_hook_guards = stock
+
+
 def has_given_up(compiled: Any, function: Any) -> bool:
     """Return True if `compiled`, torch.compile's result for `function`, runs without graphs.
 

@@ -16,6 +16,7 @@ from support.architectures import models
 from support.architectures.steps import whole
 from support.checks import PATIENT, Check, Found, on_ranks
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
+from support.split_rows import packed
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -314,6 +315,30 @@ def test_200_random_lengths_make_no_graph_after_the_second_step(
     assert graphs[1:] == [with_mask] * 2 + [in_all] * (len(lengths) - 3), graphs
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "checkpoints"),
+    [("gpt_oss", name) for name in REENTRANT] + [("afmoe", "no checkpoints")],
+)
+def test_new_packed_documents_make_no_graph(model_type: str, checkpoints: str) -> None:
+    """Hooks separate the documents of these models, because stock code would mix them."""
+    torch.compiler.reset()
+    counters.clear()
+    eager, compiled = (models.tiny(model_type, output_router_logits=False) for _ in range(2))
+    for model in (eager, compiled):
+        if REENTRANT[checkpoints] is not None:
+            parity.checkpointing(model, REENTRANT[checkpoints])
+    patch(eager, experts_backend="torch")
+    patch(compiled, experts_backend="torch", compile_layers="aot_eager")
+    graphs = []
+    for step in range(6):
+        (inputs,) = packed((3 + step % 3, 8 + 2 * step), eager, 0, 1, step)
+        want, got = _compute_grads(eager, inputs), _compute_grads(compiled, inputs)
+        assert [name for name in want if not torch.equal(got[name], want[name])] == []
+        graphs.append(_count_graphs())
+    assert graphs[0] and graphs[1:] == [graphs[1]] * 5, graphs
+
+
 def _normalise(self: Any, hidden_states: Tensor) -> Tensor:
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
     return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
@@ -491,6 +516,36 @@ def test_a_hook_keeps_only_its_own_block_out_of_the_graphs() -> None:
     assert calls == [False] * 4
     assert _count_graphs() == 1 + 2
     assert torch.equal(expert_load(compiled).counts, expert_load(eager).counts)
+
+
+HALVING_HOOKS: dict[str, Any] = {
+    "forward_hook": lambda module, args, output: output / 2,
+    "forward_pre_hook": lambda module, args: (args[0] / 2,),
+    "full_backward_hook": lambda module, grads, output_grads: (grads[0] / 2,),
+}
+
+
+@pytest.mark.parametrize("kind", HALVING_HOOKS)
+def test_a_hook_that_is_added_after_the_first_step_runs(kind: str) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    eager, compiled = (
+        _build_model(config, None, **SMALL) for config in ({}, {"compile_layers": "eager"})
+    )
+    inputs = batch(eager, 2, 9)
+    without_hook, _ = (_compute_grads(model, inputs) for model in (eager, compiled))
+    assert _count_graphs()
+    handles = [
+        getattr(model.model.layers[-1].self_attn.v_proj, f"register_{kind}")(HALVING_HOOKS[kind])
+        for model in (eager, compiled)
+    ]
+    want, got = (_compute_grads(model, inputs) for model in (eager, compiled))
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []
+    assert any(not torch.equal(want[name], without_hook[name]) for name in want)
+    for handle in handles:
+        handle.remove()
+    got = _compute_grads(compiled, inputs)
+    assert [name for name in want if not torch.equal(got[name], without_hook[name])] == []
 
 
 def test_a_layer_with_a_cache_runs_without_compilation_and_warns() -> None:
