@@ -93,7 +93,14 @@ the row above.
     upstream/accelerate_and_trainer.py | distributed_type | the same
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ops/self_check.py | check_both_sizes check_once warn_once | results of checks of the kernels
-    ops/kernels/launch.py | _builds | builds of the kernels, by what they depend on
+    ops/operators.py | _make_formula | formulas of experts, by their parameters
+    ops/kernels/blocks.py | _find_generation | the row of the table that a GPU uses
+    ops/kernels/dgated.py | _list_constants _list_bias_constants | constants of launches, and builds
+    ops/kernels/gate_up.py | _list_constants | the same
+    ops/kernels/grouped_mm.py | _list_constants | the same
+    ops/kernels/outer.py | _list_constants | the same
+    ops/kernels/reduce.py | _list_combine_constants _list_sum_constants | the same
+    ops/kernels/sort_pairs.py | _list_constants | the same
     ops/autograd.py | _zero | the element of placeholder gradients, by dtype and device
     ops/sum_check.py | check_sums_once | results of checks of compiled sums
     ops/permute.py | _warn_once | the warnings that torch computes these sums

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from hf_moe_ep.upstream.autograd_modes import hidden_from_modes
+from hf_moe_ep.upstream.autograd_modes import forward_gradients_are_computed, hidden_from_modes
 
 
 def mark_without_grad(ctx: Any, outputs: tuple[Tensor, ...], needs: tuple[bool, ...]) -> None:
@@ -29,7 +29,7 @@ def refuse_tangents(tensors: Iterable[Tensor | None], instead: str) -> None:
         tensors: the inputs of a computation without such a formula.
         instead: names the computation, and says how stock code computes it.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not forward_gradients_are_computed():
         return
     if any(x is not None and unpack_dual(x).tangent is not None for x in tensors):
         raise ValueError(

@@ -16,14 +16,16 @@ no expert output: with `out += w (down @ a)` this gradient is `<grad, down @ a> 
 and backward computes `down^T grad` anyway (SonicMoE, arXiv 2512.14080, section 4).
 
 The operators of `operators.py` call one of the two implementations, `torch_mlp` or `triton_mlp`.
+With postponed gradients, and if neither torch.compile nor a mode has to see an operator, the
+implementation is called without the operator, which takes the host less time.
 
-A `TorchFunctionMode` does not see the calls inside an operator. The postponed backward hides its
-calls from modes as well, so a mode changes neither forward nor backward.
+A `TorchFunctionMode` does not see the calls inside an operator. All other calls of implementations
+are hidden from such modes as well, so a mode changes neither forward nor backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +42,14 @@ from hf_moe_ep.ops.interface import (
     Masters,
     PostponedGrads,
 )
-from hf_moe_ep.ops.operators import INPUT_NAMES, Settings, run_backward, save_for_backward
-from hf_moe_ep.upstream.autograd_modes import hidden_from_function_modes
+from hf_moe_ep.ops.operators import (
+    INPUT_NAMES,
+    Settings,
+    run_backward,
+    run_forward,
+    save_for_backward,
+)
+from hf_moe_ep.upstream.autograd_modes import hidden_from_function_modes, operators_are_observed
 
 
 def expert_mlp(
@@ -73,19 +81,21 @@ def expert_mlp(
             accepts. "auto" uses the kernels. If the kernels cannot be built for the GPU, or do not
             fit into it, "auto" warns and uses torch.
     """
-    if experts.masters is not None and experts.postponed is None and _need_grad(experts):
+    masters = experts.masters if experts.postponed is None else None
+    if masters is not None and _need_grad(experts.named_tensors().values()):
         # `postpone_grads` was not called for these trainable masters, so autograd casts them here,
         # and casts their gradients back.
-        dtype = experts.masters.dtype
+        dtype = masters.dtype
         up, down = experts.up.to(dtype), experts.down.to(dtype)
         experts = replace(experts, up=up, down=down, masters=None)
     tensors = [getattr(experts, name) for name in WEIGHT_NAMES]
-    inputs = dict(zip(INPUT_NAMES, (rows_RH, weights_RK, *tensors), strict=True))
+    inputs = (rows_RH, weights_RK, *tensors)
     refuse_tangents(
-        inputs.values(),
+        inputs,
         "the experts of hf_moe_ep; run those of the model: experts_backend='eager', ep_size=1",
     )
-    trained = [name for name, x in inputs.items() if x is not None and x.requires_grad]
+    named = zip(INPUT_NAMES, inputs, strict=True)
+    trained = [name for name, x in named if x is not None and x.requires_grad]
     has_backward = bool(trained) and torch.is_grad_enabled()
     settings = Settings(
         gated=formula.gated,
@@ -104,21 +114,30 @@ def expert_mlp(
         backend=backend,
         trained=tuple(trained) if has_backward else (),
     )
-    arguments = (rows_RH, weights_RK, *tensors, expert_ids_RK, counts_L, *settings.arguments())
     postponed = experts.postponed
     if postponed is None and experts.masters is not None and has_backward:
         # The experts are frozen. This operator saves the masters for backward, not their copies.
         postponed = PostponedGrads()
     if postponed is None:
-        arguments = _cast_masters(arguments, experts.masters)
-        out_RH, *_ = torch.ops.hf_moe_ep.expert_mlp(*arguments)
+        cast = _cast_masters(inputs, experts.masters)
+        out_RH, *_ = _call_operator(cast, expert_ids_RK, counts_L, settings)
     else:
-        out_RH, *_ = _PostponingExpertMLP.apply(postponed, experts.masters, *arguments)
+        call = (postponed, experts.masters, settings, expert_ids_RK, counts_L)
+        out_RH, *_ = _PostponingExpertMLP.apply(*call, *inputs)
     return out_RH
 
 
+def _call_operator(
+    inputs: Sequence[Any], expert_ids_RK: Tensor, counts_L: list[int] | None, settings: Settings
+) -> tuple[Tensor, ...]:
+    outputs: tuple[Tensor, ...] = torch.ops.hf_moe_ep.expert_mlp(
+        *inputs, expert_ids_RK, counts_L, *settings.arguments()
+    )
+    return outputs
+
+
 def _cast_masters(tensors: Sequence[Any], masters: Masters | None) -> tuple[Any, ...]:
-    """Replace the master weights among the arguments of the operator by cast copies."""
+    """Replace the master weights among the inputs by cast copies."""
     if masters is None:
         return tuple(tensors)
     named = zip(INPUT_NAMES, tensors, strict=False)
@@ -140,9 +159,9 @@ def postpone_grads(experts: ExpertWeights) -> ExpertWeights:
     all chunks are added up in fp32 or wider and rounded once, so they are as exact as the gradients
     of a single chunk.
     """
-    if not _need_grad(experts):
-        return experts
     tensors = experts.named_tensors()
+    if not _need_grad(tensors.values()):
+        return experts
     previous, masters = experts.postponed, experts.masters
     is_first = previous is None
     postponed = PostponedGrads() if previous is None else previous.for_next_chunk()
@@ -151,8 +170,7 @@ def postpone_grads(experts: ExpertWeights) -> ExpertWeights:
     return replace(experts, postponed=postponed, **named)
 
 
-def _need_grad(experts: ExpertWeights) -> bool:
-    tensors = experts.named_tensors().values()
+def _need_grad(tensors: Iterable[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
@@ -209,10 +227,21 @@ class _PostponingExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, postponed: PostponedGrads, masters: Masters | None, *inputs: Any
+        ctx: Any,
+        postponed: PostponedGrads,
+        masters: Masters | None,
+        settings: Settings,
+        expert_ids_RK: Tensor,
+        counts_L: list[int] | None,
+        *inputs: Any,
     ) -> tuple[Tensor, ...]:
-        output = torch.ops.hf_moe_ep.expert_mlp(*_cast_masters(inputs, masters))
-        save_for_backward(ctx, inputs, output)
+        call = (_cast_masters(inputs, masters), expert_ids_RK, counts_L, settings)
+        if torch.compiler.is_compiling() or operators_are_observed():
+            output, ctx.implementation = _call_operator(*call), None
+        else:
+            with hidden_from_function_modes():
+                output, ctx.implementation = run_forward(*call)
+        save_for_backward(ctx, inputs, output, settings)
         ctx.postponed, ctx.masters = postponed, masters
         return output
 
@@ -222,7 +251,7 @@ class _PostponingExpertMLP(torch.autograd.Function):
         no_grads = (None,) * len(ctx.needs_input_grad)
         if grad_RH is None:
             return no_grads
-        needs = ctx.needs_input_grad[2 : 2 + len(INPUT_NAMES)]
+        needs = ctx.needs_input_grad[-len(INPUT_NAMES) :]
         saved = ctx.saved_tensors
         with hidden_from_function_modes():
             grads, finish = run_backward(
@@ -232,6 +261,7 @@ class _PostponingExpertMLP(torch.autograd.Function):
                 ctx.settings,
                 postpone=True,
                 in_chunks=ctx.postponed.in_chunks and any(needs[2:]),
+                implementation=ctx.implementation,
             )
         if any(needs[2:]):
             ctx.postponed.finish = finish
@@ -243,4 +273,4 @@ class _PostponingExpertMLP(torch.autograd.Function):
             for tensor, need in zip(saved[2 : len(needs)], needs[2:], strict=True)
         ]
         computed = (grads.get("rows"), grads.get("weights"))
-        return (None, None, *computed, *placeholders, *no_grads[2 + len(needs) :])
+        return (*no_grads[: -len(needs)], *computed, *placeholders)

@@ -171,8 +171,8 @@ class ExpertWeights:
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are not None, in the order of WEIGHT_NAMES."""
-        named = {name: getattr(self, name) for name in WEIGHT_NAMES}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        named = self.__dict__
+        return {name: x for name in WEIGHT_NAMES if (x := named[name]) is not None}
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 torch.compile and activation checkpointing see only `hf_moe_ep::expert_mlp` and its backward. They
 do not trace into these operators. `Settings` holds the arguments that are not tensors.
-`save_for_backward` and `run_backward` are the two halves of the autograd formula, and
-`expert_mlp.py` uses them as well.
+`run_forward`, `save_for_backward` and `run_backward` are the parts of the autograd formula.
+`expert_mlp.py` calls them without the operators if nothing has to see an operator.
 
     expert_mlp(rows, weights, *experts, expert_ids, counts, *settings) -> out, *kept
     expert_mlp_backward(grad, saved[], needs[], *settings) -> grads[]
@@ -18,6 +18,7 @@ do not trace into these operators. `Settings` holds the arguments that are not t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -86,7 +87,7 @@ class Settings(NamedTuple):
     @property
     def formula(self) -> ExpertFormula:
         gate = (self.gated, self.interleaved, self.activation)
-        return ExpertFormula(
+        return _make_formula(
             *gate, self.alpha, self.limit, self.up_offset, self.gate_cap, self.up_cap
         )
 
@@ -99,6 +100,12 @@ class Settings(NamedTuple):
             down_scale=self.down_scale,
             quantised=self.quantised,
         )
+
+
+@functools.cache
+def _make_formula(*parameters: Any) -> ExpertFormula:
+    """Return the formula with these parameters. All layers and steps need the same few formulas."""
+    return ExpertFormula(*parameters)
 
 
 _SETTINGS = "bool[] flags, float[] numbers, str[] words, str[] trained"
@@ -141,11 +148,11 @@ def _choose_implementation(
 
     call = (rows_RH, weights_RK, num_pairs, experts, settings.formula)
     trained = tuple(settings.trained)
-    checks = {(trained, False): None}
-    if need is not None:
-        checks[need, False] = None
-        if in_chunks:
-            checks[need, True] = None
+    checks = [(trained, False)]
+    if need is not None and need != trained:
+        checks.append((need, False))
+    if in_chunks:
+        checks.append((need or trained, True))
     for names, wide in checks:
         reason = self_check(*call, keep_pre=settings.keep_pre, trained=names, wide=wide)
         if reason and settings.backend == "triton":
@@ -174,18 +181,27 @@ def _match_triton_routing(routing: Routing, num_experts: int, rows_RH: Tensor) -
 
 def _split_inputs(
     inputs: Sequence[Any],
-) -> tuple[Tensor, Tensor, ExpertWeights, Tensor, list[int] | None, Settings]:
-    """Return rows, weights, experts, expert ids, counts and settings of the forward operator."""
-    rows, weights, *tensors = inputs[: len(INPUT_NAMES)]
+) -> tuple[Sequence[Any], Tensor, list[int] | None, Settings]:
+    """Return tensors (of INPUT_NAMES), expert ids, counts and settings of the forward operator."""
     expert_ids, counts, *rest = inputs[len(INPUT_NAMES) :]
-    settings = Settings.from_arguments(rest)
     counts_L = None if counts is None else list(counts)
-    return rows, weights, settings.experts(tensors), expert_ids, counts_L, settings
+    return inputs[: len(INPUT_NAMES)], expert_ids, counts_L, Settings.from_arguments(rest)
 
 
 def _forward(*inputs: Any) -> tuple[Tensor, ...]:
-    """Return out_RH and the tensors that backward needs, which the module docstring lists."""
-    rows, weights, experts, expert_ids, counts_L, settings = _split_inputs(inputs)
+    outputs, _ = run_forward(*_split_inputs(inputs))
+    return outputs
+
+
+def run_forward(
+    tensors: Sequence[Any], expert_ids: Tensor, counts_L: list[int] | None, settings: Settings
+) -> tuple[tuple[Tensor, ...], Any]:
+    """Return the outputs of the operator, and the module that has computed them.
+
+    `tensors` has one entry per name of INPUT_NAMES.
+    """
+    rows, weights, *expert_tensors = tensors
+    experts = settings.experts(expert_tensors)
     num_pairs = expert_ids.numel() if counts_L is None else sum(counts_L)
     implementation = _choose_implementation(settings, rows, weights, num_pairs, experts)
     routing = implementation.route(expert_ids, counts_L, experts, rows)
@@ -203,7 +219,7 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
         routing.tiles,
         routing.row_A,
     )
-    return out_RH, pre_AG, *routing_tensors
+    return (out_RH, pre_AG, *routing_tensors), implementation
 
 
 _forward_op = torch.library.custom_op(
@@ -213,8 +229,7 @@ _forward_op = torch.library.custom_op(
 
 @_forward_op.register_fake
 def _(*inputs: Any) -> tuple[Tensor, ...]:
-    rows, _, experts, expert_ids, counts_L, settings = _split_inputs(inputs)
-    up = experts.up
+    (rows, _, up, *_), expert_ids, counts_L, settings = _split_inputs(inputs)
     num_pairs = expert_ids.numel() if counts_L is None else sum(counts_L)
     pre_shape = (num_pairs, up.shape[1]) if settings.keep_pre else (0,)
     position = expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
@@ -259,10 +274,13 @@ def run_backward(
     *,
     postpone: bool = False,
     in_chunks: bool = False,
+    implementation: Any = None,
 ) -> tuple[dict[str, Tensor], Callable[[ExpertGrads], None] | None]:
     """Choose the implementation, call its `backward` with the saved tensors, return its result.
 
     `in_chunks` is True if the gradients of the experts are sums over several chunks of rows.
+    `implementation` is the module that has computed the forward, if it is known. It has been
+    checked for the gradients of all trained inputs, so it is not checked again for just these.
     """
     rows_RH, weights_RK, *tensors = saved[: len(INPUT_NAMES)]
     pre_AG, *routing_tensors = saved[len(INPUT_NAMES) :]
@@ -270,10 +288,11 @@ def run_backward(
     routing = Routing(*(tensor for tensor in routing_tensors if tensor is not None))
     experts = settings.experts(tensors)
     need = tuple(name for name, needed in zip(INPUT_NAMES, needs, strict=True) if needed)
-    num_pairs = routing.pair_A.numel()
-    implementation = _choose_implementation(
-        settings, rows_RH, weights_RK, num_pairs, experts, need, in_chunks=in_chunks
-    )
+    if implementation is None or in_chunks or need != settings.trained:
+        num_pairs = routing.pair_A.numel()
+        implementation = _choose_implementation(
+            settings, rows_RH, weights_RK, num_pairs, experts, need, in_chunks=in_chunks
+        )
     grads, finish = implementation.backward(
         grad_RH,
         rows_RH,
@@ -289,14 +308,20 @@ def run_backward(
     return grads, finish
 
 
-def save_for_backward(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+def save_for_backward(
+    ctx: Any, tensors: Sequence[Any], output: Sequence[Tensor], settings: Settings
+) -> None:
     """Save the forward's inputs and outputs that backward needs in `ctx`."""
     _, *kept = output
-    _, _, *settings = inputs[len(INPUT_NAMES) :]
-    ctx.save_for_backward(*inputs[: len(INPUT_NAMES)], *kept)
+    ctx.save_for_backward(*tensors, *kept)
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)
-    ctx.settings = Settings.from_arguments(settings)
+    ctx.settings = settings
+
+
+def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    tensors, _, _, settings = _split_inputs(inputs)
+    save_for_backward(ctx, tensors, output, settings)
 
 
 def _autograd_backward(ctx: Any, grad_RH: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -310,7 +335,7 @@ def _autograd_backward(ctx: Any, grad_RH: Tensor | None, *_: None) -> tuple[Tens
     return *(next(grads) if need else None for need in needs), *no_grads[len(needs) :]
 
 
-_forward_op.register_autograd(_autograd_backward, setup_context=save_for_backward)
+_forward_op.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 # The Python function that each operator runs. The planner calls it to count the operator's steps.
 STEPS_INSIDE: dict[Any, Callable[..., Any]] = {

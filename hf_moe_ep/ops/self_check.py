@@ -25,8 +25,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -58,11 +57,14 @@ from hf_moe_ep.ops.sum_check import (
 # every addition. ROUNDINGS is the limit for all other products. Products in TF32, which has the
 # mantissa of fp16, have far larger errors than this limit.
 _ROUNDINGS_OF_FP32 = 64
+# Nested scales are dequantised before the first kernel runs.
+_NAMES = tuple(name for name in WEIGHT_NAMES if not name.endswith(NESTED_SCALE))
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """The properties of a call that decide which kernels Triton builds.
+
+    Each call makes a Kind and looks its check up, so it is a tuple: the host hashes it quickly.
 
     Attributes:
         precision: precision of fp32 products.
@@ -122,8 +124,7 @@ def self_check(
         weights_dtype=weights_RK.dtype,
         precision=get_dot_precision(rows_RH),
         formula=formula,
-        # Nested scales are dequantised before the first kernel runs.
-        tensors=tuple(n for n in experts.named_tensors() if not n.endswith(NESTED_SCALE)),
+        tensors=tuple(name for name in _NAMES if getattr(experts, name) is not None),
         trained=trained,
         keep_pre=keep_pre,
         transposed=experts.up.stride(2) != 1,
@@ -148,7 +149,7 @@ def check_both_sizes(kind: Kind) -> str:
     many rows. If only one set of kernels were checked now, one rank might have to build the second
     set later, while all other ranks wait for this rank in a collective.
     """
-    return check_once(kind) or check_once(replace(kind, few=not kind.few))
+    return check_once(kind) or check_once(kind._replace(few=not kind.few))
 
 
 @functools.cache
@@ -233,7 +234,7 @@ def _compare_products(kind: Kind) -> Iterator[Comparison]:
     in_fp64 = {name: x.double() for name, x in (inputs | dequantised).items()}
     actual = _run_implementation(triton_mlp, kind, inputs | tensors, ids_RK)
     expected = _run_implementation(
-        torch_mlp, replace(kind, quantised=""), in_fp64, ids_RK, actual.get("pre")
+        torch_mlp, kind._replace(quantised=""), in_fp64, ids_RK, actual.get("pre")
     )
     return ((name, actual[name], expected[name]) for name in expected)
 

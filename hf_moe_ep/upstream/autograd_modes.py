@@ -1,8 +1,8 @@
 """Call private functions of torch for backward, modes, hooks, views and asserts on the device.
 
 The private names come from torch/csrc/autograd/engine.cpp, torch/utils/_python_dispatch.py,
-torch/utils/checkpoint.py, torch/autograd/__init__.py, torch/csrc/autograd/init.cpp and
-torch/csrc/utils/disable_torch_function.cpp.
+torch/utils/checkpoint.py, torch/autograd/__init__.py, torch/autograd/forward_ad.py,
+torch/csrc/autograd/init.cpp and torch/csrc/utils/disable_torch_function.cpp.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -40,6 +41,21 @@ def hidden_from_modes() -> AbstractContextManager[Any]:
 def hidden_from_function_modes() -> AbstractContextManager[Any]:
     """Return a context manager inside which no `TorchFunctionMode` sees calls of torch."""
     return torch._C.DisableTorchFunction()
+
+
+def operators_are_observed() -> bool:
+    """Return True if a `TorchDispatchMode` sees the operators that this thread calls.
+
+    For example, selective activation checkpointing, fake tensors and torch's counter of FLOPs have
+    such modes.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def forward_gradients_are_computed() -> bool:
+    """Return True inside `torch.autograd.forward_ad.dual_level`, which torch.func.jvp enters."""
+    level: int = vars(forward_ad)["_current_level"]
+    return level >= 0
 
 
 def assert_later(condition: Tensor, message: str) -> None:

@@ -43,6 +43,7 @@ def test_a_gpu_gets_a_row_that_fits_into_its_shared_memory(
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(blocks, "_find_generation", blocks._find_generation.__wrapped__)
     assert generation(torch.device("cuda", 0)) == row
 
 
@@ -116,17 +117,13 @@ def test_blocks_that_tma_loads_give_the_same_gradients(
     inputs = case.draw_inputs(torch.float32, device)
     want = _compute_gradients(case, inputs, device)
     descriptors = []
-    real = product.TensorDescriptor
 
-    class Counted(real):
+    class Counted(product.CheckedDescriptor):
         def __post_init__(self) -> None:
-            super().__post_init__()
+            product.TensorDescriptor.__post_init__(self)  # Triton's checks
             descriptors.append(self)
 
-    monkeypatch.setattr(product, "TensorDescriptor", Counted)
-    monkeypatch.setattr(
-        real, "from_tensor", lambda x, sizes: Counted(x, x.shape, x.stride(), sizes)
-    )
+    monkeypatch.setattr(product, "CheckedDescriptor", Counted)
     _change_blocks(monkeypatch, device, field, tma=True)
     got = _compute_gradients(case, inputs, device)
     # No descriptor covers the same columns of two halves, if columns are contiguous in memory.

@@ -12,8 +12,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hf_moe_ep.ops.kernels import launch as launching
-from hf_moe_ep.ops.kernels.launch import launch
+from hf_moe_ep.ops.kernels.launch import Constants, launch, launch_build
 
 
 def _kernel(rows, size, stride, scale, bias, blocks, BLOCK, FLAG):  # the signature is all
@@ -47,15 +46,18 @@ class _Kernel(triton.JITFunction):
 
 
 class _Build:
+    """A build with the attributes of Triton's CompiledKernel that a launch reads."""
+
+    function, packed_metadata = "the function", "its metadata"
+
     def __init__(self, name: str, launched: list[tuple[str, tuple[Any, ...], Any]]) -> None:
         self._name, self._launched = name, launched
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def run(*args: Any, stream: int) -> None:
-            assert stream == 7 and len(grid) == 3
-            self._launched.append((self._name, args, grid))
-
-        return run
+    def run(self, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+        function, metadata, *hooks = arguments[:5]
+        assert (stream, function, metadata) == (7, self.function, self.packed_metadata)
+        assert hooks == [None] * 3
+        self._launched.append((self._name, arguments[5:], (x, y, z)))
 
 
 class _Driver:
@@ -68,7 +70,6 @@ class _Driver:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> _Kernel:
-    monkeypatch.setattr(launching, "_builds", {})
     monkeypatch.setattr(triton.runtime.driver, "_active", _Driver())
     return _Kernel()
 
@@ -103,8 +104,9 @@ def _list_calls() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
 
 def test_each_launch_takes_the_build_that_triton_would_take(kernel: _Kernel) -> None:
     calls = list(_list_calls()) * 2
+    kept: dict[str, Constants] = {}
     for args, constants in calls:
-        launch(kernel, (3,), *args, **constants)
+        launch(kernel, (3,), kept.setdefault(str(constants), Constants(**constants)), *args)
     builds = [kernel.bind(*args, **constants) for args, constants in calls]
     assert [build for build, _, _ in kernel.launched] == builds
     for (args, constants), (_, launched, grid) in zip(calls, kernel.launched, strict=True):
@@ -118,7 +120,46 @@ def test_the_same_arguments_on_another_device_are_another_build(
     kernel: _Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = (torch.zeros(16), 16, 16, 1.0, None, None)
+    constants = Constants(BLOCK=64, FLAG=False)
     for device in (0, 1, 0, 1):
         monkeypatch.setattr(_Driver, "get_current_device", lambda _, device=device: device)
-        launch(kernel, (1, 2), *call, BLOCK=64, FLAG=False)
+        launch(kernel, (1, 2), constants, *call)
     assert len(kernel.chosen_by_triton) == 2
+
+
+def test_another_kernel_does_not_take_the_builds_of_the_first(kernel: _Kernel) -> None:
+    """A test or a benchmark may replace a kernel, for example by one that records."""
+    other, constants = _Kernel(), Constants(BLOCK=64, FLAG=False)
+    for launched in (kernel, other, kernel):
+        launch(launched, (1,), constants, torch.zeros(16), 16, 16, 1.0, None, None)
+    assert (len(kernel.launched), len(other.launched)) == (2, 1)
+
+
+class _ChainedBuild:
+    """A build that records whether Triton's own launch is used, which calls the hooks."""
+
+    function = packed_metadata = None
+
+    def __init__(self) -> None:
+        self.ways: list[str] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, stream: self.ways.append("triton")
+
+    def run(self, *args: Any) -> None:
+        self.ways.append("direct")
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_of_profilers_see_each_launch(name: str) -> None:
+    """Proton adds such hooks. It needs the metadata that only Triton's own launch makes."""
+    build, chain = _ChainedBuild(), getattr(triton.knobs.runtime, name)
+    launch_build(build, (1, 1, 1), 7, ())
+    hook = print
+    chain.add(hook)
+    try:
+        launch_build(build, (1, 1, 1), 7, ())
+    finally:
+        chain.remove(hook)
+    launch_build(build, (1, 1, 1), 7, ())
+    assert build.ways == ["direct", "triton", "direct"]

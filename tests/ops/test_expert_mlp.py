@@ -7,6 +7,7 @@ FORMULAS span several blocks, of which the last one is incomplete.
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ from expert_cases import (
 )
 from support.close import assert_close, max_error
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
@@ -284,6 +287,50 @@ def test_postponed_gradients_of_the_experts_have_the_same_bits(
 
         got = _run(run_postponed, case, inputs, grad_RH, wanted, **kw)
         _assert_equal(got, _run(expert_mlp, case, inputs, grad_RH, wanted, **kw))
+
+
+class _SeenOperators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _SeenCalls(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("seen", [_SeenOperators(), _SeenCalls()], ids=["operators", "calls"])
+def test_modes_see_one_operator_or_nothing_of_a_call_that_postpones_gradients(seen: Any) -> None:
+    """Without a mode, the implementation is called without the operator.
+
+    Selective checkpointing needs the operator. A function mode must not see what computes it, such
+    as the sort of the pairs.
+    """
+    case = Case(draw_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True)
+    inputs = case.draw_inputs(torch.float32)
+    grad_RH = torch.randn_like(inputs[0])
+    kw = {"counts_L": case.counts_L(), "backend": "torch"}
+
+    def run_in_mode(rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, experts, formula, **kw):
+        experts = postpone_grads(experts)
+        with seen:
+            return expert_mlp(rows_RH, ids_RK, weights_RK, experts, formula, **kw)
+
+    got = _run(run_in_mode, case, inputs, grad_RH, (1,) * 6, **kw)
+    _assert_equal(got, _run(expert_mlp, case, inputs, grad_RH, (1,) * 6, **kw))
+    assert "argsort" not in " ".join(seen.names)
+    if isinstance(seen, _SeenOperators):
+        assert seen.names.count("hf_moe_ep.expert_mlp.default") == 1
 
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)

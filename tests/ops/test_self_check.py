@@ -52,17 +52,17 @@ KIND = Kind(
     ffn=16,
     few=True,
 )
-FROZEN = replace(KIND, tensors=MATRICES, trained=("rows", "weights"))
-LORA = replace(
-    FROZEN, tensors=(*MATRICES, *ADAPTERS), trained=("rows", "weights", *ADAPTERS), ranks=(2, 3)
+FROZEN = KIND._replace(tensors=MATRICES, trained=("rows", "weights"))
+LORA = FROZEN._replace(
+    tensors=(*MATRICES, *ADAPTERS), trained=("rows", "weights", *ADAPTERS), ranks=(2, 3)
 )
-INFERENCE = replace(FROZEN, trained=(), keep_pre=False)
-RECOMPUTED = replace(FROZEN, keep_pre=False)
+INFERENCE = FROZEN._replace(trained=(), keep_pre=False)
+RECOMPUTED = FROZEN._replace(keep_pre=False)
 SCALES = ("up_block_scale", "down_block_scale")
-BYTES = replace(
-    FROZEN, tensors=(*MATRICES, *SCALES), top_k=1, num_experts=2, hidden=64, ffn=64, quantised="nf4"
+BYTES = FROZEN._replace(
+    tensors=(*MATRICES, *SCALES), top_k=1, num_experts=2, hidden=64, ffn=64, quantised="nf4"
 )
-KINDS = {"base": KIND, "chunks": replace(LORA, wide=True), "frozen": FROZEN, "lora": LORA}
+KINDS = {"base": KIND, "chunks": LORA._replace(wide=True), "frozen": FROZEN, "lora": LORA}
 KINDS |= {"inference": INFERENCE, "recomputed": RECOMPUTED}
 
 
@@ -91,7 +91,7 @@ def test_right_kernels_pass(name: str) -> None:
 )
 def test_right_kernels_of_fewer_experts_than_choices_pass(num_experts: int, top_k: int) -> None:
     """A rank of Mixtral at ep 8 has one expert, and routings with two columns."""
-    kind = replace(INFERENCE, trained=("weights",), num_experts=num_experts, top_k=top_k)
+    kind = INFERENCE._replace(trained=("weights",), num_experts=num_experts, top_k=top_k)
     assert check_once(kind) == ""
 
 
@@ -122,8 +122,8 @@ def test_right_kernels_of_quantised_matrices_pass(
     """In fp16 the self-check must round dequantised values as the kernels do."""
     monkeypatch.setattr(self_check, "_shorten", lambda size: size)
     size = {"nf4": 64, "fp8": 128}[kind]
-    frozen = replace(FROZEN, tensors=(*MATRICES, *SCALES), dtype=torch.float16, quantised=kind)
-    assert check_once(replace(frozen, hidden=size, ffn=size)) == ""
+    frozen = FROZEN._replace(tensors=(*MATRICES, *SCALES), dtype=torch.float16, quantised=kind)
+    assert check_once(frozen._replace(hidden=size, ffn=size)) == ""
 
 
 def _break_kernel(
@@ -172,12 +172,12 @@ VARIANTS = {
     "a frozen base": ("dgated", lambda x: not x["need_act"], FROZEN, KIND),
     "inference": ("up", lambda x: not x["keep_pre"], INFERENCE, FROZEN),
     "recomputed": ("up", lambda x: not x["keep_pre"], RECOMPUTED, FROZEN),
-    "a later chunk": ("outer", lambda x: x["add"], replace(KIND, wide=True), KIND),
+    "a later chunk": ("outer", lambda x: x["add"], KIND._replace(wide=True), KIND),
     "16-bit routing weights": (
         "combine",
         lambda x: x[2] is not None and x[2].dtype == torch.float16,
-        replace(INFERENCE, dtype=torch.float16, weights_dtype=torch.float16),
-        replace(INFERENCE, dtype=torch.float16),
+        INFERENCE._replace(dtype=torch.float16, weights_dtype=torch.float16),
+        INFERENCE._replace(dtype=torch.float16),
     ),
 }
 
@@ -213,7 +213,7 @@ def test_tf32_products_are_refused_if_exact_products_are_expected(
         )
 
     monkeypatch.setattr(triton_mlp, "grouped_mm", round_and_multiply)
-    assert check_once(replace(KIND, precision="tf32")) == ""
+    assert check_once(KIND._replace(precision="tf32")) == ""
     with pytest.raises(RuntimeError, match="compute wrong numbers"):
         check_once(KIND)
 
@@ -289,7 +289,7 @@ def test_the_first_call_checks_the_kernels_for_few_and_for_many_rows(
         args = (rows_RH, weights_RK, pairs, experts, ExpertFormula())
         assert self_check.self_check(*args, keep_pre=True, trained=()) == ""
         assert {kind.few for kind in kinds} == {False, True}, pairs
-    assert len({replace(kind, few=False) for kind in kinds}) == 1
+    assert len({kind._replace(few=False) for kind in kinds}) == 1
 
 
 def _run_call(backend: str, grads: bool = True) -> list[Tensor]:
@@ -399,43 +399,40 @@ def test_out_of_memory_in_the_self_check_is_raised_unchanged(
         check_once(KIND)
 
 
-REAL = replace(
-    KIND, dtype=torch.bfloat16, top_k=8, num_experts=128, hidden=2048, ffn=768, few=False
+REAL = KIND._replace(
+    dtype=torch.bfloat16, top_k=8, num_experts=128, hidden=2048, ffn=768, few=False
 )
 # The kinds of calls that training and inference make.
 LAUNCHED = {
-    "trained": replace(REAL, tensors=MATRICES, trained=("rows", "weights", *MATRICES)),
+    "trained": REAL._replace(tensors=MATRICES, trained=("rows", "weights", *MATRICES)),
     "biases": REAL,
-    "few rows": replace(REAL, few=True),
+    "few rows": REAL._replace(few=True),
     # 260 rows per expert.
-    "some rows": replace(REAL, num_experts=1024),
+    "some rows": REAL._replace(num_experts=1024),
     # A rank of Mixtral at ep 8, and of Qwen3-30B at ep 32.
-    "one expert, top-2": replace(REAL, num_experts=1, top_k=2),
-    "four experts, top-8": replace(REAL, num_experts=4),
-    "padded": replace(REAL, padded=True),
-    "chunks": replace(REAL, wide=True),
-    "chunks, lora": replace(
-        REAL,
+    "one expert, top-2": REAL._replace(num_experts=1, top_k=2),
+    "four experts, top-8": REAL._replace(num_experts=4),
+    "padded": REAL._replace(padded=True),
+    "chunks": REAL._replace(wide=True),
+    "chunks, lora": REAL._replace(
         tensors=(*MATRICES, *ADAPTERS),
         trained=("rows", "weights", *ADAPTERS),
         ranks=(16, 16),
         wide=True,
     ),
-    "padded, transposed": replace(REAL, padded=True, transposed=True),
-    "frozen": replace(REAL, tensors=MATRICES, trained=("rows", "weights")),
-    "first layer, frozen": replace(REAL, tensors=MATRICES, trained=("weights",)),
-    "inference": replace(REAL, tensors=MATRICES, trained=(), keep_pre=False),
-    "recomputed": replace(REAL, keep_pre=False),
-    "16-bit routing weights": replace(REAL, weights_dtype=torch.bfloat16),
-    "lora": replace(
-        REAL,
+    "padded, transposed": REAL._replace(padded=True, transposed=True),
+    "frozen": REAL._replace(tensors=MATRICES, trained=("rows", "weights")),
+    "first layer, frozen": REAL._replace(tensors=MATRICES, trained=("weights",)),
+    "inference": REAL._replace(tensors=MATRICES, trained=(), keep_pre=False),
+    "recomputed": REAL._replace(keep_pre=False),
+    "16-bit routing weights": REAL._replace(weights_dtype=torch.bfloat16),
+    "lora": REAL._replace(
         tensors=(*MATRICES, *ADAPTERS),
         trained=("rows", "weights", *ADAPTERS),
         ranks=(16, 16),
     ),
-    "odd sizes": replace(REAL, hidden=2064, ffn=784),
-    "gpt-oss": replace(
-        REAL,
+    "odd sizes": REAL._replace(hidden=2064, ffn=784),
+    "gpt-oss": REAL._replace(
         formula=ExpertFormula(interleaved=True, alpha=1.702, limit=7.0, up_offset=1.0),
         transposed=True,
         top_k=4,
@@ -443,19 +440,17 @@ LAUNCHED = {
         hidden=2880,
         ffn=2880,
     ),
-    "fp32": replace(REAL, dtype=torch.float32),
-    "nf4, lora": replace(
-        REAL,
+    "fp32": REAL._replace(dtype=torch.float32),
+    "nf4, lora": REAL._replace(
         tensors=(*MATRICES, *ADAPTERS, *SCALES),
         trained=("rows", "weights", *ADAPTERS),
         ranks=(16, 16),
         quantised="nf4",
     ),
-    "fp8, frozen": replace(
-        REAL, tensors=(*MATRICES, *SCALES), trained=("rows", "weights"), quantised="fp8"
+    "fp8, frozen": REAL._replace(
+        tensors=(*MATRICES, *SCALES), trained=("rows", "weights"), quantised="fp8"
     ),
-    "nf4, sizes of gpt-oss": replace(
-        REAL,
+    "nf4, sizes of gpt-oss": REAL._replace(
         tensors=(*MATRICES, *SCALES),
         trained=("rows", "weights"),
         hidden=2880,
@@ -484,7 +479,7 @@ def test_the_self_check_runs_every_kernel_variant_of_a_call(
             self_check._compare_sums,
         ):
             for few, wide in itertools.product((True, False), {False, kind.wide}):
-                list(check(replace(kind, few=few, wide=wide, ffn=256 + kind.ffn % 256)))
+                list(check(kind._replace(few=few, wide=wide, ffn=256 + kind.ffn % 256)))
     with Launches() as launched:
         _launch(kind)
     assert {"up_kernel", "combine_kernel"} <= launched.variants.keys()

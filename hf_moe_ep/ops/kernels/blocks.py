@@ -22,6 +22,7 @@ and checks their registers, shared memory and loops.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -189,8 +190,11 @@ def generation(device: torch.device) -> str:
     The shared memory decides, and not the age. An RTX 50xx is newer than an H100, but has only as
     much shared memory as a 4090.
     """
-    if device.type != "cuda":
-        return "interpreter"
+    return "interpreter" if device.type != "cuda" else _find_generation(device)
+
+
+@functools.cache
+def _find_generation(device: torch.device) -> str:
     properties: Any = torch.cuda.get_device_properties(device)
     available = properties.shared_memory_per_block_optin
     return next((name for name, needed in SHARED_BYTES.items() if needed <= available), "sm_80")
@@ -207,9 +211,10 @@ def choose_blocks(rows: Tensor, num_experts: int, num_pairs: int, quantised: str
     `rows` is a tensor with the dtype and the device of the call. `quantised` names the format of
     the matrices. The number of rows per tile (m) does not depend on the format.
     """
-    limits = {"few": FEW_ROWS, "some": MANY_ROWS}
-    fitting = (name for name, most in limits.items() if num_pairs < most * num_experts)
-    bucket = next(fitting, "many")
+    if num_pairs < FEW_ROWS * num_experts:
+        bucket = "few"
+    else:
+        bucket = "some" if num_pairs < MANY_ROWS * num_experts else "many"
     key = generation(rows.device), rows.element_size(), bucket
     return FOR_BYTES[key] if quantised and key in FOR_BYTES else TABLE[key]
 

@@ -18,7 +18,6 @@ multiples of a block, so no step needs a mask.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -73,12 +72,11 @@ def list_matrix_arguments(matrix: Matrices) -> tuple[Tensor, Tensor | None, int,
     return matrix, None, stride_l, stride_k, stride_n
 
 
-def list_matrix_constants(matrix: Matrices) -> dict[str, Any]:
+def list_matrix_constants(matrix: Matrices) -> tuple[str, bool]:
     """Return a kernel's constants: KIND, the format, and NATIVE, True if the GPU converts fp8."""
     if not isinstance(matrix, ByteMatrices):
-        return {"KIND": "", "NATIVE": False}
-    native = matrix.kind == "fp8" and converts_fp8(matrix.values.device)
-    return {"KIND": matrix.kind, "NATIVE": native}
+        return "", False
+    return matrix.kind, matrix.kind == "fp8" and converts_fp8(matrix.values.device)
 
 
 @triton.jit

@@ -14,6 +14,8 @@ act is recomputed from the pre-activations.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,7 @@ from torch import Tensor
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
 from hf_moe_ep.ops.kernels.blocks import (
+    Block,
     Blocks,
     choose_compiler_options,
     fit_rank,
@@ -34,7 +37,7 @@ from hf_moe_ep.ops.kernels.dequantise import (
     multiply_quantised,
 )
 from hf_moe_ep.ops.kernels.epilogue import activate_backward, add_low_rank, split_in_halves
-from hf_moe_ep.ops.kernels.launch import cdiv, launch
+from hf_moe_ep.ops.kernels.launch import Constants, cdiv, launch
 from hf_moe_ep.ops.kernels.product import describe_matrix_blocks, multiply_tile
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
@@ -226,26 +229,43 @@ def dgated(
     matrix, block_name = None, ""
     if scales is None:
         matrix, block_name = describe_matrix_blocks(values, block, block.n)
+    constants = _list_constants(
+        formula, block, blocks.m, low.rank, blocks.rank, block_name,
+        *list_matrix_constants(down_LHF), need_act, need_weights,
+        ffn % block.n == 0, hidden % block.k == 0, get_dot_precision(grad_RH),
+    )  # fmt: skip
     launch(
-        dgated_kernel, (routing.tiles.shape[0] * num_column_blocks,),
+        dgated_kernel, (routing.tiles.shape[0] * num_column_blocks,), constants,
         grad_RH, routing.pair_A, routing.row_A, routing.offsets, routing.tiles, weights_RK,
         matrix or values, scales, pre_AG, grad_pre_AG, weighted_act_AF, partial_CA,
         hidden, ffn, num_pairs, grad_RH.stride(0), *strides, *low.list_kernel_arguments(),
-        GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.list_kernel_constants(),
-        NEED_ACT=need_act, NEED_PARTIAL=need_weights, MATRIX_BLOCKS=block_name,
-        **list_matrix_constants(down_LHF),
-        RANK=low.rank, BLOCK_P=fit_rank(low.rank, blocks.rank),
-        BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
-        EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,
-        PRECISION=get_dot_precision(grad_RH), **choose_compiler_options(block),
     )  # fmt: skip
     if has_bias:
         assert down_bias_LH is not None
         launch(
-            bias_dots_kernel, (routing.tiles.shape[0],),
+            bias_dots_kernel, (routing.tiles.shape[0],), _list_bias_constants(blocks.m),
             grad_RH, routing.row_A, routing.offsets, routing.tiles, down_bias_LH,
             partial_CA, num_column_blocks, hidden, num_pairs,
             grad_RH.stride(0), down_bias_LH.stride(0),
-            BLOCK_M=blocks.m, BLOCK_K=_BIAS_COLUMNS,
         )  # fmt: skip
     return grad_pre_AG, weighted_act_AF, partial_CA
+
+
+@functools.cache
+def _list_constants(
+    formula: ExpertFormula, block: Block, block_m: int, rank: int, most_rank: int, block_name: str,
+    kind: str, native: bool, need_act: bool, need_weights: bool,
+    even_n: bool, even_k: bool, precision: str,
+) -> Constants:  # fmt: skip
+    return Constants(
+        GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.list_kernel_constants(),
+        NEED_ACT=need_act, NEED_PARTIAL=need_weights, MATRIX_BLOCKS=block_name,
+        KIND=kind, NATIVE=native, RANK=rank, BLOCK_P=fit_rank(rank, most_rank),
+        BLOCK_M=block_m, BLOCK_N=block.n, BLOCK_K=block.k,
+        EVEN_N=even_n, EVEN_K=even_k, PRECISION=precision, **choose_compiler_options(block),
+    )  # fmt: skip
+
+
+@functools.cache
+def _list_bias_constants(block_m: int) -> Constants:
+    return Constants(BLOCK_M=block_m, BLOCK_K=_BIAS_COLUMNS)

@@ -11,6 +11,8 @@ interleaved, a block has pairs of neighbouring columns, which are split after th
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,7 +33,7 @@ from hf_moe_ep.ops.kernels.dequantise import (
     multiply_quantised,
 )
 from hf_moe_ep.ops.kernels.epilogue import activate, add_low_rank, split_in_halves
-from hf_moe_ep.ops.kernels.launch import cdiv, launch
+from hf_moe_ep.ops.kernels.launch import Constants, cdiv, launch
 from hf_moe_ep.ops.kernels.product import describe_matrix_blocks, multiply_tile
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
@@ -149,18 +151,31 @@ def up(
         in_halves = formula.gated and not formula.interleaved
         matrix, block_name = describe_matrix_blocks(values.mT, block, width, in_halves=in_halves)
     grid = (routing.tiles.shape[0] * cdiv(ffn, block.n),)
+    constants = _list_constants(
+        formula, block, blocks.m, low.rank, blocks.rank, block_name,
+        *list_matrix_constants(weight_LGH), bias_LG is not None, keep_pre,
+        ffn % block.n == 0, hidden % block.k == 0, get_dot_precision(rows_RH),
+    )  # fmt: skip
     launch(
-        up_kernel, grid,
+        up_kernel, grid, constants,
         rows_RH, routing.row_A, routing.offsets, routing.tiles, matrix or values, scales, bias_LG,
         pre_AG, act_AF, hidden, ffn,
         rows_RH.stride(0), *strides, 0 if bias_LG is None else bias_LG.stride(0),
         *low.list_kernel_arguments(),
-        GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.list_kernel_constants(),
-        HAS_BIAS=bias_LG is not None, KEEP_PRE=keep_pre, MATRIX_BLOCKS=block_name,
-        **list_matrix_constants(weight_LGH),
-        RANK=low.rank, BLOCK_P=fit_rank(low.rank, blocks.rank),
-        BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
-        EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,
-        PRECISION=get_dot_precision(rows_RH), **choose_compiler_options(block),
     )  # fmt: skip
     return act_AF, pre_AG
+
+
+@functools.cache
+def _list_constants(
+    formula: ExpertFormula, block: Block, block_m: int, rank: int, most_rank: int, block_name: str,
+    kind: str, native: bool, has_bias: bool, keep_pre: bool,
+    even_n: bool, even_k: bool, precision: str,
+) -> Constants:  # fmt: skip
+    return Constants(
+        GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.list_kernel_constants(),
+        HAS_BIAS=has_bias, KEEP_PRE=keep_pre, MATRIX_BLOCKS=block_name, KIND=kind, NATIVE=native,
+        RANK=rank, BLOCK_P=fit_rank(rank, most_rank),
+        BLOCK_M=block_m, BLOCK_N=block.n, BLOCK_K=block.k,
+        EVEN_N=even_n, EVEN_K=even_k, PRECISION=precision, **choose_compiler_options(block),
+    )  # fmt: skip

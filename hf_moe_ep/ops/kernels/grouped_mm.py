@@ -12,7 +12,7 @@ The matrix is read through its strides, so neither forward nor backward copies a
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
 
 import triton
 import triton.language as tl
@@ -34,7 +34,7 @@ from hf_moe_ep.ops.kernels.dequantise import (
     multiply_quantised,
 )
 from hf_moe_ep.ops.kernels.epilogue import add_low_rank
-from hf_moe_ep.ops.kernels.launch import cdiv, launch
+from hf_moe_ep.ops.kernels.launch import Constants, cdiv, launch
 from hf_moe_ep.ops.kernels.product import describe_matrix_blocks, describe_row_blocks, multiply_tile
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
@@ -105,7 +105,7 @@ def grouped_mm(
     """
     out_AO = rows_AI.new_empty(rows_AI.shape[0], matrix_LIO.shape[2])
     block = blocks.rows if back else blocks.down
-    _launch(rows_AI, None, matrix_LIO, bias_LO, out_AO, routing, blocks, block, low)
+    _launch(rows_AI, None, matrix_LIO, bias_LO, out_AO, routing, blocks, block, block.n, low)
     return out_AO
 
 
@@ -123,9 +123,9 @@ def thin_mm(
     Each row must be contiguous. With `gather`, the stride between rows may have any value.
     """
     out_AP = rows.new_empty(routing.pair_A.numel(), matrix_LIP.shape[2])
-    block = replace(blocks.thin, n=fit_rank(matrix_LIP.shape[2], blocks.thin.n))
-    row_A = routing.row_A if gather else None
-    _launch(rows, row_A, matrix_LIP, None, out_AP, routing, blocks, block, scale=scale)
+    block, row_A = blocks.thin, routing.row_A if gather else None
+    columns = fit_rank(matrix_LIP.shape[2], block.n)
+    _launch(rows, row_A, matrix_LIP, None, out_AP, routing, blocks, block, columns, scale=scale)
     return out_AP
 
 
@@ -138,31 +138,47 @@ def _launch(
     routing: Routing,
     blocks: Blocks,
     block: Block,
+    columns: int,
     low: LowRows = NO_ADAPTER,
     *,
     scale: float | None = None,
 ) -> None:
+    """Launch the kernel with `columns` columns per program instead of those of `block`."""
     inner, width = matrix_LIO.shape[1:]
     values, scales, *strides = list_matrix_arguments(matrix_LIO)
     matrix, block_name = None, ""
     if scales is None:
-        matrix, block_name = describe_matrix_blocks(values, block, block.n)
+        matrix, block_name = describe_matrix_blocks(values, block, columns)
     rows_in_blocks = None
     if block_name and row_A is None:
         rows_in_blocks = describe_row_blocks(rows, block, blocks.m, block.k)
-    grid = (routing.tiles.shape[0] * cdiv(width, block.n),)
+    grid = (routing.tiles.shape[0] * cdiv(width, columns),)
+    constants = _list_constants(
+        block, blocks.m, columns, low.rank, blocks.rank, block_name, rows_in_blocks is not None,
+        *list_matrix_constants(matrix_LIO),
+        isinstance(matrix_LIO, ByteMatrices) and not matrix_LIO.transposed,
+        bias_LO is not None, scale is not None,
+        width % columns == 0, inner % block.k == 0, get_dot_precision(rows),
+    )  # fmt: skip
     launch(
-        grouped_mm_kernel, grid,
+        grouped_mm_kernel, grid, constants,
         rows_in_blocks or rows, row_A, routing.offsets, routing.tiles, matrix or values, scales,
         bias_LO, out_AO, inner, width, rows.stride(0), *strides,
         0 if bias_LO is None else bias_LO.stride(0), *low.list_kernel_arguments(),
         1.0 if scale is None else scale,
-        HAS_BIAS=bias_LO is not None, RANK=low.rank, BLOCK_P=fit_rank(low.rank, blocks.rank),
-        SCALED=scale is not None, ROWS_IN_BLOCKS=rows_in_blocks is not None,
-        MATRIX_BLOCKS=block_name,
-        **list_matrix_constants(matrix_LIO),
-        BACK=isinstance(matrix_LIO, ByteMatrices) and not matrix_LIO.transposed,
-        BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
-        EVEN_N=width % block.n == 0, EVEN_K=inner % block.k == 0,
-        PRECISION=get_dot_precision(rows), **choose_compiler_options(block),
+    )  # fmt: skip
+
+
+@functools.cache
+def _list_constants(
+    block: Block, block_m: int, columns: int, rank: int, most_rank: int, block_name: str,
+    rows_in_blocks: bool, kind: str, native: bool, back: bool, has_bias: bool, scaled: bool,
+    even_n: bool, even_k: bool, precision: str,
+) -> Constants:  # fmt: skip
+    return Constants(
+        HAS_BIAS=has_bias, RANK=rank, BLOCK_P=fit_rank(rank, most_rank), SCALED=scaled,
+        ROWS_IN_BLOCKS=rows_in_blocks, MATRIX_BLOCKS=block_name,
+        KIND=kind, NATIVE=native, BACK=back,
+        BLOCK_M=block_m, BLOCK_N=columns, BLOCK_K=block.k,
+        EVEN_N=even_n, EVEN_K=even_k, PRECISION=precision, **choose_compiler_options(block),
     )  # fmt: skip

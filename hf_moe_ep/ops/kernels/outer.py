@@ -21,7 +21,7 @@ registers for the old values.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
 
 import triton
 import triton.language as tl
@@ -35,7 +35,7 @@ from hf_moe_ep.ops.kernels.blocks import (
     fit_rank,
     get_dot_precision,
 )
-from hf_moe_ep.ops.kernels.launch import cdiv, launch
+from hf_moe_ep.ops.kernels.launch import Constants, cdiv, launch
 from hf_moe_ep.ops.kernels.product import describe_row_blocks
 
 
@@ -148,20 +148,33 @@ def outer(
     has the experts in the order in which their programs start.
     """
     num_experts, height, width = out_LOI.shape
-    block: OuterBlock = blocks.outer
-    if gather_right:
-        block = replace(block, m=block.n, n=block.m)
+    block: OuterBlock = blocks.thin_outer if thin else blocks.outer
+    block_m, block_n = block.m, block.n
     if thin:
-        block = replace(blocks.thin_outer, n=fit_rank(width, blocks.thin_outer.n))
-    grid = (num_experts * cdiv(height, block.m) * cdiv(width, block.n),)
-    left_blocks = None if gather_left else describe_row_blocks(left, block, block.k, block.m)
-    right_blocks = None if gather_right else describe_row_blocks(right, block, block.k, block.n)
+        block_n = fit_rank(width, block_n)
+    elif gather_right:
+        block_m, block_n = block_n, block_m
+    grid = (num_experts * cdiv(height, block_m) * cdiv(width, block_n),)
+    left_blocks = None if gather_left else describe_row_blocks(left, block, block.k, block_m)
+    right_blocks = None if gather_right else describe_row_blocks(right, block, block.k, block_n)
+    constants = _list_constants(
+        block, block_m, block_n, gather_left, gather_right,
+        height % block_m == 0, width % block_n == 0, add, get_dot_precision(left),
+    )  # fmt: skip
     launch(
-        outer_kernel, grid,
+        outer_kernel, grid, constants,
         left, right, left_blocks, right_blocks, routing.row_A, routing.offsets, order_L, out_LOI,
         height, width, left.stride(0), right.stride(0), *out_LOI.stride(), scale,
+    )  # fmt: skip
+
+
+@functools.cache
+def _list_constants(
+    block: OuterBlock, block_m: int, block_n: int, gather_left: bool, gather_right: bool,
+    even_m: bool, even_n: bool, add: bool, precision: str,
+) -> Constants:  # fmt: skip
+    return Constants(
         GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right,
-        BLOCK_M=block.m, BLOCK_N=block.n, BLOCK_K=block.k,
-        EVEN_M=height % block.m == 0, EVEN_N=width % block.n == 0, ADD=add,
-        PRECISION=get_dot_precision(left), **choose_compiler_options(block),
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block.k,
+        EVEN_M=even_m, EVEN_N=even_n, ADD=add, PRECISION=precision, **choose_compiler_options(block),
     )  # fmt: skip

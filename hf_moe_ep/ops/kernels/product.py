@@ -14,6 +14,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hf_moe_ep.ops.kernels.blocks import Block
 
+
+class CheckedDescriptor(TensorDescriptor):
+    """A descriptor that is not checked when it is made, which takes the host longer than the rest.
+
+    The functions below check its address and strides. Its block sizes are powers of two by the
+    table of blocks.
+    """
+
+    def __post_init__(self) -> None:
+        pass
+
+
 # TMA needs addresses, and strides in bytes, that are multiples of 16.
 _ALIGNMENT = 16
 
@@ -88,7 +100,7 @@ def describe_row_blocks(
     """
     if not block.tma or not _is_aligned(rows) or rows.stride(1) != 1:
         return None
-    return TensorDescriptor.from_tensor(rows, [num_rows, columns])
+    return CheckedDescriptor(rows, rows.shape, rows.stride(), [num_rows, columns])
 
 
 def describe_matrix_blocks(
@@ -99,30 +111,40 @@ def describe_matrix_blocks(
     A block has `width` columns. With `in_halves` they are `width / 2` columns of the first half of
     the matrix, and the same columns of the second half.
     """
+    if not block.tma:
+        return None, ""
     experts, inner, outer = matrix_LIO.shape
-    if not block.tma or inner % block.k or not tma_can_load(matrix_LIO):
+    if inner % block.k or not tma_can_load(matrix_LIO):
         return None, ""
     # The descriptors are written here, because views of the matrix would take the host longer.
     if matrix_LIO.stride(1) == 1:
         if not in_halves:
-            rows = TensorDescriptor(
+            rows = CheckedDescriptor(
                 matrix_LIO, [experts * outer, inner], [inner, 1], [width, block.k]
             )
             return rows, "nk"
         shape, strides = [2 * experts, outer // 2, inner], [outer // 2 * inner, inner, 1]
-        return TensorDescriptor(matrix_LIO, shape, strides, [2, width // 2, block.k]), "halves"
+        return CheckedDescriptor(matrix_LIO, shape, strides, [2, width // 2, block.k]), "halves"
     if in_halves:
         return None, ""
-    columns = TensorDescriptor(matrix_LIO, [experts * inner, outer], [outer, 1], [block.k, width])
+    columns = CheckedDescriptor(matrix_LIO, [experts * inner, outer], [outer, 1], [block.k, width])
     return columns, "kn"
 
 
 def tma_can_load(matrix_LIO: Tensor) -> bool:
     """Return True if the matrices, or their transposes, are contiguous and aligned."""
-    contiguous = matrix_LIO.is_contiguous() or matrix_LIO.mT.is_contiguous()
+    _, inner, outer = matrix_LIO.shape
+    # Comparing strides takes the host less time than the questions after it, which also know that
+    # the stride of a dimension of size 1 does not matter.
+    usual = (inner * outer, outer, 1), (inner * outer, 1, inner)
+    contiguous = matrix_LIO.stride() in usual
+    contiguous = contiguous or matrix_LIO.is_contiguous() or matrix_LIO.mT.is_contiguous()
     return contiguous and _is_aligned(matrix_LIO)
 
 
 def _is_aligned(x: Tensor) -> bool:
-    strides = [stride * x.element_size() for stride in x.stride() if stride != 1]
-    return not any(number % _ALIGNMENT for number in (x.data_ptr(), *strides))
+    size = x.element_size()
+    for stride in x.stride():
+        if stride != 1 and stride * size % _ALIGNMENT:
+            return False
+    return x.data_ptr() % _ALIGNMENT == 0

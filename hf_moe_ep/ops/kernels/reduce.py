@@ -11,18 +11,21 @@ from `dgated.py`, one per block of columns.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
-from hf_moe_ep.ops.kernels.launch import cdiv, launch, next_power_of_2
+from hf_moe_ep.ops.kernels.launch import Constants, cdiv, launch, next_power_of_2
 
 # Rows and columns in a block of `segment_sum`, and routing weights in a block of `weight_grads`.
 _SUM_ROWS = 32
 _SUM_COLUMNS = 128
 _WEIGHTS = 256
+_WEIGHTS_CONSTANTS = Constants(BLOCK=_WEIGHTS)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -107,10 +110,15 @@ def combine(
     block = min(next_power_of_2(hidden), 2048)
     launch(
         combine_kernel, (num_rows, cdiv(hidden, block)),
+        _list_combine_constants(top_k, weights_RK is not None, block),
         rows_AH, position_RK, weights_RK, out_RH, num_pairs, hidden, rows_AH.stride(0),
-        TOP_K=top_k, WEIGHTED=weights_RK is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out_RH
+
+
+@functools.cache
+def _list_combine_constants(top_k: int, weighted: bool, block: int) -> Constants:
+    return Constants(TOP_K=top_k, WEIGHTED=weighted, BLOCK=block, num_warps=4)
 
 
 def weight_grads(partial_CA: Tensor, routing: Routing, like_RK: Tensor) -> Tensor:
@@ -119,9 +127,8 @@ def weight_grads(partial_CA: Tensor, routing: Routing, like_RK: Tensor) -> Tenso
     out_RK = torch.empty_like(like_RK, memory_format=torch.contiguous_format)
     num_weights = out_RK.numel()
     launch(
-        weight_grads_kernel, (cdiv(num_weights, _WEIGHTS),),
+        weight_grads_kernel, (cdiv(num_weights, _WEIGHTS),), _WEIGHTS_CONSTANTS,
         partial_CA, routing.position_RK, out_RK, num_pairs, num_column_blocks, num_weights,
-        BLOCK=_WEIGHTS,
     )  # fmt: skip
     return out_RK
 
@@ -143,7 +150,12 @@ def segment_sum(
     num_experts, width = out_LO.shape
     launch(
         segment_sum_kernel, (num_experts, cdiv(width, _SUM_COLUMNS)),
+        _list_sum_constants(gather, weights_RK is not None),
         rows, routing.pair_A, routing.row_A, weights_RK, routing.offsets, out_LO, width,
-        rows.stride(0), scale, GATHER=gather, WEIGHTED=weights_RK is not None,
-        BLOCK_M=_SUM_ROWS, BLOCK_N=_SUM_COLUMNS,
+        rows.stride(0), scale,
     )  # fmt: skip
+
+
+@functools.cache
+def _list_sum_constants(gather: bool, weighted: bool) -> Constants:
+    return Constants(GATHER=gather, WEIGHTED=weighted, BLOCK_M=_SUM_ROWS, BLOCK_N=_SUM_COLUMNS)

@@ -18,13 +18,16 @@ reads an entry.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
-from hf_moe_ep.ops.kernels.launch import cdiv, launch, next_power_of_2
+from hf_moe_ep.ops.kernels.launch import Constants, cdiv, launch, next_power_of_2
 
 # A program counts or places _BLOCK pairs, and compares _CHUNK of them at a time.
 _BLOCK = 256
@@ -166,25 +169,43 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, num_sorted: int, block_m: int) 
     row_A = torch.empty_like(pair_A)
     position_RK = torch.empty(ids_RK.shape, dtype=torch.int32, device=device)
     ids_RK = ids_RK.contiguous()
-    experts = next_power_of_2(max(num_experts, 2))
+    constants = _list_constants(num_experts, block_m)
     per_block = (num_blocks,)
     launch(
-        _count_kernel, per_block, ids_RK, counts, totals, num_pairs, num_experts,
-        BLOCK=_BLOCK, CHUNK=_CHUNK, EXPERTS=experts,
-    )  # fmt: skip
+        _count_kernel, per_block, constants.count, ids_RK, counts, totals, num_pairs, num_experts
+    )
     launch(
-        _scan_kernel, (cdiv(num_experts, _EXPERTS),),
+        _scan_kernel, (cdiv(num_experts, _EXPERTS),), constants.scan,
         counts, totals, offsets, num_blocks, num_experts,
-        BLOCKS=_BLOCKS, SPAN=_EXPERTS, EXPERTS=experts,
     )  # fmt: skip
     launch(
-        _place_kernel, per_block,
+        _place_kernel, per_block, constants.place,
         ids_RK, counts, pair_A, row_A, position_RK, num_pairs, num_sorted, num_experts,
-        ids_RK.shape[1], BLOCK=_BLOCK, CHUNK=_CHUNK, num_warps=8,
+        ids_RK.shape[1],
     )  # fmt: skip
-    chunk = max(1, _COMPARISONS // experts)
+    chunk = constants.tiles.values["CHUNK"]
     launch(
-        _tiles_kernel, (cdiv(num_tiles, chunk),), offsets, tiles, num_experts, num_tiles,
-        BLOCK_M=block_m, CHUNK=chunk, EXPERTS=experts,
+        _tiles_kernel, (cdiv(num_tiles, chunk),), constants.tiles,
+        offsets, tiles, num_experts, num_tiles,
     )  # fmt: skip
     return Routing(pair_A, position_RK, offsets, tiles, row_A)
+
+
+@dataclass(frozen=True)
+class _SortConstants:
+    count: Constants
+    scan: Constants
+    place: Constants
+    tiles: Constants
+
+
+@functools.cache
+def _list_constants(num_experts: int, block_m: int) -> _SortConstants:
+    """Return the constants of the four kernels."""
+    experts = next_power_of_2(max(num_experts, 2))
+    return _SortConstants(
+        Constants(BLOCK=_BLOCK, CHUNK=_CHUNK, EXPERTS=experts),
+        Constants(BLOCKS=_BLOCKS, SPAN=_EXPERTS, EXPERTS=experts),
+        Constants(BLOCK=_BLOCK, CHUNK=_CHUNK, num_warps=8),
+        Constants(BLOCK_M=block_m, CHUNK=max(1, _COMPARISONS // experts), EXPERTS=experts),
+    )
