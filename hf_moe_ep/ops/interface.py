@@ -112,7 +112,9 @@ class Masters:
         self._copies.clear()
 
 
-@dataclass(frozen=True)
+# Nothing changes the objects of this class, of `Routing` and of `_GradInputs` in `triton_mlp.py`.
+# They are not frozen, because a frozen object takes the host three times as long to make.
+@dataclass
 class ExpertWeights:
     """The tensors of the experts on this rank. G is 2 F, or F without a gate.
 
@@ -175,7 +177,7 @@ class ExpertWeights:
         return {name: x for name in WEIGHT_NAMES if (x := named[name]) is not None}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Routing:
     """The pairs sorted by expert, as int32 tensors. The module docstring has an example.
 

@@ -144,7 +144,8 @@ def _choose_implementation(
     """
     if settings.backend == "torch":
         return torch_mlp
-    from hf_moe_ep.ops.self_check import self_check, warn_once
+    # The modules are imported on demand, because not every machine has Triton.
+    from hf_moe_ep.ops import self_check, triton_mlp
 
     call = (rows_RH, weights_RK, num_pairs, experts, settings.formula)
     trained = tuple(settings.trained)
@@ -154,16 +155,16 @@ def _choose_implementation(
     if in_chunks:
         checks.append((need or trained, True))
     for names, wide in checks:
-        reason = self_check(*call, keep_pre=settings.keep_pre, trained=names, wide=wide)
+        reason = self_check.self_check(*call, keep_pre=settings.keep_pre, trained=names, wide=wide)
         if reason and settings.backend == "triton":
             raise RuntimeError(
                 f"experts_backend='triton' cannot run here: {reason}; use "
                 f"experts_backend='auto' or 'torch'"
             )
         if reason:
-            warn_once(weights_RK.device, reason)
+            self_check.warn_once(weights_RK.device, reason)
             return torch_mlp
-    return _import_triton_mlp()
+    return triton_mlp
 
 
 def _match_triton_routing(routing: Routing, num_experts: int, rows_RH: Tensor) -> Routing:

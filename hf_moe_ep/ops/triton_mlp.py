@@ -176,7 +176,7 @@ def _fill_with_zeros(experts: ExpertWeights, need: set[str], grads: ExpertGrads)
                 grad.zero_()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _GradInputs:
     """The tensors that `_add_expert_grads` reads, besides the output's gradient."""
 

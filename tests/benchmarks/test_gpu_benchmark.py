@@ -83,6 +83,23 @@ def test_a_stopped_job_prints_what_it_has_collected(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_process_that_outlives_its_job_does_not_end_the_part(tmp_path: Path) -> None:
+    """Compilers have workers in sessions of their own, which write to the folder of the job."""
+    writes = (
+        "import itertools, os, time; folder = os.environ['TMPDIR']; end = time.time() + 6\n"
+        "for n in itertools.count():\n"
+        " if time.time() > end: break\n"
+        " os.close(os.open(f'{folder}/{n}', os.O_CREAT))\n"
+    )
+    leaves = "import subprocess, sys, time; "
+    leaves += f"subprocess.Popen([sys.executable, '-c', {writes!r}], start_new_session=True); "
+    leaves += "time.sleep(2)"
+    jobs = [_make_job("leaves a process", leaves), _make_job("last", _make_figure_code(6))]
+    assert gpu.run_part(7, jobs, tmp_path) == []
+    assert _read_figures(tmp_path) == [("last", 6)]
+
+
+@pytest.mark.slow
 def test_failures_of_tests_that_are_stopped_are_in_the_log(tmp_path: Path) -> None:
     """pytest itself prints failures at the end of a run, which a stopped run does not reach."""
     test_file = tmp_path / "test_stopped.py"
@@ -130,6 +147,30 @@ def test_a_part_ends_within_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     gpu.run_part(7, [_make_job("short", waits, seconds=2.0), *jobs], tmp_path, seconds=3.0)
     assert time.monotonic() - start < 30
     assert _read_endings(tmp_path)["long"] == "skipped: no time left in this part"
+
+
+@pytest.mark.slow
+def test_a_second_part_gets_the_time_that_the_first_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that is rented for minutes must not wait between two commands."""
+    waits = "import time; time.sleep(600)"
+    parts = {
+        6: [_make_job("first", "import time; time.sleep(8)"), _make_job("not chosen", waits)],
+        7: [_make_job("first again", waits, seconds=30.0)],
+    }
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    monkeypatch.setattr(gpu, "has_expandable_segments", lambda: False)
+    monkeypatch.setattr(gpu, "LEAST_SECONDS", 1.0)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    words = ["gpu.py", "6", "--then", "7", "--only", "first", "--seconds", "14"]
+    monkeypatch.setattr(sys, "argv", words)
+    start = time.monotonic()
+    assert gpu.main() == 1
+    assert 13 < time.monotonic() - start < 20
+    assert _read_endings(tmp_path)["first again"].startswith("stopped after")
+    first = [json.loads(text) for text in (tmp_path / "part6.jsonl").read_text().splitlines()]
+    assert [line["job"] for line in first if "ended" in line] == ["first"]
 
 
 def test_every_part_fits_its_time_and_its_scripts_know_their_options() -> None:

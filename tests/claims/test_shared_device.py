@@ -50,8 +50,9 @@ def _list_checks() -> Iterator[Any]:
                 )
                 name = f"{device}-{case.world}-{kind}-{case.name}"
                 run = partial(parity.run_case, case_on_device)
-                # Each case has its own spawn, because it may break the device.
-                check = Check(name, case.world, run, alone=True, timeout=90, group_timeout=40)
+                # Each case has its own spawn, because it may break the device. The stacks of ranks
+                # that hang are printed before the limit of the job in benchmarks/gpu.py.
+                check = Check(name, case.world, run, alone=True, timeout=60, group_timeout=40)
                 mark = pytest.mark.gpu if device == "cuda" else pytest.mark.slow
                 yield pytest.param(check, id=name, marks=mark)
 
