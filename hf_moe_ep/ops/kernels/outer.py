@@ -176,5 +176,6 @@ def _list_constants(
     return Constants(
         GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block.k,
-        EVEN_M=even_m, EVEN_N=even_n, ADD=add, PRECISION=precision, **choose_compiler_options(block),
+        EVEN_M=even_m, EVEN_N=even_n, ADD=add, PRECISION=precision,
+        **choose_compiler_options(block),
     )  # fmt: skip
