@@ -50,7 +50,6 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate(_MANY, "dgated", Block(n=256, k=64, warps=16, stages=4)),
     Candidate(_MANY, "dgated", Block(n=256, k=64, warps=16, stages=3, tma=True)),
     Candidate(_MANY, "dgated", Block(n=256, k=64, warps=16, stages=4, tma=True)),
-    Candidate(_MANY, "outer", OuterBlock(m=128, n=256, k=64, warps=8, stages=4, tma=True)),
     Candidate(_MANY, "outer", OuterBlock(m=128, n=256, k=64, warps=8, stages=5, tma=True)),
     Candidate(_MANY, "outer", OuterBlock(m=256, n=128, k=64, warps=8, stages=5, tma=True)),
     Candidate(_MANY, "outer", OuterBlock(m=128, n=128, k=64, warps=8, stages=5, tma=True)),

@@ -31,7 +31,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -412,11 +412,18 @@ def list_candidate_jobs() -> list[Job]:
 
 
 def _use_candidate(number: int | None) -> None:
-    """Write the block of a candidate to the block table. None restores the table."""
+    """Write the block of a candidate to the block table. None restores the table.
+
+    The cases have 256 or 32 rows per expert, so none of them uses the row "many". The code of a
+    kernel does not depend on the number of rows, so a candidate for "many" is written to "some".
+    """
     blocks.TABLE.update(_OWN_ROWS)
     if number is not None:
         candidate = CANDIDATES[number]
-        blocks.TABLE[candidate.row] = candidate.blocks()
+        generation, itemsize, bucket = candidate.row
+        row = generation, itemsize, "some" if bucket == "many" else bucket
+        changed: dict[str, Any] = {candidate.field: candidate.block}
+        blocks.TABLE[row] = replace(blocks.TABLE[row], **changed)
 
 
 _OWN_ROWS = dict(blocks.TABLE)

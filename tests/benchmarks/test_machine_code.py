@@ -1,7 +1,16 @@
 """benchmarks/machine_code.py finds how far the loops of a compiled kernel prefetch."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
+from block_candidates import CANDIDATES
 from machine_code import Loop, product_loops
+from support.scripts import ROOT
+
+from hf_moe_ep.ops.kernels.blocks import TABLE
 
 PRODUCTS = ["WARPGROUP.ARRIVE", "HGMMA.64x256x16.F32.BF16 R24, gdesc[UR16], R24, gsb0"]
 ONE_UNFINISHED = "WARPGROUP.DEPBAR.LE gsb0, 0x1"
@@ -46,3 +55,28 @@ def test_a_loop_prefetches_as_far_as_its_own_waits_allow(name: str) -> None:
     loads = sum(text.startswith(("LDGSTS", "UTMALDG")) for text in step)
     want = Loop(len(step) + 1, 1, loads, steps_ahead, serial=False, spills=0)
     assert product_loops(_list_code(step)) == [want]
+
+
+LIST_CANDIDATES = """
+import json
+from compile_kernels import list_candidate_jobs
+print(json.dumps(sorted({job.candidate for job in list_candidate_jobs()})))
+"""
+
+
+@pytest.mark.slow
+def test_candidates_for_all_rows_of_the_table_are_compiled() -> None:
+    """A candidate is not compiled if the row of its case has the same block."""
+    result = subprocess.run(
+        [sys.executable, "-c", LIST_CANDIDATES],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        cwd=ROOT / "benchmarks",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    compiled = [CANDIDATES[number] for number in json.loads(result.stdout)]
+    assert {candidate.row for candidate in compiled} == {candidate.row for candidate in CANDIDATES}
+    # The cases use the row "some", which has another block for `outer` than the row "many".
+    own = next(x for x in CANDIDATES if x.block == TABLE[x.row].outer and x.row[2] == "many")
+    assert own in compiled
