@@ -157,23 +157,23 @@ def _describe_context(model: nn.Module, state: ModelState) -> list[str]:
 def _describe_exchange(
     exchange: KeyValueExchange, cp_size: int, sp_size: int, itemsize: int
 ) -> str:
-    what, window = "latents" if exchange.latents else "keys and values", exchange.window
+    what, window = "latents" if exchange.gathers_latents else "keys and values", exchange.window
     tokens = "of all tokens" if window is None else f"of the last {window:,} tokens"
     how = "sent to the ranks that see them" if window is not None else "all-gathered"
-    how = "sent from rank to rank" if exchange.ring else how
+    how = "sent from rank to rank" if exchange.uses_ring else how
     sent = ""
     if exchange.width is not None:
         most = "" if window is None else "at most "
         # Each rank of an sp group sends the latents of its own tokens, but keys and values of all
         # tokens of the part, for some heads.
-        width = exchange.width // sp_size if exchange.latents else exchange.width
+        width = exchange.width // sp_size if exchange.gathers_latents else exchange.width
         values = (cp_size - 1) * width
         forward = values * itemsize
         # A ring adds gradients in fp32.
-        backward = values * max(itemsize, 4) if exchange.ring else forward
-        backward += 0 if exchange.kept else forward
+        backward = values * max(itemsize, 4) if exchange.uses_ring else forward
+        backward += 0 if exchange.keeps_received else forward
         sent = f"; sends {most}{forward:,} bytes per token of its part, {backward:,} in backward"
-        if exchange.kept or exchange.ring:
+        if exchange.keeps_received or exchange.uses_ring:
             sent += f" ({backward + forward:,} with activation checkpointing)"
     return f"  context    {exchange.name} ({exchange.class_name}): {what} {tokens} {how}{sent}"
 

@@ -426,7 +426,7 @@ def count_received_bytes(layout: Layout, request: LayoutRequest) -> int | None:
     # Latents are gathered before the all-to-all that exchanges heads for tokens, so a rank gathers
     # only the tokens of its own slice. Keys and values are gathered after this all-to-all.
     widths = [
-        exchange.width // layout.sp if exchange.latents else exchange.width
+        exchange.width // layout.sp if exchange.gathers_latents else exchange.width
         for exchange in (() if context is None else context[1])
         if exchange.width is not None
     ]

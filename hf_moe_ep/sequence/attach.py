@@ -39,7 +39,7 @@ from hf_moe_ep.derive import caches_latents, gathers_by_cache
 from hf_moe_ep.model_patches.standard import MASKS_WITHOUT_POSITIONS
 from hf_moe_ep.plan import as_pattern
 from hf_moe_ep.sequence.context_calls import MODULE_PATH
-from hf_moe_ep.sequence.kv_exchange import list_exchanges
+from hf_moe_ep.sequence.kv_exchange import list_key_value_exchanges
 from hf_moe_ep.sequence.latent_cache import GatherLatents
 from hf_moe_ep.sequence.mask_rows import attach_mask_rows
 from hf_moe_ep.sequence.mixer_arguments import read_mixer_arguments
@@ -270,7 +270,7 @@ def _attach_context(parts: Parts, state: ModelState, zigzag: bool) -> None:
     named = [(get_canonical_name(names[id(module)]), module) for module in attention]
     for name, module in named:
         state.replace(module, MODULE_PATH, name)
-    state.context = (zigzag, list_exchanges(named, state.config.sp_size or 1))
+    state.context = (zigzag, list_key_value_exchanges(named, state.config.sp_size or 1))
 
 
 def _attach_separation(parts: Parts, layer_slices: list[LayerSlice]) -> None:

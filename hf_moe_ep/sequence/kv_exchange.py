@@ -20,10 +20,10 @@ class KeyValueExchange:
     Attributes:
         name: the pattern of the modules' names.
         class_name: the class of the modules.
-        latents: True if latents are gathered, and keys and values are computed from them.
-        ring: True if keys and values travel from rank to rank (ring.py).
-        kept: True if the received tensors are kept for backward, unless the layer is checkpointed.
-            Otherwise they are sent again in backward.
+        gathers_latents: True if latents are gathered, and keys and values are computed from them.
+        uses_ring: True if keys and values travel from rank to rank (ring.py).
+        keeps_received: True if the received tensors are kept for backward, unless the layer is
+            checkpointed. Otherwise they are sent again in backward.
         window: the number of tokens that a query sees, if it is limited. A rank then receives only
             the keys and values of this window.
         width: the number of values per token that a rank sends to each other rank; None if unknown.
@@ -31,14 +31,14 @@ class KeyValueExchange:
 
     name: str
     class_name: str
-    latents: bool
-    ring: bool
-    kept: bool
+    gathers_latents: bool
+    uses_ring: bool
+    keeps_received: bool
     window: int | None
     width: int | None
 
 
-def list_exchanges(
+def list_key_value_exchanges(
     named: Iterable[tuple[str, nn.Module]], sp_size: int
 ) -> tuple[KeyValueExchange, ...]:
     """List the exchanges of the attention modules `named`, in the order of layers.
@@ -54,9 +54,14 @@ def list_exchanges(
         window = getattr(module, "sliding_window", None) if has_window else None
         if latents:
             width = None if width is None else width + int(getattr(module, "qk_rope_head_dim", 0))
-        ring = uses_flex_attention(module) and window is None and not latents
-        kept = latents or uses_flash_attention(module)
-        pattern, class_name = as_pattern(name), type(module).__name__
-        exchange = KeyValueExchange(pattern, class_name, latents, ring, kept, window, width)
+        exchange = KeyValueExchange(
+            as_pattern(name),
+            type(module).__name__,
+            gathers_latents=latents,
+            uses_ring=uses_flex_attention(module) and window is None and not latents,
+            keeps_received=latents or uses_flash_attention(module),
+            window=window,
+            width=width,
+        )
         exchanges.setdefault(exchange, None)
     return tuple(exchanges)

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_moe_ep.sequence.context import _FetchPieces, _list_pieces, _PieceExchange
 from hf_moe_ep.sequence.context_calls import MODULE_PATH, Call, plan_calls
-from hf_moe_ep.sequence.kv_exchange import list_exchanges
+from hf_moe_ep.sequence.kv_exchange import list_key_value_exchanges
 from hf_moe_ep.sequence.slices import Slice, make_zigzag_order
 
 LENGTH = 8
@@ -220,5 +220,5 @@ def test_a_layer_without_a_window_is_listed_without_one() -> None:
     """EXAONE stores the window of the config in all layers."""
     model = tiny_of("exaone_moe", layer_types=["sliding_attention", "full_attention"] * 2)
     named = [(n, m) for n, m in model.named_modules() if n.endswith("self_attn")]
-    windows = [exchange.window for exchange in list_exchanges(named, 1)]
+    windows = [exchange.window for exchange in list_key_value_exchanges(named, 1)]
     assert windows == [model.config.sliding_window, None]
