@@ -139,7 +139,8 @@ def clip_grad_norm(
         scopes.append(Scope.of(model))
     has_stages = any(scope.stages is not None for scope in scopes)
     if not scopes or (clips_over_meshes(self) and not has_stages):
-        return original(self, parameters, max_norm, norm_type)
+        # torch also takes "inf" as a string, but Accelerate's norm over several meshes does not.
+        return original(self, parameters, max_norm, float(norm_type))
     if has_stages and len(scopes) > 1:
         raise ValueError(
             f"gradients of {len(scopes)} models cannot be clipped together if one of them has "
