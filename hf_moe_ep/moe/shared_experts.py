@@ -32,7 +32,7 @@ from torch.autograd.graph import get_gradient_edge
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.code import takes_one_argument
-from hf_moe_ep.upstream.dispatch_modes import get_storage_id, make_without_memory, replace_in
+from hf_moe_ep.upstream.dispatch_modes import get_storage_id, make_tensor_without_memory, replace_in
 from hf_moe_ep.upstream.module_names import get_stock_name
 from hf_moe_ep.upstream.modules import has_backward_hooks
 from hf_moe_ep.upstream.replaced_forwards import iterate_forward_functions
@@ -50,7 +50,7 @@ class Deferred(Tensor):
 
     @staticmethod
     def __new__(cls, compute: Callable[[], Tensor]) -> Deferred:
-        return make_without_memory(cls)
+        return make_tensor_without_memory(cls)
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         super().__init__()

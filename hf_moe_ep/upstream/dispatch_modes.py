@@ -70,7 +70,7 @@ def replace_in(values: Any, kind: type, function: Callable[[Any], Any]) -> Any:
     return tree_map_only(kind, function, values)
 
 
-def make_without_memory(kind: Any) -> Any:
+def make_tensor_without_memory(kind: Any) -> Any:
     """Make a tensor of the subclass `kind` without elements and without memory.
 
     `kind` needs a method __torch_dispatch__. The tensor requires a gradient where gradients are
