@@ -32,12 +32,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint import default_planner, state_dict_loader
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -325,27 +325,32 @@ def use_spread_planner(
     This includes the saves of Accelerate, which creates DCP's planner.
     """
     planner = partial(SpreadPlanner, split_dims=split_dims, has_stages=has_stages)
-    with _replace_planner_class("DefaultSavePlanner", planner):
+    with _replace_planner_class(default_planner, "DefaultSavePlanner", planner):
         yield
 
 
 @contextmanager
 def use_split_load_planner(split_dims: Mapping[str, int]) -> Iterator[None]:
-    """Use `SplitLoadPlanner` for all loads of this thread inside the block."""
-    with _replace_planner_class(
-        "DefaultLoadPlanner", partial(SplitLoadPlanner, split_dims=split_dims)
+    """Use `SplitLoadPlanner` for all loads of this thread inside the block.
+
+    Accelerate before 1.15 passes no planner for an optimizer, so DCP's `load` creates one.
+    """
+    planner = partial(SplitLoadPlanner, split_dims=split_dims)
+    with (
+        _replace_planner_class(default_planner, "DefaultLoadPlanner", planner),
+        _replace_planner_class(state_dict_loader, "DefaultLoadPlanner", planner),
     ):
         yield
 
 
 @contextmanager
-def _replace_planner_class(name: str, planner: Any) -> Iterator[None]:
-    """Replace a planner class of DCP inside the block, in this thread only."""
-    stock, thread = getattr(default_planner, name), threading.get_ident()
+def _replace_planner_class(module: ModuleType, name: str, planner: Any) -> Iterator[None]:
+    """Replace a planner class in a module of DCP inside the block, in this thread only."""
+    stock, thread = getattr(module, name), threading.get_ident()
 
     def create(*args: Any, **kwargs: Any) -> Any:
         is_ours = threading.get_ident() == thread
         return planner(*args, **kwargs) if is_ours else stock(*args, **kwargs)
 
-    with replaced(default_planner, name, create):
+    with replaced(module, name, create):
         yield
