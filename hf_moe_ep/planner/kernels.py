@@ -1,10 +1,11 @@
-"""Count the launches and the memory of the experts' Triton kernels from the shapes of a call.
+"""Count the launches and the memory of the package's Triton kernels from the shapes of a call.
 
 The fake tensors of a plan are on the CPU, so a plan would run the torch path of the experts. A GPU
 runs the kernels of `ops/triton_mlp.py`. They compute the same products with fewer launches, fewer
 bytes and less memory, because they gather rows while they multiply, and fuse the activation with
-the product before it. To plan a GPU, `count_kernels` replaces the torch path. It allocates the
-tensors of `ops/triton_mlp.py`, computes nothing, and counts these launches:
+the product before it. A kernel also sums the rows that dispatch has copied from a token
+(`ops/permute.py`). To plan a GPU, `count_kernels` replaces the torch path. It allocates the tensors
+that the kernels need, computes nothing, and counts these launches:
 
     pass         kernel                            counted
     route        sort_pairs                        4 launches, no FLOPs
@@ -15,6 +16,7 @@ tensors of `ops/triton_mlp.py`, computes nothing, and counts these launches:
                  weight_grads                      1 launch: gradients of the routing weights
                  grouped_mm, combine (rows)        1 product and 1 launch: gradients of the rows
                  outer                             1 product per trained matrix
+    dispatch     combine (add_rows)                1 launch, which sums the copies of each token
 
 With an adapter, a thin product comes before each matrix product. It multiplies the rows by the
 adapter's first factor. The kernel of the matrix product then also adds the product with the second
@@ -39,6 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_moe_ep.moe.dispatch import all_to_all
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, Routing
 from hf_moe_ep.planner.work import Operator, WorkCounter, get_dtype_name
@@ -255,7 +258,20 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         finish(expert_grads)
         return grads | expert_grads.take(), None
 
+    def add_rows(
+        rows_NH: Tensor,
+        token_of_row_N: Tensor,
+        row_TJ: Tensor,
+        dtype: torch.dtype | None = None,
+        **_: Any,
+    ) -> Tensor:
+        out_TH = rows_NH.new_empty(len(row_TJ), rows_NH.shape[1], dtype=dtype)
+        nbytes = rows_NH.nbytes + row_TJ.nbytes + out_TH.nbytes
+        work.add([Operator("memory", get_dtype_name(rows_NH.dtype), 0, nbytes)])
+        return out_TH
+
     with (
+        replaced(all_to_all, "add_rows", add_rows),
         replaced(torch_mlp, "route", route),
         replaced(torch_mlp, "forward", forward),
         replaced(torch_mlp, "backward", backward),

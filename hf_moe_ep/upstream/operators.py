@@ -42,6 +42,8 @@ _MOVE_NOTHING = {
     "new_empty_strided",
     "resize_",
 }
+# Operators that write a new tensor and read only the shape or the dtype of their first tensor.
+_READ_NO_VALUES = {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
 # Operators that read only a part of their first tensor. The part is as large as the result. All
 # other tensors are indices, which are read completely.
 _GATHER = {"embedding", "gather", "index", "index_select", "take"}
@@ -147,6 +149,8 @@ def count_moved_bytes(
         return 2 * _count_bytes(list_tensors_in(args[0]))
     read = list_tensors_in((args, {key: value for key, value in kwargs.items() if key != "out"}))
     written = _count_bytes(results) + _count_bytes(changed)
+    if name in _READ_NO_VALUES:
+        return written
     if name in _GATHER:
         return 2 * written + _count_bytes(read[1:])
     if name in _SCATTER:

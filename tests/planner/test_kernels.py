@@ -7,10 +7,11 @@ import torch
 from support.tiny_models import tiny
 
 from hf_moe_ep import ParallelConfig
+from hf_moe_ep.moe.dispatch import all_to_all
 from hf_moe_ep.planner.counted import TRANSIENT
-from hf_moe_ep.planner.kernels import ExpertCall
+from hf_moe_ep.planner.kernels import ExpertCall, count_kernels
 from hf_moe_ep.planner.step import Batch, plan_step
-from hf_moe_ep.planner.work import Operator, StepWork
+from hf_moe_ep.planner.work import Operator, StepWork, WorkCounter
 
 # 3 tokens choose 2 of 2 experts: 6 pairs. The up product has 2 * 4 columns (gate and up).
 CALL = ExpertCall(
@@ -86,6 +87,19 @@ def test_a_gpu_step_is_planned_with_fused_kernels(parallel: dict[str, Any], prod
     assert _count_products(on_gpu) == 2 * products
     assert on_gpu.flops("grouped") == on_cpu.flops("grouped") > 0
     assert on_gpu.launches() < on_cpu.launches() and on_gpu.nbytes() < on_cpu.nbytes()
+
+
+def test_the_sums_of_copied_rows_are_planned_as_one_launch() -> None:
+    work = WorkCounter()
+    work.begin("step")
+    rows_NH = torch.zeros(5, 10, dtype=torch.bfloat16)
+    row_TJ = torch.zeros(3, 2, dtype=torch.int32)
+    with count_kernels(work):
+        out_TH = all_to_all.add_rows(rows_NH, row_TJ.flatten(), row_TJ, torch.float32)
+    assert out_TH.shape == (3, 10) and out_TH.dtype == torch.float32
+    # The kernel reads 5 bf16 rows and 6 int32 numbers, and writes 3 fp32 rows.
+    launch = Operator("memory", "bfloat16", 0, 2 * 5 * 10 + 4 * 6 + 4 * 3 * 10)
+    assert work.counted().phases["step"].operators == ((launch, 1),)
 
 
 def test_the_torch_backend_is_planned_if_it_is_requested() -> None:

@@ -29,6 +29,7 @@ def _count_small_step() -> list[Operator]:
         picked.add_(1.0)
         table = torch.zeros(100, 5)
         table.index_add_(0, torch.tensor([7, 9]), picked)
+        torch.zeros_like(table), table.new_zeros(2)
         F.scaled_dot_product_attention(*(torch.ones(1, 2, 6, 8),) * 3, is_causal=True)
     phases = work.counted().phases
     return [op for op, number in phases["all"].operators for _ in range(number)]
@@ -53,6 +54,8 @@ def test_operators_of_a_small_step_equal_a_count_by_hand(fake: bool) -> None:
             2 * two_rows,  # copy_ does not read its destination
             2 * two_rows,  # add_
             2 * two_rows + two_rows + ids,  # index_add_
+            4 * 500,  # zeros_like does not read the table
+            4 * 2,  # and neither does new_zeros
         ]
     )
     # Queries times keys, and weights times values. Causal attention halves both products.
