@@ -13,6 +13,7 @@ cannot be traced. It is left out of the graphs as a whole, with its router:
     MoE block                       not traced; with ep_size 1 traced, if nothing prevents it
     shared experts in such a block  compiled by themselves
     mixers (delta nets, Mamba)      not traced
+    cross-entropy of a fused loss   compiled, without the head (`loss/chunks.py`)
     the rest of the model           not compiled
 
 Layers of one kind share their graphs: their classes are the same, and the classes of their children
@@ -30,7 +31,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,8 @@ import torch
 from torch import nn
 
 from hf_moe_ep.architectures import find_parts
-from hf_moe_ep.compiled.options import check_compile_kwargs, how_to_raise_recompile_limit
+from hf_moe_ep.compiled.function import CompiledFunction
+from hf_moe_ep.compiled.options import check_compile_kwargs
 from hf_moe_ep.compiled.subclasses import (
     check_class_forward,
     exclude_from_tracing,
@@ -46,6 +47,7 @@ from hf_moe_ep.compiled.subclasses import (
     get_stock_class,
     override_forward,
 )
+from hf_moe_ep.loss.chunks import sum_cross_entropy
 from hf_moe_ep.moe.counting import reserve_counts
 from hf_moe_ep.moe.recompute import CheckpointedRouting
 from hf_moe_ep.moe.stacked import StackedExperts
@@ -59,14 +61,6 @@ from hf_moe_ep.upstream.captured_outputs import (
     without_collector,
 )
 from hf_moe_ep.upstream.code import takes_argument
-from hf_moe_ep.upstream.compiler import (
-    compile_backward_in_forward,
-    count_untraced,
-    has_given_up,
-    has_reached_limit,
-    is_compile_error,
-    notice_new_hooks,
-)
 from hf_moe_ep.upstream.models import CACHE_NAMES, base_model_prefix
 from hf_moe_ep.upstream.module_names import get_stock_name
 from hf_moe_ep.upstream.modules import list_forward_hooks
@@ -164,6 +158,7 @@ def compile_parts(root: nn.Module, state: ModelState, options: dict[str, Any]) -
             begin = BeginForward(state, caller, list(blocks.values()))
             caller.register_forward_pre_hook(begin, with_kwargs=True)
     state.compile_options = options
+    state.compiled_cross_entropy = CompiledFunction(sum_cross_entropy, options)
     return root
 
 
@@ -188,41 +183,20 @@ def refuse_plan_forwards(modules: Iterable[nn.Module], model_type: str) -> None:
             )
 
 
-@dataclass
-class _Kind:
-    """The function that all layers of one kind share.
+class _Kind(CompiledFunction):
+    """The compiled forward of a stock class of layers, which all layers of one kind share.
 
-    Layers whose MoE blocks are traced and layers whose blocks are not traced are different kinds:
-    they have different code objects, and so never share graphs. torch.compile itself does not
-    notice that a block must not be traced before it calls the block.
-
-    A pickle has no graphs, so an unpickled kind makes graphs of its own. A copy shares them.
-
-    Attributes:
-        layer_class: the stock class of the layers.
-        options: the arguments of torch.compile.
-        forward: the forward of this class.
-        compiled: the result of torch.compile for `forward`.
-        is_checked: True once torch.compile is known to have traced `forward`.
-        warned: True once a warning has said that torch.compile makes no further graphs.
+    Layers whose MoE blocks are traced and layers whose blocks are not traced are different kinds,
+    so they never share graphs. torch.compile itself does not notice that a block must not be traced
+    before it calls the block.
     """
 
-    layer_class: type
-    options: dict[str, Any]
-    forward: Callable[..., Any] = field(init=False)
-    compiled: Callable[..., Any] = field(init=False)
-    is_checked: bool = False
-    warned: bool = False
-
-    def __post_init__(self) -> None:
-        self.forward = get_inner_forward(self.layer_class)
-        self.compiled = torch.compile(self.forward, **self.options)
+    def __init__(self, layer_class: type, options: dict[str, Any]) -> None:
+        super().__init__(get_inner_forward(layer_class), options)
+        self._layer_class = layer_class
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Kind, (self.layer_class, self.options)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Kind:
-        return self
+        return _Kind, (self._layer_class, self.options)
 
 
 def _leave_out_mixers(root: nn.Module) -> None:
@@ -369,36 +343,8 @@ def _call_compiled(
         # transformers has registered its hooks in this forward, after `BeginForward`.
         state.blocks_are_traced = False
     kind = by_tracing[all(map(_is_traced, moe_layers))]
-    untraced = count_untraced()
-    try:
-        with without_collector(), compile_backward_in_forward(), notice_new_hooks():
-            output = kind.compiled(module, *args, **kwargs)
-    except Exception as error:
-        if not is_compile_error(error):
-            raise
-        raise RuntimeError(
-            f"torch.compile failed in {name} ({type(module).__name__}): {error}; train without "
-            f"compile_layers (for the Trainer: without torch_compile), or choose another backend"
-        ) from error
-    if not kind.is_checked:
-        if has_given_up(kind.compiled, kind.forward):
-            raise RuntimeError(
-                f"torch.compile has made no graph of {name} ({type(module).__name__}), so the "
-                f"layer runs uncompiled (TORCH_LOGS=graph_breaks says why); train without "
-                f"compile_layers (for the Trainer: without torch_compile)"
-            )
-        kind.is_checked = True
-    if count_untraced() > untraced and not kind.warned:
-        kind.warned = has_reached_limit(kind.forward, kind.options.get("recompile_limit"))
-        if kind.warned:
-            warnings.warn(
-                f"torch.compile has made as many graphs of {name} ({type(module).__name__}) as its "
-                f"recompile_limit allows, so layers of this kind run uncompiled where no graph "
-                f"fits (TORCH_LOGS=recompiles says why there are so many); raise the limit: "
-                f"{how_to_raise_recompile_limit()}",
-                stacklevel=2,
-            )
-    return output
+    with without_collector():
+        return kind.run(f"{name} ({type(module).__name__})", module, *args, **kwargs)
 
 
 @torch.compiler.disable

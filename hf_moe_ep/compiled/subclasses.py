@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -57,24 +56,11 @@ def get_stock_class(kind: type) -> type:
 
 
 def get_inner_forward(kind: type) -> Callable[..., Any]:
-    """Return the forward of a class without our own and transformers' decorators of layers.
-
-    Each call returns a function with a new code object, because torch.compile counts recompilations
-    per code object, and two kinds of layers may share the forward of their class.
-    """
+    """Return the forward of a class without our own and transformers' decorators of layers."""
     function: Any = next(vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
     while _is_ours(function) or is_wrapper_of_layers(function):
         function = function.__wrapped__
-    assert isinstance(function, FunctionType)
-    copy = FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return function
 
 
 def check_class_forward(name: str, module: nn.Module) -> None:

@@ -312,6 +312,7 @@ class _Forward:
             # `full` does not wait for the forward of the decoder, as a copy to the device would.
             num_items_in_batch = torch.full((), num_items_in_batch, device=hidden_TH.device)
         divisor = num_items_in_batch.to(hidden_TH.device)
+        compiled = self.state.compiled_cross_entropy
         return HeadLoss(
             self.stock_head,
             self._gather_head,
@@ -321,6 +322,7 @@ class _Forward:
             ignore_index,
             divisor.squeeze(),  # callers also pass the number in a tensor [1]
             max(_SMALLEST_CHUNK, int(_TOKENS_PER_HIDDEN * hidden_TH.shape[1])),
+            None if compiled is None else compiled.run,
         ).compute(hidden_TH)
 
     def _gather_head(self) -> None:

@@ -51,6 +51,8 @@ class HeadLoss:
         ignore_index: the label of tokens that are left out.
         divisor: a scalar tensor by which the sum of all losses is divided.
         chunk_size: the number of tokens of a chunk.
+        compiled: runs `sum_cross_entropy` compiled, given a name for errors; None if nothing is
+            compiled.
     """
 
     head: Callable[[Tensor], Tensor]
@@ -61,6 +63,7 @@ class HeadLoss:
     ignore_index: int
     divisor: Tensor
     chunk_size: int
+    compiled: Callable[..., Tensor] | None = None
 
     def compute(self, hidden_TH: Tensor) -> Tensor:
         """Return the sum of the losses of all tokens, divided by `divisor`."""
@@ -86,12 +89,7 @@ class HeadLoss:
         ):
             with torch.set_grad_enabled(grad is not None):
                 rows.requires_grad_(grad is not None and wanted[0])
-                loss = functional.cross_entropy(
-                    self.head(rows).float().view(-1, self.vocab_size),
-                    labels,
-                    ignore_index=self.ignore_index,
-                    reduction="sum",
-                )
+                loss = self._compute_sum(rows, labels)
             total = loss.detach() if total is None else total + loss.detach()
             if grad is not None:
                 inputs = [x for x, want in zip((rows, *self.parameters), wanted) if want]
@@ -106,6 +104,28 @@ class HeadLoss:
         for parameter, summed in zip(self.parameters, sums):
             all_grads.append(None if summed is None else summed.to(parameter.dtype))
         return total / self.divisor, all_grads
+
+    def _compute_sum(self, hidden_TH: Tensor, labels_T: Tensor) -> Tensor:
+        """Return the sum of the losses of a chunk."""
+        if self.compiled is not None and torch.is_grad_enabled():
+            name = "the cross-entropy of a fused loss (fused_loss=False leaves it out)"
+            logits_TV = self.head(hidden_TH).view(-1, self.vocab_size)
+            return self.compiled(name, logits_TV, labels_T, self.ignore_index)
+        # The logits are freed once they are copied to fp32.
+        logits_TV = self.head(hidden_TH).float().view(-1, self.vocab_size)
+        return sum_cross_entropy(logits_TV, labels_T, self.ignore_index)
+
+
+def sum_cross_entropy(logits_TV: Tensor, labels_T: Tensor, ignore_index: int) -> Tensor:
+    """Return the sum of the tokens' losses, in fp32 as transformers' ForCausalLMLoss computes it.
+
+    Compiled, this function and its backward are few kernels, which read bf16 logits and write bf16
+    gradients. Uncompiled operators copy the logits to fp32 first, and write three more tensors of
+    their size.
+    """
+    return functional.cross_entropy(
+        logits_TV.float(), labels_T, ignore_index=ignore_index, reduction="sum"
+    )
 
 
 def _add_grads(

@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_moe_ep.compiled import function as compiled_function
 from hf_moe_ep.compiled import layers as compiled_layers
 from hf_moe_ep.upstream.autograd_modes import get_next_sequence_number, get_running_sequence_number
 from hf_moe_ep.upstream.dispatch_modes import get_storage_id
@@ -266,7 +267,7 @@ def mark_compiled_regions(fusion: Fusion) -> Iterator[None]:
     replacements: list[tuple[Any, str, Any]] = [
         (torch, "compile", mark),
         (torch.compiler, "disable", mark_uncompiled),
-        (compiled_layers, "has_given_up", lambda *_: False),
+        (compiled_function, "has_given_up", lambda *_: False),
     ]
     for name in ("_call_block_untraced", "_call_untraced"):
         replacements.append((compiled_layers, name, mark_uncompiled(vars(compiled_layers)[name])))

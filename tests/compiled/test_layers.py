@@ -43,6 +43,7 @@ from hf_moe_ep.compiled import options
 from hf_moe_ep.compiled.layers import COMPILED
 from hf_moe_ep.compiled.options import check_compile_kwargs
 from hf_moe_ep.compiled.subclasses import get_inner_forward
+from hf_moe_ep.loss import attach
 from hf_moe_ep.moe.recompute import CheckpointWatch
 from hf_moe_ep.upstream.modules import is_compiled
 
@@ -135,6 +136,14 @@ def test_each_kind_of_layer_is_one_graph_in_one_process(checkpoints: str) -> Non
     graphs = _assert_equal_to_eager({}, REENTRANT[checkpoints])
     kinds = 2 * (2 if checkpoints == "reentrant checkpoints" else 1)
     assert graphs == [kinds] * len(LENGTHS)
+
+
+def test_the_cross_entropy_of_a_fused_loss_is_one_graph_for_chunks_of_any_size() -> None:
+    """A batch of 18 to 26 tokens has a chunk of 16 tokens and a smaller one."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "mlp_only_layers": []}
+    with mock_patch.object(attach, "_SMALLEST_CHUNK", 16):
+        graphs = _assert_equal_to_eager({"fused_loss": True}, None, **sizes)
+    assert graphs == [2] * len(LENGTHS)
 
 
 # Arguments of `_assert_equal_to_eager`.
@@ -375,7 +384,9 @@ def _inductor_equals_stock(
             got = whole(model, {n: p.grad for n, p in model.named_parameters()}) | {"loss": loss}
             model.zero_grad()
             for name in want:
-                budget = FP32_INSIDE if name == "loss" else FP64_MODEL
+                # The loss is computed in fp32. Inductor compiles it only if it is fused.
+                in_fp32 = name == "loss" or "fused_loss" in config
+                budget = FP32_INSIDE if in_fp32 else FP64_MODEL
                 assert_close(name, got[name], want[name], budget)
     assert _count_graphs() == graphs
 
@@ -395,6 +406,9 @@ INDUCTOR = {
         (2, "reentrant checkpoints", 6),
     )
 }
+INDUCTOR["ep 2, fused loss"] = partial(
+    _inductor_equals_stock, "no checkpoints", 4, ep_size=2, fused_loss=True
+)
 
 
 @pytest.mark.slow

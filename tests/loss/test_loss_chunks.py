@@ -13,6 +13,7 @@ from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_moe_ep.loss.chunks import HeadLoss
+from hf_moe_ep.planner.count import count_tensors
 
 TOKENS, HIDDEN, VOCAB = 45, 12, 67
 IGNORED = -100
@@ -213,3 +214,17 @@ def test_no_tensor_has_the_logits_of_all_tokens() -> None:
             _differentiate(loss, head, hidden_TH)
     assert measured["stock"].elements == 512 * 300
     assert measured["chunks"].elements == 16 * 300
+
+
+def test_a_chunk_needs_the_memory_of_three_fp32_tensors() -> None:
+    """Backward has three fp32 tensors of the size of the logits; the bf16 logits are freed.
+
+    The tolerance is half of these logits.
+    """
+    tokens, hidden, vocab = 64, 16, 4096
+    head = nn.Linear(hidden, vocab, bias=False).to(torch.bfloat16)
+    hidden_TH = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    labels_T = _make_labels(tokens, vocab)
+    with count_tensors() as memory:
+        _make_head_loss(head, labels_T, tokens).compute(hidden_TH)
+    assert 3 * 4 <= memory.peak / (tokens * vocab) < 3 * 4 + 1
