@@ -119,8 +119,14 @@ def measure_rank(rank: int, layout: dict[str, Any], sizes: Sizes) -> Measured:
         return start(received, values, **kwargs)
 
     start = muon.start_all_to_all
-    with patch.object(muon, "start_all_to_all", count), PeakBytes() as tensors:
-        optimizer.step()
+    peaks = []
+    # On a busy machine gloo's thread frees the tensors of a transfer later, so that the peak of one
+    # step may contain the tensors of another bucket.
+    for _ in range(3):
+        sent = 0
+        with patch.object(muon, "start_all_to_all", count), PeakBytes() as tensors:
+            optimizer.step()
+        peaks.append(tensors.peak)
     assignment = optimizer._assignment
     assert assignment is not None
     entries = assignment.matrices
@@ -142,7 +148,7 @@ def measure_rank(rank: int, layout: dict[str, Any], sizes: Sizes) -> Measured:
         _count_operations(assignment, None),
         len(assignment.buckets),
         max(sizes_of_buckets, default=0),
-        tensors.peak,
+        min(peaks),
     )
 
 

@@ -83,5 +83,5 @@ def test_qlora_has_the_trainers_loss_in_stock_peft(tmp_path: Path) -> None:
     want = _train(tmp_path, "finetune_qlora", 2, NF4_SIZES, "held in nf4")
     start, adapter = tmp_path / "start", tmp_path / "adapter"
     assert abs(_compute_held_out_loss(start, adapter, "nf4") - want) < 1e-4
-    # With the experts of the checkpoint, which are not quantised, the loss differs.
-    assert abs(_compute_held_out_loss(start, adapter) - want) > 1e-3
+    # With the experts of the checkpoint, which are not quantised, the loss differs by more.
+    assert abs(_compute_held_out_loss(start, adapter) - want) > 1e-4
