@@ -28,7 +28,7 @@ the row above.
     moe/shared_experts.py | forward _input _deferred _computed | while a MoE block runs
     moe/forwards.py | function | the forward of a module, if ours replaced Liger's
     compiled/layers.py | _hf_moe_ep_compiled _hf_moe_ep_layer | of layers and MoE blocks
-    compiled/layers.py | is_checked warned | if the graphs of a kind of layer exist, or are too many
+    compiled/function.py | is_checked warned | if the graphs of a function exist, or are too many
     compiled/subclasses.py | __class__ _hf_moe_ep_stock_class | a subclass of the class of a module
     moe/stacked.py | setattr delattr data | weights of described MoE blocks
     upstream/attention_interface.py | _hf_moe_ep_masks __dict__ | a view of the config of models
@@ -292,9 +292,14 @@ class ModelState:
     num_chunks: int | None = None
     # The `CheckpointedRouting` (moe/recompute.py) of the checkpointed layer that runs now, or None.
     checkpointed_routing: Any = None
+    # True once the recompute of a layer has needed the output of its experts (moe/layer.py).
+    recomputes_outputs: bool = False
     # The arguments of torch.compile with which `compile_layers` has compiled the layers
     # (compiled/layers.py); None if they are not compiled.
     compile_options: dict[str, Any] | None = None
+    # With compiled layers: the `CompiledFunction` (compiled/function.py) for the cross-entropy of a
+    # fused loss.
+    compiled_cross_entropy: Any = None
     # True if the graphs of compiled layers may include MoE blocks (`MoELayer.can_be_traced`). The
     # flag is set before each forward.
     blocks_are_traced: bool = False

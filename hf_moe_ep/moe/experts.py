@@ -107,16 +107,20 @@ def run_experts(
     counts_L: list[int] | None,
     grad_scale: float,
     weights: ExpertWeights | None = None,
+    skip_output: bool = False,
 ) -> Tensor:
     """Compute the weighted sum of each row's experts on this rank, in the dtype of `rows_RH`.
 
     `hf_moe_ep.ops.expert_mlp` explains the arguments. `weights` is the result of
-    `collect_weights`, if the caller has already called that function.
+    `collect_weights`, if the caller has already called that function. With `skip_output` the values
+    of the result may be NaN.
     """
     compute_RH = rows_RH.to(choose_compute_dtype(rows_RH))
     weights = weights or collect_weights(experts, compute, rows_RH)
 
-    def compute_weighted_sum(rows: Tensor, ids: Tensor, weights_of_pairs: Tensor) -> Tensor:
+    def compute_weighted_sum(
+        rows: Tensor, ids: Tensor, weights_of_pairs: Tensor, *, skip_output: bool = False
+    ) -> Tensor:
         return expert_mlp(
             rows,
             ids,
@@ -126,12 +130,16 @@ def run_experts(
             counts_L=counts_L,
             grad_scale=grad_scale,
             recompute=compute.recompute,
+            skip_output=skip_output,
             backend=_choose_backend(compute, rows),
         )
 
     norm = post_expert_norm(experts)
     if norm is None and not compute.weights_inputs:
-        return compute_weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
+        out_RH = compute_weighted_sum(
+            compute_RH, expert_ids_RK, weights_RK, skip_output=skip_output
+        )
+        return out_RH.to(rows_RH.dtype)
     # Routing weights multiply the inputs of experts, or a norm follows each expert. Each pair of
     # row and expert therefore becomes a row of its own, which the experts compute with weight 1.
     num_rows, top_k = expert_ids_RK.shape

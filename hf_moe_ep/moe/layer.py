@@ -53,6 +53,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,12 +62,13 @@ from torch import Tensor, nn
 from hf_moe_ep.dispatcher import Header, Planning, RouteSource, Tokens
 from hf_moe_ep.etp import repeat_part_weights, replace_by_part_ids
 from hf_moe_ep.moe.counting import count_choice
-from hf_moe_ep.moe.dispatch.async_exchange import Exchange
+from hf_moe_ep.moe.dispatch.async_exchange import ArrivingRows, Exchange
 from hf_moe_ep.moe.dispatch.auto_chunks import AUTO, apply_num_chunks, measure_and_choose_num_chunks
 from hf_moe_ep.moe.dispatch.overlap import OverlappedChunks
 from hf_moe_ep.moe.experts import collect_weights, run_experts
 from hf_moe_ep.moe.padding import find_positions_without_padding, leave_out_padding
 from hf_moe_ep.moe.recompute import CheckpointedRouting, CheckpointWatch
+from hf_moe_ep.ops.autograd import replace_values
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.permute import count_pairs
@@ -198,6 +200,7 @@ def _dispatch_and_compute(
         first_expert=meshes.local_experts(state.num_experts).start,
         grad_scale=1.0 / layer.grad_divisor,
         meanwhile=None if layer.shared is None else layer.shared.run,
+        state=state,
     )
 
 
@@ -210,11 +213,21 @@ def compute_and_combine(
     first_expert: int,
     grad_scale: float,
     meanwhile: Callable[[], object] | None = None,
+    state: ModelState | None = None,
 ) -> Tensor:
     """Send the tokens, compute this rank's experts on the received rows, and combine the results.
 
-    `meanwhile` is called while the last results are sent back.
+    `meanwhile` is called while the last results are sent back. `state` is the state of a patched
+    model, whose checkpointed layers are known.
+
+    The recompute of most layers ends as soon as the experts have computed what backward needs, so
+    nobody reads the results. The first recompute of a model therefore leaves them out, and computes
+    and sends them only if the layer runs on, for example because a norm follows the MoE block. All
+    later recomputes of such a model send the results of one chunk while they compute the next
+    chunk, as forward does.
     """
+    may_end = state is not None and _may_end_before_results(state)
+    skipped: list[tuple[ArrivingRows, Tensor, Callable[[], Tensor]]] = []
     weights: ExpertWeights | None = None
     with OverlappedChunks() as chunks:
         for chunk in chunks.start_chunks(exchanges, tokens):
@@ -223,7 +236,8 @@ def compute_and_combine(
             weights = weights or collect_weights(experts, compute, tokens.x_TH, first_expert)
             weights = postpone_grads(weights)
             rows_RH, weights_RK, expert_ids_RK = chunk.finish()
-            out_RH = run_experts(
+            run = partial(
+                run_experts,
                 experts,
                 compute,
                 rows_RH,
@@ -233,12 +247,29 @@ def compute_and_combine(
                 grad_scale=grad_scale,
                 weights=weights,
             )
-            chunks.send_back(chunk, out_RH)
+            if may_end:
+                skipped.append((chunk, run(skip_output=True), run))
+            else:
+                chunks.send_back(chunk, run())
         if meanwhile is not None:
             meanwhile()
+        for chunk, out_RH, compute_values in skipped:
+            assert state is not None
+            state.recomputes_outputs = True
+            with hidden_from_modes(), torch.no_grad():
+                values_RH = compute_values()
+            chunks.send_back(chunk, replace_values(out_RH, values_RH))
     if weights is not None and weights.masters is not None:
         weights.masters.forget()
     return chunks.finish()
+
+
+def _may_end_before_results(state: ModelState) -> bool:
+    """Return True in a recompute that may end before the results of the experts are needed."""
+    checkpointed: CheckpointedRouting | None = state.checkpointed_routing
+    if checkpointed is None or state.recomputes_outputs:
+        return False
+    return checkpointed.may_stop_early
 
 
 def _choose_chunks(experts: nn.Module, layer: MoELayer, tokens: Tokens) -> None:

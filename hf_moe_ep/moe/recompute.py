@@ -80,11 +80,13 @@ class CheckpointedRouting(CheckpointedFunction):
         # this layer that have returned stored ids. `_next` is None outside of a recompute.
         self._next: int | None = None
         self._num_replaced = 0
+        self._is_reentrant = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outer, self._state.checkpointed_routing = self._state.checkpointed_routing, self
         try:
             if not self._routed:
+                self._is_reentrant = not torch.is_grad_enabled()
                 return self._function(*args, **kwargs)
             self._next, self._num_replaced = 0, 0
             # MoE blocks of compiled layers call `repeating_choice` themselves, because
@@ -106,6 +108,14 @@ class CheckpointedRouting(CheckpointedFunction):
     def is_recompute(self) -> bool:
         """True during a recompute."""
         return self._next is not None
+
+    @property
+    def may_stop_early(self) -> bool:
+        """True during a recompute that ends once it has computed all tensors that backward needs.
+
+        A reentrant checkpoint first runs without gradients, and recomputes the whole layer.
+        """
+        return self.is_recompute and not self._is_reentrant
 
     def keep(
         self,

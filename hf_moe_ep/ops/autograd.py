@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,6 +37,29 @@ def refuse_tangents(tensors: Iterable[Tensor | None], instead: str) -> None:
             f"torch.autograd.forward_ad and torch.func.jvp cannot differentiate {instead}, or "
             f"compute gradients with backward()"
         )
+
+
+def make_tensor_without_values(like: Tensor) -> Tensor:
+    """Return a tensor with the shape, dtype and device of `like`, in the memory of one element.
+
+    The element is NaN, so that code which reads the tensor by mistake is noticed.
+    """
+    return like.new_full((), math.nan).expand(like.shape)
+
+
+def replace_values(x: Tensor, values: Tensor) -> Tensor:
+    """Return `values` as a tensor with the gradient function of `x`. Both have the same shape."""
+    return _ReplaceValues.apply(x, values)
+
+
+class _ReplaceValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def make_placeholder_grad(like: Tensor, shape: torch.Size) -> Tensor:

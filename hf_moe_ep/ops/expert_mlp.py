@@ -62,6 +62,7 @@ def expert_mlp(
     counts_L: list[int] | None = None,
     grad_scale: float = 1.0,
     recompute: bool = False,
+    skip_output: bool = False,
     backend: str = "torch",
 ) -> Tensor:
     """Return out_RH, each row's weighted sum of expert outputs (0 if no expert of the row is here).
@@ -77,6 +78,8 @@ def expert_mlp(
         grad_scale: a factor for the gradients of the experts' own tensors. The gradients of rows
             and routing weights are not multiplied.
         recompute: compute the pre-activations again in backward instead of keeping them.
+        skip_output: compute only the tensors that backward needs, and return a tensor without
+            memory, whose values are NaN.
         backend: "torch", "triton" or "auto". The last two need rows that `triton_mlp.covers`
             accepts. "auto" uses the kernels. If the kernels cannot be built for the GPU, or do not
             fit into it, "auto" warns and uses torch.
@@ -101,6 +104,7 @@ def expert_mlp(
         gated=formula.gated,
         interleaved=formula.interleaved,
         keep_pre=has_backward and not recompute,
+        skip_output=skip_output,
         alpha=formula.alpha,
         limit=formula.limit,
         up_offset=formula.up_offset,

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.ops import torch_mlp
+from hf_moe_ep.ops.autograd import make_tensor_without_values
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import (
     WEIGHT_NAMES,
@@ -53,6 +54,7 @@ class Settings(NamedTuple):
         quantised: format of the matrices (`quantised.py`), or "" if they are not quantised.
         grad_scale: multiplies the gradients of the experts' own tensors.
         keep_pre: True if the pre-activations are kept for backward.
+        skip_output: True if only the tensors that backward needs are computed, not the output.
         trained: names (of INPUT_NAMES) of the inputs that require a gradient.
         backend: "torch", "triton", or "auto", which means triton if the kernels can be built.
     """
@@ -60,6 +62,7 @@ class Settings(NamedTuple):
     gated: bool
     interleaved: bool
     keep_pre: bool
+    skip_output: bool
     alpha: float
     limit: float
     up_offset: float
@@ -75,7 +78,7 @@ class Settings(NamedTuple):
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the lists flags, numbers, words and trained of the operators' schemas."""
-        return self[:3], self[3:11], self[11:14], self.trained
+        return self[:4], self[4:12], self[12:15], self.trained
 
     @staticmethod
     def from_arguments(arguments: Sequence[Sequence[Any]]) -> Settings:
@@ -207,7 +210,13 @@ def run_forward(
     implementation = _choose_implementation(settings, rows, weights, num_pairs, experts)
     routing = implementation.route(expert_ids, counts_L, experts, rows)
     out_RH, pre_AG = implementation.forward(
-        rows, weights, experts, routing, settings.formula, settings.keep_pre
+        rows,
+        weights,
+        experts,
+        routing,
+        settings.formula,
+        settings.keep_pre,
+        skip_output=settings.skip_output,
     )
     if not settings.keep_pre:
         pre_AG = rows.new_empty(0)
@@ -243,6 +252,8 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
         for shape, device in zip(shapes, devices, strict=True)
     )
     out = rows.new_empty(rows.shape)
+    if settings.skip_output:
+        out = make_tensor_without_values(rows)
     return out, rows.new_empty(pre_shape), pair, position, offsets, tiles, row
 
 

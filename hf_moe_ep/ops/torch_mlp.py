@@ -28,6 +28,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hf_moe_ep.ops.autograd import make_tensor_without_values
 from hf_moe_ep.ops.formula import ExpertFormula, activate, activate_backward
 from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, GradBuffer, Routing
 from hf_moe_ep.ops.permute import count_pairs, invert_index
@@ -67,14 +68,23 @@ def forward(
     routing: Routing,
     formula: ExpertFormula,
     keep_pre: bool,
+    *,
+    skip_output: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return out_RH and the pre-activations pre_AG (with 0 rows unless `keep_pre`)."""
+    """Return out_RH and the pre-activations pre_AG (with 0 rows unless `keep_pre`).
+
+    With `skip_output` out_RH has no values (`make_tensor_without_values`).
+    """
     pre_AG = rows_RH.new_empty(len(routing.pair_A) if keep_pre else 0, experts.up.shape[1])
-    out_RH = _allocate_sums(rows_RH)
+    out_RH = make_tensor_without_values(rows_RH) if skip_output else _allocate_sums(rows_RH)
+    if skip_output and not keep_pre:
+        return out_RH, pre_AG
     for block in _split_into_blocks(routing, weights_RK):
         pre_MG = _compute_pre_activations(
             rows_RH, experts, block, pre_AG[block.pairs] if keep_pre else None
         )
+        if skip_output:
+            continue
         act_MF = _apply_weights(activate(pre_MG, formula), block.weight_M)
         y_MH = _multiply(act_MF, experts, "down", block)
         if experts.down_bias is not None:

@@ -37,6 +37,7 @@ import torch
 import triton
 from torch import Tensor
 
+from hf_moe_ep.ops.autograd import make_tensor_without_values
 from hf_moe_ep.ops.devices import make_device_current
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import (
@@ -105,16 +106,25 @@ def forward(
     routing: Routing,
     formula: ExpertFormula,
     keep_pre: bool,
+    *,
+    skip_output: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return out_RH and the pre-activations pre_AG (empty unless `keep_pre`)."""
+    """Return out_RH and the pre-activations pre_AG (empty unless `keep_pre`).
+
+    With `skip_output` out_RH has no values (`make_tensor_without_values`).
+    """
     num_pairs = routing.pair_A.numel()
+    without_pre_AG = rows_RH.new_empty(0, experts.up.shape[1])
+    if skip_output and (num_pairs == 0 or not keep_pre):
+        return make_tensor_without_values(rows_RH), without_pre_AG
     if num_pairs == 0:
-        pre_shape = (0, experts.up.shape[1])
-        return rows_RH.new_zeros(rows_RH.shape), rows_RH.new_empty(pre_shape)
+        return rows_RH.new_zeros(rows_RH.shape), without_pre_AG
     experts = _prepare_experts(experts)
     blocks = choose_blocks(rows_RH, experts.up.shape[0], num_pairs, experts.quantised)
     rows_RH = _make_rows_contiguous(rows_RH)
     act_AF, pre_AG = _compute_activations(rows_RH, experts, routing, formula, blocks, keep_pre)
+    if skip_output:
+        return make_tensor_without_values(rows_RH), pre_AG
     low = _compute_low_rows(act_AF, experts.adapter("down"), routing, blocks)
     down_LFH = _select_matrices(experts, "down").transpose(1, 2)
     y_AH = grouped_mm(act_AF, down_LFH, experts.down_bias, routing, blocks, low)

@@ -43,6 +43,7 @@ from torch import Tensor
 
 from hf_moe_ep.moe.dispatch import all_to_all
 from hf_moe_ep.ops import torch_mlp
+from hf_moe_ep.ops.autograd import make_tensor_without_values
 from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, Routing
 from hf_moe_ep.planner.work import Operator, WorkCounter, get_dtype_name
 from hf_moe_ep.upstream.replaced import replaced
@@ -111,8 +112,10 @@ class ExpertCall:
         ids, positions = 8 * self.rows * self.top_k, 4 * (2 * self.pairs + self.rows * self.top_k)
         return [Operator("memory", "", 0, 2 * ids + positions, launches=4)]
 
-    def list_forward_launches(self, *, keep_pre: bool) -> list[Operator]:
+    def list_forward_launches(self, *, keep_pre: bool, skip_output: bool = False) -> list[Operator]:
         """List the launches of the forward pass."""
+        if skip_output:
+            return self._list_up_launches(keep_pre=True) if keep_pre else []
         moved = self.ffn + self.hidden
         down = self._list_product_launches(
             self.ffn, self.hidden, moved, self.down_bytes, self.down_rank
@@ -225,14 +228,14 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
             work.add(ExpertCall.of(rows_RH, expert_ids_RK, experts, routing).list_route_launches())
         return routing
 
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(*arguments: Any, skip_output: bool) -> tuple[Tensor, Tensor]:
         rows_RH, weights_RK, experts, routing, _, keep_pre = arguments
         call = ExpertCall.of(rows_RH, weights_RK, experts, routing)
         if not call.pairs:
             out: tuple[Tensor, Tensor] = work.run_uncounted(stock_forward, *arguments)
             return out
-        work.add(call.list_forward_launches(keep_pre=keep_pre))
-        return _allocate_forward(call, rows_RH, keep_pre)
+        work.add(call.list_forward_launches(keep_pre=keep_pre, skip_output=skip_output))
+        return _allocate_forward(call, rows_RH, keep_pre, skip_output)
 
     def backward(
         *arguments: Any, need: set[str], postpone: bool = False, **options: Any
@@ -279,10 +282,16 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         yield
 
 
-def _allocate_forward(call: ExpertCall, rows_RH: Tensor, keep_pre: bool) -> tuple[Tensor, Tensor]:
+def _allocate_forward(
+    call: ExpertCall, rows_RH: Tensor, keep_pre: bool, skip_output: bool
+) -> tuple[Tensor, Tensor]:
     """Allocate the tensors of `triton_mlp.forward`. Returns the output and the pre-activations."""
     pre_AG = rows_RH.new_empty(call.pairs if keep_pre else 0, call.pre)
+    if skip_output and not keep_pre:
+        return make_tensor_without_values(rows_RH), pre_AG
     act_AF = rows_RH.new_empty(call.pairs, call.ffn)
+    if skip_output:
+        return make_tensor_without_values(rows_RH), pre_AG
     y_AH = act_AF.new_empty(call.pairs, call.hidden)
     return y_AH.new_empty(rows_RH.shape), pre_AG
 

@@ -106,9 +106,46 @@ def counts_are_exchanged_once(rank: int, world: int) -> None:
         assert forward["counts"] == forward["read"] == LAYERS, f"{name}: {forward}"
         assert backward["counts"] == backward["read"] == 0, f"{name}: {backward}"
         assert backward["item"] == 0, f"{name}: {backward}"
-        # A non-reentrant recompute stops before it combines the last chunk.
-        recomputed = {None: 0, True: 2 * chunks, False: 2 * chunks - 1}[use_reentrant] * LAYERS
+        # A non-reentrant recompute stops before it combines any chunk.
+        recomputed = {None: 0, True: 2 * chunks, False: chunks}[use_reentrant] * LAYERS
         assert backward["all_to_all"] == rows_each_way + recomputed, f"{name}: {backward}"
+
+
+def _square_output(block: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Forward hook of a MoE block, whose backward needs the output of the experts."""
+    return output * output
+
+
+def outputs_of_experts_are_recomputed_only_if_backward_needs_them(rank: int, world: int) -> None:
+    """A recompute skips the last product of each chunk.
+
+    If a later operator needs the output, the layer that notices it (the last one, which backward
+    recomputes first) computes the output of both chunks after that. All later recomputes compute
+    outputs at once.
+    """
+    skipped: list[bool] = []
+
+    def recording(*args: Any, skip_output: bool) -> tuple[Tensor, Tensor]:
+        skipped.append(skip_output)
+        return stock(*args, skip_output=skip_output)
+
+    stock = torch_mlp.forward
+    for is_needed in (False, True):
+        plain, model = (_make_model({"dispatch_chunks": 2}, x) for x in (None, False))
+        for layer in (*plain.model.layers, *model.model.layers) if is_needed else ():
+            layer.mlp.register_forward_hook(_square_output)
+        for step in range(2):
+            inputs = _make_inputs(rank, 9 + step)
+            want = _compute_grads(plain, inputs)
+            with mock.patch.object(torch_mlp, "forward", recording):
+                skipped.clear()
+                got = _compute_grads(model, inputs)
+            for name, grad in got.items():
+                assert_close(f"{name}, needed {is_needed}", grad, want[name], 1e-12)
+            at_once, in_forward = [False] * 2, [False] * 2 * LAYERS
+            noticed = [True] * 2 + at_once + at_once * (LAYERS - 1)
+            expected = {False: [True] * 2 * LAYERS, True: at_once * LAYERS if step else noticed}
+            assert skipped == in_forward + expected[is_needed], (is_needed, step, skipped)
 
 
 def weight_gradients_are_computed_while_row_gradients_are_sent(rank: int, world: int) -> None:
@@ -284,6 +321,7 @@ ON_TWO_RANKS = [
     *on_ranks(
         2,
         counts_are_exchanged_once,
+        outputs_of_experts_are_recomputed_only_if_backward_needs_them,
         a_recompute_keeps_the_experts_of_forward,
         one_backward_of_two_forwards_has_exact_gradients,
         a_rank_without_rows_saves_as_many_tensors,

@@ -269,6 +269,22 @@ def test_recomputed_pre_activations_change_no_bit(backend: str, device: str) -> 
     _assert_equal(_run_ours(case, inputs, grad_RH, backend, recompute=True), want)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("backend", "device"), BOTH)
+def test_a_call_without_output_has_the_same_gradients(
+    backend: str, device: str, recompute: bool
+) -> None:
+    """The output is not computed, so it keeps the values of its memory."""
+    for ids_RK in (draw_ids(9, 2, 3, seed=3), [[3, 3]] * 4):  # the second has no pairs
+        case = Case(ids_RK, 3, 11, 7, GPT_OSS, bias=True)
+        inputs = case.draw_inputs(torch.float32, device)
+        grad_RH = torch.randn_like(inputs[0])
+        kw = {"recompute": recompute, "counts_L": case.counts_L()}
+        want, want_grads = _run_ours(case, inputs, grad_RH, backend, **kw)
+        _, got_grads = _run_ours(case, inputs, grad_RH, backend, skip_output=True, **kw)
+        _assert_equal((want, got_grads), (want, want_grads))
+
+
 @pytest.mark.parametrize("wanted", [(1, 1, 1, 1, 1, 1), (1, 1, 1, 0, 0, 0), (0, 1, 0, 0, 1, 1)])
 @pytest.mark.parametrize(("backend", "device"), BOTH)
 def test_postponed_gradients_of_the_experts_have_the_same_bits(
@@ -528,7 +544,8 @@ def test_the_operators_pass_opcheck_of_torch_library(
     tensors = [*experts, *(make_leaf(named[name]) for name in ADAPTERS)]
     inputs = [rows, weights, *tensors, *[None] * (len(WEIGHT_NAMES) - len(tensors))]
     inf = math.inf
-    flags, numbers = (True, True, True), (1.702, 1.5, 1.0, inf, inf, 0.5, 2.0, 0.5)  # GPT_OSS
+    numbers = (1.702, 1.5, 1.0, inf, inf, 0.5, 2.0, 0.5)  # GPT_OSS
+    flags = (True, True, True, False)
     settings = Settings(*flags, *numbers, "swish", "", backend, ()).arguments()
     args = (*inputs, in_layout(case.ids_RK(device)), case.counts_L(), *settings)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")

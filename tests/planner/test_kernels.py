@@ -102,6 +102,12 @@ def test_the_sums_of_copied_rows_are_planned_as_one_launch() -> None:
     assert work.counted().phases["step"].operators == ((launch, 1),)
 
 
+def test_a_call_without_output_ends_after_the_first_product() -> None:
+    first, *_ = CALL.list_forward_launches(keep_pre=True)
+    assert CALL.list_forward_launches(keep_pre=True, skip_output=True) == [first]
+    assert CALL.list_forward_launches(keep_pre=False, skip_output=True) == []
+
+
 def test_the_torch_backend_is_planned_if_it_is_requested() -> None:
     """Each of 8 experts runs 6 products in each of 2 layers."""
     assert _count_products(_plan_work(experts_backend="torch")) == 2 * 6 * 8
