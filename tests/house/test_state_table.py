@@ -29,7 +29,7 @@ MUTABLE = ("{}", "[]", "set()", "dict()", "list()")
 FILLED = {
     ("checkpoints/storage/unpickle.py", "loaded"): "metadata that was just read",
     ("checkpoints/storage/unpickle.py", "loaded.storage_meta"): "metadata that was just read",
-    ("compiled/subclasses.py", "copy"): "a copy of a function, made for one compilation",
+    ("compiled/function.py", "copy"): "a copy of a function, made for one compilation",
     ("sequence/ulysses.py", "module"): "a copy of the attention module, made for this call",
     ("upstream/attention_interface.py", "module"): "the same copy",
     ("sharding/whole_experts.py", "probe"): "a module made to ask FSDP2 for a layout",

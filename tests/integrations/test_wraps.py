@@ -260,7 +260,7 @@ ALLOWED = {
         "evaluate", "adopt_trainer", "_wrap_cpu_ranks", "create_adapters", "inject_adapter",
     },
     "integrations/new_adapters.py": {"inject_adapter"},
-    "integrations/trainer_checkpoints.py": {"rotate"},
+    "integrations/trainer_checkpoints.py": {"postpone_rotation"},
     # the search for a patched model
     "state.py": {"find_state", "check_is_model"},
     "config.py": {"is_launched_with_fsdp"},
