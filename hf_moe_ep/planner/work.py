@@ -24,7 +24,9 @@ much of the collective can overlap computation. In this table, rows are hidden s
     offload                     all; FSDP2 prefetches its copies between host and device
     counts of rows              nothing; the next operator needs the result
     sequence                    nothing, for the same reason; these collectives exchange slices of a
-                                sequence, or keys and values of context parallelism
+                                sequence, or keys and values of context parallelism. The exception
+                                are shares of heads that are gathered while attention computes an
+                                earlier share (`sequence/context.py`): all
     numbers (small all-reduces) nothing, for the same reason
 """
 
@@ -61,6 +63,7 @@ from hf_moe_ep.upstream.operators import (
 )
 
 _FSDP = "torch.distributed.fsdp"
+# The purpose of a collective, by the function of `ranks/collectives.py` that starts it.
 _PURPOSES = {
     "start_all_to_all": "rows",
     "start_counts": "counts",
@@ -69,7 +72,7 @@ _PURPOSES = {
     "start_all_gather": "sequence",
     "start_swap": "sequence",
 }
-# Collectives for keys and values of one share of heads, which run under the attention of another.
+# The functions for keys and values of one share of heads, which run during attention to another.
 _UNDER_ATTENTION = {"start_all_gather", "start_swap"}
 PURPOSES = ("parameters", "gradients", "rows", "counts", "sequence", "numbers", "offload")
 # The kind of an operator that runs on the host, and of a copy between host and device.
