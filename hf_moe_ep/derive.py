@@ -39,8 +39,8 @@ from hf_moe_ep.upstream.code import is_checkpointed_layer, list_forward_argument
 from hf_moe_ep.upstream.experts_interface import is_experts_module
 from hf_moe_ep.upstream.models import (
     CACHE_NAMES,
-    base_model_prefix,
     find_aux_loss_attribute,
+    find_base_model_prefix,
     get_input_embedding,
     get_latent_width,
     get_output_head,
@@ -468,7 +468,7 @@ class _Derivation:
         return self._remove_prefix(merged)
 
     def _remove_prefix(self, name: str) -> str:
-        prefix = base_model_prefix(self.model)
+        prefix = find_base_model_prefix(self.model)
         return name.removeprefix(f"{prefix}.") if prefix else name
 
 

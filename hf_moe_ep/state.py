@@ -111,7 +111,7 @@ the row above.
     upstream/gloo.py | _list_devices | network devices of a process
     upstream/models.py | list_cache_methods | names of the methods of Transformers' caches
     upstream/requirements.py | list_version_problems | packages outside their allowed ranges
-    upstream/code.py | _names_used _arguments | names and arguments in the code of a class
+    upstream/code.py | _find_used_names _list_arguments | names and arguments in the code of a class
     upstream/causal_loss.py | _find_other_use _passes_arguments | logits and loss of a forward
     __init__.py | __class__ | the package: its names are imported at first use
     -- in objects of Accelerate and the Trainer, for a run --

@@ -68,8 +68,8 @@ from hf_moe_ep.upstream.adapter_files import (
     attach_without_values,
     choose_factor_dtype,
     list_saved_tensors,
+    map_prefixed_keys,
     read_lora_config,
-    with_prefix,
 )
 from hf_moe_ep.upstream.adapters import (
     LowRank,
@@ -223,7 +223,7 @@ def _read_adapter(folder: Path) -> dict[str, FileTensor]:
             f"{folder} is LoRA on single experts, and the model stacks its experts; rewrite it: "
             f"hf-moe-ep export-adapter {folder} FOLDER --to fused"
         )
-    return {key: tensors[name] for key, name in with_prefix(tensors).items()}
+    return {key: tensors[name] for key, name in map_prefixed_keys(tensors).items()}
 
 
 def _find_base(

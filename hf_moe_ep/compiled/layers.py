@@ -56,12 +56,12 @@ from hf_moe_ep.plan import as_pattern, matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, get_computing_device, patched_state
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
 from hf_moe_ep.upstream.captured_outputs import (
-    collected_outputs,
+    list_collected_outputs,
     with_collector,
     without_collector,
 )
 from hf_moe_ep.upstream.code import takes_argument
-from hf_moe_ep.upstream.models import CACHE_NAMES, base_model_prefix
+from hf_moe_ep.upstream.models import CACHE_NAMES, find_base_model_prefix
 from hf_moe_ep.upstream.module_names import get_stock_name
 from hf_moe_ep.upstream.modules import list_forward_hooks
 
@@ -168,7 +168,7 @@ def _find_callers(root: nn.Module) -> list[nn.Module]:
     TRL's distillation trainers call only the decoder (trl/trainer/distillation_trainer.py,
     `_get_last_hidden_state`).
     """
-    prefix = base_model_prefix(root)
+    prefix = find_base_model_prefix(root)
     return [root, getattr(root, prefix)] if prefix else [root]
 
 
@@ -324,7 +324,7 @@ def _run_layer(stock: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
             "model without use_cache=True and without a cache",
             stacklevel=2,
         )
-    collects_inside = not collected_outputs() <= _COLLECTED_OUTSIDE
+    collects_inside = not list_collected_outputs() <= _COLLECTED_OUTSIDE
     if not module.training or has_cache or collects_inside:
         return stock(module, *args, **kwargs)
     return vars(module)[COMPILED](module, *args, **kwargs)
@@ -339,7 +339,7 @@ def _call_compiled(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if state.blocks_are_traced and _ROUTER_LOGITS in collected_outputs():
+    if state.blocks_are_traced and _ROUTER_LOGITS in list_collected_outputs():
         # transformers has registered its hooks in this forward, after `BeginForward`.
         state.blocks_are_traced = False
     kind = by_tracing[all(map(_is_traced, moe_layers))]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_moe_ep.config import suggest_name
-from hf_moe_ep.upstream.compiler import compile_arguments
+from hf_moe_ep.upstream.compiler import list_compile_arguments
 
 # A kind of layer needs further graphs for calls without gradients, without a mask, with a batch of
 # one row, and with an input without a gradient (the first layer under LoRA). By default
@@ -19,7 +19,7 @@ _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 def how_to_raise_recompile_limit() -> str:
     """Return the code that raises the limit, by an argument of torch.compile if there is one."""
-    if "recompile_limit" in compile_arguments():
+    if "recompile_limit" in list_compile_arguments():
         return "compile_layers={'recompile_limit': ...}"
     return "torch._dynamo.config.recompile_limit = ..."
 
@@ -31,7 +31,7 @@ def check_compile_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
         ValueError: there is no such argument, backend, mode or option, or the argument cannot be
             used here.
     """
-    allowed = [name for name in compile_arguments() if name != "disable"]
+    allowed = [name for name in list_compile_arguments() if name != "disable"]
     unknown = sorted(set(kwargs) - set(allowed))
     if unknown:
         raise ValueError(

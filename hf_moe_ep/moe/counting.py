@@ -32,8 +32,8 @@ from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, MoELayer, StateHook
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 from hf_moe_ep.upstream.models import (
-    base_model_prefix,
     bind_forward,
+    find_base_model_prefix,
     find_cache,
     find_tokens,
 )
@@ -123,7 +123,7 @@ def attach_counting(parts: Parts, state: ModelState) -> None:
     model = next(module for module in owners if module is not None)
     model.register_forward_pre_hook(FindCounted(state), with_kwargs=True)
     model.register_forward_hook(ForgetCounted(state), always_call=True)
-    if prefix := base_model_prefix(model):
+    if prefix := find_base_model_prefix(model):
         decoder = getattr(model, prefix)
         decoder.register_forward_pre_hook(FindCountedOfDecoder(state), with_kwargs=True)
         decoder.register_forward_hook(ForgetCountedOfDecoder(state), always_call=True)

@@ -75,7 +75,7 @@ class _Call(NamedTuple):
     options: int
     trains_tied: int
     tied_sum: int
-    batch: list[int]
+    batch: tuple[int, ...] = ()
 
 
 def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreement:
@@ -109,13 +109,20 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
         refusal = refusal or session.refusal
     column = stages.column.get_group()
     shared = (*read_options(model, given, tokens), state.gather_logits, state.caller_loss is None)
-    options = zlib.crc32(repr(shared).encode())
-    own = [mode, int(refusal is not None), int(_may_learn(model, given)), options]
-    own += [_trains_tied_weight(state, mode), _sum_tied_weight(state, mode)]
+    own = _Call(
+        mode=mode,
+        refuses=int(refusal is not None),
+        may_learn=int(_may_learn(model, given)),
+        options=zlib.crc32(repr(shared).encode()),
+        trains_tied=_trains_tied_weight(state, mode),
+        tied_sum=_sum_tied_weight(state, mode),
+    )
     batch = compute_batch_numbers(given | routes, tokens)
     calls = _gather_calls(own, batch, column, "the pipeline column's batches")
     refusal = refusal or _find_difference(calls, column)
-    own[1:3] = int(refusal is not None), max(call.may_learn for call in calls)
+    own = own._replace(
+        refuses=int(refusal is not None), may_learn=max(call.may_learn for call in calls)
+    )
     calls = _gather_calls(own, batch, stages.group, "the pipeline's calls")
     refusal = refusal or _find_other_call(calls, stages.group, meshes.ranks_per_batch)
     may_learn = any(call.may_learn for call in calls)
@@ -133,15 +140,12 @@ def agree(model: nn.Module, state: ModelState, given: dict[str, Any]) -> Agreeme
     return Agreement(mode, count, may_learn, refusal)
 
 
-def _gather_calls(own: list[int], batch: Tensor, group: Any, where: str) -> list[_Call]:
-    """Return the calls of all ranks of a group; `own` has the fields of `_Call` before `batch`."""
-    numbers = torch.cat([torch.tensor(own, device=batch.device), batch])
-    return [
-        _Call(mode, refuses, may_learn, options, trains_tied, tied_sum, batch_of_rank)
-        for mode, refuses, may_learn, options, trains_tied, tied_sum, *batch_of_rank in (
-            gather_counts(numbers, group, where=where)
-        )
-    ]
+def _gather_calls(own: _Call, batch: Tensor, group: Any, where: str) -> list[_Call]:
+    """Return the calls of all ranks of a group. `own` has no `batch` yet."""
+    *facts, _ = own
+    numbers = torch.cat([torch.tensor(facts, device=batch.device), batch])
+    by_rank = gather_counts(numbers, group, where=where)
+    return [_Call._make([*x[: len(facts)], tuple(x[len(facts) :])]) for x in by_rank]
 
 
 def require_tokens(given: dict[str, Any]) -> Tensor:

@@ -98,7 +98,7 @@ class StepGradients:
         Args:
             scale_of: called with the gradient of each output or None, in order; returns the scale.
         """
-        return _connect(outputs, lambda *grads: self.add(scale_of(*grads)))
+        return _call_in_backward(outputs, lambda *grads: self.add(scale_of(*grads)))
 
 
 def connect_loss(
@@ -145,10 +145,12 @@ def refuse_backward(output: Any, num_stages: int) -> Any:
         )
 
     tensors = {n: x for n in _DIFFERENTIABLE if isinstance(x := output.get(n), Tensor)}
-    return replace(output, **_connect(tensors, refuse))
+    return replace(output, **_call_in_backward(tensors, refuse))
 
 
-def _connect(outputs: dict[str, Tensor], backward: Callable[..., None]) -> dict[str, Tensor]:
+def _call_in_backward(
+    outputs: dict[str, Tensor], backward: Callable[..., None]
+) -> dict[str, Tensor]:
     """Return outputs whose backward calls `backward` with the gradient of each, or None."""
     anchor = torch.zeros((), requires_grad=True)
     connected = _CallInBackward.apply(anchor, backward, *outputs.values())

@@ -397,7 +397,7 @@ class Pipeline:
         Both stages shard the weight in the same way, so equal positions hold the same rows.
         """
         weight, meshes = stage.tied_weight, self.state.meshes
-        if weight is None or not weight.requires_grad or stage.size == 1:
+        if weight is None or not weight.requires_grad:
             return
         assert meshes is not None and meshes.stages is not None
         stages = meshes.stages

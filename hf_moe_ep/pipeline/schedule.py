@@ -1,4 +1,4 @@
-"""The order in which a pipeline stage runs its micro-batches, forward and backward, as data.
+"""List the forwards and backwards of a pipeline stage in the order in which the stage runs them.
 
 A batch is cut into m micro-batches, which pass p stages one after the other. `list_operations`
 returns the list of one stage. "1f1b" (one forward, one backward) begins the backward of a

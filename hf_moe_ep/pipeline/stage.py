@@ -1,4 +1,4 @@
-"""The part of a model that one pipeline stage holds, and the modules that stand for the rest.
+"""Describe the part of a model that a pipeline stage holds, and replace the rest by stand-ins.
 
 A stage keeps its own layers under their own names and numbers. Small modules without parameters
 replace everything that other stages hold, so the stock forward runs unchanged on every stage: it
@@ -9,7 +9,8 @@ computes masks and position embeddings as for the whole model. Stage 1 of 3 of a
     layers 2, 3       own layers
     layers 4, 5       LayerAfter      keep the hidden states for stage 2, and pass them on
     norm              NoNorm          passes its input on
-    lm_head, loss     NoHead, return_zero_loss zeros, which nothing reads
+    lm_head           NoHead          zeros, which nothing reads
+    loss function     return_zero_loss
 
 A `Boundary` holds the tensors that a stage receives and sends for a micro-batch.
 """

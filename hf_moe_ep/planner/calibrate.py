@@ -22,10 +22,10 @@ collective does not include waiting for other ranks. `fit_rates` divides work by
                         rates do not explain, because a CPU cannot launch operators ahead
     overlap             the share of the overlappable communication that a whole step hides
 
-A step uses few dtypes. The first of the TIMED_STEPS therefore repeats every product in each of
-DTYPES, and also every operator that moves LARGE_BYTES or more. The ratios of the repeated rates
-give the rates of dtypes that the step does not use. On a single node, the links between nodes are
-not measured; `hardware.apply_measured_rates` then keeps their published numbers.
+A step uses few dtypes. The first of the TIMED_STEPS therefore repeats products, and operators that
+move LARGE_BYTES or more, in each of DTYPES (`_can_repeat` lists the exceptions). The ratios of the
+repeated rates give the rates of dtypes that the step does not use. On a single node, the links
+between nodes are not measured; `hardware.apply_measured_rates` then keeps their published numbers.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from the operator that creates it until its last tensor is freed. The sum is the
 program requests from a GPU's allocator, without rounding and caching. Temporary memory inside an
 operator is not counted, except in the operators of the experts, whose steps run one by one. FSDP2
 allocates and frees gathered units with `UntypedStorage.resize_`, which is not an operator, so
-`count_tensors` wraps this method.
+`count_tensors` replaces this method.
 
 Host memory is counted separately. A tensor is on the host if it was passed to
 `watch(..., on_host=True)` or was computed from a host tensor. Only `copy` makes a device tensor
@@ -39,6 +39,7 @@ from hf_moe_ep.ops.operators import STEPS_INSIDE
 from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.upstream.dispatch_modes import OperatorMode, get_storage_id
 from hf_moe_ep.upstream.graph import list_tensors_in
+from hf_moe_ep.upstream.replaced import replaced
 
 # Values of `made_by` for storages that no operator made. BEFORE is also the name of the first phase
 # (a named part of the run), which lasts until the first `begin`.
@@ -197,19 +198,11 @@ class TensorMemory(OperatorMode):
 def count_tensors(alive: Iterable[Tensor] = ()) -> Iterator[TensorMemory]:
     """Count the tensors that the block makes, and the tensors in `alive`, which exist before."""
     memory = TensorMemory(alive)
-    resize = torch.UntypedStorage.resize_
+    stock = torch.UntypedStorage.resize_
 
     def resize_and_count(storage: torch.UntypedStorage, size: int) -> None:
-        resize(storage, size)
+        stock(storage, size)
         memory.note_resize(storage)
 
-    _replace_resize(resize_and_count)
-    try:
-        with memory:
-            yield memory
-    finally:
-        _replace_resize(resize)
-
-
-def _replace_resize(function: Callable[..., None]) -> None:
-    setattr(torch.UntypedStorage, "resize_", function)  # noqa: B010  mypy rejects an assignment
+    with replaced(torch.UntypedStorage, "resize_", resize_and_count), memory:
+        yield memory

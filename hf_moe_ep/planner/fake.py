@@ -29,7 +29,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -177,10 +177,7 @@ def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool, work: WorkCounter
             attention without a matrix of scores.
         work: the counter that also counts the work of the experts that do not run.
     """
-
-    def split(block: torch_mlp.Block, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        return select_three_experts(block, *tensors, work=work)
-
+    split = partialmethod(select_three_experts, work=work)
     gather = partial(_gather_copies, vars(collectives)["_all_gather"])
     swap = partial(_swap_copies, dist.all_to_all_single)
     with ExitStack() as stack:

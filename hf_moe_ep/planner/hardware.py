@@ -1,4 +1,4 @@
-"""The rates of a GPU, its links and its host, from which `seconds.py` plans the time of a step.
+"""Store the rates of GPUs, links and hosts, from which `seconds.py` plans the time of a step.
 
     h100 = find_hardware("h100")
     h100.memory_bandwidth, h100.sources["memory_bandwidth"]

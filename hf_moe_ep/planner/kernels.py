@@ -216,13 +216,13 @@ class ExpertCall:
 @contextmanager
 def count_kernels(work: WorkCounter) -> Iterator[None]:
     """Inside the block, plan the Triton kernels instead of the torch path."""
-    stock_route, stock_forward = torch_mlp.route, torch_mlp.forward
-    stock_backward = torch_mlp.backward
+    torch_route, torch_forward = torch_mlp.route, torch_mlp.forward
+    torch_backward = torch_mlp.backward
 
     def route(
         expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeights, rows_RH: Tensor
     ) -> Routing:
-        routing = work.run_uncounted(stock_route, expert_ids_RK, counts_L, experts, rows_RH)
+        routing = work.run_uncounted(torch_route, expert_ids_RK, counts_L, experts, rows_RH)
         if routing.pair_A.numel():
             # ExpertCall.of reads only the shape of the routing weights; ids have the same shape.
             work.add(ExpertCall.of(rows_RH, expert_ids_RK, experts, routing).list_route_launches())
@@ -232,7 +232,7 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         rows_RH, weights_RK, experts, routing, _, keep_pre = arguments
         call = ExpertCall.of(rows_RH, weights_RK, experts, routing)
         if not call.pairs:
-            out: tuple[Tensor, Tensor] = work.run_uncounted(stock_forward, *arguments)
+            out: tuple[Tensor, Tensor] = work.run_uncounted(torch_forward, *arguments)
             return out
         work.add(call.list_forward_launches(keep_pre=keep_pre, skip_output=skip_output))
         return _allocate_forward(call, rows_RH, keep_pre, skip_output)
@@ -244,11 +244,12 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         call = ExpertCall.of(rows_RH, weights_RK, experts, routing)
         if not call.pairs:
             options |= {"need": need, "postpone": postpone}
-            return work.run_uncounted(stock_backward, *arguments, **options)
+            return work.run_uncounted(torch_backward, *arguments, **options)
         work.add(call.list_row_launches(need, recompute=pre_AG is None))
         grads, kept = _allocate_backward(call, rows_RH, weights_RK, need, recompute=pre_AG is None)
 
         def finish(into: ExpertGrads, kept: tuple[Tensor, ...] = (grad_RH, rows_RH, *kept)) -> None:
+            """Allocate the gradients of the experts. Until then `kept` keeps its tensors alive."""
             for name, tensor in experts.named_tensors().items():
                 if name in need:
                     into.buffer(name, tensor)

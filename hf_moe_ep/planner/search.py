@@ -26,8 +26,9 @@ Each plan takes seconds to compute, so the search tries few layouts:
 
 sp_size > 1 is tried only if no layout fits without it, or if the request sets it. If no layout fits
 with any sp_size, cp_size > 1 is tried with the largest sp_size that training accepts, so that heads
-are split inside a node, and the sequence over nodes. If the request sets an ep_size larger than a
-node, it is tried with the default dispatcher and with the hierarchical dispatcher.
+are split inside a node, and the sequence over nodes. If the sizes of the request split the experts
+over more ranks than a node has, the grid is tried with the default dispatcher and with the
+hierarchical dispatcher.
 
 pp_size is 1, or one of the sizes of the request. Layouts with several stages process all sequences
 of a data rank in one forward, one sequence per micro-batch (`stages.py`).
@@ -286,20 +287,21 @@ class _Search:
         sp_sizes = [1, *_list_powers_of_two(request.node)] if request.sp is None else [request.sp]
         for sp in sp_sizes:
             grids = _iterate_grids(request, sp, request.cp or 1, num_experts, self.pp)
-            if any(grid.left >= 0 for grid in self._plan_grids(grids)):
+            if any(grid.left >= 0 for grid in self._plan_accepted(grids)):
                 return
         if request.cp is not None:
             return
         for sp in reversed(sp_sizes):
             planned: list[PlannedLayout] = []
             for cp in _list_powers_of_two(request.gpus // sp):
-                planned += self._plan_grids(_iterate_grids(request, sp, cp, num_experts, self.pp))
+                grids = _iterate_grids(request, sp, cp, num_experts, self.pp)
+                planned += self._plan_accepted(grids)
                 if any(grid.left >= 0 for grid in planned):
                     return
             if planned:  # training accepts this sp_size, and a smaller one needs more memory
                 return
 
-    def _plan_grids(self, grids: Iterable[Layout]) -> list[PlannedLayout]:
+    def _plan_accepted(self, grids: Iterable[Layout]) -> list[PlannedLayout]:
         """Plan the grids that training accepts, and skip replicas that need far too much memory."""
         planned: list[PlannedLayout] = []
         too_large = set()

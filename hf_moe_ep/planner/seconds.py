@@ -15,6 +15,7 @@ the step longer:
     FSDP2's collectives   can overlap all computation of the phase
     rows (all-to-all)     can overlap only the experts, and only the fraction that `work.py` gives
     gradients of rows     can overlap only the postponed gradients of the experts' weights
+    keys and values       can overlap only attention, and only those that `work.py` lists
     a phase               takes computation + exposed communication, or the time in which the host
                           launches its kernels if this time is longer
     offload               runs the optimizer at the rate of the host's memory; nothing overlaps it

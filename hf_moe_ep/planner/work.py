@@ -24,7 +24,9 @@ much of the collective can overlap computation. In this table, rows are hidden s
     offload                     all; FSDP2 prefetches its copies between host and device
     counts of rows              nothing; the next operator needs the result
     sequence                    nothing, for the same reason; these collectives exchange slices of a
-                                sequence, or keys and values of context parallelism
+                                sequence, or keys and values of context parallelism. The exception
+                                are shares of heads that are gathered while attention computes an
+                                earlier share (`sequence/context.py`): all
     numbers (small all-reduces) nothing, for the same reason
 """
 
@@ -61,16 +63,17 @@ from hf_moe_ep.upstream.operators import (
 )
 
 _FSDP = "torch.distributed.fsdp"
+# The purpose of a collective, by the function of `ranks/collectives.py` that starts it.
 _PURPOSES = {
-    "start_all_to_all": "rows",
-    "start_counts": "counts",
-    "swap_slices": "sequence",
-    "all_gather": "sequence",
-    "start_all_gather": "sequence",
-    "start_swap": "sequence",
+    collectives.start_all_to_all.__name__: "rows",
+    collectives.start_counts.__name__: "counts",
+    collectives.swap_slices.__name__: "sequence",
+    collectives.all_gather.__name__: "sequence",
+    collectives.start_all_gather.__name__: "sequence",
+    collectives.start_swap.__name__: "sequence",
 }
-# Collectives for keys and values of one share of heads, which run under the attention of another.
-_UNDER_ATTENTION = {"start_all_gather", "start_swap"}
+# The functions for keys and values of one share of heads, which run during attention to another.
+_DURING_ATTENTION = {collectives.start_all_gather.__name__, collectives.start_swap.__name__}
 PURPOSES = ("parameters", "gradients", "rows", "counts", "sequence", "numbers", "offload")
 # The kind of an operator that runs on the host, and of a copy between host and device.
 ON_HOST, HOST_COPY = "on_host", "host_copy"
@@ -399,7 +402,7 @@ class WorkCounter(OperatorMode):
             if module == context.__name__ and purpose == "rows":  # these rows are keys and values
                 purpose = "sequence"
         if purpose != "rows":
-            return purpose, 0.0 if _UNDER_ATTENTION.isdisjoint(callers) else 1.0
+            return purpose, 0.0 if _DURING_ATTENTION.isdisjoint(callers) else 1.0
         if "send_row_grads" in callers and self.experts_train:
             return purpose, 1.0
         return purpose, (self.chunks - 1) / self.chunks

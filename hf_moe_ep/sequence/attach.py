@@ -255,7 +255,8 @@ def attach(parts: Parts, state: ModelState) -> None:
 def _attach_layer_ends(parts: Parts, layer_slices: list[LayerSlice]) -> None:
     """Make the layers forget their slices after a forward.
 
-    This hook must run after all hooks that read slices."""
+    This hook must run after all hooks that read slices.
+    """
     for layer, layer_slice in zip(parts.layers, layer_slices, strict=True):
         layer.register_forward_hook(EndLayer(layer_slice), always_call=True)
 

@@ -315,8 +315,7 @@ class _PieceExchange:
     def __init__(self, context: Slice, needed: list[list[int]], device: torch.device) -> None:
         own, wanted = list(context.piece_numbers), needed[context.rank]
         by_rank = [[own.index(n) for n in pieces if n in own] for pieces in needed]
-        number = len(own)
-        owners = [context.order[r * number : (r + 1) * number] for r in range(context.size)]
+        owners = map(context.piece_numbers_of, range(context.size))
         from_rank = [[n for n in wanted if n in pieces] for pieces in owners]
         received = [n for pieces in from_rank for n in pieces]
         sent = [index for indices in by_rank for index in indices]

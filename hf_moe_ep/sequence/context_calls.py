@@ -204,12 +204,11 @@ def _find_seen_blocks(mask: BlockMask, context: Slice) -> dict[int, tuple[int, i
     blocks = mask.to_dense().flatten(0, -3).any(0).cpu()
     query_block, key_block = mask.BLOCK_SIZE
     bounds = {}
-    for start, stop in (s for rank in range(context.size) for s in context.spans_of(rank)):
-        if start < stop:
-            seen_blocks = blocks[start // query_block : -(-stop // query_block)].any(0)
-            seen = seen_blocks.nonzero().flatten().tolist() or [0]
-            last = min((seen[-1] + 1) * key_block, context.length)
-            bounds[start] = seen[0] * key_block, last
+    for start, stop in context.list_all_spans():
+        seen_blocks = blocks[start // query_block : -(-stop // query_block)].any(0)
+        seen = seen_blocks.nonzero().flatten().tolist() or [0]
+        last = min((seen[-1] + 1) * key_block, context.length)
+        bounds[start] = seen[0] * key_block, last
     return bounds
 
 
@@ -241,7 +240,7 @@ def _gather_seen_keys(mask: Tensor, context: Slice) -> dict[int, tuple[int, int]
 
 def _find_seen_keys(mask: Tensor, context: Slice) -> dict[int, tuple[int, int]]:
     """Map the first query of each piece to (first, last + 1) of the keys that its queries see."""
-    spans = [s for rank in range(context.size) for s in context.spans_of(rank) if s[0] < s[1]]
+    spans = context.list_all_spans()
     counts = [_count_unseen_keys(mask[:, :, start:stop]) for start, stop in spans]
     unseen_counts = torch.stack(counts).tolist()
     return {

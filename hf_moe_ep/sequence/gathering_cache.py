@@ -1,4 +1,4 @@
-"""`GatheringCache`: give a rank's queries the keys of the whole sequence, by the cache argument.
+"""Give a rank's queries the keys of the whole sequence by the cache argument (`GatheringCache`).
 
 An attention module with an indexer first scores all earlier tokens, and then attends to the tokens
 with the highest scores. In generation such a module passes its new keys to a cache, which returns
@@ -29,6 +29,8 @@ forward.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -52,9 +54,9 @@ class GatheringCache:
         self.keys: Tensor | None = None
 
     @property
-    def layers(self) -> _Layers:
+    def layers(self) -> Mapping[int, _Layer]:
         """The layers by index. Each is a view of this cache, which belongs to one module."""
-        return _Layers(self)
+        return defaultdict(lambda: _Layer(self))
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any
@@ -73,16 +75,6 @@ class GatheringCache:
     def gather(self, x: Tensor) -> Tensor:
         """Gather (B, Q, S / sp, W) to (B, Q, S, W)."""
         return gather_slices(x.transpose(1, 2), self.part).transpose(1, 2).contiguous()
-
-
-class _Layers:
-    """The layers of a cache by their index."""
-
-    def __init__(self, cache: GatheringCache) -> None:
-        self._cache = cache
-
-    def __getitem__(self, index: int) -> _Layer:
-        return _Layer(self._cache)
 
 
 class _Layer:

@@ -45,15 +45,15 @@ def list_key_value_exchanges(
 
     Modules whose names have one pattern and whose exchanges are equal are listed once.
     """
-    exchanges: dict[KeyValueExchange, None] = {}
+    exchanges = []
     for name, module in named:
         latents = caches_latents(module)
         width = get_latent_width(module) if latents else get_key_value_width(module, sp_size)
+        if latents and width is not None:
+            width += int(getattr(module, "qk_rope_head_dim", 0))
         # Some classes store the window of the config in layers without a window, too (EXAONE).
         has_window = getattr(module, "is_sliding", True)
         window = getattr(module, "sliding_window", None) if has_window else None
-        if latents:
-            width = None if width is None else width + int(getattr(module, "qk_rope_head_dim", 0))
         exchange = KeyValueExchange(
             as_pattern(name),
             type(module).__name__,
@@ -63,5 +63,5 @@ def list_key_value_exchanges(
             window=window,
             width=width,
         )
-        exchanges.setdefault(exchange, None)
-    return tuple(exchanges)
+        exchanges.append(exchange)
+    return tuple(dict.fromkeys(exchanges))

@@ -1,4 +1,4 @@
-"""`LatentCache`: with cp_size > 1, gather latents before keys and values are computed from them.
+"""With cp_size > 1, gather latents before keys and values are computed from them (`LatentCache`).
 
 Latent attention (MLA) computes the keys and values of all heads from one latent and one rotary key
 per token. In generation it stores latents and rotary keys in its cache, and computes keys and
@@ -12,7 +12,7 @@ all-gathers latents and rotary keys over the cp group:
 
 For DeepSeek-V3 a rank sends (cp - 1) * (512 + 64) values per token of its slice, where the keys and
 values of its 128 heads would be (cp - 1) * 128 * (192 + 128) values. If sp_size is > 1 as well, the
-cp group of a rank has one rank of each sp group, so the all-gather brings only 1 / sp_size of the
+cp group of a rank has one rank of each sp group, so the all-gather has only 1 / sp_size of the
 tokens. The all-to-all of sequence parallelism (`ulysses.py`) then completes the tokens, and divides
 the heads:
 
@@ -80,7 +80,8 @@ class GatherLatents(Ours):
 def restore_order(x: Tensor, part: Slice) -> Tensor:
     """Sort the tokens (B, Q / sp, tokens, W) that were gathered over cp and exchanged over sp.
 
-    They come ordered by sp rank, then by cp rank; `Slice.join` needs them by cp rank, then sp rank.
+    In `x` the tokens are ordered by sp rank, then by cp rank. `Slice.join` needs them ordered by cp
+    rank, then by sp rank.
     """
     assert part.cp_slice is not None
     by_rank = x.unflatten(2, (part.sp_slice.size, part.cp_slice.size, -1)).transpose(2, 3)

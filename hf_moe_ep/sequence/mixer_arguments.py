@@ -72,8 +72,8 @@ class MixerArguments:
         args, kwargs = call
         named = zip(self.positional, args, strict=False)
         return (
-            tuple(_change(name, value, change) for name, value in named),
-            {name: _change(name, value, change) for name, value in kwargs.items()},
+            tuple(_change_nested(name, value, change) for name, value in named),
+            {name: _change_nested(name, value, change) for name, value in kwargs.items()},
         )
 
     def has_tokens(self, name: str, value: Any) -> bool:
@@ -131,10 +131,10 @@ def describes_packing(kwargs: dict[str, Any]) -> bool:
     return any(kwargs.get(name) is not None for name in _DESCRIBE_PACKING)
 
 
-def _change(name: str, value: Any, change: Callable[[str, Any], Any]) -> Any:
+def _change_nested(name: str, value: Any, change: Callable[[str, Any], Any]) -> Any:
     """Apply `change` to a value, or to each element of a tuple, list or dict of this name."""
     if type(value) in (tuple, list):
-        return type(value)(_change(name, element, change) for element in value)
+        return type(value)(_change_nested(name, element, change) for element in value)
     if type(value) is dict:
-        return {key: _change(name, x, change) for key, x in value.items()}
+        return {key: _change_nested(name, x, change) for key, x in value.items()}
     return change(name, value)

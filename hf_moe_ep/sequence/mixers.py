@@ -206,10 +206,8 @@ class GatherArguments(Ours):
             return MixerSplit.WHOLE
         if self.split == MixerSplit.QUERIES and not _can_split_queries(part, kwargs):
             return MixerSplit.WHOLE
-        if self.split in (
-            MixerSplit.HEADS,
-            MixerSplit.HALO,
-        ) and part.piece_length < get_convolution_width(module):
+        has_halo = self.split in (MixerSplit.HEADS, MixerSplit.HALO)
+        if has_halo and part.piece_length < get_convolution_width(module):
             return MixerSplit.WHOLE  # The halo would come from more than one piece.
         return self.split
 

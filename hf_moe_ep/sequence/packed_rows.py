@@ -59,7 +59,7 @@ class SeparateDocuments(Ours):
         is_causal = getattr(module, "is_causal", True)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
 
-        def separate(name: str, value: Any) -> Any:
+        def separate_mask(name: str, value: Any) -> Any:
             if name != "attention_mask":
                 return value
             if isinstance(value, Tensor) and value.dtype == torch.bool and is_eager(module):
@@ -73,16 +73,16 @@ class SeparateDocuments(Ours):
                 if isinstance(value, BlockMask):
                     separated: Any = _separate_blocks(value, part, hidden.device)
                 else:
-                    separated = _separate(value, part, hidden.device, is_causal=is_causal)
+                    separated = _separate_dense(value, part, hidden.device, is_causal=is_causal)
                 if value is None and is_eager(module):  # eager attention adds its mask to scores
                     separated = _as_numbers(separated, hidden.dtype)
                 part.separated[id(value)] = value, separated
             return part.separated[id(value)][1]
 
-        return self.arguments.change((args, kwargs), separate)
+        return self.arguments.change((args, kwargs), separate_mask)
 
 
-def _separate(
+def _separate_dense(
     mask: Tensor | None, part: Slice, device: torch.device, *, is_causal: bool = True
 ) -> Tensor:
     """Hide all tokens of other documents in an attention mask (B or 1, 1, S, S).

@@ -109,13 +109,13 @@ def run_recurrence(
     given: dict[int | str, Any] = dict(enumerate(args)) | kwargs
     tensors = {key: given[key] for key in layouts}
     layout = layouts[recurrence.like_output]
-    splits = _put_heads_first(tensors[recurrence.like_output], layout).shape[
-        1
-    ] % part.size == 0 and all(
-        _can_split(_put_heads_first(x, layouts[key]).shape[1], part.size)
+    num_heads = {
+        key: _put_heads_first(x, layouts[key]).shape[1]
         for key, x in tensors.items()
         if layouts[key] in (Layout.HEADS, Layout.CHANNELS)
-    )
+    }
+    splits = num_heads[recurrence.like_output] % part.size == 0
+    splits &= all(_can_split(heads, part.size) for heads in num_heads.values())
     if not splits and passes_states(recurrence, given):
         return run_pieces(part, recurrence, stock, given, layouts)
     given |= _exchange(tensors, layouts, part) if splits else _gather(tensors, layouts, part)

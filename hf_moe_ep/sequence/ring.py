@@ -208,7 +208,7 @@ def _find_seen_pairs(scores: ScoreOptions, context: Slice) -> set[tuple[int, int
     def find() -> set[tuple[int, int]]:
         blocks = scores.mask.to_dense().flatten(0, -3).any(0).cpu()
         query_block, key_block = scores.mask.BLOCK_SIZE
-        spans = [s for rank in range(context.size) for s in context.spans_of(rank) if s[0] < s[1]]
+        spans = context.list_all_spans()
         return {
             (q_start, k_start)
             for q_start, q_stop in spans

@@ -10,6 +10,7 @@ tensor that is too long may have the right size.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,7 +63,9 @@ def _find_tensors(given: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
     return tensors
 
 
-def find_other_batch(by_rank: list[list[int]], ranks: list[int], sharing: str) -> ValueError | None:
+def find_other_batch(
+    by_rank: Sequence[Sequence[int]], ranks: list[int], sharing: str
+) -> ValueError | None:
     """Return the error for ranks with different batches, or None if all batches are equal.
 
     Args:

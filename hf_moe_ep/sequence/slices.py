@@ -133,8 +133,12 @@ class Slice:
     @property
     def piece_numbers(self) -> Sequence[int]:
         """The numbers of this rank's pieces, in ascending order."""
+        return self.piece_numbers_of(self.rank)
+
+    def piece_numbers_of(self, rank: int) -> Sequence[int]:
+        """Return the `piece_numbers` of another rank."""
         number = len(self.order) // self.size
-        return self.order[self.rank * number : (self.rank + 1) * number]
+        return self.order[rank * number : (rank + 1) * number]
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -143,11 +147,14 @@ class Slice:
 
     def spans_of(self, rank: int) -> list[tuple[int, int]]:
         """Return the `spans` of another rank."""
-        number = len(self.order) // self.size
-        pieces = self.order[rank * number : (rank + 1) * number]
-        starts = [piece * self.piece_length for piece in pieces]
+        starts = [piece * self.piece_length for piece in self.piece_numbers_of(rank)]
         bounds = [(start, start + self.piece_length) for start in starts]
         return [(min(start, self.length), min(stop, self.length)) for start, stop in bounds]
+
+    def list_all_spans(self) -> list[tuple[int, int]]:
+        """List the spans of all ranks, without the pieces that are only padding."""
+        spans = [span for rank in range(self.size) for span in self.spans_of(rank)]
+        return [(start, stop) for start, stop in spans if start < stop]
 
     def take(self, x: Tensor, dim: int, *, fill: float = 0) -> Tensor:
         """Return this rank's slice of a whole tensor, padded with `fill`."""
@@ -182,13 +189,13 @@ class Slice:
             return x.narrow(dim, 0, self.length)
         return x.index_select(dim, self._find_indices(x.device)[1])
 
-    def arrange_by_rank(self, x: Tensor, dim: int) -> Tensor:
-        """Undo `join`: return the slices of all ranks, one after the other, padded with zeros."""
+    def arrange_by_rank(self, x: Tensor) -> Tensor:
+        """Undo `join` along dim 1: return the slices of all ranks in turn, padded with zeros."""
         missing = self.local_length * self.size - self.length
-        padded = functional.pad(x, (*(0, 0) * (x.ndim - 1 - dim % x.ndim), 0, missing))
+        padded = functional.pad(x, (*(0, 0) * (x.ndim - 2), 0, missing))
         if self.is_in_order:
             return padded
-        return padded.index_select(dim, self._find_indices(x.device)[0])
+        return padded.index_select(1, self._find_indices(x.device)[0])
 
     def _find_indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._indices:
@@ -270,7 +277,7 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         part = ctx.part
-        by_owner = part.arrange_by_rank(grad, 1).unflatten(1, (part.size, -1)).movedim(1, 0)
+        by_owner = part.arrange_by_rank(grad).unflatten(1, (part.size, -1)).movedim(1, 0)
         return swap_slices(by_owner, part.group).sum(0), None
 
 
@@ -303,7 +310,7 @@ class _FinishGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         part = ctx.part
-        by_owner = part.arrange_by_rank(grad, 1).unflatten(1, (part.size, -1)).movedim(1, 0)
+        by_owner = part.arrange_by_rank(grad).unflatten(1, (part.size, -1)).movedim(1, 0)
         ctx.running.transfer = start_swap(by_owner, part.group)
         # The received gradients are not written yet, and anomaly detection would read them.
         return grad.new_zeros(()).expand(by_owner.shape), None, None

@@ -13,7 +13,8 @@ The model is a causal LM or a token classifier.
                           that mix tokens without the attention interface
     loss                  split_loss shifts labels, slices them, and sums the losses of all slices;
                           split_token_loss does the same for a classifier, without the shift
-    after the model       JoinLogits gathers the outputs if no loss is computed
+    after the model       JoinLogits gathers the outputs if no loss is computed, or if they are
+                          requested (`gather_logits`)
 
 The `Slice` of a forward is passed as a keyword argument from the causal LM down to attention and
 loss, so a layer that is recomputed in backward gets the slice of its own forward.
@@ -68,10 +69,10 @@ class RunningSlice:
 class SplitSequence(Ours):
     """Pre-forward hook of the model, which splits a forward in training mode or with labels.
 
-    Every other forward is split only if it has `use_cache=False` and no `logits_to_keep`. The
-    forwards of `generate` are therefore not split. With `separates`, hooks of modules separate the
-    documents of packed rows (`packed_rows.py`), also in a forward that is not split. `has_mixers`
-    is True if some of these modules are mixers.
+    Every other forward is split only if it has `use_cache=False` and no `logits_to_keep`. A forward
+    with a cache is never split, and neither are the forwards of `generate`. With `separates`, hooks
+    of modules separate the documents of packed rows (`packed_rows.py`), also in a forward that is
+    not split. `has_mixers` is True if some of these modules are mixers.
     """
 
     def __init__(

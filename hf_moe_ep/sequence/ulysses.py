@@ -207,7 +207,7 @@ class _SequenceToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, part: Slice) -> Tensor:
         ctx.part = part
-        by_owner = part.arrange_by_rank(out, 1).unflatten(1, (part.size, -1)).movedim(1, 0)
+        by_owner = part.arrange_by_rank(out).unflatten(1, (part.size, -1)).movedim(1, 0)
         received = swap_slices(by_owner, part.group)
         # Stock code calls view on the result, which needs contiguous memory. With one head per rank
         # flatten returns a strided view.

@@ -1,4 +1,4 @@
-"""Fixed buffers in which FSDP2 gathers and reduces (`fsdp_double_buffer`, `nccl_ub`).
+"""Let FSDP2 gather and reduce in fixed buffers (`fsdp_double_buffer`, `nccl_ub`).
 
 FSDP2 gathers the shards of a unit in one flat tensor, copies the parameters out of it, and frees
 it. In backward it copies the gradients of a unit into a flat tensor, which it reduces and frees. By

@@ -84,21 +84,21 @@ class Scope:
         meshes: the meshes of the model. If it is None, the norm of the experts takes one all-reduce
             for each axis of their mesh.
         stages: the pipeline stages of the model, or None.
-        copy: on the last stage, the copy of a tied embedding, which is not counted, because the
-            first stage counts the embedding; otherwise None.
+        copied_weight: on the last stage, the copy of a tied embedding, which is not counted,
+            because the first stage counts the embedding; otherwise None.
     """
 
     meshes: Meshes | None = None
     stages: Stages | None = None
-    copy: Tensor | None = None
+    copied_weight: Tensor | None = None
 
     @staticmethod
     def of(model: nn.Module) -> Scope:
         state = find_state(model)
         if state is None or state.meshes is None:
             return Scope()
-        copy = None if state.stage is None else state.stage.copied_weight
-        return Scope(state.meshes, state.meshes.stages, copy)
+        copied_weight = None if state.stage is None else state.stage.copied_weight
+        return Scope(state.meshes, state.meshes.stages, copied_weight)
 
 
 @torch.no_grad()
@@ -140,19 +140,18 @@ def _parse_power(norm_type: float | str) -> float:
     return power
 
 
-def _compute_total_norm(by_layout: list[list[Tensor]], norm_type: float, scope: Scope) -> Tensor:
-    """Return the norm of all gradients.
+def _compute_total_norm(by_layout: list[list[Tensor]], power: float, scope: Scope) -> Tensor:
+    """Return the p-norm of all gradients, where p is `power`.
 
     The parameters of one list have the same mesh and the same placements.
     """
-    counted = ([p for p in parameters if p is not scope.copy] for parameters in by_layout)
-    sums = [_sum_powers(same, norm_type, scope.meshes) for same in counted if same]
+    counted = ([p for p in parameters if p is not scope.copied_weight] for parameters in by_layout)
+    sums = [_sum_powers(same, power, scope.meshes) for same in counted if same]
     if not sums and scope.stages is None:
         return torch.tensor(0.0)
-    is_max = norm_type == float("inf")
-    total = torch.zeros(
-        (), dtype=torch.float64, device=None if scope.meshes is None else scope.meshes.device
-    )
+    is_max = power == float("inf")
+    device = None if scope.meshes is None else scope.meshes.device
+    total = torch.zeros((), dtype=torch.float64, device=device)
     if sums:
         stacked = torch.stack([x.to(sums[0].device) for x in sums])
         total = stacked.amax() if is_max else stacked.sum()
@@ -160,29 +159,29 @@ def _compute_total_norm(by_layout: list[list[Tensor]], norm_type: float, scope: 
         # Stages may have gradients of several dtypes, or none.
         reduce_over = max_over_ranks if is_max else sum_over_ranks
         total = reduce_over(total.double(), scope.stages.column.get_group()).to(total.dtype)
-    return total if is_max else total ** (1.0 / norm_type)
+    return total if is_max else total ** (1.0 / power)
 
 
-def _sum_powers(parameters: list[Tensor], norm_type: float, meshes: Meshes | None) -> Tensor:
+def _sum_powers(parameters: list[Tensor], power: float, meshes: Meshes | None) -> Tensor:
     """Return sum |g|^p (max |g| if p is inf) over the elements of all `parameters`' gradients.
 
     The gradients have the same mesh and the same placements.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    norms = compute_vector_norms([shard for shard in shards if shard.numel() > 0], norm_type)
+    norms = compute_vector_norms([shard for shard in shards if shard.numel() > 0], power)
     if not norms:
         total = torch.zeros((), dtype=choose_norm_dtype(shards), device=shards[0].device)
-    elif norm_type == float("inf"):
+    elif power == float("inf"):
         total = torch.stack(norms).amax()
     else:
-        total = (torch.stack(norms) ** norm_type).sum()
+        total = (torch.stack(norms) ** power).sum()
     example = grads[0]
     if not isinstance(example, DTensor):
         return total
     # With CPU offload the gradients are in host memory, which NCCL cannot all-reduce.
     total = total.to(example.device_mesh.device_type)
-    reduce_over = max_over_ranks if norm_type == float("inf") else sum_over_ranks
+    reduce_over = max_over_ranks if power == float("inf") else sum_over_ranks
     for group in _find_reduction_groups(example, meshes):
         total = reduce_over(total, group)
     return total

@@ -53,7 +53,7 @@ from hf_moe_ep.sharding.units import list_units_in, reshard
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.graph import list_tensors_in
-from hf_moe_ep.upstream.models import base_model_prefix, list_models_that_generate
+from hf_moe_ep.upstream.models import find_base_model_prefix, list_models_that_generate
 from hf_moe_ep.upstream.modules import list_forward_hooks
 from hf_moe_ep.upstream.sharded_models import (
     backward_has_begun,
@@ -119,7 +119,7 @@ class ReshardHooks:
         self.root.register_forward_pre_hook(self._begin_forward, prepend=True)
         self.root.register_forward_hook(self._end_forward, always_call=True)
         inner = without_adapters(self.root)
-        if prefix := base_model_prefix(inner):
+        if prefix := find_base_model_prefix(inner):
             getattr(inner, prefix).register_forward_pre_hook(self._begin_decoder, prepend=True)
         for model in list_models_that_generate(self.root):
             own = vars(model).get("generate")  # set by a library or by the user

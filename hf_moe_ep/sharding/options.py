@@ -1,6 +1,6 @@
-"""Options of `fully_shard`, and their defaults in a training loop without Accelerate.
+"""Choose the options of `fully_shard` for a training loop without Accelerate.
 
-With Accelerate they come from its FSDP plugin (`build_options` in `integrations/prepare.py`).
+With Accelerate, its FSDP plugin has the options (`build_options` in `integrations/prepare.py`).
 """
 
 from __future__ import annotations

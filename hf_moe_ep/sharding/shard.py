@@ -183,7 +183,7 @@ def build_meshes_and_cut_stages(
 def shard_units(
     model: nn.Module, state: ModelState, options: ShardOptions, meshes: Meshes
 ) -> nn.Module:
-    """Shard a patched model in place over `meshes`. Nothing is checked that needs other ranks."""
+    """Shard a patched model in place over `meshes`, without checks that compare ranks."""
     keep_forwards(state)
     parts = find_parts_of_stage(model, state)
     units = list_units(parts)

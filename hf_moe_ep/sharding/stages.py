@@ -102,30 +102,28 @@ def _send_values(
     if rank not in first_ranks:
         return received
     group = stages.column.get_group()
+
+    def send_to_holders(name: str, tensor: Tensor) -> Tensor | None:
+        """Send a tensor to the stages that hold it; return the copy that this rank receives."""
+        stage = stage_of[name]
+        holders = first_ranks if stage is None else [first_ranks[stage]]
+        receivers = [holder for holder in holders if holder != 0]
+        copies = [_transfer(tensor.detach(), r, rank, group, meshes.device) for r in receivers]
+        return next((copy for copy in copies if copy is not None), None)
+
     for name, parameter in model.named_parameters(remove_duplicate=False):
         is_plain = type(parameter) is nn.Parameter and parameter not in options.empty_params
         if is_plain and parameter not in options.ignored_params:
-            for receiver in _list_receivers(name, stage_of, stages.size):
-                target = first_ranks[receiver]
-                value = _transfer(parameter.detach(), target, rank, group, meshes.device)
-                if value is not None and parameter not in received:
-                    received[parameter] = value.cpu()
+            value = send_to_holders(name, parameter)
+            if value is not None and parameter not in received:
+                received[parameter] = value.cpu()
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in get_own_buffers(module).items():
-            if buffer is None:
-                continue
-            for receiver in _list_receivers(f"{prefix}.{name}".lstrip("."), stage_of, stages.size):
-                target = first_ranks[receiver]
-                value = _transfer(buffer.detach(), target, rank, group, meshes.device)
-                if value is not None:
-                    get_own_buffers(module)[name] = value
+            full_name = f"{prefix}.{name}".lstrip(".")
+            value = None if buffer is None else send_to_holders(full_name, buffer)
+            if value is not None:
+                get_own_buffers(module)[name] = value
     return received
-
-
-def _list_receivers(name: str, stage_of: dict[str, int | None], num_stages: int) -> list[int]:
-    """Return the numbers of the stages that hold a tensor, without the first stage."""
-    stage = stage_of[name]
-    return list(range(1, num_stages)) if stage is None else [stage] if stage > 0 else []
 
 
 def _transfer(

@@ -121,12 +121,11 @@ def find_entries(
 def _find_quantised(experts: Iterable[nn.Module]) -> dict[nn.Parameter, Compute]:
     """Map each stacked matrix that is to be quantised to the `Compute` of its module."""
     compute_of: dict[nn.Parameter, Compute] = {}
-    for _, module, layer in (
-        found for wrapped in experts for found in iterate_experts_modules(wrapped)
-    ):
-        compute = layer.compute
-        if compute is not None and compute.quantisation is not None:
-            compute_of |= {getattr(module, name): compute for name in compute.parameters}
+    for wrapped in experts:
+        for _, module, layer in iterate_experts_modules(wrapped):
+            compute = layer.compute
+            if compute is not None and compute.quantisation is not None:
+                compute_of |= {getattr(module, name): compute for name in compute.parameters}
     return compute_of
 
 

@@ -4,8 +4,7 @@ Only this folder imports private names and compares versions. It has one file pe
 file lists the upstream files that it depends on. If an upgrade of another project breaks something,
 read this folder, and the table of `integrations/install.py`, which names the wrapped functions as
 strings. A few other files name an attribute of a stock module as a string, such as
-`_gradient_checkpointing_func`, or look up a new name of torch (`ranks/collectives.py`). This folder
-never decides how a model is trained.
+`_gradient_checkpointing_func`. This folder never decides how a model is trained.
 
     attention_interface     our functions in transformers' attention and mask interfaces
     experts_interface       our forward of all experts in transformers' experts interface
@@ -21,7 +20,7 @@ never decides how a model is trained.
     replaced_forwards       the function that runs as a module's forward, such as Liger's
     recurrences             the convolutions and recurrences that mixers call
     sharded_models          private state of FSDP2, DDP and transformers on a sharded model
-    process_groups          the default store, timeouts, flattened meshes, fake groups
+    process_groups          the default store, timeouts, flattened meshes, fake groups, new names
     gloo                    process groups of gloo with one worker thread
     dispatch_modes          modes that see every operator, and tensors without memory
     host_copies             copies between host and device that FSDP2 makes

@@ -173,7 +173,7 @@ def list_saved_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]
     return adapter, {key: tensor for key, tensor in state.items() if id(tensor) not in adapter_ids}
 
 
-def with_prefix(keys: Iterable[str]) -> Mapping[str, str]:
+def map_prefixed_keys(keys: Iterable[str]) -> Mapping[str, str]:
     """Map the key that PEFT gives to each tensor, with a prefix, to the tensor's key in `keys`.
 
     `keys` are the keys of one file. The keys of a file that transformers wrote have no prefix:

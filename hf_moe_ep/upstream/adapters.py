@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, partialmethod
 from typing import Any
@@ -131,26 +131,19 @@ def saving_as(tensors_of_adapters: Mapping[str, Mapping[str, Tensor]]) -> Iterat
         yield
 
 
-@contextmanager
-def canonical_modules(model: nn.Module) -> Iterator[None]:
+def canonical_modules(model: nn.Module) -> AbstractContextManager[None]:
     """Inside the block, make `model.named_modules()` return the names of the state dict.
 
     Activation checkpointing adds a component to module names, but not to the names of the state
     dict. PEFT looks up module names in the state dict, to find the other tensors that are saved
     with adapters (peft/utils/save_and_load.py).
     """
-    original, is_replaced = model.named_modules, "named_modules" in vars(model)
+    original = model.named_modules
 
     def rename(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         return ((get_canonical_name(name), module) for name, module in original(*args, **kwargs))
 
-    setattr(model, "named_modules", rename)  # noqa: B010  mypy: a method
-    try:
-        yield
-    finally:
-        delattr(model, "named_modules")
-        if is_replaced:  # Sharding has replaced the method on the model before.
-            setattr(model, "named_modules", original)  # noqa: B010  mypy: a method
+    return replaced(model, "named_modules", rename)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers.utils.output_capturing import _active_collector
 from hf_moe_ep.upstream.replaced import replaced
 
 
-def collected_outputs() -> set[str]:
+def list_collected_outputs() -> set[str]:
     """Return the names of the outputs that the current forward collects, such as router_logits."""
     return {name for name in _active_collector.get() or () if not name.startswith("_")}
 

@@ -55,30 +55,18 @@ def passes_arguments_to_loss(model: nn.Module) -> bool:
 
 @cache
 def _passes_arguments(forward: Callable[..., Any]) -> bool:
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):
-        return True
-    calls = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and _is_attribute_of_self(node.func, _LOSS)
-    ]
+    tree = _parse(forward)
+    calls = [] if tree is None else _list_calls(tree, _LOSS)
     return not calls or any(keyword.arg is None for call in calls for keyword in call.keywords)
 
 
 @cache
 def _find_other_use(forward: Callable[..., Any], head_name: str) -> str:
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):
+    tree = _parse(forward)
+    if tree is None:
         return "its source cannot be read"
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    calls = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and _is_attribute_of_self(node.func, head_name)
-    ]
+    calls = _list_calls(tree, head_name)
     if len(calls) != 1:
         return f"it calls self.{head_name} {len(calls)} times"
     for node in ast.walk(tree):
@@ -88,16 +76,18 @@ def _find_other_use(forward: Callable[..., Any], head_name: str) -> str:
     if len(calls[0].args) != 1 or calls[0].keywords:
         return _unparse_statement(calls[0], parents)
     value: ast.AST = calls[0]
-    if _is_method_call(parents[value], "float"):
+    if _is_attribute(parents[value], "float"):  # self.lm_head(hidden_states).float()
         value = parents[parents[value]]
     statement = parents[value]
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     if len(targets) != 1 or not isinstance(targets[0], ast.Name):
         return _unparse_statement(value, parents)
-    return _other_use_of_name(targets[0], tree, parents)
+    return _find_other_use_of_variable(targets[0], tree, parents)
 
 
-def _other_use_of_name(target: ast.Name, tree: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
+def _find_other_use_of_variable(
+    target: ast.Name, tree: ast.AST, parents: dict[ast.AST, ast.AST]
+) -> str:
     """Return the statement that uses a variable for more than the loss and the output, or ""."""
     reaches_loss = False
     for node in ast.walk(tree):
@@ -115,19 +105,33 @@ def _other_use_of_name(target: ast.Name, tree: ast.AST, parents: dict[ast.AST, a
     return "" if reaches_loss else f"it does not pass {target.id} to self.{_LOSS}"
 
 
+def _parse(function: Callable[..., Any]) -> ast.Module | None:
+    """Return the syntax tree of a function, or None if its code cannot be read."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+def _list_calls(tree: ast.AST, name: str) -> list[ast.Call]:
+    """List the calls of `self.<name>`."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if _is_attribute_of_self(call.func, name)]
+
+
 def _is_attribute_of_self(node: ast.AST, name: str) -> bool:
     if not isinstance(node, ast.Attribute) or node.attr != name:
         return False
     return isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
-def _is_method_call(node: ast.AST, name: str) -> bool:
+def _is_attribute(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == name
 
 
 def _reads_dtype_of_weight(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     weight = parents[node]
-    return _is_method_call(weight, "weight") and _is_method_call(parents[weight], "dtype")
+    return _is_attribute(weight, "weight") and _is_attribute(parents[weight], "dtype")
 
 
 def _unparse_statement(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:

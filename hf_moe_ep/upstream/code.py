@@ -23,13 +23,13 @@ def uses_name(module: nn.Module, name: str) -> bool:
     Base classes from torch are not searched.
     """
     kind: Any = type(module)
-    return name in _names_used(kind)
+    return name in _find_used_names(kind)
 
 
 def list_forward_arguments(module: nn.Module) -> frozenset[str]:
     """Return the names of the arguments of a module's forward."""
     kind: Any = type(module)
-    return _arguments(inspect.unwrap(kind.forward))
+    return _list_arguments(inspect.unwrap(kind.forward))
 
 
 def takes_argument(module: nn.Module, name: str) -> bool:
@@ -57,12 +57,12 @@ def is_checkpointed_layer(module: nn.Module) -> bool:
 
 
 @cache
-def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
+def _list_arguments(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(forward).parameters)
 
 
 @cache
-def _names_used(kind: Any) -> frozenset[str]:
+def _find_used_names(kind: Any) -> frozenset[str]:
     names: set[str] = set()
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] in ("torch", "builtins"):

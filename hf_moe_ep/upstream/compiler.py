@@ -24,7 +24,7 @@ from torch._functorch import config as autograd_config
 _DECORATORS = ("transformers.modeling_layers", "transformers.utils.deprecation")
 
 
-def compile_arguments() -> list[str]:
+def list_compile_arguments() -> list[str]:
     """Return the names of the keyword arguments of torch.compile."""
     return [name for name in inspect.signature(torch.compile).parameters if name != "model"]
 

@@ -7,11 +7,13 @@ _fsdp_collectives.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
+
+from hf_moe_ep.upstream.replaced import replaced
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 # The functions of FSDP2 that copy between host and device, with True if they copy to the host. The
@@ -20,8 +22,9 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard"
 _COPIES_TO_HOST = {"all_gather_inputs": False, "foreach_reduce": True}
 
 
-@contextmanager
-def intercept_host_copies(copy: Callable[[Tensor, bool], Tensor]) -> Iterator[None]:
+def intercept_host_copies(
+    copy: Callable[[Tensor, bool], Tensor],
+) -> AbstractContextManager[None]:
     """Inside the block, make FSDP2 call `copy(x, to_host)` for its copies between host and device.
 
     On a CPU rank FSDP2's own calls would copy nothing, because host and device are the same. This
@@ -36,9 +39,4 @@ def intercept_host_copies(copy: Callable[[Tensor, bool], Tensor]) -> Iterator[No
             return copy(x, to_host)
         return stock(x, *args, **kwargs)
 
-    setattr(Tensor, "to", to)  # noqa: B010  mypy: no such assignment
-    try:
-        yield
-    finally:
-        # `Tensor` inherits the stock method from its base class.
-        del Tensor.to
+    return replaced(Tensor, "to", to)

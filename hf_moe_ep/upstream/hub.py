@@ -1,4 +1,4 @@
-"""Folders of the Hugging Face hub: download them, and build the model that a config describes.
+"""Download folders of the Hugging Face hub, and build the model that a config describes.
 
 The private names come from transformers/modeling_utils.py and transformers/utils/logging.py. The
 names of huggingface_hub and Accelerate are public.
@@ -35,7 +35,7 @@ from hf_moe_ep.plan import MTP_HEAD
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.conversion import map_to_model_names
 from hf_moe_ep.upstream.module_names import get_stock_name, remove_names_of_copies
-from hf_moe_ep.upstream.named_weights import WEIGHTS_FIELD, named_weights
+from hf_moe_ep.upstream.named_weights import WEIGHTS_FIELD, find_named_weights
 
 # Matches paths. The name of a model on the hub, "model" or "owner/model", does not match.
 _PATH = re.compile(r"[/.~]|.*/.*/|.*/$")
@@ -162,7 +162,7 @@ def _list_weight_files(folder: Path) -> list[str]:
 
     If neither of the two names a file, the list has model.safetensors.
     """
-    named = named_weights(folder)
+    named = find_named_weights(folder)
     if named is not None and not (named.endswith(".json") and (folder / named).is_file()):
         return [named]
     index = folder / (named or SAFE_WEIGHTS_INDEX_NAME)
@@ -259,8 +259,9 @@ def build_empty_model(
     text_class = config.sub_configs.get("text_config")
     if text_class is not None and getattr(model_class, "config_class", None) is text_class:
         config = config.get_text_config()
-    build = model_class._from_config if hasattr(model_class, "_from_config") else None
-    if build is None:  # an Auto class
+    if hasattr(model_class, "_from_config"):
+        build = model_class._from_config
+    else:  # an Auto class
         build = partial(model_class.from_config, trust_remote_code=trusted)
     model: Any = on_meta(partial(build, config, dtype=dtype, **class_options))
     _keep_in_fp32(model, dtype)

@@ -1,4 +1,4 @@
-"""The default config file of `accelerate launch` (accelerate/commands/config/)."""
+"""Read the default config file of `accelerate launch` (accelerate/commands/config/)."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from typing import Any, cast
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     Cache,
     GenerationMixin,
 )
@@ -84,7 +84,7 @@ def get_token_classifier(model: nn.Module) -> nn.Module | None:
     return model if isinstance(model, GenericForTokenClassification) else None
 
 
-def base_model_prefix(model: Any) -> str:
+def find_base_model_prefix(model: Any) -> str:
     """Return the name of the attribute that holds the base model, or "" without a base model."""
     prefix = str(getattr(model, "base_model_prefix", ""))
     return prefix if prefix and hasattr(model, prefix) else ""
@@ -337,15 +337,15 @@ def set_source(model: Any, name: str) -> None:
 
 
 def takes_images(config: Any) -> bool:
-    """Return True if transformers has an image-text model for `config` (modeling_auto.py)."""
-    return type(config) in AutoModelForImageTextToText._model_mapping
+    """Return True if transformers has an image-text model for `config`."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def takes_sound(config: Any) -> bool:
-    """Return True if transformers has a model of text and sound for `config` (modeling_auto.py)."""
-    return type(config) in AutoModelForMultimodalLM._model_mapping and not takes_images(config)
+    """Return True if transformers has a model of text and sound for `config`."""
+    return type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and not takes_images(config)
 
 
 def is_causal_lm(config: Any) -> bool:
-    """Return True if transformers has a causal language model for `config` (modeling_auto.py)."""
-    return type(config) in AutoModelForCausalLM._model_mapping
+    """Return True if transformers has a causal language model for `config`."""
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING

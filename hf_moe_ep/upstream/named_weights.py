@@ -13,7 +13,7 @@ WEIGHTS_FIELD = "transformers_weights"
 _SUFFIXES = (".safetensors", ".safetensors.index.json")
 
 
-def named_weights(folder: Path) -> str | None:
+def find_named_weights(folder: Path) -> str | None:
     """Return the file that the config in a folder names, relative to the folder, or None.
 
     The file has the suffix .safetensors, or is an index with the suffix .safetensors.index.json.

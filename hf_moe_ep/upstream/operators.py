@@ -203,7 +203,7 @@ def get_group_of_collective(operator: Any, args: tuple[Any, ...]) -> dist.Proces
 
 def get_work(out: Any) -> Any:
     """Return the `Work` object in the result of a collective."""
-    return out if not isinstance(out, tuple | list) else out[-1]
+    return out[-1] if isinstance(out, tuple | list) else out
 
 
 def _is_causal(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

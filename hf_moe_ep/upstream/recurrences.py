@@ -125,10 +125,10 @@ RECURRENCES = {
 
 def has_recurrence(module: nn.Module) -> bool:
     """Return True if the forward of a module calls the convolution and one of the recurrences."""
-    return has_convolution(module) and not RECURRENCES.keys().isdisjoint(_find_globals(module))
+    return _has_convolution(module) and not RECURRENCES.keys().isdisjoint(_find_globals(module))
 
 
-def has_convolution(module: nn.Module) -> bool:
+def _has_convolution(module: nn.Module) -> bool:
     """Return True if a forward calls the convolution, and `copy_forward_with` can copy the forward.
 
     A forward cannot be copied if keyword-only arguments have defaults, or if the instance has a
@@ -147,7 +147,7 @@ def mixes_by_convolution_alone(module: nn.Module) -> bool:
     forward uses a global that `_WITHOUT_STATE` does not list, a function that belongs to the
     module, or a child that takes more than one tensor.
     """
-    if not has_convolution(module) or not _find_globals(module) <= _WITHOUT_STATE:
+    if not _has_convolution(module) or not _find_globals(module) <= _WITHOUT_STATE:
         return False
     names = _get_stock_forward(module).__code__.co_names
     own = (getattr(module, name, None) for name in names if not hasattr(nn.Module, name))

@@ -9,10 +9,14 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside the block, set the attribute `name` to `value`. `owner` itself must have it before."""
-    stock = vars(owner)[name]
+    """Inside the block, set the attribute `name` of `owner`, which may inherit it, to `value`."""
+    getattr(owner, name)  # raises AttributeError for a name that does not exist
+    is_own, stock = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, stock)
+        if is_own:
+            setattr(owner, name, stock)
+        else:
+            delattr(owner, name)

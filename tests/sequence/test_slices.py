@@ -69,7 +69,7 @@ def test_join_reverses_take(cp: int, sp: int, length: int) -> None:
     whole = torch.arange(1, 2 * length + 1).view(2, length, 1)
     in_turn = torch.cat([part.take(whole, 1) for part in parts], 1)
     assert torch.equal(parts[0].join(in_turn, 1), whole)
-    assert torch.equal(parts[0].arrange_by_rank(whole, 1), in_turn)
+    assert torch.equal(parts[0].arrange_by_rank(whole), in_turn)
 
 
 def test_slices_of_arguments_are_shared_and_keep_no_whole_tensor_alive() -> None:

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from hf_moe_ep.checkpoints.storage.atomic import compute_sha256
 from hf_moe_ep.ranks.boxes import Box, get_box_sizes
-from hf_moe_ep.upstream.named_weights import named_weights
+from hf_moe_ep.upstream.named_weights import find_named_weights
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -132,7 +132,7 @@ def read_index(directory: str | os.PathLike[str], single: str = SINGLE) -> dict[
             the file.
     """
     directory, index = Path(directory), f"{single}.index.json"
-    named = named_weights(directory) if single == SINGLE else None
+    named = find_named_weights(directory) if single == SINGLE else None
     if named is not None and not (directory / named).is_file():
         raise ValueError(
             f"{directory} has no {named}, which its config.json names as transformers_weights; add "
