@@ -72,7 +72,7 @@ def apply_ep_fsdp2(
     """Shard a model over all ranks of the default process group, in place, and return it.
 
     This function is for a training loop of your own. Create the optimizer after this call, which
-    replaces the parameters.
+    replaces the parameters; a step of an older optimizer raises a ValueError.
 
     Args:
         model: a patched model, or a stock model, which is first patched with `config` and
@@ -272,6 +272,6 @@ def _check_process_group(caller: str) -> None:
     if not is_distributed():
         raise ValueError(
             f"{caller} needs a process group, but torch.distributed is not initialised; start the "
-            "script with torchrun or accelerate launch, and call "
-            "torch.distributed.init_process_group() first"
+            "script with torchrun or accelerate launch, and before this call create "
+            "TrainingArguments or an Accelerator, or call torch.distributed.init_process_group()"
         )

@@ -67,6 +67,7 @@ the row above.
     pipeline/stage.py | setattr | numbers and strings of the layers that stand-ins replace
     upstream/modules.py | _call_impl | of a model with stages: runs the schedule
     sharding/values.py | data setattr | parameters become DTensors, in place
+    sharding/replaced_parameters.py | _hf_moe_ep_replaced | on parameters before sharding
     sharding/whole_experts.py | setattr | parameters of experts that FSDP2 does not shard
     upstream/sharded_models.py | _is_fsdp_managed_module _get_name | marks for transformers
     upstream/models.py | support_avx512bf16_for_cpu | bitsandbytes' layers must not repack weights
@@ -88,6 +89,7 @@ the row above.
     runner/path/sitecustomize.py | exec_module meta_path | installs the hook of `hf-moe-ep run`
     upstream/sharded_models.py | _custom_op_handlers | DTensor's check for infinities, with etp_size
     placement/hub_order.py | _watch_new_optimizers | a hook of torch, from balance_experts on
+    sharding/replaced_parameters.py | _watch_optimizers | the same, from the first sharding on
     integrations/prepare.py | _hf_moe_ep_taken_sizes | of a ParallelismConfig, for later models
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
     upstream/accelerate_and_trainer.py | distributed_type | the same

@@ -64,6 +64,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = from_pretrained(options.model, ep_size=options.ep_size)
+    model.train()  # a loaded model is in evaluation mode, in which layers are not checkpointed
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     link, token = Link(options.port, 0) if rank == 0 else None, SyncToken()
     vocabulary, rows = model.config.vocab_size, 16 * world_size

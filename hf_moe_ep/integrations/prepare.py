@@ -97,6 +97,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         return original(self, *args, **kwargs)
     enable_fsdp_on_cpu(self.state, None)
     check_launch(self)
+    _check_not_replicated(self, models)
     take_over_sizes(self.parallelism_config, models)
     states = [state for model in models if (state := find_state(model)) is not None]
     state = states[0]
@@ -295,6 +296,23 @@ def check_launch(accelerator: Accelerator) -> None:
         raise ValueError(
             f"the launch config asks for FSDP version {version}, but a patched model needs version "
             "2: write `fsdp_version: 2` in its fsdp_config"
+        )
+
+
+def _check_not_replicated(accelerator: Accelerator, models: Iterable[nn.Module]) -> None:
+    """Raise ValueError if Accelerate would wrap a sharded model in DistributedDataParallel.
+
+    A model that is not sharded raises an error in its first forward.
+    """
+    kind = accelerator.distributed_type
+    if not accelerator.multi_device and kind != DistributedType.MULTI_CPU:
+        return
+    states = [find_state(model) for model in models]
+    if any(state is not None and state.meshes is not None for state in states):
+        raise ValueError(
+            f"this patched model is sharded, but the launch config asks for {kind.value}, so "
+            f"Accelerate would wrap it in DistributedDataParallel, which needs whole parameters. "
+            f"{how_to_shard()}"
         )
 
 

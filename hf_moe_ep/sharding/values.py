@@ -37,6 +37,7 @@ from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.boxes import from_even_shards
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.sharding.options import ShardOptions
+from hf_moe_ep.sharding.replaced_parameters import mark_as_replaced
 from hf_moe_ep.state import Compute, iterate_experts_modules
 from hf_moe_ep.upstream.models import is_correction_bias
 from hf_moe_ep.upstream.modules import get_own_buffers
@@ -203,6 +204,7 @@ def _register(value: Tensor, entry: ParameterEntry, suffix: str) -> nn.Parameter
     parameter = nn.Parameter(value, requires_grad=entry.parameter.requires_grad)
     for module, name in entry.owners:
         setattr(module, name + suffix, parameter)
+    mark_as_replaced(entry.parameter)
     return parameter
 
 

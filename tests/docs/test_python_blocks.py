@@ -269,6 +269,13 @@ def balance_load(page: str, number: int, rank: int, world: int, folder: str) -> 
         assert "balance_experts" in describe(model)
 
 
+def freeze_routers(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    model = patch(tiny())
+    _run(page, number, model=model)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert frozen == [f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)]
+
+
 def record_and_replay(page: str, number: int, rank: int, world: int, folder: str) -> None:
     with _work_in(folder) as inputs:
         model, _ = _shard_and_step(inputs)
@@ -371,6 +378,7 @@ RUNS: dict[tuple[str, int], Callable[..., None]] = {
     ("docs/muon.md", 3): unfreeze_a_layer,
     ("docs/balance.md", 0): print_expert_load,
     ("docs/balance.md", 1): balance_load,
+    ("docs/balance.md", 2): freeze_routers,
     ("docs/trainers.md", 0): load_in_transformers_sharding,
     ("docs/upstream.md", 0): print_replaced_functions,
     ("docs/rl.md", 1): record_and_replay,

@@ -54,6 +54,15 @@ def accelerates_activation_checkpointing_is_refused_after_sharding(rank: int, wo
                 accelerator.prepare(ours, optimizer)
 
 
+def a_launch_without_fsdp_is_refused_after_sharding(rank: int, world: int) -> None:
+    """Accelerate would pass shards to DDP, which raises an error about operators of DTensor."""
+    ours = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
+    with launched(ACCELERATE_USE_FSDP="false"):
+        accelerator = Accelerator(cpu=True)
+        with pytest.raises(ValueError, match=r"asks for MULTI_CPU, .*`distributed_type: FSDP`"):
+            accelerator.prepare(ours, torch.optim.SGD(ours.parameters()))
+
+
 def a_model_with_empty_shards_is_prepared(rank: int, world: int) -> None:
     """The gate of the shared experts has one row, so one rank has an empty shard of the gate.
 
@@ -161,6 +170,7 @@ def _list_unit_names(model: nn.Module) -> set[str]:
 ON_TWO_RANKS = [
     a_stock_model_prepared_after_ours_has_a_unit_per_layer,
     accelerates_activation_checkpointing_is_refused_after_sharding,
+    a_launch_without_fsdp_is_refused_after_sharding,
     a_model_with_empty_shards_is_prepared,
     reshard_after_forward_of_patch_is_used,
     gradient_checkpointing_of_a_sharded_model_equals_stock,
