@@ -89,7 +89,7 @@ the row above.
     runner/path/sitecustomize.py | exec_module meta_path | installs the hook of `hf-moe-ep run`
     upstream/sharded_models.py | _custom_op_handlers | DTensor's check for infinities, with etp_size
     placement/hub_order.py | _watch_new_optimizers | a hook of torch, from balance_experts on
-    sharding/replaced_parameters.py | _watch_optimizers | the same, from the first sharding on
+    sharding/replaced_parameters.py | _handles | the same, until the first step after sharding
     integrations/prepare.py | _hf_moe_ep_taken_sizes | of a ParallelismConfig, for later models
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
     upstream/accelerate_and_trainer.py | distributed_type | the same

@@ -8,30 +8,31 @@
 An optimizer skips parameters without gradients, so without this error such a loop would run to its
 end with the loss of its first step. Accelerate gives the new parameters to the optimizers that it
 prepares together with the model.
+
+torch calls a hook before the steps of every optimizer in the process. The hook is removed after the
+first step of an optimizer that has parameters of a sharded model.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+# The hook while it is registered.
+_handles: list[RemovableHandle] = []
 _REPLACED = "_hf_moe_ep_replaced"
 
 
 def mark_as_replaced(parameter: nn.Parameter) -> None:
     """Remember that sharding has replaced a parameter, which no optimizer can train any more."""
     setattr(parameter, _REPLACED, True)
-    _watch_optimizers()
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """Register a hook that runs before each step of every optimizer; once per process."""
-    register_optimizer_step_pre_hook(_refuse_replaced)
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_refuse_replaced))
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -50,3 +51,11 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
             f"the optimizer after apply_ep_fsdp2(model), or pass model and optimizer to "
             f"accelerator.prepare together"
         )
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        # A hook must not remove itself while torch calls the hooks of its kind.
+        optimizer.register_step_post_hook(_remove_hook)
+
+
+def _remove_hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    while _handles:
+        _handles.pop().remove()

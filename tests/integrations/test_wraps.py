@@ -261,7 +261,6 @@ ALLOWED = {
     },
     "integrations/new_adapters.py": {"inject_adapter"},
     "integrations/trainer_checkpoints.py": {"postpone_rotation"},
-    "sharding/replaced_parameters.py": {"_refuse_replaced"},
     # the search for a patched model
     "state.py": {"find_state", "check_is_model"},
     "config.py": {"is_launched_with_fsdp"},
