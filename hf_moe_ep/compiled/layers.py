@@ -365,6 +365,10 @@ def _call_compiled(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Call the function that torch.compile has made for the layers of this module's kind.
+
+    `by_tracing` has two kinds: layers whose MoE blocks are not traced, and layers whose blocks are.
+    """
     if state.blocks_are_traced and _ROUTER_LOGITS in collected_outputs():
         # transformers has registered its hooks in this forward, after `BeginForward`.
         state.blocks_are_traced = False
