@@ -274,7 +274,9 @@ class BeginForward(Ours):
         if not caller.training:
             return None
         if state.blocks_are_traced:
-            reserve_counts(state, get_computing_device(caller))
+            # Outside of `torch.inference_mode`, a tensor that was made in it cannot be changed.
+            with torch.inference_mode(False):
+                reserve_counts(state, get_computing_device(caller))
         given = any(kwargs.get(name) is not None for name in ("use_cache", *_CACHES))
         if given or not self._takes_use_cache:
             return None
