@@ -48,6 +48,7 @@ the row above.
     sequence/slices.py | transfer | keys, values or their gradients, while they are sent
     sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
     sequence/split.py | documents part | in a slice, and the slice that runs outside of layers
+    sequence/split.py | document_numbers | in a slice of a forward that torch.compile traces
     sequence/mixers.py | _gradient_checkpointing_func | of a layer, wrapped while it runs
     sequence/mask_rows.py | part | the slice, during a forward that builds masks
     sequence/mask_rows.py | has_mask_rows | in a slice: if masks have only the rows of this rank

@@ -248,7 +248,9 @@ class BeginForward(Ours):
         if not caller.training:
             return None
         if state.blocks_are_traced:
-            reserve_counts(state, get_computing_device(caller))
+            # Outside of `torch.inference_mode`, a tensor that was made in it cannot be changed.
+            with torch.inference_mode(False):
+                reserve_counts(state, get_computing_device(caller))
         given = any(kwargs.get(name) is not None for name in ("use_cache", *_CACHES))
         if given or not self._takes_use_cache:
             return None
@@ -339,6 +341,10 @@ def _call_compiled(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Call the function that torch.compile has made for the layers of this module's kind.
+
+    `by_tracing` has two kinds: layers whose MoE blocks are not traced, and layers whose blocks are.
+    """
     if state.blocks_are_traced and _ROUTER_LOGITS in list_collected_outputs():
         # transformers has registered its hooks in this forward, after `BeginForward`.
         state.blocks_are_traced = False

@@ -13,6 +13,7 @@ An example with 4 experts on 2 ep ranks, top-2, and 8 tokens on all ranks togeth
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -84,7 +85,7 @@ class ExpertLoad:
         num_experts = self.counts.shape[1]
         if num_experts == 1:
             return self.entropy + 1
-        return self.entropy / torch.tensor(float(num_experts)).double().log()
+        return self.entropy / math.log(num_experts)
 
     def __str__(self) -> str:
         num_layers, num_experts = self.counts.shape
@@ -184,7 +185,7 @@ def list_slots(state: ModelState) -> Tensor | None:
     slots_of_layers = [layer.slots_E for layer in state.moe_layers]
     if all(slots_E is None for slots_E in slots_of_layers):
         return None
-    hub_order = torch.arange(state.num_experts)
+    hub_order = torch.arange(state.num_experts, device="cpu")
     return torch.stack([hub_order if slots is None else slots.cpu() for slots in slots_of_layers])
 
 

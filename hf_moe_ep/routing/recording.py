@@ -122,7 +122,7 @@ class Recording(Session):
     def _to_host(self, ids: Tensor) -> Tensor:
         if not ids.is_cuda:
             return ids
-        host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+        host = torch.empty(ids.shape, dtype=ids.dtype, device="cpu", pin_memory=True)
         host.copy_(ids, non_blocking=True)
         self._copied = torch.cuda.Event()
         # The copy runs on a stream of the ids' GPU, which may not be the current GPU.

@@ -95,7 +95,8 @@ class Routes:
         if len(shapes) > 1:
             raise ValueError(f"arrays of one batch differ in [layers, K]: {sorted(shapes)}")
         num_layers, top_k = shapes.pop()
-        ids = torch.full((len(tensors), padded_to, num_layers, top_k), LIVE, dtype=torch.int16)
+        shape = (len(tensors), padded_to, num_layers, top_k)
+        ids = torch.full(shape, LIVE, dtype=torch.int16, device="cpu")
         for row, (tensor, length) in enumerate(zip(tensors, input_lengths, strict=True)):
             start = 0 if starts is None else starts[row]
             if start + len(tensor) not in (length - 1, length):

@@ -37,15 +37,23 @@ class SeparateDocuments(Ours):
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         part = self.layer.part
+        if part is not None and part.document_numbers is not None:
+            return self._separate_arguments(module, args, kwargs, part)
         if part is None or part.documents is None:
             return None
-        return self._separate_arguments(module, args, kwargs, part)
+        return self._separate_untraced(module, args, kwargs, part)
 
     @torch.compiler.disable
+    def _separate_untraced(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], part: Slice
+    ) -> Call | None:
+        """Call `_separate_arguments`. torch.compile would trace each list of documents anew."""
+        return self._separate_arguments(module, args, kwargs, part)
+
     def _separate_arguments(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], part: Slice
     ) -> Call | None:
-        """Return the arguments with other masks. torch.compile would trace each packing anew."""
+        """Return the arguments with masks that separate the documents."""
         if uses_flash_attention(module):
             positions = kwargs.get("position_ids")
             if positions is None or find_text_positions(positions) is None:
@@ -59,7 +67,7 @@ class SeparateDocuments(Ours):
         is_causal = getattr(module, "is_causal", True)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
 
-        def separate_mask(name: str, value: Any) -> Any:
+        def separate_argument(name: str, value: Any) -> Any:
             if name != "attention_mask":
                 return value
             if isinstance(value, Tensor) and value.dtype == torch.bool and is_eager(module):
@@ -69,17 +77,22 @@ class SeparateDocuments(Ours):
                     f"attention adds to its scores, so it would mix the documents; pass a mask of "
                     f"numbers, or leave the mask out"
                 )
+            if part.document_numbers is not None:
+                # A trace has no ids of tensors. It computes equal masks of several layers once.
+                return separate_mask(value)
             if id(value) not in part.separated:
-                if isinstance(value, BlockMask):
-                    separated: Any = _separate_blocks(value, part, hidden.device)
-                else:
-                    separated = _separate_dense(value, part, hidden.device, is_causal=is_causal)
-                if value is None and is_eager(module):  # eager attention adds its mask to scores
-                    separated = _as_numbers(separated, hidden.dtype)
-                part.separated[id(value)] = value, separated
+                part.separated[id(value)] = value, separate_mask(value)
             return part.separated[id(value)][1]
 
-        return self.arguments.change((args, kwargs), separate_mask)
+        def separate_mask(value: Any) -> Any:
+            if isinstance(value, BlockMask):
+                return _separate_blocks(value, part, hidden.device)
+            separated = _separate_dense(value, part, hidden.device, is_causal=is_causal)
+            if value is None and is_eager(module):  # eager attention adds its mask to scores
+                return _as_numbers(separated, hidden.dtype)
+            return separated
+
+        return self.arguments.change((args, kwargs), separate_argument)
 
 
 def _separate_dense(
@@ -96,9 +109,9 @@ def _separate_dense(
     if mask.dtype != torch.bool:
         return mask.masked_fill(~same, torch.finfo(mask.dtype).min)
     separated = mask & same
-    # In a mask of the caller, a padding token may see only tokens of other documents. It then gets
-    # to see every token, because the output of a query that sees no token is NaN.
-    return separated | ~separated.any(-1, keepdim=True)
+    # In a mask of the caller, a padding token may see only tokens of other documents. It then keeps
+    # seeing them, because the output of a query that sees no token is NaN.
+    return torch.where(separated.any(-1, keepdim=True), separated, mask)
 
 
 def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,7 +132,9 @@ def _separate_blocks(mask: BlockMask, part: Slice, device: torch.device) -> Bloc
 
 
 def _number_documents(part: Slice) -> Tensor:
-    """Number the documents of each row, and return the number of each token's document, (B, S)."""
+    """Return the number of each token's document, (B or 1, S)."""
+    if part.document_numbers is not None:
+        return part.document_numbers
     assert part.documents is not None
     numbers = torch.zeros(len(part.documents), part.length, dtype=torch.int64)
     for row, bounds in enumerate(part.documents):
@@ -178,6 +193,26 @@ def check_described_documents(
                 f"would mix the documents; pass position_ids that restart at 0 in each document, "
                 f"as DataCollatorWithFlattening(return_position_ids=True) makes them"
             )
+
+
+def number_documents(positions: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the number of each token's document, (B or 1, S), without a copy to the host.
+
+    These are the documents of `find_documents`. With a mask (B, S), a document begins only between
+    two visible tokens, and a gap between positions begins one only if all tokens are visible and
+    the positions of some row restart (`_choose_mask` in split.py then drops the mask).
+
+    Args:
+        positions: the positions of the text, (B or 1, S).
+        mask: the attention mask (B, S), or None.
+    """
+    steps = positions.diff()
+    is_start = steps != 1
+    if mask is not None:
+        is_restart = (mask[:, 1:] * mask[:, :-1]).bool() & (steps <= 0)
+        at_gaps = is_restart.any() & mask.all()
+        is_start = is_restart | (at_gaps & is_start)
+    return functional.pad(is_start, (1, 0)).cumsum(1)
 
 
 def find_documents(

@@ -85,6 +85,9 @@ class Slice:
         # For each row, (first token, last token + 1) of each document; None if the rows are not
         # packed. It is set only if hooks separate the documents (mixers.py, packed_rows.py).
         self.documents: list[list[tuple[int, int]]] | None = None
+        # In a forward that torch.compile traces, `documents` is None, because only the device knows
+        # the documents. This is the number of each token's document, (B or 1, S).
+        self.document_numbers: Tensor | None = None
         # For packed rows: {id of a mask: (mask, mask that separates the documents)}.
         self.separated: dict[int, tuple[Any, Any]] = {}
         # True if masks have only the rows of this rank (sequence/mask_rows.py).

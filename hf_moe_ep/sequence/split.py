@@ -37,12 +37,16 @@ from hf_moe_ep.sequence.packed_rows import (
     check_packed_flash,
     find_documents,
     find_text_positions,
+    number_documents,
 )
 from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
 from hf_moe_ep.sequence.slice_arguments import LayerArguments
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, make_zigzag_order, sum_slices
 from hf_moe_ep.state import ModelState, OfModel, Ours, StateHook
-from hf_moe_ep.upstream.attention_interface import model_uses_flash_attention
+from hf_moe_ep.upstream.attention_interface import (
+    model_builds_dense_masks,
+    model_uses_flash_attention,
+)
 from hf_moe_ep.upstream.frameworks import how_to_keep_all_logits
 from hf_moe_ep.upstream.models import (
     IGNORED_LABEL,
@@ -171,7 +175,8 @@ class FindDocuments(Ours):
     """Pre-forward hook that finds packed documents in a model whose sequences are not split.
 
     A forward with packed rows gets a `Slice` of the whole sequence, so that mixers run once per
-    document. Every other forward is not changed.
+    document. If torch.compile traces the model, and it has no mixers, every forward with position
+    ids gets a `Slice`, so that attention separates the documents. Other forwards do not change.
     """
 
     separates = True
@@ -186,7 +191,40 @@ class FindDocuments(Ours):
         is_packed = given.get("position_ids") is not None or describes_packing(given)
         if not is_packed or find_cache(given) is not None:
             return None
+        if torch.compiler.is_compiling() and not self.has_mixers and _can_be_traced(model, given):
+            return _with_document_numbers(given)
         return _with_documents(model, given, self.has_mixers)
+
+
+def _can_be_traced(model: nn.Module, given: dict[str, Any]) -> bool:
+    """Return True if a traced forward can separate the documents in the dense masks of attention.
+
+    FlexAttention has masks of blocks, and flash attention reads the documents itself. The caller
+    must pass the positions of the text, and no mask or a mask (B, S).
+    """
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    return (
+        isinstance(positions, Tensor)
+        and find_text_positions(positions) is not None
+        and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))
+        and find_tokens(given) is not None
+        and not describes_packing(given)
+        and model_builds_dense_masks(model)
+    )
+
+
+def _with_document_numbers(given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a forward that torch.compile traces, with a `Slice` for attention.
+
+    A graph is the same for all positions, so attention gets a mask of documents even if the rows
+    are not packed. A packed row may have padding here: its mask hides the padding in stock's mask,
+    and the documents are separated in addition.
+    """
+    tokens, positions = find_tokens(given), find_text_positions(given["position_ids"])
+    assert tokens is not None and positions is not None
+    part = Slice(None, 0, 1, length=tokens.shape[1])
+    part.document_numbers = number_documents(positions, given.get("attention_mask"))
+    return (), given | {SLICE: part}
 
 
 @torch.compiler.disable(

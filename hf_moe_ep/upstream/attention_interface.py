@@ -135,6 +135,11 @@ def model_uses_flash_attention(model: Any) -> bool:
     return "flash" in (model.config.get_text_config()._attn_implementation or "")
 
 
+def model_builds_dense_masks(model: Any) -> bool:
+    """Return True if the layers of a language model get dense masks, of all queries and keys."""
+    return builds_dense_masks(model.config.get_text_config())
+
+
 def uses_sdpa(module: Any) -> bool:
     """Return True if an attention module calls torch's scaled_dot_product_attention."""
     return bool(module.config._attn_implementation == "sdpa")

@@ -486,6 +486,17 @@ def test_evaluation_runs_without_compilation() -> None:
     assert _count_graphs() == 0
 
 
+def test_a_forward_in_inference_mode_can_precede_training() -> None:
+    """The counts of chosen experts are allocated in the first forward in training mode."""
+    torch.compiler.reset()
+    model = patch(tiny(), compile_layers="aot_eager", experts_backend="torch")
+    inputs = batch(model, 2, 9)
+    with torch.inference_mode():
+        model(**inputs)
+    model(**inputs).loss.backward()
+    assert expert_load(model).counts.sum() == 2 * 2 * 9 * 2  # layers, rows, tokens, top-k
+
+
 @pytest.mark.slow
 def test_a_decoder_that_is_called_without_its_model_is_compiled_and_counted() -> None:
     """TRL's distillation trainers call the decoder alone. Its config asks for a KV cache."""

@@ -37,7 +37,9 @@ def _compare_with_reference(rank: int, world: int, folder: str, device: str) -> 
     truth = {name: torch.randn(shape).to(device).double() for name, shape in shapes.items()}
     inputs = {name: tensor.float().requires_grad_() for name, tensor in truth.items()}
     formula = ExpertFormula()
-    (exchange,) = AllToAll(dist.group.WORLD, EXPERTS).start_plan(ids_TK, HEADER).finish()
+    # A user may have set a default device. On "meta", a tensor without its own device fails.
+    with torch.device("cuda" if device == "cuda" else "meta"):
+        (exchange,) = AllToAll(dist.group.WORLD, EXPERTS).start_plan(ids_TK, HEADER).finish()
     arriving = exchange.start(Tokens(inputs["x"], inputs["w"], ids_TK))
     rows_RH, w_RK, ids_RK = arriving.finish()
     experts = ExpertWeights(inputs["up"], None, inputs["down"], None)

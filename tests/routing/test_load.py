@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from hf_moe_ep import ExpertLoad, apply_ep_fsdp2, expert_load, patch
 from hf_moe_ep.architectures import find_parts
-from hf_moe_ep.routing.load import read_load
+from hf_moe_ep.routing.load import list_slots, read_load
 from hf_moe_ep.state import STATE
 
 ACCUMULATION = 3
@@ -80,6 +81,17 @@ def test_the_ratios_of_an_example_equal_the_docstring() -> None:
     assert lines[2].split() == ["a", "16", "1.75", "(e0)", "1.50", "0", "0.874"]
     assert lines[3].split() == ["b", "8", "4.00", "(e1)", "2.00", "3", "0.000"]
     assert lines[4].split() == ["c", "0", "no", "tokens"]
+
+
+def test_the_load_is_on_the_host_whatever_the_default_device() -> None:
+    """The experts of the second layer were moved, those of the first layer were not."""
+    load = ExpertLoad(torch.tensor([[6, 2], [4, 4]]), ("a", "b"), ep_size=2)
+    slots: Any = [SimpleNamespace(slots_E=x) for x in (None, torch.tensor([1, 0]))]
+    state: Any = SimpleNamespace(moe_layers=slots, num_experts=2)
+    with torch.device("meta"):
+        ratio, slots_LE = load.relative_entropy[1], list_slots(state)
+    assert ratio == 1
+    assert slots_LE is not None and slots_LE.tolist() == [[0, 1], [1, 0]]
 
 
 def test_plot_writes_a_png(tmp_path: Path) -> None:

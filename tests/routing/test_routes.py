@@ -17,6 +17,12 @@ def _list_ids_of_first_layer(routes: Routes) -> list[list[int]]:
     return routes.ids[:, :, 0, 0].tolist()
 
 
+def test_routes_are_on_the_host_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        routes = Routes.from_engine([LONG, SHORT], [4, 2], padded_to=5, pad_side="right")
+    assert _list_ids_of_first_layer(routes) == [[1, 2, 3, -1, -1], [4, -1, -1, -1, -1]]
+
+
 @pytest.mark.parametrize("dtype", [np.int16, np.uint8, np.int32, np.uint16])
 @pytest.mark.parametrize(
     ("pad_side", "want"),

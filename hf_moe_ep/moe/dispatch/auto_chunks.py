@@ -80,7 +80,8 @@ class LayerTimes:
     def _estimate_pipeline(self, num_chunks: int, tail: float) -> float:
         """Return the seconds of all chunks in forward, or in backward.
 
-        A computation of `tail` seconds runs while the last rows are sent."""
+        A computation of `tail` seconds runs while the last rows are sent.
+        """
         transfer = self.latency + self.transfer / num_chunks
         arrivals = [transfer]
         link = transfer  # when the link has sent all rows that were started so far

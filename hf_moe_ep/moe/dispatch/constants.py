@@ -1,4 +1,4 @@
-"""Make the small tensors that are the same in every layer and step once, and keep them."""
+"""Cache the small constant tensors that a dispatcher reads in every layer and step."""
 
 from __future__ import annotations
 

@@ -94,8 +94,9 @@ def exchange_counts(
     chunk of tokens: the number of rows that this rank will send to each rank.
     """
     device, num_ranks = counts[0].device, len(counts[0])
-    # Pin the memory, because a copy from pageable memory is a host sync.
-    numbers = torch.tensor(header.as_list(), pin_memory=device.type == "cuda")
+    # Pin the memory, because a copy from pageable memory is a host sync. The device is the CPU even
+    # if torch.set_default_device names another one, whose memory cannot be pinned.
+    numbers = torch.tensor(header.as_list(), device="cpu", pin_memory=device.type == "cuda")
     fields = numbers.to(device, non_blocking=True)
     columns = [fields.expand(num_ranks, -1), *counts]
     if max_rows is not None:

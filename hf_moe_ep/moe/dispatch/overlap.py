@@ -57,7 +57,7 @@ class OverlappedChunks:
         yield latest
 
     def send_back(self, arriving: ArrivingRows, rows_RH: Tensor) -> None:
-        """Start to send_back back `rows_RH`, the experts' results for the chunk `arriving`."""
+        """Start to send back `rows_RH`, the experts' results for the chunk `arriving`."""
         self._returning.append(arriving.start_combine(rows_RH))
         self._arriving.remove(arriving)
 
