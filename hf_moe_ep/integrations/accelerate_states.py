@@ -52,6 +52,7 @@ from hf_moe_ep.integrations.optimizer_states import use_own_optimizer_states
 from hf_moe_ep.integrations.random_states import reseed_on_other_ranks
 from hf_moe_ep.integrations.saving import (
     check_bases,
+    check_saved_with_same_type,
     check_state_dict_type,
     restore_all_extra,
     share_write_errors,
@@ -74,8 +75,9 @@ _FILES = re.compile(
     rf"|({'|'.join(Path(name).stem for name in (BASE, EXTRA, CONVERSIONS))})(_\d+)?\.json"
     rf"|{re.escape(manifest.STARTED)}"
 )
-# Each rank writes such files. An earlier save may have had more ranks than this save.
-_FILES_OF_RANKS = ("random_states_*.pkl", "*_rank*.bin")
+# An earlier save to the folder may have left such files: it may have had more ranks than this save,
+# or another type of state dict.
+_FILES_OF_A_SAVE = ("random_states_*.pkl", "*.bin")
 _FILES_OF_DCP = (".metadata", "*.distcp")
 
 
@@ -105,7 +107,7 @@ def save_state(
         if automatic:
             _clear_unfinished(folder)
         manifest.begin(folder)
-        _remove_files_of_ranks(folder)
+        _remove_files_of_earlier_save(folder)
 
     run_on_first(f"saving {folder}", begin)
     manifest.check_is_shared(folder)
@@ -145,8 +147,9 @@ def load_state(
     random generators are seeded anew, with a warning.
 
     Raises:
-        ValueError: on every rank, before anything is loaded: the folder is damaged, unfinished or
-            absent; or a file of DCP, which the error names, has objects other than plain values.
+        ValueError: on every rank, before anything is loaded: the folder is damaged, unfinished,
+            absent, or was saved with another type of state dict; or a file of DCP, which the error
+            names, has objects other than plain values.
     """
     automatic = self.project_configuration.automatic_checkpoint_naming
     if not _find_states(self) or (input_dir is None and not automatic):
@@ -154,9 +157,12 @@ def load_state(
 
     def choose() -> tuple[Path, bool]:
         if input_dir is None:
-            return find_newest_resumable(_get_automatic_parent(self), _AUTOMATIC_NAME)
-        named_folder = Path(input_dir).expanduser()
-        return named_folder, is_verifiable(named_folder)
+            chosen, verifiable = find_newest_resumable(_get_automatic_parent(self), _AUTOMATIC_NAME)
+        else:
+            chosen = Path(input_dir).expanduser()
+            verifiable = is_verifiable(chosen)
+        check_saved_with_same_type(self, chosen)
+        return chosen, verifiable
 
     folder, verifiable = run_on_first("load_state", choose)
     check_resumable(folder, verifiable)
@@ -216,10 +222,10 @@ def _clear_unfinished(folder: Path) -> None:
         )
 
 
-def _remove_files_of_ranks(folder: Path) -> None:
-    """Remove the files that single ranks wrote to this folder in an earlier save."""
+def _remove_files_of_earlier_save(folder: Path) -> None:
+    """Remove the files of an earlier save to this folder that this save may not overwrite."""
     dcp_folders = [p for p in folder.iterdir() if p.is_dir() and _FOLDERS.fullmatch(p.name)]
-    stale = [file for pattern in _FILES_OF_RANKS for file in folder.glob(pattern)]
+    stale = [file for pattern in _FILES_OF_A_SAVE for file in folder.glob(pattern)]
     stale += [f for part in dcp_folders for pattern in _FILES_OF_DCP for f in part.glob(pattern)]
     for file in stale:
         if _is_written_by_accelerate(file.relative_to(folder).as_posix()):

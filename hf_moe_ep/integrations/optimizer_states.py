@@ -7,6 +7,9 @@ A parameter that never had a gradient, such as those of a vision tower in a trai
 has no optimizer state. torch saves no state of it, but refuses to load a checkpoint without this
 state. Here such a parameter has no state after the load either, as in the run that was saved.
 
+Both runs must train the same parameters. torch would ignore a parameter that only the saved run
+trained; here a load is refused if the model lacks this parameter.
+
 On a rank the functions get the parameters of one pipeline stage, but files must not depend on the
 number of stages:
 
@@ -19,7 +22,7 @@ number of stages:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,7 +34,7 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from hf_moe_ep.checkpoints.hub.stages import gather_from_stages
-from hf_moe_ep.checkpoints.training.same_run import check_optimizer
+from hf_moe_ep.checkpoints.training.same_run import check_optimizer, format_names
 from hf_moe_ep.checkpoints.training.stages import join_groups
 from hf_moe_ep.checkpoints.training.state_file import Group, OptimizerState
 from hf_moe_ep.checkpoints.training.tensors import list_parameter_names
@@ -83,7 +86,8 @@ def _set_state(
     """Wrap `set_optimizer_state_dict`: load the states of this stage's parameters.
 
     Raises:
-        ValueError: on every rank: the optimizer has other parameter groups than the saved one.
+        ValueError: on every rank: the optimizer has other parameter groups than the saved one, or
+            the saved run trained parameters that the model lacks.
     """
     state = find_state(model)
     if state is None or not isinstance(optimizers, torch.optim.Optimizer):
@@ -93,7 +97,12 @@ def _set_state(
     saved_groups = optim_state_dict["param_groups"]
     saved = OptimizerState(None, [], {}, [_to_group(group, {}) for group in saved_groups])
     where = "the checkpoint of the optimizer"
-    run_on_all(where, lambda: check_optimizer(model, optimizers, saved, where))
+
+    def check() -> None:
+        _check_has_trained_parameters(saved_groups, state.stage.tensors)
+        check_optimizer(model, optimizers, saved, where)
+
+    run_on_all(where, check)
     names, _ = list_parameter_names(model, optimizers)
     groups = [
         saved_group | {"params": [names[id(parameter)] for parameter in group["params"]]}
@@ -114,11 +123,13 @@ def _set_whole(
     """Load the states of all parameters; those that had no gradient in the saved run get no state.
 
     Raises:
-        ValueError: on every rank: in the saved run the optimizer did not have a parameter.
+        ValueError: on every rank: in the saved run the optimizer did not have a parameter, or it
+            had parameters that the model lacks.
     """
     names, trained = list_parameter_names(model, optimizer)
 
     def find_without_state() -> set[str]:
+        _check_has_trained_parameters(optim_state_dict["param_groups"], set(names.values()))
         missing = trained.keys() - optim_state_dict["state"].keys()
         saved = {name for group in optim_state_dict["param_groups"] for name in group["params"]}
         if new := sorted(missing - saved):
@@ -140,6 +151,23 @@ def _set_whole(
             if names[id(parameter)] in without_state:
                 optimizer.state.pop(parameter, None)
     return result
+
+
+def _check_has_trained_parameters(
+    saved_groups: Iterable[dict[str, Any]], in_model: Container[str]
+) -> None:
+    """Raise ValueError if the saved run trained parameters that the model lacks.
+
+    Accelerate reads only the tensors that the model has. If the resumed run has no adapters on
+    experts, for example, it would continue without the experts' trained adapters.
+    """
+    saved = (name for group in saved_groups for name in group["params"])
+    if lost := [name for name in saved if name not in in_model]:
+        raise ValueError(
+            f"the optimizer of the saved run trained {format_names(lost)}, which this model lacks, "
+            f"so their values would be lost; build the model and its adapters as in that run, or "
+            f"load the model alone and start with a new optimizer"
+        )
 
 
 def _to_group(group: dict[str, Any], aliases: dict[str, str]) -> Group:

@@ -28,10 +28,12 @@ from typing import Any
 
 import transformers
 from accelerate import Accelerator
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, gather_tensor
 from hf_moe_ep.checkpoints.hub.save import save_pretrained, save_state_dict
+from hf_moe_ep.checkpoints.storage.unpickle import METADATA_FILE
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base, number_file_name
 from hf_moe_ep.checkpoints.training.conversions import CONVERSIONS, make_conversions
 from hf_moe_ep.checkpoints.training.extra import EXTRA, describe_extra, restore_extra
@@ -411,6 +413,37 @@ def check_state_dict_type(accelerator: Accelerator) -> None:
                 f"and with etp_size > 1 gate and up are separate dims of a parameter "
                 f"({next(iter(split_dims))}); set fsdp_state_dict_type: SHARDED_STATE_DICT"
             )
+
+
+def check_saved_with_same_type(accelerator: Accelerator, folder: Path) -> None:
+    """Raise ValueError if a checkpoint has other files than Accelerate would read.
+
+    Each type of state dict has its own files, and so has a run without FSDP. Stock fails with an
+    error about a missing file, which does not say why it is missing.
+    """
+    saved, kind = _find_saved_type(folder), get_state_dict_type(accelerator)
+    if saved == kind:
+        return
+    if saved and kind:
+        raise ValueError(
+            f"{folder} was saved with fsdp_state_dict_type: {saved}, but a run with {kind} reads "
+            f"other files; set fsdp_state_dict_type: {saved}"
+        )
+    this_run, saved_run = ("without", "with") if saved else ("with", "without")
+    raise ValueError(
+        f"{folder} was saved by a run {saved_run} FSDP, but a run {this_run} FSDP reads other "
+        f"files; resume {saved_run} FSDP, or start a new run from the saved weights"
+    )
+
+
+def _find_saved_type(folder: Path) -> str:
+    """Return the type of state dict in a checkpoint of Accelerate, or "" if it is not of FSDP."""
+    for path in folder.glob(f"{FSDP_MODEL_NAME}_*"):
+        # Accelerate 1.15 can write one file per rank instead of a folder of DCP. A second model
+        # of FULL_STATE_DICT has the file pytorch_model_fsdp_1.bin.
+        if (path / METADATA_FILE).is_file() or "_rank" in path.name:
+            return "SHARDED_STATE_DICT"
+    return "FULL_STATE_DICT" if (folder / f"{FSDP_MODEL_NAME}.bin").is_file() else ""
 
 
 def get_model_state_dict(

@@ -47,7 +47,7 @@ from hf_moe_ep.checkpoints.newest import (
 )
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.planner import use_split_load_planner, use_spread_planner
-from hf_moe_ep.checkpoints.storage.unpickle import loading_values
+from hf_moe_ep.checkpoints.storage.unpickle import METADATA_FILE, loading_values
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base
 from hf_moe_ep.checkpoints.training.folder import STATE, describe_layout, write_json
 from hf_moe_ep.checkpoints.training.trained_without_peft import (
@@ -61,6 +61,7 @@ from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.optimizer_states import use_own_optimizer_states
 from hf_moe_ep.integrations.random_states import read_saved_layout, reseed_on_other_ranks
 from hf_moe_ep.integrations.saving import (
+    check_saved_with_same_type,
     check_state_dict_type,
     get_state_dict_type,
     restore_all_extra,
@@ -84,6 +85,16 @@ from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 # This is `transformers.trainer.TRAINER_STATE_NAME`, but the import of that module takes seconds.
 _TRAINER_STATE = "trainer_state.json"
+# Files that a save does not overwrite if an earlier save to the folder had more ranks or another
+# type of state dict.
+_FILES_OF_A_SAVE = (
+    "rng_state*.pth",
+    "*/*.distcp",
+    f"*/{METADATA_FILE}",
+    "pytorch_model_fsdp*.bin",
+    "optimizer*.bin",
+    f"{WITHOUT_PEFT_FOLDER}/*",
+)
 # The key in the manifest's layout under which `_count_rows_per_step` is saved.
 _ROWS = "rows_per_step"
 
@@ -105,7 +116,7 @@ def save_checkpoint(
 
     def begin() -> None:
         manifest.begin(folder)
-        _remove_files_of_ranks(folder)
+        _remove_files_of_earlier_save(folder)
         save_configs(self.model, folder)
 
     run_on_first(f"saving {folder}", begin)
@@ -189,18 +200,20 @@ def train(
 
     Raises:
         ValueError: on every rank, before anything is loaded: the checkpoint is damaged, unfinished
-            or absent.
+            or absent, or was saved with another type of state dict.
     """
     if self.model is None or find_state(self.model) is None or not resume_from_checkpoint:
         return original(self, resume_from_checkpoint, *args, **kwargs)
 
     def choose() -> tuple[Path, bool]:
         if resume_from_checkpoint is True:
-            return find_newest_resumable(Path(self.args.output_dir), _CHECKPOINT)
-        named_folder = Path(os.fspath(resume_from_checkpoint))
-        verifiable = is_verifiable(named_folder)
-        _check_is_of_trainer(named_folder)
-        return named_folder, verifiable
+            chosen, verifiable = find_newest_resumable(Path(self.args.output_dir), _CHECKPOINT)
+        else:
+            chosen = Path(os.fspath(resume_from_checkpoint))
+            verifiable = is_verifiable(chosen)
+            _check_is_of_trainer(chosen)
+        check_saved_with_same_type(self.accelerator, chosen)
+        return chosen, verifiable
 
     folder, verifiable = run_on_first("resuming", choose)
     check_resumable(folder, verifiable)
@@ -382,12 +395,13 @@ def _list_names_saved_by_stock(trainer: transformers.Trainer) -> set[str] | None
     return {name for keys in by_adapter.values() for name in keys.values()}
 
 
-def _remove_files_of_ranks(folder: Path) -> None:
-    """Remove the files that single ranks wrote to this folder in an earlier save.
+def _remove_files_of_earlier_save(folder: Path) -> None:
+    """Remove the files of an earlier save to this folder that this save may not overwrite.
 
-    Suppose that the earlier save had more ranks than this one. A later run on as many ranks as the
-    earlier save would then resume with outdated random states.
+    If the earlier save had more ranks, a later run on as many ranks would resume with outdated
+    random states. If it had another type of state dict, a run of that type would resume with an
+    outdated model.
     """
-    for pattern in ("rng_state*.pth", "*/*.distcp", f"{WITHOUT_PEFT_FOLDER}/*"):
+    for pattern in _FILES_OF_A_SAVE:
         for file in folder.glob(pattern):
             file.unlink()

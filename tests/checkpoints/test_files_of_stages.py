@@ -226,6 +226,21 @@ def files_and_streams_equal_those_without_stages(
             assert torch.equal(parameter, joined[name]), name
 
 
+def a_gathered_state_dict_of_all_stages_is_saved(rank: int, world: int, folder: str) -> None:
+    """Accelerate's examples pass `get_state_dict(model)`, which has all stages, to the model."""
+    for config in ({}, TIED):
+        path = f"{folder}/{len(config)}"
+        model: Any = four_layers(0, **config)
+        apply_ep_fsdp2(model, pp_size=2)
+        save_pretrained(model, f"{path}/shards")
+        state_dict = gather_state_dict(model)
+        if rank == 0:
+            model.save_pretrained(f"{path}/gathered", state_dict=state_dict)
+            got, want = (read_all(Path(path, name)) for name in ("gathered", "shards"))
+            assert_equal("files", got, want)
+        dist.barrier()
+
+
 # With these sizes matrices of Linear layers have at least one block of 128 x 128 values.
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 130, "head_dim": 64}
 
@@ -555,6 +570,7 @@ def a_stage_reads_only_its_own_tensors(rank: int, world: int, folder: str) -> No
 
 
 TWO_RANKS = (
+    a_gathered_state_dict_of_all_stages_is_saved,
     adapters_of_one_stage_are_all_that_is_saved,
     parameter_groups_of_stages_that_differ_are_refused,
     a_folder_that_is_not_shared_is_refused,

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import shutil
 import threading
@@ -410,6 +411,26 @@ def _check_disagreements(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match=r"of verify: rank 0 with True, rank 1 with False"):
         load_checkpoint(path, run.model, run.optimizer, verify=not rank)
     manifest.check(path)
+
+
+def _load_from_own_folder(rank: int, world: int, folder: str) -> None:
+    """Two runs save step-1. Then each rank is in the folder of another run."""
+    run = start("full", TWO)
+    for name in ("first", "second"):
+        step(run, 0)
+        _save_run(run, f"{folder}/{name}/step-1")
+    step(run, 1)
+    before = everything(run)
+    os.chdir(f"{folder}/{'second' if rank else 'first'}")
+    for verify in (True, False):
+        with pytest.raises(ValueError, match=r"ranks \[1\] see another checkpoint in step-1 than"):
+            load_checkpoint("step-1", run.model, run.optimizer, verify=verify)
+    assert_equal("untouched", everything(run), before)
+
+
+def test_ranks_that_see_different_checkpoints_load_none(tmp_path: Path) -> None:
+    """Nodes may have folders of the same name on their own disks. No mixture is loaded."""
+    run_ranks(_load_from_own_folder, 2, str(tmp_path))
 
 
 def _damage_shard(tensors: Path, how: str) -> None:

@@ -123,10 +123,15 @@ def _states_without_a_manifest_load(rank: int, world: int, folder: str) -> None:
 
 
 def _files_of_an_earlier_save_are_deleted(rank: int, world: int, folder: str) -> None:
-    """More ranks have saved to the same folder before. Other files are not deleted."""
+    """More ranks, and both types of state dict, were saved there. Other files are not deleted."""
     state = Path(folder, "state")
-    stale = [state / "random_states_7.pkl", state / "optimizer_0" / "__7_0.distcp"]
-    user_files = [state / "notes" / "__7_0.distcp", state / "other.pkl"]
+    stale = [
+        state / "random_states_7.pkl",
+        state / "optimizer_0" / "__7_0.distcp",
+        state / "pytorch_model_fsdp.bin",
+        state / "optimizer.bin",
+    ]
+    user_files = [state / "notes" / "__7_0.distcp", state / "other.pkl", state / "other.bin"]
 
     def write_files() -> None:
         for file in (*stale, *user_files):
@@ -191,9 +196,14 @@ def _a_full_disk_of_rank_0_ends_all_ranks(rank: int, world: int, folder: str) ->
 
 
 def _a_folder_that_is_not_shared_is_refused(rank: int, world: int, folder: str) -> None:
-    """The error is raised before any rank writes its shards to its own disk."""
+    """The error is raised before any rank writes its shards to its own disk.
+
+    The folder of rank 1 has the marker of an older save.
+    """
     with launched(**SHARDED):
         run = _Run(rank)
+        if rank == 1:
+            manifest.begin(f"{folder}/of rank 1")
         with (
             mock.patch.object(dcp.FileSystemWriter, "write_data", None),
             pytest.raises(ValueError, match=r"rank 1 does not see .*a disk that all nodes share"),
@@ -316,6 +326,47 @@ def _a_parameter_that_had_no_gradient_has_no_state(rank: int, world: int, folder
                 other.accelerator.load_state(state)
 
 
+def _another_type_of_state_dict_is_refused(rank: int, world: int, folder: str) -> None:
+    """Stock's error names a file that is missing, but not the cause."""
+    kinds, states = ("SHARDED_STATE_DICT", "FULL_STATE_DICT"), Path(folder)
+    for kind in kinds:
+        with launched(FSDP_STATE_DICT_TYPE=kind):
+            _Run(rank).accelerator.save_state(states / kind)
+    _call_on_rank_0(rank, lambda: (states / "plain").mkdir())
+    _call_on_rank_0(rank, lambda: (states / "plain" / "model.safetensors").write_bytes(b"x"))
+    for kind, other in (kinds, kinds[::-1]):
+        with launched(FSDP_STATE_DICT_TYPE=kind):
+            run = _Run(rank)
+            with pytest.raises(ValueError, match=rf"type: {other}, but a run with {kind} reads"):
+                run.accelerator.load_state(states / other)
+            with pytest.raises(ValueError, match="plain was saved by a run without FSDP, but a ru"):
+                run.accelerator.load_state(states / "plain")
+            run.accelerator.load_state(states / kind)
+
+
+def _trained_parameters_that_the_model_lacks_are_an_error(
+    rank: int, world: int, folder: str
+) -> None:
+    """Such as adapters on experts that the resumed run does not have. Stock ignores their values.
+
+    Parameters that the model has, but no longer trains, are loaded.
+    """
+    state = Path(folder, "state")
+    with launched(**SHARDED):
+        run = _Run(rank, spare=nn.Linear(4, 4))
+        run.step()
+        _train_spare(run)
+        run.accelerator.save_state(state)
+    with launched(**SHARDED):
+        frozen = _Run(rank, seed=1, spare=nn.Linear(4, 4).requires_grad_(False))
+        frozen.accelerator.load_state(state)
+        frozen.assert_holds(run.parameters())
+    with launched(**SHARDED):
+        without = _Run(rank, seed=1)
+        with pytest.raises(ValueError, match=r"trained spare\.bias, spare\.weight, which this mod"):
+            without.accelerator.load_state(state)
+
+
 def _train_spare(run: _Run) -> None:
     """Take one step with a gradient of the spare module alone."""
     for parameter in run.model.spare.parameters():
@@ -354,6 +405,8 @@ def _states_of_an_unpatched_model_are_stock(rank: int, world: int, folder: str) 
         _automatic_checkpoint_naming,
         _a_state_of_fewer_ranks_continues_with_one_step_on_all,
         _a_parameter_that_had_no_gradient_has_no_state,
+        _another_type_of_state_dict_is_refused,
+        _trained_parameters_that_the_model_lacks_are_an_error,
         _states_of_an_unpatched_model_are_stock,
     ),
 )

@@ -228,6 +228,26 @@ def resumes(case: Resumed, rank: int, world: int, folder: str) -> None:
             optimizer.step()
 
 
+def _add_second_adapter(model: nn.Module) -> nn.Module:
+    adapted = with_lora(model, parameters=(), modules=("q_proj",))
+    adapted.add_adapter("second", adapted.peft_config["default"])
+    adapted.set_adapter("second")
+    return adapted
+
+
+def an_adapter_that_the_model_lacks_is_an_error(rank: int, world: int, folder: str) -> None:
+    """The saved run trained a second adapter on all stages, which the resumed run does not have."""
+    first_adapter = partial(with_lora, parameters=(), modules=("q_proj",))
+    with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
+        accelerator, _, _ = Resumed(wrap=_add_second_adapter).start(0, {"pp_size": 2})
+        accelerator.save_state(folder)
+    with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
+        accelerator, _, _ = Resumed(wrap=first_adapter).start(1, {"pp_size": 2})
+        message = r"trained .*layers\.0\.self_attn\.q_proj\.lora_A\.second.* and 3 more, which this"
+        with pytest.raises(ValueError, match=message):
+            accelerator.load_state(folder)
+
+
 def _clip_trained_parameters(accelerator: Accelerator, model: nn.Module) -> None:
     """Every stage returns the norm of all stages, also a stage that trains nothing."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -257,6 +277,7 @@ RESUMED = {
 @pytest.mark.parametrize(
     "claim",
     [
+        *on_ranks(2, an_adapter_that_the_model_lacks_is_an_error),
         *on_ranks(4, continues_at_another_layout, slow=True),
         *on_ranks(2, {name: partial(resumes, case) for name, case in RESUMED.items()}, slow=True),
         Check(

@@ -33,7 +33,7 @@ from transformers import Trainer, TrainingArguments
 from hf_moe_ep import load_checkpoint, newest_checkpoint, patch, save_checkpoint
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage import unpickle as restricted
-from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader
+from hf_moe_ep.checkpoints.storage.unpickle import METADATA_FILE, MetadataReader
 from hf_moe_ep.upstream.accelerate_and_trainer import SAVE_IN_PROGRESS
 
 SAVE = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
@@ -210,6 +210,14 @@ def test_folders_that_the_trainer_has_not_written_are_refused(
     optimizer = torch.optim.SGD(trainer.model.parameters())
     save_checkpoint(own, trainer.model, optimizer)
     (runs / "checkpoint-7").mkdir(parents=True)
+    sharded, full = tmp_path / "sharded", tmp_path / "full"
+    for of_trainer, model in (
+        (sharded, f"pytorch_model_fsdp_0/{METADATA_FILE}"),
+        (full, "pytorch_model_fsdp.bin"),
+    ):
+        (of_trainer / model).parent.mkdir(parents=True)
+        (of_trainer / model).write_bytes(b"")
+        (of_trainer / "trainer_state.json").write_text("{}")
     file.write_text("x")
     (tmp_path / "empty").mkdir()
     for folder, match in {
@@ -219,6 +227,8 @@ def test_folders_that_the_trainer_has_not_written_are_refused(
         file: "file is a file; name the folder of a checkpoint",
         tmp_path / "nowhere": "nowhere does not exist; name the folder of a checkpoint",
         tmp_path / "empty": "empty is empty: this checkpoint was not finished; load an older one",
+        sharded: "sharded was saved by a run with FSDP, but a run without FSDP reads other files",
+        full: "full was saved by a run with FSDP, but a run without FSDP .*; resume with FSDP,",
     }.items():
         with pytest.raises(ValueError, match=match):
             trainer.train(resume_from_checkpoint=str(folder))
@@ -334,9 +344,15 @@ def test_a_checkpoint_of_more_ranks_reseeds_random_generators(
 
 
 def test_files_of_an_unfinished_save_are_deleted(tmp_path: Path, environment: None) -> None:
-    """Eight ranks wrote the files. A resumed run must not read their random states."""
+    """Eight ranks wrote the files, with both types of state dict. A resumed run must read none."""
     folder = tmp_path / "checkpoint-1"
-    stale = [folder / "rng_state_7.pth", folder / "optimizer_0" / "__7_0.distcp"]
+    stale = [
+        folder / "rng_state_7.pth",
+        folder / "optimizer_0" / "__7_0.distcp",
+        folder / "optimizer_0" / METADATA_FILE,
+        folder / "pytorch_model_fsdp.bin",
+        folder / "optimizer.bin",
+    ]
     notes = folder / "notes.txt"
     for file in (*stale, notes):
         file.parent.mkdir(parents=True, exist_ok=True)

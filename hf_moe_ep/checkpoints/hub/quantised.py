@@ -139,9 +139,8 @@ def _slice_rows(matrix: Quantised, rows: slice) -> Quantised:
 def find_quantised_shards(model: nn.Module) -> dict[str, HeldAsBytes]:
     """Find this rank's shards of all matrices that a model holds quantised, by parameter name."""
     shards = {}
-    split_dims = map_ids_to_split_dims(
-        model
-    )  # the dims that the model splits into (2, F) (`etp.py`)
+    # The dims that the model splits into (2, F) (`etp.py`).
+    split_dims = map_ids_to_split_dims(model)
     for name, matrix, quantisation in iterate_quantised_matrices(model):
         tensors, dim = matrix.by_name("").values(), split_dims.get(id(matrix.values))
         _, num_rows, row_bytes = get_stock_shape(matrix.values.shape, dim)

@@ -28,7 +28,7 @@ from hf_moe_ep.checkpoints.hub.extra import (
     get_known_digests,
 )
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, iterate_slabs
-from hf_moe_ep.checkpoints.hub.layout import list_distinct_tensors, list_names
+from hf_moe_ep.checkpoints.hub.layout import list_names
 from hf_moe_ep.checkpoints.hub.stages import (
     assign_groups,
     check_folder_is_shared,
@@ -215,6 +215,8 @@ def save_state_dict(
 ) -> None:
     """Write a full state dict in the hub's layout; one process calls this.
 
+    With pipeline stages `state_dict` has the tensors of all stages.
+
     Raises:
         ValueError: the state dict lacks tensors of the model or has other tensors, or the files of
             the extra tensors are gone or have changed. Nothing is written.
@@ -222,9 +224,9 @@ def save_state_dict(
     state = find_state(model)
     assert state is not None
     refuse_quantised_experts(model, "save_pretrained")
-    folder, names = Path(directory), list_distinct_tensors(model).keys()
+    folder, names = Path(directory), list_tensors_of_model(model, state).keys()
     by_name = {get_canonical_name(name): tensor for name, tensor in state_dict.items()}
-    with_tied = {get_canonical_name(name) for name in model.state_dict(keep_vars=True)}
+    with_tied = names | {get_canonical_name(name) for name in model.state_dict(keep_vars=True)}
     problems = [
         list_names("missing", sorted(names - by_name.keys())),
         list_names("unexpected", sorted(by_name.keys() - with_tied)),

@@ -10,9 +10,8 @@ Rank 0 writes `manifest.json` last. The manifest names every other file of the f
 
 The folder counts as unfinished until the manifest is renamed to its final name. If a rank is killed
 at any moment, the previous checkpoint therefore stays the newest. Each file is synced to disk
-(fsync)
-before the manifest is written: if the manifest survives a power failure, so do its files. A rank
-may hash a file while it writes the file. Every other file is read and hashed by one rank.
+(fsync) before the manifest is written: if the manifest survives a power failure, so do its files. A
+rank may hash a file while it writes the file. Every other file is read and hashed by one rank.
 
 "number" is one more than the highest number in the manifests of the neighbouring folders;
 `order.py` uses it to choose the newest checkpoint. Manifests of older versions have no number.
@@ -29,6 +28,7 @@ import json
 import os
 import shutil
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +44,7 @@ from hf_moe_ep.checkpoints.storage.atomic import (
 )
 from hf_moe_ep.checkpoints.storage.order import Saved, sort_newest_last
 from hf_moe_ep.ranks.all_ranks import (
+    find_differing,
     gather_on_first,
     run_on_all,
     run_on_first,
@@ -77,7 +78,8 @@ def begin(folder: str | os.PathLike[str]) -> None:
     path.mkdir(parents=True, exist_ok=True)
     (path / MANIFEST).unlink(missing_ok=True)
     with open(path / STARTED, "w", encoding="utf-8") as file:
-        json.dump(versions(), file)
+        # `check_is_shared` tells this save's marker from older ones by the random name.
+        json.dump({**versions(), "save": uuid.uuid4().hex}, file)
         file.flush()
         os.fsync(file.fileno())
     sync_folder(path)
@@ -178,10 +180,12 @@ def check(
         on_read: is called with the number of bytes after each read of this rank.
 
     Raises:
-        ValueError: on every rank: a file is missing, changed or of another size. The error names
-            the first such file, with the expected and the actual value.
+        ValueError: on every rank: a file is missing, changed or of another size (the error names
+            the first such file, with the expected and the actual value); or ranks see different
+            checkpoints in `folder`.
     """
     path = Path(folder)
+    check_is_one_checkpoint(path)
 
     def check_files() -> None:
         files = read(path)["files"]
@@ -196,6 +200,30 @@ def check(
                 )
 
     run_on_all(f"reading {path}", check_files)
+
+
+def check_is_one_checkpoint(folder: Path) -> None:
+    """Check that all ranks see the same checkpoint in `folder`; every rank calls this.
+
+    The folder of another node, or of a rank with another working directory, may hold a checkpoint
+    of another run. The model would then get some shards of each run.
+
+    Raises:
+        ValueError: on every rank: ranks see different manifests, or a rank sees none.
+    """
+
+    def hash_manifest() -> str:
+        read(folder)
+        return compute_sha256(folder / MANIFEST)
+
+    own = run_on_all(f"reading {folder}", hash_manifest)
+    hashes = find_differing(own) or [own]
+    if others := [rank for rank, other in enumerate(hashes) if other != hashes[0]]:
+        raise ValueError(
+            f"ranks {others} see another checkpoint in {folder} than rank 0, so the run would "
+            f"continue with a mixture of both; name one folder that all ranks share, or copy the "
+            f"checkpoint to every node"
+        )
 
 
 def check_sizes(folder: str | os.PathLike[str]) -> None:
@@ -252,18 +280,23 @@ def check_is_shared(folder: Path) -> None:
 
     Raises:
         ValueError: on every rank, if a rank does not see it. Without this check, ranks of other
-            nodes would write their shards to their own disks, and the save would fail at its end.
+            nodes would write their shards to their own disks, and the checkpoint would lack them.
     """
 
-    def check() -> None:
-        if not (folder / STARTED).is_file():
-            raise ValueError(
-                f"rank {this_rank()} does not see {folder / STARTED}, which rank 0 has written: "
-                f"all ranks save one checkpoint together, so the folder must be on a disk that all "
-                f"nodes share, and save_on_each_node must be False"
-            )
+    def read_marker() -> str:
+        marker = folder / STARTED
+        return marker.read_text(encoding="utf-8") if marker.is_file() else ""
 
-    run_on_all(f"saving {folder}", check)
+    marker = run_on_all(f"saving {folder}", read_marker)
+    # The disk of another node may have a marker of an older save to the same path.
+    markers = find_differing(marker) or [marker]
+    for rank, seen in enumerate(markers):
+        if seen != markers[0]:
+            raise ValueError(
+                f"rank {rank} does not see {folder / STARTED}, which rank 0 has written: all ranks "
+                f"save one checkpoint together, so the folder must be on a disk that all nodes "
+                f"share, and save_on_each_node must be False"
+            )
 
 
 def try_to_delete(folder: Path) -> bool:

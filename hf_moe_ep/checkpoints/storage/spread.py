@@ -81,6 +81,7 @@ class Spread:
         return Spread(tuple(mesh.shape), ranks, tuple(cuts), split_dim)
 
     def to_json(self) -> dict[str, Any]:
+        """Convert the sharding to JSON values; the files name `split_dim` "apart"."""
         content = {"grid": list(self.grid), "ranks": list(self.ranks), "cuts": list(self.cuts)}
         return content if self.split_dim is None else {**content, "apart": self.split_dim}
 

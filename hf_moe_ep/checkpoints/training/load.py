@@ -81,9 +81,10 @@ def load_checkpoint(
         The saved `progress`, {} if it was None.
 
     Raises:
-        ValueError: on every rank, before anything is changed: there is no complete checkpoint, a
-            file is damaged, or the model, its quantised base, the tensors that its class ignores or
-            the optimizer differs from the saved one. The error names the file or the tensors.
+        ValueError: on every rank, before anything is changed: there is no complete checkpoint,
+            ranks see different checkpoints, a file is damaged, or the model, its quantised base,
+            the tensors that its class ignores or the optimizer differs from the saved one. The
+            error names the file or the tensors.
         RuntimeError: on every rank: a rank could not read.
     """
     if directory is None:
@@ -102,6 +103,8 @@ def load_checkpoint(
     )
     if verify:
         manifest.check(path)
+    else:
+        manifest.check_is_one_checkpoint(path)
     check_base(path, model)
     run_on_first(f"reading {path}", lambda: restore_extra(state, path / EXTRA))
 

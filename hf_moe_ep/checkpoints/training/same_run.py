@@ -80,7 +80,7 @@ def _find_differences(name: str, tensor: StateTensor, saved: SavedTensor) -> Ite
 def check_optimizer(
     model: nn.Module, optimizer: Any, saved: OptimizerState | None, where: str
 ) -> None:
-    """Raise ValueError if the class, groups or parameters of the optimizer were not saved."""
+    """Raise ValueError if an optimizer has another class or other groups than the saved one."""
     if saved is None:
         raise ValueError(f"{where} was saved without an optimizer; call with optimizer=None")
     _check_class(optimizer, saved, where)
