@@ -537,7 +537,9 @@ def test_a_record_waits_for_the_stream_of_the_models_gpu(monkeypatch: pytest.Mon
     event = SimpleNamespace(record=lambda stream="of the current GPU": streams.append(stream))
     stock_empty = torch.empty
     monkeypatch.setattr(
-        torch, "empty", lambda shape, dtype, pin_memory: stock_empty(shape, dtype=dtype)
+        torch,
+        "empty",
+        lambda shape, dtype, device, pin_memory: stock_empty(shape, dtype=dtype, device=device),
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
