@@ -63,6 +63,7 @@ the row above.
     moe/routers_alone.py | _recorded | logits of the second run of the routers, during a forward
     moe/dispatch/async_exchange.py | received_grads needs | gradients that autograd does not pass on
     ops/expert_mlp.py | finish | computes weight gradients that a backward has postponed
+    sharding/gathered.py | training | False on a rank whose `generate` has ended before others
     -- set by sharding on a model, for its life --
     pipeline/cut.py | _loss_function | replaced on all stages but the last
     pipeline/stage.py | setattr | numbers and strings of the layers that stand-ins replace
@@ -70,7 +71,7 @@ the row above.
     sharding/values.py | data setattr | parameters become DTensors, in place
     sharding/replaced_parameters.py | _hf_moe_ep_replaced | on parameters before sharding
     sharding/whole_experts.py | setattr | parameters of experts that FSDP2 does not shard
-    upstream/sharded_models.py | _is_fsdp_managed_module _get_name | marks for transformers
+    upstream/sharded_models.py | _get_name | the stock class name of a sharded model
     upstream/models.py | support_avx512bf16_for_cpu | bitsandbytes' layers must not repack weights
     sharding/gathered.py | setattr named_modules generate may_be_gathered is_showing_shards | hooks
     upstream/sharded_models.py | _CAN_RECORD_REGISTRY | names of classes that FSDP2 created

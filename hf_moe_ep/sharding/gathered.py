@@ -34,27 +34,40 @@ root's forward run as well. Such a forward leaves units gathered until the next 
 
 After an error in a backward, the gradients are incomplete: some layers have reduced them, and
 others have not. The next forward and clipping raise an error until the gradients are deleted.
+
+Ranks may need different numbers of forwards in a call of `generate`, for example because one rank
+meets the end of its text early. But all ranks must run a forward together, because weights are
+gathered from all of them. Before each forward an all-reduce therefore counts the ranks that still
+generate, and a rank whose `generate` has ended runs a forward of one token with the others, until
+the count is 0. transformers' own `synced_gpus` would instead continue to generate on such a rank,
+which adds tokens to a cache of the caller, and it does not count the forwards of guidance or those
+of a prefill in chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.moe.forwards import KeepForwards
 from hf_moe_ep.moe.layer import ForwardGuard
+from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sharding.checks import RefuseUnfrozen
 from hf_moe_ep.sharding.units import list_units_in, reshard
+from hf_moe_ep.state import STATE, MoELayer
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.graph import list_tensors_in
 from hf_moe_ep.upstream.models import find_base_model_prefix, list_models_that_generate
 from hf_moe_ep.upstream.modules import list_forward_hooks
+from hf_moe_ep.upstream.replaced import replaced
 from hf_moe_ep.upstream.sharded_models import (
     backward_has_begun,
     begin_with_root,
@@ -95,15 +108,17 @@ class ReshardHooks:
         may_be_gathered: True from the end of a forward until all units are known to be resharded.
         is_showing_shards: True while modules of gathered units have their shards.
         generates: True during a call of `generate`.
+        waits: True while this rank's `generate` has ended, and that of another rank has not.
     """
 
-    def __init__(self, root: nn.Module, *, may_show_shards: bool) -> None:
+    def __init__(self, root: nn.Module, device: torch.device, *, may_show_shards: bool) -> None:
         assert isinstance(root, FSDPModule)
         self.root: Any = root
         self.may_show_shards = may_show_shards
         self.may_be_gathered = False
         self.is_showing_shards = False
-        self.generates = False
+        self.generates = self.waits = False
+        self._device = device
         self._units = list_units_in(root)
 
     def attach(self) -> None:
@@ -135,6 +150,8 @@ class ReshardHooks:
         elif forward_has_begun(self.root):  # an error or Ctrl-C has ended it
             end_failed_forward(self.root)
         elif self.generates:
+            if not self.waits:
+                self._count_generating_ranks(1)
             return
         self._reshard()
 
@@ -185,15 +202,37 @@ class ReshardHooks:
     def _generate(
         self, model: Any, own: Callable[..., Any] | None, *args: Any, **kwargs: Any
     ) -> Any:
+        stock = partial(type(model).generate, model) if own is None else own
+        if self.generates:  # a model inside of the one that generates
+            return stock(*args, **kwargs)
         self._reshard()
         self.generates = True
         try:
-            if own is not None:
-                return own(*args, **kwargs)
-            return type(model).generate(model, *args, **kwargs)
+            output = stock(*args, **{**kwargs, "synced_gpus": False})
+            self._wait_for_ranks(model)
+            return output
         finally:
-            self.generates = False
+            self.generates = self.waits = False
             self._reshard()
+
+    def _wait_for_ranks(self, model: Any) -> None:
+        """Run forwards of one token until no rank generates any more."""
+        self.waits = True
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        # In training mode the token would be split over the ranks that share a batch, and dropout
+        # would use up random numbers. Only the experts keep their mode, which the ranks compare.
+        with torch.no_grad(), ExitStack() as stack:
+            for module in model.modules():
+                if module.training and not isinstance(getattr(module, STATE, None), MoELayer):
+                    stack.enter_context(replaced(module, "training", False))
+            while self._count_generating_ranks(0):
+                model(input_ids=token)
+
+    def _count_generating_ranks(self, own: int) -> int:
+        """Return the sum of `own` over all ranks; with several ranks this is a host sync."""
+        if dist.get_world_size() == 1:
+            return own
+        return int(sum_over_ranks(torch.tensor(own, device=self._device)))
 
     def _list_modules(
         self, unit: Any, *args: Any, **kwargs: Any

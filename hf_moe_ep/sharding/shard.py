@@ -137,8 +137,8 @@ from hf_moe_ep.upstream.module_names import (
 )
 from hf_moe_ep.upstream.sharded_models import (
     fully_shard_tied,
+    keep_class_names,
     keep_recorded_outputs,
-    mark_fsdp_managed,
     share_infinities,
     without_forward_hooks,
 )
@@ -223,12 +223,12 @@ def shard_units(
     refuse_unmerge(model)
     keep_last_layer(units, routers)
     gather_for_caches(units)
-    ReshardHooks(root, may_show_shards=state.stage is None).attach()
+    ReshardHooks(root, meshes.device, may_show_shards=state.stage is None).attach()
     root.register_forward_pre_hook(RefuseUnfrozen(model, options))
     allow_reentrant_checkpoints(units, routers)
     set_prefetch(units, routers)
     state.buffers = use_buffers(model, units.all_experts, state.config, meshes)
-    mark_fsdp_managed(model)
+    keep_class_names(model)
     keep_recorded_outputs(model)
     if meshes.etp is not None:
         share_infinities()

@@ -34,19 +34,16 @@ def get_stock_class(kind: type) -> type:
     return next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
 
 
-def mark_fsdp_managed(model: nn.Module) -> None:
-    """Mark models as sharded for `generate()`, and make them report their stock class names.
+def keep_class_names(model: nn.Module) -> None:
+    """Make sharded models report their stock class names.
 
-    In a marked model, `generate()` runs the same number of forwards on all ranks
-    (transformers/distributed/fsdp.py). FSDP2 changes class names, but the Trainer decides by the
-    class name whether label smoothing shifts the labels (trainer.py, compute_loss).
+    FSDP2 changes class names, but the Trainer decides by the class name whether label smoothing
+    shifts the labels (trainer.py, compute_loss).
     """
     for module in model.modules():
-        if hasattr(module, "generate"):
-            setattr(module, "_is_fsdp_managed_module", True)  # noqa: B010  mypy: no such field
-            if isinstance(module, FSDPModule):
-                name = get_stock_class(type(module)).__name__
-                setattr(module, "_get_name", functools.partial(str, name))  # noqa: B010  mypy
+        if isinstance(module, FSDPModule) and hasattr(module, "generate"):
+            name = get_stock_class(type(module)).__name__
+            setattr(module, "_get_name", functools.partial(str, name))  # noqa: B010  mypy
 
 
 def keep_recorded_outputs(model: nn.Module) -> None:
