@@ -200,6 +200,8 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     data_ranks = self.num_processes // count_processes_per_batch(self)
     data_loader = copy.copy(data_loader)
     sampler = get_sampler(data_loader)
+    # Accelerate does not draw from a sampler's own generator if it makes the sampler seedable.
+    has_no_generator = type(sampler) is RandomSampler and sampler.generator is None
     if isinstance(data_loader.dataset, IterableDataset):
         _check_stream(data_loader, describe_shared_batch(self))
         # DataLoader.__setattr__ refuses a new data set, so it is set in __dict__.
@@ -210,10 +212,12 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
             f"with {describe_shared_batch(self)} several ranks share their samples; use another "
             f"strategy"
         )
-    elif data_ranks == 1 and hasattr(sampler, "generator") and sampler.generator is None:
+    elif data_ranks == 1 and hasattr(sampler, "generator"):
         # With one data rank Accelerate does not synchronise the generators of the ranks.
-        sampler.generator = torch.Generator()
-        sampler.generator.manual_seed(_share_seed_of_rank_0(torch.initial_seed() % 2**63))
+        if sampler.generator is None:
+            sampler.generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
+        state_of_rank_0 = run_on_first("accelerator.prepare", sampler.generator.get_state)
+        sampler.generator.set_state(state_of_rank_0)
     data_loader.worker_init_fn = _seed_by_data_rank(data_loader.worker_init_fn, self)
     loader = accelerate.data_loader.prepare_data_loader(
         data_loader,
@@ -225,7 +229,7 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
         rng_types=self.rng_types.copy(),
         dispatch_batches=False,
         even_batches=self.even_batches,
-        use_seedable_sampler=self.use_seedable_sampler or type(sampler) is RandomSampler,
+        use_seedable_sampler=self.use_seedable_sampler or has_no_generator,
         data_seed=self.dataloader_config.data_seed,
         non_blocking=self.non_blocking,
         use_stateful_dataloader=self.use_stateful_dataloader,

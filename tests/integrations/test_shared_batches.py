@@ -42,9 +42,11 @@ def _make_rows() -> list[Row]:
     ]
 
 
-def _prepare_with_model(loader: DataLoader, accelerator: Accelerator | None = None, seed: int = 0):
+def _prepare_with_model(
+    loader: DataLoader, accelerator: Accelerator | None = None, seed: int = 0, cp_size: int = 1
+):
     accelerator = accelerator or Accelerator(cpu=True)
-    model = patch(tiny(dtype=torch.float32, seed=seed), ep_size=2, sp_size=2)
+    model = patch(tiny(dtype=torch.float32, seed=seed), ep_size=2, sp_size=2, cp_size=cp_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
@@ -95,6 +97,24 @@ def _ranks_of_a_group_shuffle_alike(rank: int) -> None:
         assert by_rank[::2].flatten().sort().values.tolist() == list(range(16))
         orders.append(rows.tolist())
     assert orders[0] != orders[1] and orders[0] != sorted(orders[0])
+
+
+def _a_generator_of_a_loader_orders_its_rows(rank: int) -> None:
+    """The order is that of one process. With one data rank, all ranks use rank 0's generator."""
+    orders = []
+    for cp_size, seed in ((1, 42), (2, 42 + rank), (0, 42)):
+        generator = torch.Generator().manual_seed(seed)
+        loader = DataLoader(range(16), batch_size=2, shuffle=True, generator=generator)
+        if cp_size == 0:  # stock, in one process
+            orders.append(torch.cat(list(loader)).tolist())
+            continue
+        accelerator, _, _, loader, _ = _prepare_with_model(loader, cp_size=cp_size)
+        gathered = accelerator.gather(torch.cat(list(loader)))
+        by_data_rank = gathered.view(DATA_RANKS // cp_size, 2 * cp_size, -1)
+        assert torch.equal(by_data_rank, by_data_rank[:, :1].expand_as(by_data_rank))
+        batches = by_data_rank[:, 0].unflatten(1, (-1, 2))
+        orders.append(batches.transpose(0, 1).flatten().tolist())
+    assert orders[0] == orders[1] == orders[2] != list(range(16))
 
 
 class _Stream(IterableDataset):
@@ -271,6 +291,7 @@ CHECKS_BY_WORLD = {
         WORLD: (
             _a_loop_equals_one_process,
             _ranks_of_a_group_shuffle_alike,
+            _a_generator_of_a_loader_orders_its_rows,
             _a_weighted_sampler_draws_every_row_once,
             _a_sampler_draws_the_same_rows_on_ranks_with_other_seeds,
             _a_stream_repeats_rows_at_its_end,
