@@ -45,8 +45,8 @@ from hf_moe_ep.upstream.accelerate_and_trainer import (
     count_as_shards,
     declare_fsdp,
     distinct_data_ptrs,
+    has_checkpointed_modules,
     has_chunked_loss,
-    was_prepared,
 )
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.frameworks import (
@@ -226,9 +226,10 @@ def _check_no_activation_checkpointing(
 ) -> None:
     """Raise ValueError if Accelerate would insert activation checkpointing into sharded layers.
 
-    A model that Accelerate has prepared before is accepted, because its layers are wrapped already.
+    A model whose layers are wrapped already is accepted: Accelerate has sharded it, and prepares it
+    again. A model that was sharded for an evaluation has no wrapped layers.
     """
-    if plugin.activation_checkpointing and not all(map(was_prepared, models)):
+    if plugin.activation_checkpointing and not all(map(has_checkpointed_modules, models)):
         raise ValueError(
             "Accelerate's fsdp_activation_checkpointing wraps layers before they are "
             "sharded, and this model is sharded already; set it to false and call "

@@ -54,6 +54,12 @@ def accelerates_activation_checkpointing_is_refused_after_sharding(rank: int, wo
             accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
             with pytest.raises(ValueError, match=remedies):
                 accelerator.prepare(ours, optimizer)
+    with launched(FSDP_ACTIVATION_CHECKPOINTING="true"):
+        model = patch(tiny(dtype=torch.float32), ep_size=2)
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare_model(model, evaluation_mode=True)  # shards it for an evaluation
+        with pytest.raises(ValueError, match=remedies):
+            accelerator.prepare(model, torch.optim.SGD(model.parameters()))
 
 
 def classes_of_layers_that_a_model_lacks_are_left_out(rank: int, world: int) -> None:
@@ -68,6 +74,7 @@ def classes_of_layers_that_a_model_lacks_are_left_out(rank: int, world: int) -> 
             plugin = accelerator.state.fsdp_plugin
             assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
             assert plugin.transformer_cls_names_to_wrap is None
+            accelerator.prepare(model, torch.optim.SGD(model.parameters()))  # a second training
         layers = model.model.layers
         assert {isinstance(layer, CheckpointWrapper) for layer in layers} == {checkpoints}
     with launched(FSDP_ACTIVATION_CHECKPOINTING="true"):
