@@ -18,6 +18,7 @@ import accelerate.accelerator
 import transformers
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
@@ -138,6 +139,11 @@ def list_prepared_models(accelerator: Accelerator) -> list[nn.Module]:
 def list_prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
     """Return the optimizers that `accelerator` prepared (accelerate/accelerator.py)."""
     return accelerator._optimizers
+
+
+def list_prepared_schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:
+    """Return the schedulers that `accelerator` prepared (accelerate/accelerator.py)."""
+    return accelerator._schedulers
 
 
 def has_checkpointed_modules(model: nn.Module) -> bool:

@@ -4,6 +4,7 @@ sp_size is 2. A loop with an Accelerator runs on 4 ranks (2 groups), the Trainer
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from inspect import signature
 from types import SimpleNamespace
@@ -54,9 +55,11 @@ def _prepare_with_model(
 
 def _a_loop_equals_one_process(rank: int) -> None:
     """14 rows in batches of 2 for 2 groups are 4 steps. The last step repeats the first rows."""
-    accelerator, model, optimizer, loader, scheduler = _prepare_with_model(
-        DataLoader(_make_rows(), batch_size=2), seed=rank
-    )
+    message = r"with sp_size=2 .* makes 2 steps in each .*, not by accelerator.num_processes \(4\)"
+    with pytest.warns(UserWarning, match=message) if rank == 0 else nullcontext():
+        accelerator, model, optimizer, loader, scheduler = _prepare_with_model(
+            DataLoader(_make_rows(), batch_size=2), seed=rank
+        )
     assert (data_parallel_rank(model), data_parallel_size(model)) == (rank // 2, DATA_RANKS)
     stock = tiny(dtype=torch.float32)
     stock_optimizer = torch.optim.SGD(stock.parameters(), lr=0.1)
@@ -185,11 +188,16 @@ def _gather_for_metrics_drops_repeated_rows(rank: int) -> None:
     assert keys == list(range(9)), "a dict that cannot be cut to its real samples"
 
 
-def _loaders_that_cannot_be_shared_are_refused(rank: int) -> None:
+def _loaders_and_schedulers_that_cannot_be_shared_are_refused(rank: int) -> None:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(range(8)))
     with pytest.raises(ValueError, match="prepared a data loader before it saw the model"):
         _prepare_with_model(loader, accelerator)
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, step_size=2))
+    with pytest.raises(ValueError, match="prepared a scheduler before it saw the model"):
+        _prepare_with_model(DataLoader(range(8)), accelerator)
     options = DataLoaderConfiguration(dispatch_batches=True)
     with pytest.raises(ValueError, match="dispatch_batches=True sends each rank a batch"):
         _prepare_with_model(DataLoader(range(8)), Accelerator(cpu=True, dataloader_config=options))
@@ -297,7 +305,7 @@ CHECKS_BY_WORLD = {
             _a_stream_repeats_rows_at_its_end,
             _a_stream_keeps_its_length,
             _gather_for_metrics_drops_repeated_rows,
-            _loaders_that_cannot_be_shared_are_refused,
+            _loaders_and_schedulers_that_cannot_be_shared_are_refused,
         ),
         2: (
             _workers_of_a_group_draw_the_same_numbers,
