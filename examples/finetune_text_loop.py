@@ -3,14 +3,14 @@
     accelerate launch --config_file examples/accelerate/cpu_4.yaml examples/finetune_text_loop.py \
         --model out/demo/start --ep_size 2 --output_dir out/loop --cpu --block_size 128 --lr 6e-3
 
-From hf_moe_ep, the loop uses `patch`, `global_token_count` and the functions for checkpoints. Every
---save_steps steps it saves a checkpoint in --output_dir/step-N. If it is started again, it resumes
-from the newest complete checkpoint, even in the middle of an epoch.
+From hf_moe_ep, the loop uses `patch`, `global_token_count`, `data_parallel_size` and the functions
+for checkpoints. Every --save_steps steps it saves a checkpoint in --output_dir/step-N. If it is
+started again, it resumes from the newest complete checkpoint, even in the middle of an epoch.
 
 Any loop on several ranks needs `global_token_count`. A step's loss is the mean over the tokens of
 all micro-batches of all ranks. Every micro-batch therefore divides the sum of its tokens' losses by
 the count of all these tokens, and the losses of the micro-batches are added up. FSDP2 averages
-gradients over ranks, but their sum is needed; the factor `num_processes` corrects this.
+gradients over data ranks, but their sum is needed; the factor `data_parallel_size` corrects this.
 
 The loop does not use accelerator.accumulate, which would also divide by the number of micro-batches
 and end a step early at the end of an epoch.
@@ -31,6 +31,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
 
 from hf_moe_ep import (
+    data_parallel_size,
     global_token_count,
     load_checkpoint,
     newest_checkpoint,
@@ -89,7 +90,7 @@ def main() -> None:
     train = pack(tokenizer, train_text, args.block_size)
     held_out = pack(tokenizer, held_out_text, args.block_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
-    # The scheduler is not prepared: a prepared scheduler advances num_processes times per step.
+    # The scheduler is not prepared: a prepared one advances once per data rank in each step.
     scheduler = get_cosine_schedule_with_warmup(optimizer, args.max_steps // 8, args.max_steps)
     model, optimizer, train_loader, held_out_loader = accelerator.prepare(
         model,
@@ -111,7 +112,7 @@ def main() -> None:
         num_items = global_token_count(model, [batch["labels"] for batch in micro_batches])
         step_loss = torch.zeros((), device=accelerator.device)
         for batch in micro_batches:
-            loss = model(**batch, num_items_in_batch=num_items).loss * accelerator.num_processes
+            loss = model(**batch, num_items_in_batch=num_items).loss * data_parallel_size(model)
             accelerator.backward(loss)
             step_loss += loss.detach()
         accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)

@@ -147,6 +147,7 @@ the row above.
     upstream/loading.py | _load_pretrained_model force_cpu | transformers', until a model is read
     integrations/prepare.py | auto_wrap_policy activation_checkpointing | of the user's FSDP plugin,
         while Accelerate prepares
+    integrations/prepare.py | transformer_cls_names_to_wrap | the same
     integrations/prepare.py | backend | of Accelerate's compilation, the same
     upstream/accelerate_and_trainer.py | data_ptr | of parameters without memory, the same
     upstream/captured_outputs.py | compiling global_var | transformers' collector, in a layer

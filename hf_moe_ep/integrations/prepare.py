@@ -45,8 +45,8 @@ from hf_moe_ep.upstream.accelerate_and_trainer import (
     count_as_shards,
     declare_fsdp,
     distinct_data_ptrs,
+    has_checkpointed_modules,
     has_chunked_loss,
-    was_prepared,
 )
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.frameworks import (
@@ -55,7 +55,11 @@ from hf_moe_ep.upstream.frameworks import (
     how_to_shard,
     name_option_of_size,
 )
-from hf_moe_ep.upstream.models import list_packed_parameters, text_config
+from hf_moe_ep.upstream.models import (
+    list_declared_layers,
+    list_packed_parameters,
+    text_config,
+)
 from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.replaced import replaced
 
@@ -116,17 +120,24 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         if compile_kwargs is not None:
             for patched_state in states:
                 _choose_compilation(patched_state, compile_kwargs)
-        if state.meshes is None or plugin is None:
+        if plugin is None:
             prepared = original(self, *args, **kwargs)
         else:
-            check = partial(_check_no_activation_checkpointing, models, plugin)
-            run_on_all("accelerator.prepare", check)
-            # Accelerate would search for the layer classes of its wrap policy, but FSDP2 has
-            # changed these classes. It would also insert activation checkpointing a second time.
-            # Both settings are restored for the next model, such as a stock reference.
+            is_sharded = state.meshes is not None
+            if is_sharded:
+                check = partial(_check_no_activation_checkpointing, models, plugin)
+                run_on_all("accelerator.prepare", check)
+            # Accelerate would search for the layer classes of its wrap policy, of which a model may
+            # lack some. Only its activation checkpointing needs the policy. A sharded model must
+            # not be checkpointed a second time. All settings are restored for the next model, such
+            # as a stock reference.
+            checkpoints = plugin.activation_checkpointing and not is_sharded
+            policy = plugin.auto_wrap_policy if checkpoints else None
+            classes = _list_layer_classes(plugin, models)
             with (
-                replaced(plugin, "auto_wrap_policy", None),
-                replaced(plugin, "activation_checkpointing", False),
+                replaced(plugin, "auto_wrap_policy", policy),
+                replaced(plugin, "transformer_cls_names_to_wrap", classes),
+                replaced(plugin, "activation_checkpointing", checkpoints),
             ):
                 prepared = original(self, *args, **kwargs)
         if compile_kwargs is not None:
@@ -215,15 +226,36 @@ def _check_no_activation_checkpointing(
 ) -> None:
     """Raise ValueError if Accelerate would insert activation checkpointing into sharded layers.
 
-    A model that Accelerate has prepared before is accepted, because its layers are wrapped already.
+    A model whose layers are wrapped already is accepted: Accelerate has sharded it, and prepares it
+    again. A model that was sharded for an evaluation has no wrapped layers.
     """
-    if plugin.activation_checkpointing and not all(map(was_prepared, models)):
+    if plugin.activation_checkpointing and not all(map(has_checkpointed_modules, models)):
         raise ValueError(
             "Accelerate's fsdp_activation_checkpointing wraps layers before they are "
             "sharded, and this model is sharded already; set it to false and call "
             "model.gradient_checkpointing_enable(), or let Accelerate shard: load the model with "
             "transformers' from_pretrained and call patch(model)"
         )
+
+
+def _list_layer_classes(
+    plugin: FullyShardedDataParallelPlugin, models: Iterable[nn.Module]
+) -> list[str]:
+    """List the classes of layers that Accelerate checkpoints, without those that a model lacks.
+
+    The class of a text model can declare classes of a tower that the model does not have, and a
+    pipeline stage can have layers of some classes only. Accelerate raises an error if a class is
+    missing, and still does so for a name that only the user gives.
+    """
+    modules = [module for model in models for module in model.modules()]
+    present = {type(module).__name__ for module in modules}
+    declared = {name for model in models for name in list_declared_layers(model)}
+    given = plugin.transformer_cls_names_to_wrap
+    return [
+        name
+        for name in (sorted(declared) if given is None else given)
+        if name in present or name not in declared
+    ]
 
 
 def fsdp2_prepare_model(

@@ -43,7 +43,7 @@ from hf_moe_ep.config import get_launched_local_world_size, get_launched_world_s
 from hf_moe_ep.etp import map_names_to_split_dims, restore_stock_shapes
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
-from hf_moe_ep.moe.stacked import make_stacked_tensors
+from hf_moe_ep.moe.stacked import make_stacked_tensors, make_stock_tensors
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.all_ranks import (
     PATIENCE_OF_RANK_0,
@@ -237,9 +237,8 @@ def save_in_hub_layout(
     if state.meshes is None:
         if options.get("is_main_process", True):
             _check_options(options)
-            save_state_dict(
-                self, save_directory, _make_stacked_state_dict(self, state_dict), **size
-            )
+            stacked = _make_stacked_state_dict(self, state_dict)
+            save_state_dict(self, save_directory, stacked, **size)
     elif state_dict is None:
         _check_options(options)
         check_everyone_calls("save_pretrained of the model", patience_of_rank_0=PATIENCE_OF_RANK_0)
@@ -249,16 +248,18 @@ def save_in_hub_layout(
     elif not isinstance(state_dict, _SavedAlready) and options.get("is_main_process", True):
         if needs_ours:
             _check_options(options)
-        save_state_dict(self, save_directory, state_dict, **size)
+        stacked = _make_stacked_state_dict(self, state_dict)
+        save_state_dict(self, save_directory, stacked, **size)
 
 
 def _make_stacked_state_dict(
     model: nn.Module, state_dict: Mapping[str, Tensor] | None
 ) -> dict[str, Tensor]:
-    """Return the state dict of a model that is not sharded, with stacked weights of experts.
+    """Return a state dict with stacked weights of experts.
 
-    A given `state_dict` has stock parameters, as `model.state_dict()` returns them, and is
-    converted. Otherwise `state_dict(keep_vars=True)` returns the model's stacked weights.
+    A given `state_dict` has stock parameters, as `Accelerator.get_state_dict` returns them, and is
+    converted; it may have stacked weights already. Without one the model is not sharded, and
+    `state_dict(keep_vars=True)` returns the model's stacked weights.
     """
     if state_dict is not None:
         by_name = {get_canonical_name(name): tensor for name, tensor in state_dict.items()}
@@ -368,7 +369,7 @@ def get_base_model_class(
 def get_state_dict(
     original: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Accelerator.get_state_dict`: pack the adapters of experts as PEFT does.
+    """Wrap `Accelerator.get_state_dict`: return stock parameters, and adapters as PEFT packs them.
 
     With pipeline stages rank 0 gets the tensors of all stages, and the other ranks get none.
     """
@@ -377,9 +378,22 @@ def get_state_dict(
         return gather_state_dict(model)
     with experts_in_hub_order(model):
         state_dict = original(self, model, *args, **kwargs)
-    if find_state(model) is None:
+    if state is None:
         return state_dict
-    return pack_factors(model, restore_stock_shapes(model, state_dict))
+    packed = pack_factors(model, restore_stock_shapes(model, state_dict))
+    return packed if state.meshes is None else _make_stock_state_dict(model, packed)
+
+
+def _make_stock_state_dict(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace stacked weights of experts by the stock parameters, which share no memory.
+
+    If tensors share memory, `Accelerator.save_model` saves only the first of them.
+    """
+    tensors = make_stock_tensors(model, state_dict)
+    for name in tensors.keys() - state_dict.keys():
+        if tensors[name].nbytes < tensors[name].untyped_storage().nbytes():
+            tensors[name] = tensors[name].clone()
+    return tensors
 
 
 def get_state_dict_type(accelerator: Accelerator) -> str:

@@ -16,6 +16,7 @@ knows. The wrapper of `get_tp_size` multiplies it by the number of processes per
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +27,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler, get_sampler
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler
@@ -36,7 +38,11 @@ from hf_moe_ep.pipeline.caller_loss import CallerLoss, take_loss
 from hf_moe_ep.ranks.all_ranks import run_on_first
 from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.accelerate_and_trainer import generates_in_training, list_prepared_loaders
+from hf_moe_ep.upstream.accelerate_and_trainer import (
+    generates_in_training,
+    list_prepared_loaders,
+    list_prepared_schedulers,
+)
 from hf_moe_ep.upstream.frameworks import (
     check_reads_no_logits,
     multiplies_by_processes,
@@ -55,8 +61,8 @@ def share_batches(accelerator: Accelerator, state: ModelState) -> None:
     """Let `cp_size * sp_size` ranks of each of the `pp_size` stages share batches.
 
     Raises:
-        ValueError: a data loader was prepared earlier, with different batches for each rank; or
-            the sizes do not divide the number of ranks.
+        ValueError: a data loader was prepared earlier, with different batches for each rank, or a
+            scheduler; or the sizes do not divide the number of ranks.
     """
     num_stages = state.config.pp_size or 1
     size = num_stages * state.config.ranks_per_batch
@@ -68,6 +74,12 @@ def share_batches(accelerator: Accelerator, state: ModelState) -> None:
             f"{_describe_sizes(state)}: this Accelerator prepared a data loader before it saw the "
             f"model, so {size} ranks that share a batch would be given different ones; call "
             f"accelerator.prepare(model, optimizer, dataloader)"
+        )
+    if any(map(_steps_once_per_process, list_prepared_schedulers(accelerator))):
+        raise ValueError(
+            f"{_describe_sizes(state)}: this Accelerator prepared a scheduler before it saw the "
+            f"model, so the scheduler would step once per process instead of once per data rank; "
+            f"call accelerator.prepare(model, optimizer, scheduler)"
         )
     setattr(accelerator, _PROCESSES_PER_BATCH, size)
     setattr(accelerator, _SIZES_TEXT, _describe_sizes(state))
@@ -200,6 +212,8 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
     data_ranks = self.num_processes // count_processes_per_batch(self)
     data_loader = copy.copy(data_loader)
     sampler = get_sampler(data_loader)
+    # Accelerate does not draw from a sampler's own generator if it makes the sampler seedable.
+    has_no_generator = type(sampler) is RandomSampler and sampler.generator is None
     if isinstance(data_loader.dataset, IterableDataset):
         _check_stream(data_loader, describe_shared_batch(self))
         # DataLoader.__setattr__ refuses a new data set, so it is set in __dict__.
@@ -210,10 +224,12 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
             f"with {describe_shared_batch(self)} several ranks share their samples; use another "
             f"strategy"
         )
-    elif data_ranks == 1 and hasattr(sampler, "generator") and sampler.generator is None:
+    elif data_ranks == 1 and hasattr(sampler, "generator"):
         # With one data rank Accelerate does not synchronise the generators of the ranks.
-        sampler.generator = torch.Generator()
-        sampler.generator.manual_seed(_share_seed_of_rank_0(torch.initial_seed() % 2**63))
+        if sampler.generator is None:
+            sampler.generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
+        state_of_rank_0 = run_on_first("accelerator.prepare", sampler.generator.get_state)
+        sampler.generator.set_state(state_of_rank_0)
     data_loader.worker_init_fn = _seed_by_data_rank(data_loader.worker_init_fn, self)
     loader = accelerate.data_loader.prepare_data_loader(
         data_loader,
@@ -225,7 +241,7 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
         rng_types=self.rng_types.copy(),
         dispatch_batches=False,
         even_batches=self.even_batches,
-        use_seedable_sampler=self.use_seedable_sampler or type(sampler) is RandomSampler,
+        use_seedable_sampler=self.use_seedable_sampler or has_no_generator,
         data_seed=self.dataloader_config.data_seed,
         non_blocking=self.non_blocking,
         use_stateful_dataloader=self.use_stateful_dataloader,
@@ -259,13 +275,27 @@ def gather_for_metrics(
 def prepare_scheduler(original: Original, self: Accelerator, scheduler: Any) -> Any:
     """Wrap `Accelerator.prepare_scheduler`: step once per data rank, not once per process.
 
-    In each optimizer step, stock Accelerate steps a scheduler once per process.
+    In each optimizer step, stock Accelerate steps a scheduler once per process. Its examples
+    multiply the length of a schedule by this number. Rank 0 warns that it is another one here.
     """
     prepared = original(self, scheduler)
-    per_process = prepared.step_with_optimizer and not prepared.split_batches
-    if count_processes_per_batch(self) > 1 and per_process and prepared is not scheduler:
-        prepared.scheduler = _EveryNthStep(prepared.scheduler, count_processes_per_batch(self))
+    num_sharing = count_processes_per_batch(self)
+    if num_sharing > 1 and _steps_once_per_process(prepared) and prepared is not scheduler:
+        prepared.scheduler = _EveryNthStep(prepared.scheduler, num_sharing)
+        if self.is_main_process:
+            warnings.warn(
+                f"with {describe_shared_batch(self)} a prepared scheduler makes "
+                f"{self.num_processes // num_sharing} steps in each optimizer step, one for each "
+                f"data rank; multiply the lengths of the schedule (warm-up steps, training steps) "
+                f"by this number, not by accelerator.num_processes ({self.num_processes})",
+                stacklevel=2,
+            )
     return prepared
+
+
+def _steps_once_per_process(scheduler: AcceleratedScheduler) -> bool:
+    """Return True if stock steps a prepared scheduler once per process in an optimizer step."""
+    return bool(scheduler.step_with_optimizer and not scheduler.split_batches)
 
 
 def get_num_items_in_batch(

@@ -18,9 +18,11 @@ import accelerate.accelerator
 import transformers
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.config import is_launched_with_fsdp, read_launch_environment
@@ -139,9 +141,17 @@ def list_prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimi
     return accelerator._optimizers
 
 
-def was_prepared(model: nn.Module) -> bool:
-    """Return True if an Accelerator has prepared a model (accelerate/accelerator.py)."""
-    return bool(getattr(model, "_is_accelerate_prepared", False))
+def list_prepared_schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:
+    """Return the schedulers that `accelerator` prepared (accelerate/accelerator.py)."""
+    return accelerator._schedulers
+
+
+def has_checkpointed_modules(model: nn.Module) -> bool:
+    """Return True if Accelerate's activation checkpointing has wrapped a module of a model.
+
+    The wrapper is torch's (torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py).
+    """
+    return any(isinstance(module, CheckpointWrapper) for module in model.modules())
 
 
 @contextmanager

@@ -108,6 +108,11 @@ def find_aux_loss_attribute(causal_lm: Any) -> str | None:
     return f"config.{_AUX_COEFFICIENT}"
 
 
+def list_declared_layers(model: Any) -> list[str]:
+    """Return the classes of layers that a model declares for Accelerate (modeling_utils.py)."""
+    return list(getattr(model, "_no_split_modules", None) or ())
+
+
 def list_packed_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that bitsandbytes has packed in 4 bits.
 

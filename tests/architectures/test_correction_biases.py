@@ -65,8 +65,8 @@ CORRECTED = {
 }
 # The bias of one of them is a parameter, that of the other is a buffer.
 IN_FAST_SUITE = {"deepseek_v3"}
-# Their routers multiply fp32 activations by their weight, which FSDP2 has cast. Accelerate and the
-# Trainer always use autocast in bf16.
+# Their routers multiply fp32 activations by their weight, which FSDP2 has cast. Without autocast
+# this is an error (docs/limits.md).
 WITH_AUTOCAST = {"inkling2_loop_text", "inkling2_text"}
 POLICIES = {
     "a bf16 model": (torch.bfloat16, None),

@@ -1,4 +1,7 @@
-"""An example that is started again resumes from its newest complete checkpoint."""
+"""An example that is started again resumes from its newest complete checkpoint.
+
+The loop without the Trainer has the same loss if ranks share batches.
+"""
 
 import json
 import re
@@ -61,3 +64,24 @@ def test_an_example_resumes(tmp_path: Path, script: str) -> None:
     assert got == want
     assert f"resuming from {resumed / name}-2; skipped: " in output, output[-3000:]
     assert (resumed / f"{name}-4" / manifest.MANIFEST).exists()
+
+
+@pytest.mark.slow
+def test_the_loop_has_the_same_loss_if_ranks_share_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step has the same 8 blocks: 4 data ranks with 2 each, or 2 data ranks with 4."""
+    start = tmp_path / "start"
+    subprocess.run([sys.executable, EXAMPLES / "make_small_model.py", start], check=True)
+    losses = []
+    for sp_size, batch_size in (("1", "2"), ("2", "4")):
+        monkeypatch.setenv("HF_MOE_EP_SP_SIZE", sp_size)
+        printed = tmp_path / f"sp_{sp_size}.txt"
+        arguments = ["--model", str(start), "--output_dir", str(tmp_path / sp_size), "--cpu"]
+        arguments += ["--ep_size", "2", "--block_size", "64", "--max_steps", "1"]
+        arguments += ["--batch_size", batch_size]
+        script = EXAMPLES / "finetune_text_loop.py"
+        run_script(script, *arguments, output=printed, config_file=CPU_4, timeout=400)
+        losses.append(float(re.findall(r"\bloss=([\d.]+)", printed.read_text())[-1]))
+    # The example prints four decimals.
+    assert losses[1] == pytest.approx(losses[0], abs=2e-4)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from support.architectures.steps import batches, build
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.launched import FP32_BUDGET, launched, prepared
@@ -50,6 +51,21 @@ def bf16_error_is_at_most_twice_that_of_stock_bf16(rank: int, world: int) -> Non
         assert 0 < own_error <= 2 * stock_error, (
             f"error {own_error:.3e}, stock's is {stock_error:.3e}"
         )
+
+
+def a_router_of_inkling_2_needs_autocast(rank: int, world: int) -> None:
+    """FSDP2 casts the weight of stock's router, but not its activations (docs/limits.md)."""
+    with launched():
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        model = build("inkling2_text").float()
+        accelerator, model, _ = prepared(model, accelerator, torch.optim.SGD, ep_size=2)
+        inputs = batches(model, world)[rank]
+        with accelerator.autocast():
+            loss = model(**inputs).loss
+        accelerator.backward(loss)
+        assert torch.isfinite(loss)
+        with pytest.raises(RuntimeError, match="must have the same dtype"):
+            model(**inputs)
 
 
 def _compute_distance(state: State, truth: State) -> float:
@@ -102,6 +118,7 @@ NOT_COMPILED = {
 }
 BF16 = {
     "bf16 error is at most twice that of stock": bf16_error_is_at_most_twice_that_of_stock_bf16,
+    "a router of Inkling-2 needs autocast": a_router_of_inkling_2_needs_autocast,
 }
 COMPILED = {
     "inductor": {"dynamo_backend": "inductor"},

@@ -16,8 +16,10 @@ from support.launched import FP32_BUDGET, launched, prepared
 from support.parity import full_tensor
 from support.tiny_models import batch, tiny
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from hf_moe_ep import apply_ep_fsdp2, global_token_count, patch
 from hf_moe_ep.integrations.prepare import check_launch
@@ -52,6 +54,35 @@ def accelerates_activation_checkpointing_is_refused_after_sharding(rank: int, wo
             accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
             with pytest.raises(ValueError, match=remedies):
                 accelerator.prepare(ours, optimizer)
+    with launched(FSDP_ACTIVATION_CHECKPOINTING="true"):
+        model = patch(tiny(dtype=torch.float32), ep_size=2)
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare_model(model, evaluation_mode=True)  # shards it for an evaluation
+        with pytest.raises(ValueError, match=remedies):
+            accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+
+
+def classes_of_layers_that_a_model_lacks_are_left_out(rank: int, world: int) -> None:
+    """`_no_split_modules` of Qwen3.5's text model names vision blocks. Jamba has two classes.
+
+    Stage 0 has layers of one of Jamba's classes only. Accelerate checkpoints those that exist.
+    """
+    for checkpoints in (False, True):
+        with launched(FSDP_ACTIVATION_CHECKPOINTING=str(checkpoints)):
+            model = build("qwen3_5_moe_text").float()
+            accelerator, model, _ = prepared(model, make_optimizer=torch.optim.SGD, ep_size=2)
+            plugin = accelerator.state.fsdp_plugin
+            assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
+            assert plugin.transformer_cls_names_to_wrap is None
+            accelerator.prepare(model, torch.optim.SGD(model.parameters()))  # a second training
+        layers = model.model.layers
+        assert {isinstance(layer, CheckpointWrapper) for layer in layers} == {checkpoints}
+    with launched(FSDP_ACTIVATION_CHECKPOINTING="true"):
+        model = build("jamba").float()
+        pp_layers = (1, len(model.model.layers) - 1)
+        _, model, _ = prepared(model, make_optimizer=torch.optim.SGD, pp_layers=pp_layers)
+    wrapped = [m for m in model.modules() if isinstance(m, CheckpointWrapper)]
+    assert len(wrapped) == pp_layers[rank]
 
 
 def a_launch_without_fsdp_is_refused_after_sharding(rank: int, world: int) -> None:
@@ -170,6 +201,7 @@ def _list_unit_names(model: nn.Module) -> set[str]:
 ON_TWO_RANKS = [
     a_stock_model_prepared_after_ours_has_a_unit_per_layer,
     accelerates_activation_checkpointing_is_refused_after_sharding,
+    classes_of_layers_that_a_model_lacks_are_left_out,
     a_launch_without_fsdp_is_refused_after_sharding,
     a_model_with_empty_shards_is_prepared,
     reshard_after_forward_of_patch_is_used,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,11 +31,13 @@ from peft import (
 )
 from safetensors.torch import load_file
 from support.adapters import with_lora
+from support.architectures.steps import build
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.hub_files import assert_equal, hub_state, read_all
 from support.jobs.trainer import training_rows, whole
 from support.launched import FP32_BUDGET, launched, prepared
+from support.listed_experts import PLAN, listed
 from support.tiny_models import batch, tiny
 from torch import nn
 from transformers import Trainer, TrainingArguments
@@ -323,6 +326,41 @@ def tensors_that_are_trained_with_an_adapter_are_resumed(
                     resumed.train(resume_from_checkpoint=True)
 
 
+def _state_dicts_have_stock_parameters(
+    make: Callable[[], Any], options: dict[str, Any], rank: int, world: int, folder: str
+) -> None:
+    """Test what Accelerate gathers, what it saves, and a save of the gathered state dict."""
+    stock = make().float()
+    expected = stock.state_dict()
+    with launched():
+        accelerator, model, _ = prepared(make().float(), ep_size=2, **options)
+        gathered = accelerator.get_state_dict(model)
+        accelerator.save_model(model, f"{folder}/model")
+        if not options:  # a plan of the user has no layout of the hub to compare with
+            _save_as_in_examples(accelerator, model, f"{folder}/hub", state_dict=gathered)
+    if rank > 0:
+        assert not gathered
+        return
+    assert_equal(gathered, expected)
+    saved = load_file(Path(folder, "model", "model.safetensors"))
+    assert expected.keys() - saved.keys() <= {"lm_head.weight"}  # it may be tied
+    assert_equal(saved, {name: expected[name] for name in saved})
+    if not options:
+        stock.save_pretrained(f"{folder}/stock")
+        assert_equal(read_all(Path(folder, "hub")), load_file(f"{folder}/stock/model.safetensors"))
+
+
+STACKED = {
+    f"state dicts of {name} have stock parameters": partial(
+        _state_dicts_have_stock_parameters, make, options
+    )
+    for name, make, options in (
+        ("dbrx", partial(build, "dbrx"), {}),
+        ("jetmoe", partial(build, "jetmoe"), {}),
+        ("longcat_flash", partial(build, "longcat_flash"), {}),
+        ("experts in a list", listed, {"plan": PLAN}),
+    )
+}
 ON_TWO_RANKS = [
     every_rank_saves_with_the_arguments_of_examples,
     every_rank_saves_adapters_with_the_arguments_of_examples,
@@ -339,7 +377,7 @@ SLOW_ON_TWO_RANKS = [
 
 
 @pytest.mark.parametrize(
-    "claim", [*on_ranks(2, *ON_TWO_RANKS), *on_ranks(2, *SLOW_ON_TWO_RANKS, slow=True)]
+    "claim", [*on_ranks(2, *ON_TWO_RANKS), *on_ranks(2, *SLOW_ON_TWO_RANKS, STACKED, slow=True)]
 )
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

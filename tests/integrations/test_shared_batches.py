@@ -4,6 +4,7 @@ sp_size is 2. A loop with an Accelerator runs on 4 ranks (2 groups), the Trainer
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from inspect import signature
 from types import SimpleNamespace
@@ -42,9 +43,11 @@ def _make_rows() -> list[Row]:
     ]
 
 
-def _prepare_with_model(loader: DataLoader, accelerator: Accelerator | None = None, seed: int = 0):
+def _prepare_with_model(
+    loader: DataLoader, accelerator: Accelerator | None = None, seed: int = 0, cp_size: int = 1
+):
     accelerator = accelerator or Accelerator(cpu=True)
-    model = patch(tiny(dtype=torch.float32, seed=seed), ep_size=2, sp_size=2)
+    model = patch(tiny(dtype=torch.float32, seed=seed), ep_size=2, sp_size=2, cp_size=cp_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
@@ -52,9 +55,11 @@ def _prepare_with_model(loader: DataLoader, accelerator: Accelerator | None = No
 
 def _a_loop_equals_one_process(rank: int) -> None:
     """14 rows in batches of 2 for 2 groups are 4 steps. The last step repeats the first rows."""
-    accelerator, model, optimizer, loader, scheduler = _prepare_with_model(
-        DataLoader(_make_rows(), batch_size=2), seed=rank
-    )
+    message = r"with sp_size=2 .* makes 2 steps in each .*, not by accelerator.num_processes \(4\)"
+    with pytest.warns(UserWarning, match=message) if rank == 0 else nullcontext():
+        accelerator, model, optimizer, loader, scheduler = _prepare_with_model(
+            DataLoader(_make_rows(), batch_size=2), seed=rank
+        )
     assert (data_parallel_rank(model), data_parallel_size(model)) == (rank // 2, DATA_RANKS)
     stock = tiny(dtype=torch.float32)
     stock_optimizer = torch.optim.SGD(stock.parameters(), lr=0.1)
@@ -95,6 +100,24 @@ def _ranks_of_a_group_shuffle_alike(rank: int) -> None:
         assert by_rank[::2].flatten().sort().values.tolist() == list(range(16))
         orders.append(rows.tolist())
     assert orders[0] != orders[1] and orders[0] != sorted(orders[0])
+
+
+def _a_generator_of_a_loader_orders_its_rows(rank: int) -> None:
+    """The order is that of one process. With one data rank, all ranks use rank 0's generator."""
+    orders = []
+    for cp_size, seed in ((1, 42), (2, 42 + rank), (0, 42)):
+        generator = torch.Generator().manual_seed(seed)
+        loader = DataLoader(range(16), batch_size=2, shuffle=True, generator=generator)
+        if cp_size == 0:  # stock, in one process
+            orders.append(torch.cat(list(loader)).tolist())
+            continue
+        accelerator, _, _, loader, _ = _prepare_with_model(loader, cp_size=cp_size)
+        gathered = accelerator.gather(torch.cat(list(loader)))
+        by_data_rank = gathered.view(DATA_RANKS // cp_size, 2 * cp_size, -1)
+        assert torch.equal(by_data_rank, by_data_rank[:, :1].expand_as(by_data_rank))
+        batches = by_data_rank[:, 0].unflatten(1, (-1, 2))
+        orders.append(batches.transpose(0, 1).flatten().tolist())
+    assert orders[0] == orders[1] == orders[2] != list(range(16))
 
 
 class _Stream(IterableDataset):
@@ -165,11 +188,16 @@ def _gather_for_metrics_drops_repeated_rows(rank: int) -> None:
     assert keys == list(range(9)), "a dict that cannot be cut to its real samples"
 
 
-def _loaders_that_cannot_be_shared_are_refused(rank: int) -> None:
+def _loaders_and_schedulers_that_cannot_be_shared_are_refused(rank: int) -> None:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(range(8)))
     with pytest.raises(ValueError, match="prepared a data loader before it saw the model"):
         _prepare_with_model(loader, accelerator)
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, step_size=2))
+    with pytest.raises(ValueError, match="prepared a scheduler before it saw the model"):
+        _prepare_with_model(DataLoader(range(8)), accelerator)
     options = DataLoaderConfiguration(dispatch_batches=True)
     with pytest.raises(ValueError, match="dispatch_batches=True sends each rank a batch"):
         _prepare_with_model(DataLoader(range(8)), Accelerator(cpu=True, dataloader_config=options))
@@ -271,12 +299,13 @@ CHECKS_BY_WORLD = {
         WORLD: (
             _a_loop_equals_one_process,
             _ranks_of_a_group_shuffle_alike,
+            _a_generator_of_a_loader_orders_its_rows,
             _a_weighted_sampler_draws_every_row_once,
             _a_sampler_draws_the_same_rows_on_ranks_with_other_seeds,
             _a_stream_repeats_rows_at_its_end,
             _a_stream_keeps_its_length,
             _gather_for_metrics_drops_repeated_rows,
-            _loaders_that_cannot_be_shared_are_refused,
+            _loaders_and_schedulers_that_cannot_be_shared_are_refused,
         ),
         2: (
             _workers_of_a_group_draw_the_same_numbers,
