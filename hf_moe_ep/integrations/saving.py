@@ -229,8 +229,7 @@ def save_in_hub_layout(
     if state.meshes is None and not needs_ours:
         original(self, save_directory, *args, **kwargs)
         return
-    options = dict(signature(original).bind(self, save_directory, *args, **kwargs).arguments)
-    options |= options.pop("kwargs", {})
+    options = _name_arguments(original, self, save_directory, *args, **kwargs)
     state_dict = options.get("state_dict")
     size = {name: options[name] for name in ("max_shard_size",) if name in options}
     size["extra_tensors"] = extra_tensors
@@ -250,6 +249,13 @@ def save_in_hub_layout(
         if needs_ours:
             _check_options(options)
         save_state_dict(self, save_directory, state_dict, **size)
+
+
+def _name_arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by their names, also those in the function's `**kwargs`."""
+    named = dict(signature(function).bind(*args, **kwargs).arguments)
+    named |= named.pop("kwargs", {})
+    return named
 
 
 def _make_stacked_state_dict(
@@ -299,21 +305,25 @@ def save_adapters(
         RuntimeError: no state dict is given, and only rank 0 calls this.
     """
     state = find_state(self)
-    state_dict = kwargs.get("state_dict")
     if state is None or state.meshes is None:
         original(self, save_directory, *args, **kwargs)
-    elif state_dict is not None:
-        kwargs["state_dict"] = pack_factors(self, state_dict)
-        if learns_prompts(self):
-            if kwargs.get("is_main_process", True):
-                save = partial(original, self, save_directory, *args, **kwargs)
-                save_prompts(self, state_dict, save)
-            return
-        with canonical_modules(self), _adapters_of_stages(state, kwargs["state_dict"]):
-            original(self, save_directory, *args, **kwargs)
-    else:
+        return
+    options = _name_arguments(original, self, save_directory, *args, **kwargs)
+    del options["self"], options["save_directory"]
+    # Without FSDP the Trainer passes state_dict=None.
+    state_dict = options.pop("state_dict", None)
+    if state_dict is None:
         check_everyone_calls("save_pretrained of the model", patience_of_rank_0=PATIENCE_OF_RANK_0)
-        save_pretrained(self, save_directory, *args, **kwargs)
+        save_pretrained(self, save_directory, **options)
+        return
+    packed = pack_factors(self, state_dict)
+    save = partial(original, self, save_directory, state_dict=packed, **options)
+    if learns_prompts(self):
+        if options.get("is_main_process", True):
+            save_prompts(self, state_dict, save)
+        return
+    with canonical_modules(self), _adapters_of_stages(state, packed):
+        save()
 
 
 def _adapters_of_stages(
