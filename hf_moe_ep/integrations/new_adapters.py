@@ -23,7 +23,7 @@ from hf_moe_ep.moe.stacked import check_adapters
 from hf_moe_ep.ranks.all_ranks import get_rank_of_launch
 from hf_moe_ep.routing.bias import refuse_adapters
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.adapter_files import find_kind_that_needs_values
+from hf_moe_ep.upstream.adapter_files import check_supported, find_kind_that_needs_values
 from hf_moe_ep.upstream.adapters import factors_on_host, make_copied_experts_error
 
 _logger = logging.getLogger("hf_moe_ep.runner")
@@ -49,6 +49,7 @@ def inject_adapter(
     computed.check_attachable(state)
     refuse_adapters(state)
     config = self.peft_config[adapter_name]
+    check_supported(config)
     computed.check_gets_whole_rows(state.config, [config])
     _check_modules_to_save(model, getattr(config, "modules_to_save", None))
     if state.adapts_experts:

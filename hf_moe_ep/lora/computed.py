@@ -34,6 +34,7 @@ from hf_moe_ep.upstream.adapters import (
     counts_from_end_of_row,
     factors_on_host,
     has_copies_on_meta,
+    has_own_forward,
     iterate_parameter_factors,
 )
 
@@ -95,9 +96,10 @@ def call_base_model(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     """Wrap `BaseTuner.forward`: run the model's forward hooks, which PEFT 0.20 skips.
 
     PEFT 0.20 calls `model.forward` and thereby skips the hooks of FSDP2 and of this package. Newer
-    versions of PEFT call the model.
+    versions of PEFT call the model. A tuner with a forward of its own also does so: Poly's forward
+    gives the tasks of the batch to its layers.
     """
-    if find_state(self.model) is None:
+    if find_state(self.model) is None or has_own_forward(self):
         return original(self, *args, **kwargs)
     return self.model(*args, **kwargs)
 

@@ -56,6 +56,13 @@ def has_adapters(model: Any) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
+def has_own_forward(tuner: nn.Module) -> bool:
+    """Return True if the class of a tuner replaces the forward of peft/tuners/tuners_utils.py."""
+    from peft.tuners.tuners_utils import BaseTuner
+
+    return type(tuner).forward is not BaseTuner.forward
+
+
 def learns_prompts(model: Any) -> bool:
     """Return True if `model` is a PeftModel with prompts or prefixes (peft/peft_model.py)."""
     return bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))

@@ -225,6 +225,39 @@ def test_adapters_that_count_from_the_end_of_a_row_need_whole_rows(size: str) ->
         patch(peft.get_peft_model(tiny(), config), **{size: 2})
 
 
+def test_adapters_that_compute_outside_of_the_forward_are_refused() -> None:
+    def make_config() -> peft.PeftConfig:
+        return peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=9)
+
+    refused = r"AdaLoraConfig \(peft_type ADALORA\) .*a loss of its own; train LoRA"
+    with pytest.raises(ValueError, match=refused):
+        peft.get_peft_model(patch(tiny()), make_config())
+    stock = peft.get_peft_model(tiny(), make_config())
+    with pytest.raises(ValueError, match=refused):
+        patch(stock)
+    if hasattr(peft, "ShadowConfig"):  # since PEFT 0.21
+        with pytest.raises(ValueError, match=r"ShadowConfig .*a loss of its own after the model's"):
+            peft.get_peft_model(patch(tiny()), peft.ShadowConfig(task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize("patch_first", [False, True])
+def test_a_tuner_with_a_forward_of_its_own_equals_stock(patch_first: bool) -> None:
+    """Poly's forward gives the tasks of the rows to the layers."""
+
+    def adapt(model: nn.Module) -> nn.Module:
+        torch.manual_seed(0)
+        config = peft.PolyConfig(
+            task_type="CAUSAL_LM", target_modules=["q_proj"], r=2, n_tasks=2, init_weights=False
+        )
+        return peft.get_peft_model(model, config).double()
+
+    stock = adapt(tiny()).eval()
+    model = (adapt(patch(tiny())) if patch_first else patch(adapt(tiny()))).eval()
+    inputs = batch(tiny(), 2, 9) | {"task_ids": torch.tensor([0, 1])}
+    with torch.no_grad():
+        assert_close("logits", model(**inputs).logits, stock(**inputs).logits, FP64_MODEL)
+
+
 @pytest.mark.parametrize("module", ["experts", "mlp"])
 def test_copies_of_experts_are_refused(module: str) -> None:
     """With each MoE layer PEFT would copy the whole model, because the layer refers to it."""
