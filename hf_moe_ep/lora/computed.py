@@ -151,15 +151,8 @@ def load_adapter(
         return original(self, model_id, *args, **kwargs)
 
     def read_copies() -> None:
-        if state.unread is None or not has_copies_on_meta(self):
-            return
-        if get_rank_of_launch() == 0:
-            _logger.info(
-                "every process reads the whole model, because the adapter %s has values of "
-                "modules_to_save",
-                model_id,
-            )
-        state.unread.read_whole(self)
+        if state.unread is not None and has_copies_on_meta(self):
+            _read_whole(self, state, f"the adapter {model_id} has values of modules_to_save")
 
     with factors_on_host(), before_loaded_values(read_copies):
         return original(self, model_id, *args, **kwargs)
@@ -167,6 +160,8 @@ def load_adapter(
 
 def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the method `name` of `BaseTuner`: refuse to merge or unload in a sharded model.
+
+    Layers on meta are read before adapters are merged into their weights.
 
     Raises:
         ValueError: the model is sharded.
@@ -177,7 +172,17 @@ def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwar
             f"hf_moe_ep.save_pretrained(model, directory), then call it in one process on "
             f"PeftModel.from_pretrained(base, directory)"
         )
+    state = find_state(self)
+    if name != "unload" and state is not None and state.unread is not None:
+        _read_whole(self.model, state, f"{name} changes its weights")
     return original(self, *args, **kwargs)
+
+
+def _read_whole(model: nn.Module, state: ModelState, reason: str) -> None:
+    """Read the layers of a model that are on meta. Rank 0 logs the reason."""
+    if get_rank_of_launch() == 0:
+        _logger.info("every process reads the whole model, because %s", reason)
+    state.unread.read_whole(model)
 
 
 def _is_computed_here(experts: Any) -> bool:
