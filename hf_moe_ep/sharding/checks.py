@@ -21,6 +21,7 @@ from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.values import ParameterEntries
 from hf_moe_ep.state import ModelState, iterate_experts_modules
 from hf_moe_ep.upstream.adapters import get_layer_replication
+from hf_moe_ep.upstream.autograd_modes import has_gradient_hooks, has_tensor_hooks
 from hf_moe_ep.upstream.models import is_quantized, list_model_config_fields, list_packed_parameters
 from hf_moe_ep.upstream.module_names import get_canonical_name
 
@@ -51,6 +52,26 @@ def check_adapters_separate(model: nn.Module) -> None:
                 f"give each of them numbers of its own; leave out ensure_weight_tying, or adapt "
                 f"only one of the tied modules"
             )
+
+
+def check_no_gradient_hooks(model: nn.Module, options: ShardOptions) -> None:
+    """Raise ValueError if the gradients of parameters have hooks, which sharding would lose.
+
+    Sharding replaces all parameters except those that FSDP2 ignores.
+    """
+    hooked = [
+        get_canonical_name(name)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter not in options.ignored_params
+        if has_tensor_hooks(parameter) or has_gradient_hooks(parameter)
+    ]
+    if hooked:
+        raise ValueError(
+            f"{hooked[0]} (one of {len(hooked)} parameters) has a hook on its gradient, which "
+            f"would be lost, because sharding replaces parameters; remove the hook, and call "
+            f"register_post_accumulate_grad_hook after sharding. PEFT's OSF needs its hooks: train "
+            f"another adapter"
+        )
 
 
 def check_experts_unshared(model: nn.Module, experts_units: Iterable[Sequence[nn.Module]]) -> None:

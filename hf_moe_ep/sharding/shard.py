@@ -93,6 +93,7 @@ from hf_moe_ep.sharding.checks import (
     check_experts_split,
     check_experts_unshared,
     check_frozen,
+    check_no_gradient_hooks,
     check_nodes,
     check_packed,
     check_quantised_frozen,
@@ -172,6 +173,7 @@ def build_meshes_and_cut_stages(
     Every rank must call this function. Raises as `shard_model`.
     """
     check_adapters_separate(model)
+    check_no_gradient_hooks(model, options)
     check_ranks_agree(model, state, options)
     check_nodes(state.config)
     meshes = state.shared_meshes.find_or_build(state.config, device)

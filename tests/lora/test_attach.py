@@ -369,8 +369,11 @@ def a_forward_that_calls_only_the_decoder(rank: int, world: int) -> None:
         assert state is not None and state.forward_number == 2 * len(want)
 
 
-def adapters_that_share_weights_are_refused(rank: int, world: int) -> None:
-    """After sharding, views of one tensor, copied layers and merged weights would be separate."""
+def adapters_that_sharding_would_change_are_refused(rank: int, world: int) -> None:
+    """After sharding, views of one tensor, copied layers and merged weights would be separate.
+
+    Hooks of parameters, such as those of PEFT's OSF, would be lost.
+    """
     merged: Any = with_lora(tiny(), seed=0)
     merged.merge_adapter()
     apply_ep_fsdp2(merged, ep_size=world)
@@ -388,9 +391,17 @@ def adapters_that_share_weights_are_refused(rank: int, world: int) -> None:
         tied, peft.LoraConfig(target_modules=targets, ensure_weight_tying=True)
     )
     replicas = peft.LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
+    hooked, stepping = with_lora(tiny()), with_lora(tiny())
+    for parameter in filter(lambda p: p.requires_grad, hooked.parameters()):
+        parameter.register_hook(torch.neg)
+    next(p for p in stepping.parameters() if p.requires_grad).register_post_accumulate_grad_hook(
+        lambda _: None
+    )
     for model, message in (
         (tied, r"lora_embedding_\w.* and .*are views of the same numbers.*ensure_weight_tying"),
         (peft.get_peft_model(tiny(), replicas), r"layer_replication=\[.* share frozen weights"),
+        (hooked, r"lora_A\S* \(one of 16 parameters\) has a hook .* replaces parameters"),
+        (stepping, r"lora_A\S* \(one of 1 parameters\) has a hook"),
     ):
         with pytest.raises(ValueError, match=message):
             apply_ep_fsdp2(model, ep_size=world)
@@ -417,7 +428,7 @@ def quantised_experts_keep_their_scales(rank: int, world: int) -> None:
         a_forward_without_the_adapter_does_not_change_the_step,
         generate_works_before_any_forward,
         a_forward_that_calls_only_the_decoder,
-        adapters_that_share_weights_are_refused,
+        adapters_that_sharding_would_change_are_refused,
         quantised_experts_keep_their_scales,
     ),
 )
