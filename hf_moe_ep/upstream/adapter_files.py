@@ -2,8 +2,8 @@
 
 The private names come from peft/config.py, peft/mapping_func.py, peft/tuners/lora/config.py and
 layer.py (the initial values of factors) and peft/utils/save_and_load.py (the keys of saved tensors,
-which transformers uses as well). The losses of other adapters are in peft/tuners/adalora/model.py
-and peft/tuners/shadow/model.py.
+which transformers uses as well). The losses of other adapters are in model.py of
+peft/tuners/adalora, cpt and shadow.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _EMBEDDINGS = "embed_tokens"
 _UNSUPPORTED = {
     "ADALORA": "it calls the model's forward without the model's hooks, with which FSDP2 gathers "
     "parameters, and then adds a loss of its own",
+    "CPT": "it writes the values of its prompt in each forward, which do not reach FSDP2's shards, "
+    "and it computes its loss from whole logits after the model's forward",
     "SHADOW": "it computes a loss of its own after the model's forward, when FSDP2 has freed the "
     "gathered parameters",
 }

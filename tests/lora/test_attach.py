@@ -226,15 +226,17 @@ def test_adapters_that_count_from_the_end_of_a_row_need_whole_rows(size: str) ->
 
 
 def test_adapters_that_compute_outside_of_the_forward_are_refused() -> None:
-    def make_config() -> peft.PeftConfig:
-        return peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=9)
-
-    refused = r"AdaLoraConfig \(peft_type ADALORA\) .*a loss of its own; train LoRA"
-    with pytest.raises(ValueError, match=refused):
-        peft.get_peft_model(patch(tiny()), make_config())
-    stock = peft.get_peft_model(tiny(), make_config())
-    with pytest.raises(ValueError, match=refused):
-        patch(stock)
+    configs: list[tuple[Any, str, dict[str, Any]]] = [
+        (peft.AdaLoraConfig, "ADALORA", {"target_modules": ["q_proj"], "total_step": 9}),
+        (peft.CPTConfig, "CPT", {"cpt_token_ids": [1, 2, 3]}),
+    ]
+    for kind, peft_type, options in configs:
+        refused = rf"{kind.__name__} \(peft_type {peft_type}\) does not work .*: it .*; train LoRA"
+        with pytest.raises(ValueError, match=refused):
+            peft.get_peft_model(patch(tiny()), kind(task_type="CAUSAL_LM", **options))
+        stock = peft.get_peft_model(tiny(), kind(task_type="CAUSAL_LM", **options))
+        with pytest.raises(ValueError, match=refused):
+            patch(stock)
     if hasattr(peft, "ShadowConfig"):  # since PEFT 0.21
         with pytest.raises(ValueError, match=r"ShadowConfig .*a loss of its own after the model's"):
             peft.get_peft_model(patch(tiny()), peft.ShadowConfig(task_type="CAUSAL_LM"))
