@@ -88,6 +88,7 @@ from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.sharding.buffers import use_buffers
 from hf_moe_ep.sharding.checks import (
     RefuseUnfrozen,
+    check_adapters_of_layers_unshared,
     check_adapters_separate,
     check_dtypes,
     check_experts_split,
@@ -191,6 +192,7 @@ def shard_units(
     units = list_units(parts)
     received = {} if state.stage is None else state.stage.values
     check_frozen(model, units.all_experts)
+    check_adapters_of_layers_unshared(model, map(units.with_tied, units.layers))
     entries = find_entries(model, units.all_experts, state.plan, options)
     check_quantised_frozen(model, entries)
     check_packed(model, options)

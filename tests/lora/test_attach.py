@@ -374,7 +374,8 @@ def a_forward_that_calls_only_the_decoder(rank: int, world: int) -> None:
 def adapters_that_sharding_would_change_are_refused(rank: int, world: int) -> None:
     """After sharding, views of one tensor, copied layers and merged weights would be separate.
 
-    Hooks of parameters, such as those of PEFT's OSF, would be lost.
+    Hooks of parameters, such as those of PEFT's OSF, would be lost. The vectors of VB-LoRA belong
+    to all layers.
     """
     merged: Any = with_lora(tiny(), seed=0)
     merged.merge_adapter()
@@ -394,6 +395,7 @@ def adapters_that_sharding_would_change_are_refused(rank: int, world: int) -> No
     )
     replicas = peft.LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
     hooked, stepping = with_lora(tiny()), with_lora(tiny())
+    bank = peft.VBLoRAConfig(r=2, num_vectors=16, vector_length=8, target_modules=["q_proj"])
     for parameter in filter(lambda p: p.requires_grad, hooked.parameters()):
         parameter.register_hook(torch.neg)
     next(p for p in stepping.parameters() if p.requires_grad).register_post_accumulate_grad_hook(
@@ -403,6 +405,7 @@ def adapters_that_sharding_would_change_are_refused(rank: int, world: int) -> No
         (tied, r"lora_embedding_\w.* and .*are views of the same numbers.*ensure_weight_tying"),
         (peft.get_peft_model(tiny(), replicas), r"layer_replication=\[.* share frozen weights"),
         (hooked, r"lora_A\S* \(one of 16 parameters\) has a hook .* replaces parameters"),
+        (peft.get_peft_model(tiny(), bank), r"vblora_vector_bank\S* belongs to .*several decoder"),
         (stepping, r"lora_A\S* \(one of 1 parameters\) has a hook"),
     ):
         with pytest.raises(ValueError, match=message):
