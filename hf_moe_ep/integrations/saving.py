@@ -65,6 +65,8 @@ from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 from hf_moe_ep.upstream.replaced import replaced
 from hf_moe_ep.upstream.sharded_models import get_stock_class
 
+_CONVERSION = "path_initial_model_for_weight_conversion"
+
 
 def save_model(
     original: Callable[..., Any],
@@ -302,6 +304,7 @@ def save_adapters(
     If a state dict is given, the adapters in it are packed. Otherwise every rank must call this.
 
     Raises:
+        ValueError: the option that converts PiSSA and similar adapters to plain LoRA is given.
         RuntimeError: no state dict is given, and only rank 0 calls this.
     """
     state = find_state(self)
@@ -310,6 +313,7 @@ def save_adapters(
         return
     options = _name_arguments(original, self, save_directory, *args, **kwargs)
     del options["self"], options["save_directory"]
+    _refuse_conversion(options.get(_CONVERSION))
     # Without FSDP the Trainer passes state_dict=None.
     state_dict = options.pop("state_dict", None)
     if state_dict is None:
@@ -324,6 +328,19 @@ def save_adapters(
         return
     with canonical_modules(self), _adapters_of_stages(state, packed):
         save()
+
+
+def _refuse_conversion(initial: str | None) -> None:
+    """Raise ValueError if PEFT would load the initial adapter, to subtract it from the trained one.
+
+    PEFT hides the error of `load_adapter` by another error (peft/tuners/lora/model.py).
+    """
+    if initial is not None:
+        raise ValueError(
+            f"{_CONVERSION}={initial!r} loads a second adapter, but a sharded model cannot load "
+            f"adapters; save the adapter without this option, then use the option in one process: "
+            f"PeftModel.from_pretrained(base, directory).save_pretrained(...)"
+        )
 
 
 def _adapters_of_stages(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -85,6 +86,10 @@ def every_rank_saves_adapters_with_the_arguments_of_examples(
         model.save_pretrained(f"{folder}/none", state_dict=None, is_main_process=rank == 0)
         model.save_pretrained(f"{folder}/by position", True, ["default"])
         saving.save_pretrained(model, f"{folder}/ours")
+        initial = {"path_initial_model_for_weight_conversion": f"{folder}/pissa_init"}
+        for save in (model.save_pretrained, partial(saving.save_pretrained, model)):
+            with pytest.raises(ValueError, match=r"conversion='.*pissa_init' loads .*one process"):
+                save(f"{folder}/converted", **initial)
     names = ("examples", "axolotl", "none", "by position", "ours")
     *actual, expected = (
         load_file(Path(folder, name, "adapter_model.safetensors")) for name in names
