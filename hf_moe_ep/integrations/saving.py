@@ -58,6 +58,7 @@ from hf_moe_ep.upstream.accelerate_and_trainer import call_stock_save, list_prep
 from hf_moe_ep.upstream.adapters import (
     canonical_modules,
     has_adapters,
+    has_added_adapters,
     learns_prompts,
     saving_as,
 )
@@ -206,7 +207,7 @@ def save_in_hub_layout(
 
     If a gathered state dict is given, rank 0 writes the state dict. Without a state dict every rank
     must call this, as Accelerate's examples do. `is_main_process` and `save_function` are then
-    ignored.
+    ignored. Adapters of the model's `add_adapter` are gathered and saved as those of a PeftModel.
 
     A model that is not sharded is saved in the same way in two cases: if its checkpoint had tensors
     that its class ignores, which stock would lose, and if a head for multi-token prediction is
@@ -223,7 +224,16 @@ def save_in_hub_layout(
         original(self, save_directory, *args, **kwargs)
         return
     if has_adapters(self):
-        with _adapters_of_stages(state, kwargs.get("state_dict")):
+        options = _name_options(original, self, save_directory, *args, **kwargs)
+        state_dict = options.pop("state_dict", None)
+        if state.meshes is not None and state_dict is None and has_added_adapters(self):
+            _check_options(options)
+            check_everyone_calls(
+                "save_pretrained of the model", patience_of_rank_0=PATIENCE_OF_RANK_0
+            )
+            save_pretrained(self, save_directory, **options)
+            return
+        with _adapters_of_stages(state, state_dict):
             original(self, save_directory, *args, **kwargs)
         return
     copies_extra = extra_tensors and state.extra is not None
@@ -231,7 +241,7 @@ def save_in_hub_layout(
     if state.meshes is None and not needs_ours:
         original(self, save_directory, *args, **kwargs)
         return
-    options = _name_arguments(original, self, save_directory, *args, **kwargs)
+    options = _name_options(original, self, save_directory, *args, **kwargs)
     state_dict = options.get("state_dict")
     size = {name: options[name] for name in ("max_shard_size",) if name in options}
     size["extra_tensors"] = extra_tensors
@@ -253,11 +263,15 @@ def save_in_hub_layout(
         save_state_dict(self, save_directory, state_dict, **size)
 
 
-def _name_arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by their names, also those in the function's `**kwargs`."""
-    named = dict(signature(function).bind(*args, **kwargs).arguments)
-    named |= named.pop("kwargs", {})
-    return named
+def _name_options(original: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a stock `save_pretrained` by name, without the model and the folder.
+
+    The result includes the arguments in the function's `**kwargs`.
+    """
+    options = dict(signature(original).bind(*args, **kwargs).arguments)
+    options |= options.pop("kwargs", {})
+    # A subclass may have a method that takes *args instead.
+    return {name: x for name, x in options.items() if name not in ("self", "save_directory")}
 
 
 def _make_stacked_state_dict(
@@ -311,8 +325,7 @@ def save_adapters(
     if state is None or state.meshes is None:
         original(self, save_directory, *args, **kwargs)
         return
-    options = _name_arguments(original, self, save_directory, *args, **kwargs)
-    del options["self"], options["save_directory"]
+    options = _name_options(original, self, save_directory, *args, **kwargs)
     _refuse_conversion(options.get(_CONVERSION))
     # Without FSDP the Trainer passes state_dict=None.
     state_dict = options.pop("state_dict", None)

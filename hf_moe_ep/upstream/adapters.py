@@ -56,6 +56,11 @@ def has_adapters(model: Any) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
+def has_added_adapters(model: Any) -> bool:
+    """Return True if the method `add_adapter` of transformers attached adapters to `model`."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
 def has_own_forward(tuner: nn.Module) -> bool:
     """Return True if the class of a tuner replaces the forward of peft/tuners/tuners_utils.py."""
     from peft.tuners.tuners_utils import BaseTuner

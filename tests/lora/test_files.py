@@ -185,7 +185,10 @@ def test_states_and_adapters_saved_by_accelerate_can_be_loaded(tmp_path: Path) -
 
 
 def _add_by_transformers(rank: int, world: int, folder: str) -> None:
-    """`model.add_adapter` creates no PeftModel. The files are the same as PEFT's."""
+    """`model.add_adapter` creates no PeftModel. The files are the same as PEFT's.
+
+    The method `save_pretrained` of the model writes the same bytes as the function.
+    """
     model = tiny(dtype=torch.float32)
     torch.manual_seed(rank)
     model.add_adapter(
@@ -198,6 +201,9 @@ def _add_by_transformers(rank: int, world: int, folder: str) -> None:
     save_pretrained(model, folder)
     opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), folder)
     assert_close("logits in stock PEFT", _compute_logits(opened), logits, BUDGET)
+    model.save_pretrained(f"{folder}_of_method", is_main_process=rank == 0)
+    weights = [Path(f, "adapter_model.safetensors") for f in (folder, f"{folder}_of_method")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 def _read_keys(folder: str) -> set[str]:
