@@ -439,6 +439,12 @@ ADAPTER_METHODS = (
         ("add_adapter", new_adapters.add_adapter),
     ),
     *_build_rows(
+        _PEFT_MODEL,
+        features.ADAPTERS,
+        ("get_layer_status", adapters.get_status),
+        ("get_model_status", adapters.get_status),
+    ),
+    *_build_rows(
         "peft.tuners.lora.layer:ParamWrapper",
         features.ADAPTERS_ON_EXPERTS,
         ("_activate_lora", adapters.activate),

@@ -11,7 +11,7 @@ over ep with their experts, in the same FSDP2 unit (`factors.py` describes the l
 are saved in PEFT's layout, so stock PEFT can load them.
 
 `integrations/install.py` wraps functions of PEFT with `activate`, `call_base_model`,
-`load_adapter` and `merge`. Only adapters of patched models are affected.
+`load_adapter`, `get_status` and `merge`. Only adapters of patched models are affected.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from hf_moe_ep.ranks.all_ranks import get_rank_of_launch
 from hf_moe_ep.state import STATE, ModelState, MoELayer, find_state
 from hf_moe_ep.upstream.adapters import (
     ParameterFactor,
+    allowing_no_adapter_layers,
     before_loaded_values,
     counts_from_end_of_row,
     factors_on_host,
@@ -156,6 +158,22 @@ def load_adapter(
 
     with factors_on_host(), before_loaded_values(read_copies):
         return original(self, model_id, *args, **kwargs)
+
+
+def get_status(original: Callable[..., Any], self: Any) -> Any:
+    """Wrap the status methods of `PeftModel`: let a pipeline stage have no layer with an adapter.
+
+    PEFT raises an error for such a model, also in `disable_adapter`.
+    """
+    state = find_state(self)
+    if state is None or state.stage is None:
+        return original(self)
+    with allowing_no_adapter_layers():
+        status = original(self)
+    if getattr(status, "num_adapter_layers", None) == 0:
+        # The value is "irregular", and `disable_adapter` would warn of layers that are disabled.
+        return replace(status, enabled=True)
+    return status
 
 
 def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -230,6 +230,20 @@ def iterate_adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield get_canonical_name(name), module
 
 
+@contextmanager
+def allowing_no_adapter_layers() -> Iterator[None]:
+    """Inside the block, let PEFT describe a model without adapter layers (peft/peft_model.py)."""
+    from peft import peft_model
+
+    stock = peft_model.get_layer_status
+
+    def list_status(model: nn.Module) -> Any:
+        return stock(model) if any(True for _ in iterate_adapter_layers(model)) else []
+
+    with replaced(peft_model, "get_layer_status", list_status):
+        yield
+
+
 def refuse_unmerge(model: nn.Module) -> None:
     """Make `unmerge` raise ValueError in the layers of a sharded model whose adapters are merged.
 
