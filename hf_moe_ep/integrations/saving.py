@@ -31,7 +31,11 @@ from accelerate import Accelerator
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, gather_tensor
+from hf_moe_ep.checkpoints.hub.gather import (
+    gather_adapters,
+    gather_state_dict,
+    gather_tensor,
+)
 from hf_moe_ep.checkpoints.hub.save import save_pretrained, save_state_dict
 from hf_moe_ep.checkpoints.storage.unpickle import METADATA_FILE
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base, number_file_name
@@ -118,7 +122,7 @@ def _save_model(
     check_everyone_calls("save_model of the Trainer", patience_of_rank_0=PATIENCE_OF_RANK_0)
     folder = output_dir or self.args.output_dir
     if has_adapters(unwrap(self.model)):
-        state_dict = gather_state_dict(self.model)
+        state_dict = gather_adapters(self.model)
     else:
         state_dict = _SavedAlready()
         save_pretrained(self.model, folder)
