@@ -81,6 +81,7 @@ from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.routing import bias
 from hf_moe_ep.sequence import attach as sequence
 from hf_moe_ep.state import STATE, ModelState, Ours, check_is_model, iterate_experts_modules
+from hf_moe_ep.upstream.adapter_files import check_supported
 from hf_moe_ep.upstream.modules import list_forward_hooks, remove_hooks
 from hf_moe_ep.upstream.requirements import warn_of_versions
 from hf_moe_ep.upstream.sharded_models import is_distributed_by_transformers, list_devices_of_parts
@@ -204,13 +205,16 @@ def _check_model(
     check fails, the model is unchanged.
     """
     was_patched = hasattr(model, STATE)
+    adapters = (getattr(model, "peft_config", None) or {}).values()
+    for adapter in adapters:
+        check_supported(adapter)
     stack_experts(model, find_block(model, plan))
     try:
         add_head(model, config, plan, weights)
         parts = find_parts(model, plan)
         state = ModelState(config, parts.plan, parts.num_experts)
         _check_tied_layers(parts, config)
-        check_gets_whole_rows(config, (getattr(parts.root, "peft_config", None) or {}).values())
+        check_gets_whole_rows(config, adapters)
         for check, _ in FEATURES:
             check(parts, state)
     except BaseException:

@@ -163,6 +163,7 @@ the row above.
     upstream/adapters.py | _move_adapter_to_device_of_base_layer setattr | of PEFT, for factors
     upstream/adapters.py | get_peft_model_state_dict | PEFT's, while it saves adapters of stages
     upstream/adapters.py | set_peft_model_state_dict | the same, while an adapter is loaded
+    upstream/adapters.py | get_layer_status | PEFT's, for a pipeline stage without adapters
     upstream/sharded_models.py | nn | FSDP2's, while it creates parameters of bytes
     upstream/gloo.py | ProcessGroupGloo | torch's class, while process groups are created
     upstream/gloo.py | _devices _threads _timeout setattr | options of such a group

@@ -211,10 +211,22 @@ def adopt_trainer(trainer: transformers.Trainer, model: Any) -> None:
     references.remember_policy(trainer, state)
 
 
-def create_adapters(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `PeftModel.__init__`: detect a PeftModel of a patched model, and add our methods."""
-    original(self, *args, **kwargs)
-    state = find_state(self)
+def create_adapters(
+    original: Callable[..., Any],
+    self: Any,
+    model: nn.Module,
+    peft_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Wrap `PeftModel.__init__`: detect a PeftModel of a patched model, and add our methods.
+
+    Prompts are refused here if the model is sharded: PEFT attaches them without `inject_adapter`.
+    """
+    state = find_state(model)
+    if state is not None:
+        new_adapters.check_accepts(state, peft_config)
+    original(self, model, peft_config, *args, **kwargs)
     if state is not None:
         wrap_adapters(self, state)
 
@@ -420,7 +432,18 @@ ADAPTER_METHODS = (
         ("get_prompt_embedding_to_save", prompts.compute_prompt_to_save),
         ("get_prompt", prompts.compute_prompt),
     ),
-    *_build_rows(_PEFT_MODEL, features.ADAPTER_REFUSALS, ("load_adapter", adapters.load_adapter)),
+    *_build_rows(
+        _PEFT_MODEL,
+        features.ADAPTER_REFUSALS,
+        ("load_adapter", adapters.load_adapter),
+        ("add_adapter", new_adapters.add_adapter),
+    ),
+    *_build_rows(
+        _PEFT_MODEL,
+        features.ADAPTERS,
+        ("get_layer_status", adapters.get_status),
+        ("get_model_status", adapters.get_status),
+    ),
     *_build_rows(
         "peft.tuners.lora.layer:ParamWrapper",
         features.ADAPTERS_ON_EXPERTS,

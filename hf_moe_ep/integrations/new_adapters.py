@@ -23,10 +23,35 @@ from hf_moe_ep.moe.stacked import check_adapters
 from hf_moe_ep.ranks.all_ranks import get_rank_of_launch
 from hf_moe_ep.routing.bias import refuse_adapters
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.adapter_files import find_kind_that_needs_values
+from hf_moe_ep.upstream.adapter_files import check_supported, find_kind_that_needs_values
 from hf_moe_ep.upstream.adapters import factors_on_host, make_copied_experts_error
 
 _logger = logging.getLogger("hf_moe_ep.runner")
+
+
+def check_accepts(state: ModelState, config: Any) -> None:
+    """Raise ValueError if a patched model is sharded, or does not work with this adapter."""
+    computed.check_attachable(state)
+    check_supported(config)
+
+
+def add_adapter(
+    original: Callable[..., Any],
+    self: Any,
+    adapter_name: str,
+    peft_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Wrap `PeftModel.add_adapter`: refuse another prompt in a sharded model, as other adapters.
+
+    Raises:
+        ValueError: the patched model is sharded, or does not support this adapter.
+    """
+    state = find_state(self)
+    if state is not None:
+        check_accepts(state, peft_config)
+    original(self, adapter_name, peft_config, *args, **kwargs)
 
 
 def inject_adapter(
@@ -46,9 +71,9 @@ def inject_adapter(
     if state is None:
         original(self, model, adapter_name, *args, **kwargs)
         return
-    computed.check_attachable(state)
-    refuse_adapters(state)
     config = self.peft_config[adapter_name]
+    check_accepts(state, config)
+    refuse_adapters(state)
     computed.check_gets_whole_rows(state.config, [config])
     _check_modules_to_save(model, getattr(config, "modules_to_save", None))
     if state.adapts_experts:

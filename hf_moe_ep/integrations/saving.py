@@ -31,7 +31,11 @@ from accelerate import Accelerator
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, gather_tensor
+from hf_moe_ep.checkpoints.hub.gather import (
+    gather_adapters,
+    gather_state_dict,
+    gather_tensor,
+)
 from hf_moe_ep.checkpoints.hub.save import save_pretrained, save_state_dict
 from hf_moe_ep.checkpoints.storage.unpickle import METADATA_FILE
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base, number_file_name
@@ -58,12 +62,15 @@ from hf_moe_ep.upstream.accelerate_and_trainer import call_stock_save, list_prep
 from hf_moe_ep.upstream.adapters import (
     canonical_modules,
     has_adapters,
+    has_added_adapters,
     learns_prompts,
     saving_as,
 )
 from hf_moe_ep.upstream.module_names import get_canonical_name, unwrap
 from hf_moe_ep.upstream.replaced import replaced
 from hf_moe_ep.upstream.sharded_models import get_stock_class
+
+_CONVERSION = "path_initial_model_for_weight_conversion"
 
 
 def save_model(
@@ -115,7 +122,7 @@ def _save_model(
     check_everyone_calls("save_model of the Trainer", patience_of_rank_0=PATIENCE_OF_RANK_0)
     folder = output_dir or self.args.output_dir
     if has_adapters(unwrap(self.model)):
-        state_dict = gather_state_dict(self.model)
+        state_dict = gather_adapters(self.model)
     else:
         state_dict = _SavedAlready()
         save_pretrained(self.model, folder)
@@ -204,7 +211,7 @@ def save_in_hub_layout(
 
     If a gathered state dict is given, rank 0 writes the state dict. Without a state dict every rank
     must call this, as Accelerate's examples do. `is_main_process` and `save_function` are then
-    ignored.
+    ignored. Adapters of the model's `add_adapter` are gathered and saved as those of a PeftModel.
 
     A model that is not sharded is saved in the same way in two cases: if its checkpoint had tensors
     that its class ignores, which stock would lose, and if a head for multi-token prediction is
@@ -221,7 +228,16 @@ def save_in_hub_layout(
         original(self, save_directory, *args, **kwargs)
         return
     if has_adapters(self):
-        with _adapters_of_stages(state, kwargs.get("state_dict")):
+        options = _name_options(original, self, save_directory, *args, **kwargs)
+        state_dict = options.pop("state_dict", None)
+        if state.meshes is not None and state_dict is None and has_added_adapters(self):
+            _check_options(options)
+            check_everyone_calls(
+                "save_pretrained of the model", patience_of_rank_0=PATIENCE_OF_RANK_0
+            )
+            save_pretrained(self, save_directory, **options)
+            return
+        with _adapters_of_stages(state, state_dict):
             original(self, save_directory, *args, **kwargs)
         return
     copies_extra = extra_tensors and state.extra is not None
@@ -229,8 +245,7 @@ def save_in_hub_layout(
     if state.meshes is None and not needs_ours:
         original(self, save_directory, *args, **kwargs)
         return
-    options = dict(signature(original).bind(self, save_directory, *args, **kwargs).arguments)
-    options |= options.pop("kwargs", {})
+    options = _name_options(original, self, save_directory, *args, **kwargs)
     state_dict = options.get("state_dict")
     size = {name: options[name] for name in ("max_shard_size",) if name in options}
     size["extra_tensors"] = extra_tensors
@@ -250,6 +265,17 @@ def save_in_hub_layout(
             _check_options(options)
         stacked = _make_stacked_state_dict(self, state_dict)
         save_state_dict(self, save_directory, stacked, **size)
+
+
+def _name_options(original: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a stock `save_pretrained` by name, without the model and the folder.
+
+    The result includes the arguments in the function's `**kwargs`.
+    """
+    options = dict(signature(original).bind(*args, **kwargs).arguments)
+    options |= options.pop("kwargs", {})
+    # A subclass may have a method that takes *args instead.
+    return {name: x for name, x in options.items() if name not in ("self", "save_directory")}
 
 
 def _make_stacked_state_dict(
@@ -297,24 +323,42 @@ def save_adapters(
     If a state dict is given, the adapters in it are packed. Otherwise every rank must call this.
 
     Raises:
+        ValueError: the option that converts PiSSA and similar adapters to plain LoRA is given.
         RuntimeError: no state dict is given, and only rank 0 calls this.
     """
     state = find_state(self)
-    state_dict = kwargs.get("state_dict")
     if state is None or state.meshes is None:
         original(self, save_directory, *args, **kwargs)
-    elif state_dict is not None:
-        kwargs["state_dict"] = pack_factors(self, state_dict)
-        if learns_prompts(self):
-            if kwargs.get("is_main_process", True):
-                save = partial(original, self, save_directory, *args, **kwargs)
-                save_prompts(self, state_dict, save)
-            return
-        with canonical_modules(self), _adapters_of_stages(state, kwargs["state_dict"]):
-            original(self, save_directory, *args, **kwargs)
-    else:
+        return
+    options = _name_options(original, self, save_directory, *args, **kwargs)
+    _refuse_conversion(options.get(_CONVERSION))
+    # Without FSDP the Trainer passes state_dict=None.
+    state_dict = options.pop("state_dict", None)
+    if state_dict is None:
         check_everyone_calls("save_pretrained of the model", patience_of_rank_0=PATIENCE_OF_RANK_0)
-        save_pretrained(self, save_directory, *args, **kwargs)
+        save_pretrained(self, save_directory, **options)
+        return
+    packed = pack_factors(self, state_dict)
+    save = partial(original, self, save_directory, state_dict=packed, **options)
+    if learns_prompts(self):
+        if options.get("is_main_process", True):
+            save_prompts(self, state_dict, save)
+        return
+    with canonical_modules(self), _adapters_of_stages(state, packed):
+        save()
+
+
+def _refuse_conversion(initial: str | None) -> None:
+    """Raise ValueError if PEFT would load the initial adapter, to subtract it from the trained one.
+
+    PEFT hides the error of `load_adapter` by another error (peft/tuners/lora/model.py).
+    """
+    if initial is not None:
+        raise ValueError(
+            f"{_CONVERSION}={initial!r} loads a second adapter, but a sharded model cannot load "
+            f"adapters; save the adapter without this option, then use the option in one process: "
+            f"PeftModel.from_pretrained(base, directory).save_pretrained(...)"
+        )
 
 
 def _adapters_of_stages(

@@ -11,7 +11,7 @@ over ep with their experts, in the same FSDP2 unit (`factors.py` describes the l
 are saved in PEFT's layout, so stock PEFT can load them.
 
 `integrations/install.py` wraps functions of PEFT with `activate`, `call_base_model`,
-`load_adapter` and `merge`. Only adapters of patched models are affected.
+`load_adapter`, `get_status` and `merge`. Only adapters of patched models are affected.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,10 +31,12 @@ from hf_moe_ep.ranks.all_ranks import get_rank_of_launch
 from hf_moe_ep.state import STATE, ModelState, MoELayer, find_state
 from hf_moe_ep.upstream.adapters import (
     ParameterFactor,
+    allowing_no_adapter_layers,
     before_loaded_values,
     counts_from_end_of_row,
     factors_on_host,
     has_copies_on_meta,
+    has_own_forward,
     iterate_parameter_factors,
 )
 
@@ -95,9 +98,10 @@ def call_base_model(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     """Wrap `BaseTuner.forward`: run the model's forward hooks, which PEFT 0.20 skips.
 
     PEFT 0.20 calls `model.forward` and thereby skips the hooks of FSDP2 and of this package. Newer
-    versions of PEFT call the model.
+    versions of PEFT call the model. A tuner with a forward of its own also does so: Poly's forward
+    gives the tasks of the batch to its layers.
     """
-    if find_state(self.model) is None:
+    if find_state(self.model) is None or has_own_forward(self):
         return original(self, *args, **kwargs)
     return self.model(*args, **kwargs)
 
@@ -149,22 +153,33 @@ def load_adapter(
         return original(self, model_id, *args, **kwargs)
 
     def read_copies() -> None:
-        if state.unread is None or not has_copies_on_meta(self):
-            return
-        if get_rank_of_launch() == 0:
-            _logger.info(
-                "every process reads the whole model, because the adapter %s has values of "
-                "modules_to_save",
-                model_id,
-            )
-        state.unread.read_whole(self)
+        if state.unread is not None and has_copies_on_meta(self):
+            _read_whole(self, state, f"the adapter {model_id} has values of modules_to_save")
 
     with factors_on_host(), before_loaded_values(read_copies):
         return original(self, model_id, *args, **kwargs)
 
 
+def get_status(original: Callable[..., Any], self: Any) -> Any:
+    """Wrap the status methods of `PeftModel`: let a pipeline stage have no layer with an adapter.
+
+    PEFT raises an error for such a model, also in `disable_adapter`.
+    """
+    state = find_state(self)
+    if state is None or state.stage is None:
+        return original(self)
+    with allowing_no_adapter_layers():
+        status = original(self)
+    if getattr(status, "num_adapter_layers", None) == 0:
+        # The value is "irregular", and `disable_adapter` would warn of layers that are disabled.
+        return replace(status, enabled=True)
+    return status
+
+
 def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the method `name` of `BaseTuner`: refuse to merge or unload in a sharded model.
+
+    Layers on meta are read before adapters are merged into their weights.
 
     Raises:
         ValueError: the model is sharded.
@@ -175,7 +190,17 @@ def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwar
             f"hf_moe_ep.save_pretrained(model, directory), then call it in one process on "
             f"PeftModel.from_pretrained(base, directory)"
         )
+    state = find_state(self)
+    if name != "unload" and state is not None and state.unread is not None:
+        _read_whole(self.model, state, f"{name} changes its weights")
     return original(self, *args, **kwargs)
+
+
+def _read_whole(model: nn.Module, state: ModelState, reason: str) -> None:
+    """Read the layers of a model that are on meta. Rank 0 logs the reason."""
+    if get_rank_of_launch() == 0:
+        _logger.info("every process reads the whole model, because %s", reason)
+    state.unread.read_whole(model)
 
 
 def _is_computed_here(experts: Any) -> bool:

@@ -20,7 +20,8 @@ from hf_moe_ep.ranks.all_ranks import find_differing, is_first, run_on_all, this
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.values import ParameterEntries
 from hf_moe_ep.state import ModelState, iterate_experts_modules
-from hf_moe_ep.upstream.adapters import get_layer_replication
+from hf_moe_ep.upstream.adapters import get_layer_replication, list_adapter_parameter_ids
+from hf_moe_ep.upstream.autograd_modes import has_gradient_hooks, has_tensor_hooks
 from hf_moe_ep.upstream.models import is_quantized, list_model_config_fields, list_packed_parameters
 from hf_moe_ep.upstream.module_names import get_canonical_name
 
@@ -51,6 +52,47 @@ def check_adapters_separate(model: nn.Module) -> None:
                 f"give each of them numbers of its own; leave out ensure_weight_tying, or adapt "
                 f"only one of the tied modules"
             )
+
+
+def check_no_gradient_hooks(model: nn.Module, options: ShardOptions) -> None:
+    """Raise ValueError if the gradients of parameters have hooks, which sharding would lose.
+
+    Sharding replaces all parameters except those that FSDP2 ignores.
+    """
+    hooked = [
+        get_canonical_name(name)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter not in options.ignored_params
+        if has_tensor_hooks(parameter) or has_gradient_hooks(parameter)
+    ]
+    if hooked:
+        raise ValueError(
+            f"{hooked[0]} (one of {len(hooked)} parameters) has a hook on its gradient, which "
+            f"would be lost, because sharding replaces parameters; remove the hook, and call "
+            f"register_post_accumulate_grad_hook after sharding. PEFT's OSF needs its hooks: train "
+            f"another adapter"
+        )
+
+
+def check_adapters_of_layers_unshared(
+    model: nn.Module, layers: Iterable[Sequence[nn.Module]]
+) -> None:
+    """Raise ValueError if the adapters of two decoder layers have a parameter in common.
+
+    FSDP2 shards a parameter in one unit. `layers` are the modules of each layer's unit.
+    """
+    adapters, known = list_adapter_parameter_ids(model), set[nn.Parameter]()
+    for modules in layers:
+        parameters = {p: None for module in modules for p in module.parameters()}
+        own = [parameter for parameter in parameters if id(parameter) in adapters]
+        for shared in filter(known.__contains__, own):
+            names = (name for name, parameter in model.named_parameters() if parameter is shared)
+            raise ValueError(
+                f"{get_canonical_name(next(names))} belongs to the adapters of several decoder "
+                f"layers, and FSDP2 shards a parameter in one layer; train an adapter whose layers "
+                f"have parameters of their own, such as LoRA"
+            )
+        known.update(own)
 
 
 def check_experts_unshared(model: nn.Module, experts_units: Iterable[Sequence[nn.Module]]) -> None:

@@ -88,11 +88,13 @@ from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.sharding.buffers import use_buffers
 from hf_moe_ep.sharding.checks import (
     RefuseUnfrozen,
+    check_adapters_of_layers_unshared,
     check_adapters_separate,
     check_dtypes,
     check_experts_split,
     check_experts_unshared,
     check_frozen,
+    check_no_gradient_hooks,
     check_nodes,
     check_packed,
     check_quantised_frozen,
@@ -172,6 +174,7 @@ def build_meshes_and_cut_stages(
     Every rank must call this function. Raises as `shard_model`.
     """
     check_adapters_separate(model)
+    check_no_gradient_hooks(model, options)
     check_ranks_agree(model, state, options)
     check_nodes(state.config)
     meshes = state.shared_meshes.find_or_build(state.config, device)
@@ -189,6 +192,7 @@ def shard_units(
     units = list_units(parts)
     received = {} if state.stage is None else state.stage.values
     check_frozen(model, units.all_experts)
+    check_adapters_of_layers_unshared(model, map(units.with_tied, units.layers))
     entries = find_entries(model, units.all_experts, state.plan, options)
     check_quantised_frozen(model, entries)
     check_packed(model, options)

@@ -1,8 +1,9 @@
-"""PEFT: read the config of a LoRA adapter, and attach the adapter to a model on meta.
+"""PEFT: read the config of an adapter, and attach a LoRA adapter to a model on meta.
 
 The private names come from peft/config.py, peft/mapping_func.py, peft/tuners/lora/config.py and
 layer.py (the initial values of factors) and peft/utils/save_and_load.py (the keys of saved tensors,
-which transformers uses as well).
+which transformers uses as well). The losses of other adapters are in model.py of
+peft/tuners/adalora, cpt and shadow.
 """
 
 from __future__ import annotations
@@ -41,6 +42,25 @@ _MERGE_WITH_PEFT = "merge the adapter in one process, with PEFT's merge_and_unlo
 # The fields above that are possible for a model on meta, because they need no values of the base.
 _ALLOWED_ON_META = ("lora_bias", "alora_invocation_tokens")
 _EMBEDDINGS = "embed_tokens"
+# The types of adapters that a patched model cannot train, with the reasons.
+_UNSUPPORTED = {
+    "ADALORA": "it calls the model's forward without the model's hooks, with which FSDP2 gathers "
+    "parameters, and then adds a loss of its own",
+    "CPT": "it writes the values of its prompt in each forward, which do not reach FSDP2's shards, "
+    "and it computes its loss from whole logits after the model's forward",
+    "SHADOW": "it computes a loss of its own after the model's forward, when FSDP2 has freed the "
+    "gathered parameters",
+}
+
+
+def check_supported(config: Any) -> None:
+    """Raise ValueError if a patched model cannot train the adapter of a config."""
+    kind = _get_type(config)
+    if reason := _UNSUPPORTED.get(kind):
+        raise ValueError(
+            f"{type(config).__name__} (peft_type {kind}) does not work with a patched model: "
+            f"{reason}; train LoRA, or leave out patch"
+        )
 
 
 def check_attachable(config: Any) -> None:
@@ -63,8 +83,7 @@ def find_kind_that_needs_values(config: Any) -> str:
 
     The factors of plain LoRA have initial values that do not depend on the weights.
     """
-    peft_type = getattr(config, "peft_type", None)
-    kind = str(getattr(peft_type, "value", peft_type))
+    kind = _get_type(config)
     if kind != "LORA":
         return f"{type(config).__name__} (peft_type {kind})"
     if more := _list_extras(config, _ALLOWED_ON_META):
@@ -91,7 +110,7 @@ def read_lora_config(folder: Path) -> Any:
             f"{type(error).__name__}: {error}; if a newer PEFT wrote the config, install that "
             f"version"
         ) from error
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    kind = _get_type(config)
     if config.is_prompt_learning:
         raise ValueError(
             f"{folder} is a trained prompt ({kind}: {PROMPT_ENCODERS}), which cannot be merged "
@@ -115,6 +134,12 @@ def read_lora_config(folder: Path) -> Any:
             f"save_pretrained(path_initial_model_for_weight_conversion=...), or {_MERGE_WITH_PEFT}"
         )
     return config
+
+
+def _get_type(config: Any) -> str:
+    """Return the type of a config's adapter, such as "LORA"."""
+    peft_type = getattr(config, "peft_type", None)
+    return str(getattr(peft_type, "value", peft_type))
 
 
 def _list_extras(config: Any, allowed: Iterable[str] = ()) -> list[str]:

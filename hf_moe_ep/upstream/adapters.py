@@ -56,6 +56,18 @@ def has_adapters(model: Any) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
+def has_added_adapters(model: Any) -> bool:
+    """Return True if the method `add_adapter` of transformers attached adapters to `model`."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def has_own_forward(tuner: nn.Module) -> bool:
+    """Return True if the class of a tuner replaces the forward of peft/tuners/tuners_utils.py."""
+    from peft.tuners.tuners_utils import BaseTuner
+
+    return type(tuner).forward is not BaseTuner.forward
+
+
 def learns_prompts(model: Any) -> bool:
     """Return True if `model` is a PeftModel with prompts or prefixes (peft/peft_model.py)."""
     return bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
@@ -216,6 +228,20 @@ def iterate_adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if hasattr(module, "adapter_layer_names"):
             yield get_canonical_name(name), module
+
+
+@contextmanager
+def allowing_no_adapter_layers() -> Iterator[None]:
+    """Inside the block, let PEFT describe a model without adapter layers (peft/peft_model.py)."""
+    from peft import peft_model
+
+    stock = peft_model.get_layer_status
+
+    def list_status(model: nn.Module) -> Any:
+        return stock(model) if any(True for _ in iterate_adapter_layers(model)) else []
+
+    with replaced(peft_model, "get_layer_status", list_status):
+        yield
 
 
 def refuse_unmerge(model: nn.Module) -> None:

@@ -75,6 +75,14 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def has_tensor_hooks(parameter: Tensor) -> bool:
+    """Return True if `Tensor.register_hook` was called on a parameter.
+
+    FSDP2 does not call these hooks, because it sets the gradients of its parameters itself.
+    """
+    return bool(parameter._backward_hooks)
+
+
 def is_view(tensor: Tensor) -> bool:
     """Return True if autograd treats `tensor` as a view of another tensor."""
     return tensor._is_view()

@@ -89,8 +89,16 @@ def calls_that_cannot_work_on_a_sharded_model_are_refused(rank: int, world: int)
         model.load_adapter("out/adapter", "default")
     model(**batch(model, 2, 9)).loss.backward()  # the refused calls have not changed the model
     plain = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=world)
-    with pytest.raises(ValueError, match="sharded over 2 ranks; attach adapters before"):
-        with_lora(plain)
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    prompted: Any = peft.get_peft_model(tiny(dtype=torch.float32), prompt)
+    apply_ep_fsdp2(prompted, ep_size=world)
+    for attach in (
+        partial(with_lora, plain),
+        partial(peft.get_peft_model, plain, prompt),
+        partial(prompted.add_adapter, "second", prompt),
+    ):
+        with pytest.raises(ValueError, match="sharded over 2 ranks; attach adapters before"):
+            attach()
 
 
 def trained_parameters_of_two_dtypes_are_an_error(rank: int, world: int) -> None:

@@ -84,8 +84,15 @@ def every_rank_saves_adapters_with_the_arguments_of_examples(
         accelerator, model, _ = prepared(model, ep_size=2)
         _save_as_in_examples(accelerator, model, f"{folder}/examples")
         assert saving.save_gathered_adapter(pytest.fail, model, f"{folder}/axolotl")
+        # The Trainer passes state_dict=None if it was launched without FSDP.
+        model.save_pretrained(f"{folder}/none", state_dict=None, is_main_process=rank == 0)
+        model.save_pretrained(f"{folder}/by position", True, ["default"])
         saving.save_pretrained(model, f"{folder}/ours")
-    names = ("examples", "axolotl", "ours")
+        initial = {"path_initial_model_for_weight_conversion": f"{folder}/pissa_init"}
+        for save in (model.save_pretrained, partial(saving.save_pretrained, model)):
+            with pytest.raises(ValueError, match=r"conversion='.*pissa_init' loads .*one process"):
+                save(f"{folder}/converted", **initial)
+    names = ("examples", "axolotl", "none", "by position", "ours")
     *actual, expected = (
         load_file(Path(folder, name, "adapter_model.safetensors")) for name in names
     )

@@ -225,6 +225,41 @@ def test_adapters_that_count_from_the_end_of_a_row_need_whole_rows(size: str) ->
         patch(peft.get_peft_model(tiny(), config), **{size: 2})
 
 
+def test_adapters_that_compute_outside_of_the_forward_are_refused() -> None:
+    configs: list[tuple[Any, str, dict[str, Any]]] = [
+        (peft.AdaLoraConfig, "ADALORA", {"target_modules": ["q_proj"], "total_step": 9}),
+        (peft.CPTConfig, "CPT", {"cpt_token_ids": [1, 2, 3]}),
+    ]
+    for kind, peft_type, options in configs:
+        refused = rf"{kind.__name__} \(peft_type {peft_type}\) does not work .*: it .*; train LoRA"
+        with pytest.raises(ValueError, match=refused):
+            peft.get_peft_model(patch(tiny()), kind(task_type="CAUSAL_LM", **options))
+        stock = peft.get_peft_model(tiny(), kind(task_type="CAUSAL_LM", **options))
+        with pytest.raises(ValueError, match=refused):
+            patch(stock)
+    if hasattr(peft, "ShadowConfig"):  # since PEFT 0.21
+        with pytest.raises(ValueError, match=r"ShadowConfig .*a loss of its own after the model's"):
+            peft.get_peft_model(patch(tiny()), peft.ShadowConfig(task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize("patch_first", [False, True])
+def test_a_tuner_with_a_forward_of_its_own_equals_stock(patch_first: bool) -> None:
+    """Poly's forward gives the tasks of the rows to the layers."""
+
+    def adapt(model: nn.Module) -> nn.Module:
+        torch.manual_seed(0)
+        config = peft.PolyConfig(
+            task_type="CAUSAL_LM", target_modules=["q_proj"], r=2, n_tasks=2, init_weights=False
+        )
+        return peft.get_peft_model(model, config).double()
+
+    stock = adapt(tiny()).eval()
+    model = (adapt(patch(tiny())) if patch_first else patch(adapt(tiny()))).eval()
+    inputs = batch(tiny(), 2, 9) | {"task_ids": torch.tensor([0, 1])}
+    with torch.no_grad():
+        assert_close("logits", model(**inputs).logits, stock(**inputs).logits, FP64_MODEL)
+
+
 @pytest.mark.parametrize("module", ["experts", "mlp"])
 def test_copies_of_experts_are_refused(module: str) -> None:
     """With each MoE layer PEFT would copy the whole model, because the layer refers to it."""
@@ -336,8 +371,12 @@ def a_forward_that_calls_only_the_decoder(rank: int, world: int) -> None:
         assert state is not None and state.forward_number == 2 * len(want)
 
 
-def adapters_that_share_weights_are_refused(rank: int, world: int) -> None:
-    """After sharding, views of one tensor, copied layers and merged weights would be separate."""
+def adapters_that_sharding_would_change_are_refused(rank: int, world: int) -> None:
+    """After sharding, views of one tensor, copied layers and merged weights would be separate.
+
+    Hooks of parameters, such as those of PEFT's OSF, would be lost. The vectors of VB-LoRA belong
+    to all layers.
+    """
     merged: Any = with_lora(tiny(), seed=0)
     merged.merge_adapter()
     apply_ep_fsdp2(merged, ep_size=world)
@@ -355,9 +394,19 @@ def adapters_that_share_weights_are_refused(rank: int, world: int) -> None:
         tied, peft.LoraConfig(target_modules=targets, ensure_weight_tying=True)
     )
     replicas = peft.LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
+    hooked, stepping = with_lora(tiny()), with_lora(tiny())
+    bank = peft.VBLoRAConfig(r=2, num_vectors=16, vector_length=8, target_modules=["q_proj"])
+    for parameter in filter(lambda p: p.requires_grad, hooked.parameters()):
+        parameter.register_hook(torch.neg)
+    next(p for p in stepping.parameters() if p.requires_grad).register_post_accumulate_grad_hook(
+        lambda _: None
+    )
     for model, message in (
         (tied, r"lora_embedding_\w.* and .*are views of the same numbers.*ensure_weight_tying"),
         (peft.get_peft_model(tiny(), replicas), r"layer_replication=\[.* share frozen weights"),
+        (hooked, r"lora_A\S* \(one of 16 parameters\) has a hook .* replaces parameters"),
+        (peft.get_peft_model(tiny(), bank), r"vblora_vector_bank\S* belongs to .*several decoder"),
+        (stepping, r"lora_A\S* \(one of 1 parameters\) has a hook"),
     ):
         with pytest.raises(ValueError, match=message):
             apply_ep_fsdp2(model, ep_size=world)
@@ -384,7 +433,7 @@ def quantised_experts_keep_their_scales(rank: int, world: int) -> None:
         a_forward_without_the_adapter_does_not_change_the_step,
         generate_works_before_any_forward,
         a_forward_that_calls_only_the_decoder,
-        adapters_that_share_weights_are_refused,
+        adapters_that_sharding_would_change_are_refused,
         quantised_experts_keep_their_scales,
     ),
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.torch import load_file
 from support.adapters import EXPERTS, with_lora
 from support.close import assert_close
 from support.launched import launched, prepared
@@ -127,8 +128,11 @@ def test_initial_factors_equal_rank_0s() -> None:
 
 
 def _train_on_bf16(rank: int, world: int, folder: str) -> None:
-    """PEFT casts adapters of a bf16 base to fp32. Shards and files are fp32; products are bf16."""
-    model = with_lora(tiny(dtype=torch.bfloat16), seed=rank)
+    """PEFT casts adapters of a bf16 base to fp32. Shards and files are fp32; products are bf16.
+
+    The trained copy of the head has fp32 shards, but is saved in the dtype of the base.
+    """
+    model = with_lora(tiny(dtype=torch.bfloat16), seed=rank, modules_to_save=["lm_head"])
     dtypes = {p.dtype for n, p in model.named_parameters() if "lora_" in n and "proj" in n}
     assert torch.float32 in dtypes
     apply_ep_fsdp2(model, ep_size=2)
@@ -140,10 +144,13 @@ def _train_on_bf16(rank: int, world: int, folder: str) -> None:
     after = _compute_logits(model)
     assert (after - before).abs().max() > 0.01
     save_pretrained(model, folder)
+    for key, tensor in load_file(f"{folder}/adapter_model.safetensors").items():
+        assert tensor.dtype == (torch.float32 if "lora_" in key else torch.bfloat16), key
     opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.bfloat16), folder)
     gathered = {name: full_tensor(p) for name, p in adapters.items()}
     for name, tensor in factors.pack_factors(model, gathered).items():
-        assert torch.equal(opened.get_parameter(name), tensor), name
+        dtype = torch.bfloat16 if "lm_head" in name else torch.float32
+        assert torch.equal(opened.get_parameter(name), tensor.to(dtype)), name
     # The mean is compared, because rounding may route a token to another expert.
     error = (_compute_logits(opened) - after).abs().mean() / after.abs().mean()
     assert error < 0.05, f"logits in stock PEFT: mean error {error}"
@@ -185,7 +192,10 @@ def test_states_and_adapters_saved_by_accelerate_can_be_loaded(tmp_path: Path) -
 
 
 def _add_by_transformers(rank: int, world: int, folder: str) -> None:
-    """`model.add_adapter` creates no PeftModel. The files are the same as PEFT's."""
+    """`model.add_adapter` creates no PeftModel. The files are the same as PEFT's.
+
+    The method `save_pretrained` of the model writes the same bytes as the function.
+    """
     model = tiny(dtype=torch.float32)
     torch.manual_seed(rank)
     model.add_adapter(
@@ -198,6 +208,9 @@ def _add_by_transformers(rank: int, world: int, folder: str) -> None:
     save_pretrained(model, folder)
     opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), folder)
     assert_close("logits in stock PEFT", _compute_logits(opened), logits, BUDGET)
+    model.save_pretrained(f"{folder}_of_method", is_main_process=rank == 0)
+    weights = [Path(f, "adapter_model.safetensors") for f in (folder, f"{folder}_of_method")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 def _read_keys(folder: str) -> set[str]:

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.adapters import with_lora
 from support.architectures.steps import build
 from support.checks import Check, Found, on_ranks
 from support.close import FP64_MODEL, assert_close
@@ -308,7 +309,27 @@ def router_logits_may_be_switched(rank: int, world: int) -> None:
         model(**rows)
 
 
+def adapters_of_one_stage_can_be_disabled(rank: int, world: int) -> None:
+    """The second stage has no layer with an adapter, which PEFT would take for an error."""
+    options: dict[str, Any] = {"parameters": (), "modules": ("0.self_attn.q_proj",)}
+    stock, model = (with_lora(four_layers(0), r=3, seed=5, **options) for _ in range(2))
+    apply_ep_fsdp2(model, pp_size=2)
+    (rows,) = rows_of(4)(stock, 0, 0)
+    losses = []
+    for each in (model.eval(), stock.eval()):
+        with FP64(), torch.no_grad(), each.disable_adapter():
+            losses.append(each(**rows).loss)
+        with FP64(), torch.no_grad():
+            losses.append(each(**rows).loss)
+    assert_close("loss without adapters", losses[0], losses[2], FP64_MODEL)
+    assert_close("loss with adapters", losses[1], losses[3], FP64_MODEL)
+    assert losses[2] != losses[3]
+    assert len(model.get_layer_status()) == (1 if rank == 0 else 0)
+    assert model.get_model_status().enabled is True
+
+
 TWO_RANKS = {
+    "disabled adapters": adapters_of_one_stage_can_be_disabled,
     "router logits": router_logits_may_be_switched,
     "last": every_backward_is_the_last,
     "interleaved": forwards_may_interleave,

@@ -304,6 +304,29 @@ def test_loaded_adapters_equal_stocks(
     assert_same_model(*reversed(adapted))
 
 
+@pytest.mark.parametrize("case", ["attention", "both"])
+def test_adapters_that_are_merged_before_sharding_equal_stocks(
+    case: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(folders["text"])
+    trained = get_peft_model(base, LoraConfig(r=3, **ADAPTERS[case]))
+    for parameter in trained.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter)
+    trained.save_pretrained(tmp_path)
+    merged: list[Any] = []
+    for load in (AutoModelForCausalLM.from_pretrained, partial(load_lean, monkeypatch=monkeypatch)):
+        model: Any = PeftModel.from_pretrained(load(folders["text"]), tmp_path)
+        merged.append(model.merge_and_unload())
+    assert not list_meta_parameters(merged[1])
+    assert "because merge_and_unload changes its weights" in caplog.text
+    assert_same_model(*reversed(merged))
+
+
 @needs_add_adapter
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_an_adapter_that_transformers_loads_equals_stocks(

@@ -23,7 +23,8 @@ next axis. In the table above, the second shard is sent from rank 2 to 0, then f
 before it sends them.
 
 `gather_changed` and `gather_tensor` use all-gathers and return a whole tensor on every rank.
-`gather_state_dict` calls `gather_tensor` for one tensor after the other, and rank 0 keeps them.
+`gather_state_dict` calls `gather_tensor` for one tensor after the other, and rank 0 keeps them;
+`gather_adapters` also casts them.
 """
 
 from __future__ import annotations
@@ -87,6 +88,20 @@ def gather_state_dict(
             lambda: list_saved_adapters(inner, state_dict, save_embedding_layers),
         )
         return _gather_named(inner, state_dict, names, keep=is_first())
+
+
+def gather_adapters(
+    model: nn.Module, save_embedding_layers: str | bool = "auto"
+) -> dict[str, Tensor]:
+    """Return what `gather_state_dict` returns, in the dtypes that parameters had before sharding.
+
+    A module in modules_to_save may have fp32 master weights. They are rounded, as `save_pretrained`
+    rounds those of a model without adapters.
+    """
+    state = find_state(model)
+    dtypes = {} if state is None else state.dtypes
+    gathered = gather_state_dict(model, save_embedding_layers)
+    return {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in gathered.items()}
 
 
 def _gather_named(

@@ -27,7 +27,7 @@ from hf_moe_ep.checkpoints.hub.extra import (
     follow_copies,
     get_known_digests,
 )
-from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, iterate_slabs
+from hf_moe_ep.checkpoints.hub.gather import gather_adapters, iterate_slabs
 from hf_moe_ep.checkpoints.hub.layout import list_names
 from hf_moe_ep.checkpoints.hub.stages import (
     assign_groups,
@@ -91,7 +91,7 @@ def save_pretrained(
         dtype: the dtype of the saved weights; by default, the dtype in which the model was loaded.
             torch.float32 saves the fp32 master weights of a bf16 model. torch.bfloat16 does not
             round tensors that `from_pretrained` keeps in fp32 in a bf16 model, such as correction
-            biases. Adapters are saved in their own dtype.
+            biases. Adapters are saved in the dtypes that they had before sharding.
         processor: a tokenizer or processor to save with the model, a list of them, or None.
         extra_tensors: copy the tensors of the loaded checkpoint that the model's class ignores,
             such as layers for multi-token prediction, byte for byte and under their own keys. They
@@ -256,7 +256,7 @@ def save_state_dict(
 def _save_adapters(
     model: Any, folder: Path, processors: Iterable[Any], kwargs: dict[str, Any]
 ) -> None:
-    state_dict = gather_state_dict(model, kwargs.get("save_embedding_layers", "auto"))
+    state_dict = gather_adapters(model, kwargs.get("save_embedding_layers", "auto"))
 
     def write() -> None:
         check_is_not_a_file(folder)
