@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,34 @@ def test_a_damaged_index_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         )
         with pytest.raises(ValueError, match=f"{index} {words}"):
             hub.find_local_folder("owner/model", {})
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """This process is a group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_trained_adapter_in_the_folder_is_not_lost(tmp_path: Path) -> None:
+    """Stock attaches the adapter. Only a request for new adapters loads the model without it."""
+    tiny(dtype=torch.float32).save_pretrained(tmp_path / "both")
+    for name in ("both", "adapter"):
+        adapted = peft.get_peft_model(tiny(dtype=torch.float32), _make_lora_config())
+        adapted.save_pretrained(tmp_path / name)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "both")
+    assert any("lora_" in name for name, _ in stock.named_parameters())
+    beside = r"both has an adapter \(adapter_config.json\) beside its model, .*pass peft_config="
+    with pytest.raises(ValueError, match=beside):
+        from_pretrained(tmp_path / "both")
+    new = from_pretrained(tmp_path / "both", peft_config=_make_lora_config())
+    assert any("lora_" in name for name, _ in new.named_parameters())
+    alone = r"adapter has an adapter .* and no model, .*PeftModel.from_pretrained\(base, folder"
+    for config in (None, _make_lora_config()):
+        with pytest.raises(ValueError, match=alone):
+            from_pretrained(tmp_path / "adapter", peft_config=config)
 
 
 def _download(rank: int, world: int, folder: str, caches: str) -> list[bool]:
