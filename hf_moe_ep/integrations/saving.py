@@ -246,10 +246,10 @@ def save_in_hub_layout(
         save_pretrained(self, save_directory, **size)
     elif options.get("push_to_hub") and not needs_ours:
         original(self, save_directory, *args, **kwargs)
-    elif not isinstance(state_dict, _SavedAlready) and options.get("is_main_process", True):
-        if needs_ours:
-            _check_options(options)
-        save_state_dict(self, save_directory, state_dict, **size)
+    elif not isinstance(state_dict, _SavedAlready):
+        _check_options(options)  # on every rank, because other ranks may wait for rank 0
+        if options.get("is_main_process", True):
+            save_state_dict(self, save_directory, state_dict, **size)
 
 
 def _make_stacked_state_dict(
@@ -284,7 +284,7 @@ def _check_options(options: dict[str, Any]) -> None:
         name = unsupported[0]
         raise ValueError(
             f"save_pretrained of a sharded model does not take {name}={options[name]!r}; "
-            f"{remedies[name]}, or pass state_dict=accelerator.get_state_dict(model)"
+            f"{remedies[name]}"
         )
 
 
