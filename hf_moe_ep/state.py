@@ -38,7 +38,7 @@ the row above.
     checkpoints/hub/extra.py | _hf_moe_ep_loaded_files setattr | files of a model that `run` loads
     upstream/conversion.py | _weight_conversions | those of the load, as transformers stores them
     checkpoints/hub/unread.py | setattr | the parameters that replace parameters on meta
-    upstream/modules.py | _apply | explains why a model with parameters on meta cannot be moved
+    upstream/modules.py | _apply | explains moves of parameters on meta; keeps biases in fp32
     -- for one forward or backward --
     loss/attach.py | _loss_function forward | of the causal LM and its head
     mtp/attach.py | forward embeds args kwargs hidden | what the head gets, during a forward
