@@ -109,6 +109,7 @@ from hf_moe_ep.sharding.expert_units import (
 )
 from hf_moe_ep.sharding.gathered import ReshardHooks
 from hf_moe_ep.sharding.options import ShardOptions
+from hf_moe_ep.sharding.refused_calls import refuse_calls
 from hf_moe_ep.sharding.stages import cut_into_stages, find_parts_of_stage
 from hf_moe_ep.sharding.units import (
     Units,
@@ -228,6 +229,7 @@ def shard_units(
     root.register_forward_pre_hook(RefuseUnfrozen(model, options))
     if meshes.world_size > 1:
         root.register_forward_pre_hook(RefuseAdded(model, meshes.world_size))
+    refuse_calls(root, meshes.world_size)
     allow_reentrant_checkpoints(units, routers)
     set_prefetch(units, routers)
     state.buffers = use_buffers(model, units.all_experts, state.config, meshes)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -294,7 +295,23 @@ def the_fix_of_a_refused_sharding_works_on_the_same_model(rank: int, world: int)
     apply_ep_fsdp2(model, expert_shard_dim="auto")
 
 
+def calls_that_a_sharded_model_cannot_run_are_refused(rank: int, world: int) -> None:
+    """Continuous batching would hang, because the ranks need different numbers of forwards."""
+    model: Any = apply_ep_fsdp2(tiny(), ep_size=2).eval()
+    ids = batch(model, 1 + rank, 5)["input_ids"]
+    options = {"max_new_tokens": 2 + 6 * rank}
+    for name, call in {
+        "generate_batch": partial(model.generate_batch, ids.tolist(), **options),
+        "init_continuous_batching": model.init_continuous_batching,
+        "continuous_batching_context_manager": model.continuous_batching_context_manager,
+    }.items():
+        _assert_raises_on_all(f"^{name}: .* 2 ranks .* use generate", call)
+    paged = partial(model.generate, ids, cache_implementation="paged", **options)
+    _assert_raises_on_all("without cache_implementation='paged'", paged)
+
+
 ON_TWO_RANKS = [
+    calls_that_a_sharded_model_cannot_run_are_refused,
     a_model_inside_ddp_is_refused,
     weights_on_meta_are_refused,
     ranks_that_disagree_are_refused,
