@@ -296,7 +296,10 @@ def the_fix_of_a_refused_sharding_works_on_the_same_model(rank: int, world: int)
 
 
 def calls_that_a_sharded_model_cannot_run_are_refused(rank: int, world: int) -> None:
-    """Continuous batching would hang, because the ranks need different numbers of forwards."""
+    """Continuous batching would hang, because the ranks need different numbers of forwards.
+
+    A new size of the embedding and whole tensors do not fit DTensors.
+    """
     model: Any = apply_ep_fsdp2(tiny(), ep_size=2).eval()
     ids = batch(model, 1 + rank, 5)["input_ids"]
     options = {"max_new_tokens": 2 + 6 * rank}
@@ -308,6 +311,19 @@ def calls_that_a_sharded_model_cannot_run_are_refused(rank: int, world: int) -> 
         _assert_raises_on_all(f"^{name}: .* 2 ranks .* use generate", call)
     paged = partial(model.generate, ids, cache_implementation="paged", **options)
     _assert_raises_on_all("without cache_implementation='paged'", paged)
+
+    for size, multiple in ((105, 1), (64, None), (None, 8)):
+        text = rf"resize_token_embeddings\({size or 104}\) .* 97 tokens; .* resize it, and shard"
+        _assert_raises_on_all(text, partial(model.resize_token_embeddings, size, multiple))
+    embedding = model.get_input_embeddings()
+    assert model.resize_token_embeddings(97) is embedding
+    assert model.model.resize_token_embeddings() is embedding
+
+    whole, sharded = tiny().state_dict(), model.state_dict()
+    for assign in (False, True):
+        text = "load_state_dict got a plain tensor for model.embed_tokens.weight, .*from_pre"
+        _assert_raises_on_all(text, partial(model.load_state_dict, whole, assign=assign))
+    model.load_state_dict(sharded)
 
 
 ON_TWO_RANKS = [
