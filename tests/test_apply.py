@@ -23,7 +23,7 @@ from support.hub_files import write_hub
 from support.parity import full_tensor
 from support.ranks import run_ranks
 from support.tiny_models import tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_moe_ep import apply, from_pretrained, save_pretrained
 from hf_moe_ep.upstream import hub
@@ -232,6 +232,22 @@ def test_a_trained_adapter_in_the_folder_is_not_lost(tmp_path: Path) -> None:
     for config in (None, _make_lora_config()):
         with pytest.raises(ValueError, match=alone):
             from_pretrained(tmp_path / "adapter", peft_config=config)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_options_and_files_of_stock_from_pretrained(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tiny(dtype=torch.float32).save_pretrained(folder)
+    taken = {"dtype": {"": "bfloat16"}, "use_safetensors": True, "low_cpu_mem_usage": True}
+    want = AutoModelForCausalLM.from_pretrained(folder, **taken)
+    assert from_pretrained(folder, **taken).config.dtype == want.config.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"use_safetensors: .*transformers' from_pretr"):
+        from_pretrained(folder, use_safetensors=False)
+    with pytest.raises(ValueError, match=r"missing 1 tensors: score.weight.* would add a head"):
+        from_pretrained(folder, model_class=AutoModelForSequenceClassification)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no safetensors .*; load other formats with tra"):
+        from_pretrained(folder)
 
 
 def _download(rank: int, world: int, folder: str, caches: str) -> list[bool]:

@@ -45,7 +45,6 @@ _VARIANT = "; load these weights with transformers' from_pretrained, and patch t
 # Hints for options that only stock's from_pretrained has. Errors end with them.
 _ONLY_IN_STOCK = {
     "device_map": _SHARDS,
-    "low_cpu_mem_usage": _SHARDS,
     "max_memory": _SHARDS,
     "offload_folder": _SHARDS,
     "tp_plan": _SHARDS,
@@ -223,6 +222,11 @@ def build_empty_model(
         )
     trusted = options.get("trust_remote_code")  # AutoConfig removes it
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
+    if isinstance(dtype, dict):  # as in stock, the dtype of the whole model is the one of ""
+        dtype = dtype.get("", torch.get_default_dtype())
+    options.pop("low_cpu_mem_usage", None)  # stock ignores it as well
+    if options.get("use_safetensors") in (None, True):
+        options.pop("use_safetensors", None)  # no other files are read
     class_options = {
         name: options.pop(name)
         for name in ("attn_implementation", "experts_implementation")
