@@ -250,6 +250,18 @@ def test_options_and_files_of_stock_from_pretrained(tmp_path: Path) -> None:
         from_pretrained(folder)
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_settings_for_generation_in_the_config_are_read(tmp_path: Path) -> None:
+    """Stock reads them from config.json if there is no generation_config.json."""
+    tiny(dtype=torch.float32).save_pretrained(tmp_path)
+    edit_config(tmp_path, do_sample=True, temperature=0.3, top_k=7, eos_token_id=5)
+    (tmp_path / "generation_config.json").unlink()
+    want = AutoModelForCausalLM.from_pretrained(tmp_path).generation_config
+    own: Any = from_pretrained(tmp_path)
+    assert (own.generation_config.temperature, own.generation_config.eos_token_id) == (0.3, 5)
+    assert own.generation_config.to_dict() == want.to_dict()
+
+
 def _download(rank: int, world: int, folder: str, caches: str) -> list[bool]:
     fake = FakeHub(Path(folder), Path(caches.format(rank=rank), COMMIT))
     with pytest.MonkeyPatch.context() as patches:
