@@ -44,7 +44,7 @@ from hf_moe_ep.sharding.options import (
 )
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
-from hf_moe_ep.upstream.adapter_files import check_attachable
+from hf_moe_ep.upstream.adapter_files import check_attachable, check_no_adapter_is_lost
 from hf_moe_ep.upstream.adapters import attach_adapters, without_adapters
 from hf_moe_ep.upstream.conversion import remember_conversions
 from hf_moe_ep.upstream.hub import (
@@ -212,7 +212,8 @@ def from_pretrained(
         config: as in `patch`; its fields may also be passed by name, such as `ep_size=8`.
         peft_config: a LoraConfig, whose adapters are attached before sharding. Only plain LoRA
             that is not on embeddings is accepted, with initial values that do not depend on the
-            weights. All other adapters need a model that stock's from_pretrained has loaded.
+            weights. All other adapters need a model that stock's from_pretrained has loaded, and so
+            do trained adapters, which are not read from the folder.
         mp_policy: as in `apply_ep_fsdp2`.
         offload_policy: as in `apply_ep_fsdp2`.
         ignore_unexpected: as in `apply_ep_fsdp2`, for keys that the model's class does not ignore.
@@ -243,6 +244,7 @@ def from_pretrained(
 
     def build() -> tuple[Path, nn.Module]:
         folder = downloaded or find_local_folder(name_or_dir, download, after_another=True)
+        check_no_adapter_is_lost(folder, peft_config)
         model = build_empty_model(
             folder, model_class, partial(choose_dtype_of_weights, folder), options
         )

@@ -38,7 +38,7 @@ the row above.
     checkpoints/hub/extra.py | _hf_moe_ep_loaded_files setattr | files of a model that `run` loads
     upstream/conversion.py | _weight_conversions | those of the load, as transformers stores them
     checkpoints/hub/unread.py | setattr | the parameters that replace parameters on meta
-    upstream/modules.py | _apply | explains why a model with parameters on meta cannot be moved
+    upstream/modules.py | _apply | explains moves of parameters on meta; keeps biases in fp32
     -- for one forward or backward --
     loss/attach.py | _loss_function forward | of the causal LM and its head
     mtp/attach.py | forward embeds args kwargs hidden | what the head gets, during a forward
@@ -74,6 +74,7 @@ the row above.
     upstream/sharded_models.py | _get_name | the stock class name of a sharded model
     upstream/models.py | support_avx512bf16_for_cpu | bitsandbytes' layers must not repack weights
     sharding/gathered.py | setattr named_modules generate may_be_gathered is_showing_shards | hooks
+    sharding/refused_calls.py | setattr | methods that raise an error, of models in the root
     upstream/sharded_models.py | _CAN_RECORD_REGISTRY | names of classes that FSDP2 created
     upstream/sharded_models.py | _training_state | FSDP2's, of a module whose backward has ended
     upstream/sharded_models.py | grad _partial_reduce_output | FSDP2's, deleted after an error

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from support.hub_files import write_hub
 from support.parity import full_tensor
 from support.ranks import run_ranks
 from support.tiny_models import tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_moe_ep import apply, from_pretrained, save_pretrained
 from hf_moe_ep.upstream import hub
@@ -203,6 +204,62 @@ def test_a_damaged_index_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         )
         with pytest.raises(ValueError, match=f"{index} {words}"):
             hub.find_local_folder("owner/model", {})
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """This process is a group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_trained_adapter_in_the_folder_is_not_lost(tmp_path: Path) -> None:
+    """Stock attaches the adapter. Only a request for new adapters loads the model without it."""
+    tiny(dtype=torch.float32).save_pretrained(tmp_path / "both")
+    for name in ("both", "adapter"):
+        adapted = peft.get_peft_model(tiny(dtype=torch.float32), _make_lora_config())
+        adapted.save_pretrained(tmp_path / name)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "both")
+    assert any("lora_" in name for name, _ in stock.named_parameters())
+    beside = r"both has an adapter \(adapter_config.json\) beside its model, .*pass peft_config="
+    with pytest.raises(ValueError, match=beside):
+        from_pretrained(tmp_path / "both")
+    new = from_pretrained(tmp_path / "both", peft_config=_make_lora_config())
+    assert any("lora_" in name for name, _ in new.named_parameters())
+    alone = r"adapter has an adapter .* and no model, .*PeftModel.from_pretrained\(base, folder"
+    for config in (None, _make_lora_config()):
+        with pytest.raises(ValueError, match=alone):
+            from_pretrained(tmp_path / "adapter", peft_config=config)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_options_and_files_of_stock_from_pretrained(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tiny(dtype=torch.float32).save_pretrained(folder)
+    taken = {"dtype": {"": "bfloat16"}, "use_safetensors": True, "low_cpu_mem_usage": True}
+    want = AutoModelForCausalLM.from_pretrained(folder, **taken)
+    assert from_pretrained(folder, **taken).config.dtype == want.config.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"use_safetensors: .*transformers' from_pretr"):
+        from_pretrained(folder, use_safetensors=False)
+    with pytest.raises(ValueError, match=r"missing 1 tensors: score.weight.* would add a head"):
+        from_pretrained(folder, model_class=AutoModelForSequenceClassification)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no safetensors .*; load other formats with tra"):
+        from_pretrained(folder)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_settings_for_generation_in_the_config_are_read(tmp_path: Path) -> None:
+    """Stock reads them from config.json if there is no generation_config.json."""
+    tiny(dtype=torch.float32).save_pretrained(tmp_path)
+    edit_config(tmp_path, do_sample=True, temperature=0.3, top_k=7, eos_token_id=5)
+    (tmp_path / "generation_config.json").unlink()
+    want = AutoModelForCausalLM.from_pretrained(tmp_path).generation_config
+    own: Any = from_pretrained(tmp_path)
+    assert (own.generation_config.temperature, own.generation_config.eos_token_id) == (0.3, 5)
+    assert own.generation_config.to_dict() == want.to_dict()
 
 
 def _download(rank: int, world: int, folder: str, caches: str) -> list[bool]:

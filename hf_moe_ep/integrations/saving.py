@@ -260,11 +260,11 @@ def save_in_hub_layout(
         save_pretrained(self, save_directory, **size)
     elif options.get("push_to_hub") and not needs_ours:
         original(self, save_directory, *args, **kwargs)
-    elif not isinstance(state_dict, _SavedAlready) and options.get("is_main_process", True):
-        if needs_ours:
-            _check_options(options)
-        stacked = _make_stacked_state_dict(self, state_dict)
-        save_state_dict(self, save_directory, stacked, **size)
+    elif not isinstance(state_dict, _SavedAlready):
+        _check_options(options)  # on every rank, because other ranks may wait for rank 0
+        if options.get("is_main_process", True):
+            stacked = _make_stacked_state_dict(self, state_dict)
+            save_state_dict(self, save_directory, stacked, **size)
 
 
 def _name_options(original: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def _check_options(options: dict[str, Any]) -> None:
         name = unsupported[0]
         raise ValueError(
             f"save_pretrained of a sharded model does not take {name}={options[name]!r}; "
-            f"{remedies[name]}, or pass state_dict=accelerator.get_state_dict(model)"
+            f"{remedies[name]}"
         )
 
 

@@ -33,7 +33,7 @@ from hf_moe_ep.state import CorrectionBias, ModelState, patched_state
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
 from hf_moe_ep.upstream.models import is_correction_bias
 from hf_moe_ep.upstream.module_names import get_stock_name
-from hf_moe_ep.upstream.modules import get_own_buffers
+from hf_moe_ep.upstream.modules import get_own_buffers, keep_dtypes
 
 _READER = "bias"
 
@@ -69,7 +69,10 @@ def refuse_adapters(state: ModelState) -> None:
 
 
 def attach(parts: Parts, state: ModelState) -> None:
-    """Store the correction bias of every router in its MoE layer, and convert it to fp32."""
+    """Store the correction bias of every router in its MoE layer, and convert it to fp32.
+
+    The bias stays in fp32 if the model is cast later, for example by `bf16_full_eval`.
+    """
     if state.config.bias_update_rate is None:
         return
     biases = _find_biases(parts)
@@ -81,6 +84,7 @@ def attach(parts: Parts, state: ModelState) -> None:
         if bias.dtype.itemsize < torch.float32.itemsize:
             # If a bf16 bias is much larger than the rate, the sum is rounded to the old bias.
             bias.data = bias.detach().float()
+        keep_dtypes(layer.correction.owner, state.replace, [layer.correction.name])
 
 
 def restore_dtypes(state: ModelState) -> None:

@@ -24,6 +24,7 @@ from hf_moe_ep.upstream.adapters import get_layer_replication, list_adapter_para
 from hf_moe_ep.upstream.autograd_modes import has_gradient_hooks, has_tensor_hooks
 from hf_moe_ep.upstream.models import is_quantized, list_model_config_fields, list_packed_parameters
 from hf_moe_ep.upstream.module_names import get_canonical_name
+from hf_moe_ep.upstream.modules import get_own_parameters
 
 
 def check_adapters_separate(model: nn.Module) -> None:
@@ -278,6 +279,36 @@ class RefuseUnfrozen:
                     f"it has no fp32 master weights and its updates would be rounded to "
                     f"{parameter.dtype}; unfreeze it (or activate its adapter) before sharding, "
                     f"and freeze it afterwards, or shard a model in fp32"
+                )
+
+
+class RefuseAdded:
+    """Pre-forward hook of the root: raises ValueError if trainable parameters were added.
+
+    FSDP2 averages the gradients of the parameters that exist when the model is sharded. Each rank
+    would train a later parameter, such as that of a new head, on its own batches alone.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int) -> None:
+        self._world_size = world_size
+        self._names = {module: frozenset(get_own_parameters(module)) for module in model.modules()}
+
+    @torch.compiler.disable
+    def __call__(self, root: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for module in root.modules():
+            known = self._names.get(module, frozenset())
+            if get_own_parameters(module).keys() <= known:
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                if name in known or not parameter.requires_grad or isinstance(parameter, DTensor):
+                    continue
+                prefix = next(prefix for prefix, x in root.named_modules() if x is module)
+                raise ValueError(
+                    f"{get_canonical_name(f'{prefix}.{name}')} was added after the model was "
+                    f"sharded, so each of the {self._world_size} ranks would train it on its own "
+                    f"batches alone; add it before apply_ep_fsdp2 or accelerator.prepare"
                 )
 
 

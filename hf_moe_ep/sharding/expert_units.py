@@ -242,4 +242,4 @@ def keep_scales(experts: nn.Module) -> None:
     for module in experts.modules():  # PEFT may have wrapped the experts
         named = module.named_parameters(recurse=False)
         if scales := [name for name, _ in named if name.endswith(ends)]:
-            keep_dtypes(module, scales)
+            keep_dtypes(module, setattr, scales)

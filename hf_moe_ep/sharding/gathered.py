@@ -59,7 +59,7 @@ from torch.distributed.fsdp import FSDPModule
 from hf_moe_ep.moe.forwards import KeepForwards
 from hf_moe_ep.moe.layer import ForwardGuard
 from hf_moe_ep.ranks.collectives import sum_over_ranks
-from hf_moe_ep.sharding.checks import RefuseUnfrozen
+from hf_moe_ep.sharding.checks import RefuseAdded, RefuseUnfrozen
 from hf_moe_ep.sharding.units import list_units_in, reshard
 from hf_moe_ep.state import STATE, MoELayer
 from hf_moe_ep.upstream.adapters import without_adapters
@@ -162,7 +162,7 @@ class ReshardHooks:
             return
         self._begin_forward()
         for hook in list_forward_hooks(self.root):
-            if isinstance(hook, (KeepForwards, ForwardGuard, RefuseUnfrozen)):
+            if isinstance(hook, (KeepForwards, ForwardGuard, RefuseUnfrozen, RefuseAdded)):
                 hook(self.root, ())
 
     @torch.compiler.disable

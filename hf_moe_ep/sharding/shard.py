@@ -87,6 +87,7 @@ from hf_moe_ep.plan import make_name_in_layer, matches
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.sharding.buffers import use_buffers
 from hf_moe_ep.sharding.checks import (
+    RefuseAdded,
     RefuseUnfrozen,
     check_adapters_of_layers_unshared,
     check_adapters_separate,
@@ -110,6 +111,7 @@ from hf_moe_ep.sharding.expert_units import (
 )
 from hf_moe_ep.sharding.gathered import ReshardHooks
 from hf_moe_ep.sharding.options import ShardOptions
+from hf_moe_ep.sharding.refused_calls import refuse_calls
 from hf_moe_ep.sharding.stages import cut_into_stages, find_parts_of_stage
 from hf_moe_ep.sharding.units import (
     Units,
@@ -229,6 +231,9 @@ def shard_units(
     gather_for_caches(units)
     ReshardHooks(root, meshes.device, may_show_shards=state.stage is None).attach()
     root.register_forward_pre_hook(RefuseUnfrozen(model, options))
+    if meshes.world_size > 1:
+        root.register_forward_pre_hook(RefuseAdded(model, meshes.world_size))
+    refuse_calls(root, meshes.world_size)
     allow_reentrant_checkpoints(units, routers)
     set_prefetch(units, routers)
     state.buffers = use_buffers(model, units.all_experts, state.config, meshes)

@@ -42,6 +42,8 @@ _MERGE_WITH_PEFT = "merge the adapter in one process, with PEFT's merge_and_unlo
 # The fields above that are possible for a model on meta, because they need no values of the base.
 _ALLOWED_ON_META = ("lora_bias", "alora_invocation_tokens")
 _EMBEDDINGS = "embed_tokens"
+# The file by which PEFT and transformers recognise a folder with an adapter.
+_CONFIG = "adapter_config.json"
 # The types of adapters that a patched model cannot train, with the reasons.
 _UNSUPPORTED = {
     "ADALORA": "it calls the model's forward without the model's hooks, with which FSDP2 gathers "
@@ -76,6 +78,27 @@ def check_attachable(config: Any) -> None:
     names = [targets] if isinstance(targets, str) else targets or ()
     if any(name.endswith(_EMBEDDINGS) for name in names):
         raise make_unattachable_error(f"LoRA on embeddings ({_EMBEDDINGS})")
+
+
+def check_no_adapter_is_lost(folder: Path, peft_config: Any) -> None:
+    """Raise ValueError if a folder has a trained adapter, which would not be loaded with the model.
+
+    transformers' from_pretrained attaches such an adapter (transformers/integrations/peft.py). If a
+    complete model lies beside the adapter, `peft_config` requests new adapters in its place.
+    """
+    has_model = (folder / "config.json").is_file()
+    if not (folder / _CONFIG).is_file() or (has_model and peft_config is not None):
+        return
+    problem, remedy = f"an adapter ({_CONFIG}) and no model", ""
+    if has_model:
+        problem = f"an adapter ({_CONFIG}) beside its model"
+        remedy = "pass peft_config= to train new adapters; or move the adapter to another folder, "
+    raise ValueError(
+        f"{folder} has {problem}, and from_pretrained of hf_moe_ep loads no trained adapters; "
+        f"{remedy}load the base model with transformers' from_pretrained, attach the adapter with "
+        f"PeftModel.from_pretrained(base, folder, is_trainable=True), and shard the model with "
+        f"apply_ep_fsdp2"
+    )
 
 
 def find_kind_that_needs_values(config: Any) -> str:

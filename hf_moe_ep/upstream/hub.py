@@ -45,7 +45,6 @@ _VARIANT = "; load these weights with transformers' from_pretrained, and patch t
 # Hints for options that only stock's from_pretrained has. Errors end with them.
 _ONLY_IN_STOCK = {
     "device_map": _SHARDS,
-    "low_cpu_mem_usage": _SHARDS,
     "max_memory": _SHARDS,
     "offload_folder": _SHARDS,
     "tp_plan": _SHARDS,
@@ -221,8 +220,14 @@ def build_empty_model(
             f"transformers_weights={options[WEIGHTS_FIELD]!r} is not an option of hf_moe_ep: write "
             f"it into {folder}/config.json"
         )
-    trusted = options.get("trust_remote_code")  # AutoConfig removes it
+    # AutoConfig removes both.
+    trusted, code_revision = options.get("trust_remote_code"), options.get("code_revision")
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
+    if isinstance(dtype, dict):  # as in stock, the dtype of the whole model is the one of ""
+        dtype = dtype.get("", torch.get_default_dtype())
+    options.pop("low_cpu_mem_usage", None)  # stock ignores it as well
+    if options.get("use_safetensors") in (None, True):
+        options.pop("use_safetensors", None)  # no other files are read
     class_options = {
         name: options.pop(name)
         for name in ("attn_implementation", "experts_implementation")
@@ -263,10 +268,17 @@ def build_empty_model(
         build = model_class._from_config
     else:  # an Auto class
         build = partial(model_class.from_config, trust_remote_code=trusted)
+        runs_code = trusted and model_class.__name__ in (getattr(config, "auto_map", None) or {})
+        if runs_code and code_revision is not None:  # of code in another repository
+            build = partial(build, code_revision=code_revision)
     model: Any = on_meta(partial(build, config, dtype=dtype, **class_options))
     _keep_in_fp32(model, dtype)
-    if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    if model.can_generate():
+        # Without this file, settings such as do_sample are in config.json (generation/utils.py).
+        has_own_file = (folder / "generation_config.json").is_file()
+        in_config = {"config_file_name": "config.json", "_from_model_config": True}
+        source: dict[str, Any] = {} if has_own_file else in_config
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, **source)
     model.eval()
     return model
 

@@ -136,12 +136,15 @@ def explain_moves(
     replace(module, "_apply", partial(_apply_or_explain, module, explain))
 
 
-def keep_dtypes(module: nn.Module, names: Collection[str]) -> None:
-    """Make `to(dtype)` of the module, or of a model around it, keep the dtypes of parameters.
+def keep_dtypes(
+    module: nn.Module, replace: Callable[[nn.Module, str, Any], None], names: Collection[str]
+) -> None:
+    """Make `to(dtype)` of the module, or of a model around it, keep the dtypes of some tensors.
 
-    `names` are the names of these parameters in `module`. Moves to another device still move them.
+    `names` are the names of these parameters and buffers in `module`. Moves to another device still
+    move them. This function calls `replace(module, name, value)` to set an attribute.
     """
-    setattr(module, "_apply", partial(_apply_and_keep_dtypes, module, names))  # noqa: B010
+    replace(module, "_apply", partial(_apply_and_keep_dtypes, module, names))
 
 
 def _apply_and_keep_dtypes(
@@ -149,7 +152,9 @@ def _apply_and_keep_dtypes(
 ) -> Any:
     def apply(tensor: Tensor) -> Tensor:
         changed = function(tensor)
-        if not tensor.is_meta and any(tensor is module._parameters.get(name) for name in names):
+        own = (module._parameters, module._buffers)
+        is_kept = any(tensor is tensors.get(name) for tensors in own for name in names)
+        if is_kept and not tensor.is_meta:
             return tensor.to(changed.device)
         return changed
 

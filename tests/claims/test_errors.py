@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -294,7 +295,39 @@ def the_fix_of_a_refused_sharding_works_on_the_same_model(rank: int, world: int)
     apply_ep_fsdp2(model, expert_shard_dim="auto")
 
 
+def calls_that_a_sharded_model_cannot_run_are_refused(rank: int, world: int) -> None:
+    """Continuous batching would hang, because the ranks need different numbers of forwards.
+
+    A new size of the embedding and whole tensors do not fit DTensors.
+    """
+    model: Any = apply_ep_fsdp2(tiny(), ep_size=2).eval()
+    ids = batch(model, 1 + rank, 5)["input_ids"]
+    options = {"max_new_tokens": 2 + 6 * rank}
+    for name, call in {
+        "generate_batch": partial(model.generate_batch, ids.tolist(), **options),
+        "init_continuous_batching": model.init_continuous_batching,
+        "continuous_batching_context_manager": model.continuous_batching_context_manager,
+    }.items():
+        _assert_raises_on_all(f"^{name}: .* 2 ranks .* use generate", call)
+    paged = partial(model.generate, ids, cache_implementation="paged", **options)
+    _assert_raises_on_all("without cache_implementation='paged'", paged)
+
+    for size, multiple in ((105, 1), (64, None), (None, 8)):
+        text = rf"resize_token_embeddings\({size or 104}\) .* 97 tokens; .* resize it, and shard"
+        _assert_raises_on_all(text, partial(model.resize_token_embeddings, size, multiple))
+    embedding = model.get_input_embeddings()
+    assert model.resize_token_embeddings(97) is embedding
+    assert model.model.resize_token_embeddings() is embedding
+
+    whole, sharded = tiny().state_dict(), model.state_dict()
+    for assign in (False, True):
+        text = "load_state_dict got a plain tensor for model.embed_tokens.weight, .*from_pre"
+        _assert_raises_on_all(text, partial(model.load_state_dict, whole, assign=assign))
+    model.load_state_dict(sharded)
+
+
 ON_TWO_RANKS = [
+    calls_that_a_sharded_model_cannot_run_are_refused,
     a_model_inside_ddp_is_refused,
     weights_on_meta_are_refused,
     ranks_that_disagree_are_refused,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -190,13 +191,18 @@ def rank_0_waits_for_a_rank_that_is_late(rank: int, world: int, folder: str) -> 
 
 
 def options_that_a_sharded_save_would_ignore_are_refused(rank: int, world: int) -> None:
-    """The error names the option and the remedy."""
+    """The error names the option and the remedy, also if a state dict is given."""
     with launched():
-        _, model, _ = prepared(tiny(dtype=torch.float32), ep_size=2)
-        for option in ({"push_to_hub": True}, {"variant": "fp16"}, {"save_original_format": False}):
-            name = next(iter(option))
-            with pytest.raises(ValueError, match=rf"does not take {name}=.*state_dict="):
-                model.save_pretrained("/nowhere", **option)  # type: ignore[operator]
+        accelerator, model, _ = prepared(tiny(dtype=torch.float32), ep_size=2)
+        options = ("push_to_hub", "variant", "distributed_checkpoint", "save_original_format")
+        for name, whole in product(options, (None, accelerator.get_state_dict(model))):
+            if name == "push_to_hub" and whole is not None:
+                continue  # stock code saves and pushes
+            arguments: Any = {name: name != "save_original_format", "state_dict": whole}
+            with pytest.raises(ValueError, match=rf"not take {name}=.*; (save, then|leave it)"):
+                model.save_pretrained(  # type: ignore[operator]
+                    "/nowhere", is_main_process=accelerator.is_main_process, **arguments
+                )
 
 
 def _create_trainer(folder: str, model: Any, **arguments: Any) -> Trainer:

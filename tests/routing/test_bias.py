@@ -184,6 +184,30 @@ def test_biases_in_bf16_are_converted_to_fp32() -> None:
         assert set(moves.tolist()) in ({0.001}, {0.0, 0.001})
 
 
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+def test_biases_stay_in_fp32_if_the_model_is_cast(kind: str) -> None:
+    """In bf16, an update of 0.0625 would be rounded away. `bf16_full_eval` casts in this way."""
+    model: Any = tiny(KIND, dtype=torch.float32)
+    if kind == "parameter":
+        for module in model.modules():
+            for name, buffer in [*module.named_buffers(recurse=False)]:
+                if name.endswith("correction_bias"):
+                    delattr(module, name)
+                    module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+    patch(model, bias_update_rate=RATE)
+    for bias in _find_biases(model).values():
+        bias.data.fill_(64.0)
+    for patched in (copy.deepcopy(model), model):
+        patched.to(torch.bfloat16)
+        assert patched.lm_head.weight.dtype == torch.bfloat16
+        patched.train()(**_make_inputs(patched, 0, 0))
+        update_router_bias(patched)
+        for bias in _find_biases(patched).values():
+            assert bias.dtype == torch.float32 and (bias != 64.0).any()
+    cast = unpatch(model).to(torch.bfloat16)
+    assert all(bias.dtype == torch.bfloat16 for bias in _find_biases(cast).values())
+
+
 def test_unpatch_restores_the_dtype_of_the_biases() -> None:
     model = tiny(KIND, dtype=torch.bfloat16)
     for bias in _find_biases(model).values():

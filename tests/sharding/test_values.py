@@ -4,6 +4,8 @@ materialize runs the five steps of the docstring of sharding/values.py, from ran
 registered parameter.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from support.adapters import with_lora
@@ -183,6 +185,22 @@ def wide_parameters_may_be_unfrozen(rank: int, world: int) -> None:
         assert model.lm_head.weight.grad is not None
 
 
+def trainable_parameters_that_are_added_later_are_refused(rank: int, world: int) -> None:
+    """FSDP2 would not average their gradients. Frozen ones, such as a helper's, may be added."""
+    model: Any = apply_ep_fsdp2(tiny(), ep_size=2)
+    rows = batch(model, 1, 5)
+    model.model.layers[0].helper = nn.Linear(4, 3).requires_grad_(False)
+    model(**rows)
+    model.set_input_embeddings(nn.Embedding(97, 32).double())
+    with torch.no_grad():
+        model(**rows)
+    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.scale"):
+        with pytest.raises(ValueError, match=rf"{name} was added .* each of the 2 ranks"):
+            model(**rows)
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].mlp.scale = nn.Parameter(torch.ones(1))
+
+
 @pytest.mark.parametrize(
     "claim",
     on_ranks(
@@ -193,6 +211,7 @@ def wide_parameters_may_be_unfrozen(rank: int, world: int) -> None:
         experts_on_meta_stay_there,
         parameters_without_master_must_stay_frozen,
         wide_parameters_may_be_unfrozen,
+        trainable_parameters_that_are_added_later_are_refused,
     ),
 )
 def test_on_two_ranks(found: Found, claim: Check) -> None:

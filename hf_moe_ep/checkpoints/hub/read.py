@@ -187,12 +187,17 @@ def match_checkpoint(
         text = str(error)
         prefix = get_base_prefix(without_adapters(model))
         own_keys = {piece.key for pieces in layout.values() for piece in pieces}
-        own = own_keys & key_in_file.keys()
+        own, missing = own_keys & key_in_file.keys(), own_keys - key_in_file.keys()
+        added = ""
         if own and all(key == f"{prefix}{key_in_file[key]}" for key in own):
+            added = "it holds a base model without a head, and transformers would add a head"
+        elif text.startswith("missing") and not any(key.startswith(prefix) for key in missing):
+            has_base = any(key.startswith(prefix) for key in own)
+            added = "transformers would add a head" if has_base else ""
+        if added:
             text += (
-                "; it holds a base model without a head, and transformers would add a head "
-                "that is not trained. If you want this, load the checkpoint in transformers "
-                "and save the model"
+                f"; {added} that is not trained. If you want this, load the checkpoint in "
+                f"transformers and save the model"
             )
         raise _make_misfit_error(model, directory, text) from error
     known |= find_copies(model).keys()  # a save fills these keys from the embedding and the head

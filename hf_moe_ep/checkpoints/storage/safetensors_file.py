@@ -141,8 +141,10 @@ def read_index(directory: str | os.PathLike[str], single: str = SINGLE) -> dict[
     if named is not None:
         return read_weights(directory, named)
     if not (directory / single).is_file() and not (directory / index).is_file():
+        remedy = "load other formats with transformers' from_pretrained, and patch the model"
         raise ValueError(
             f"{directory} holds no safetensors checkpoint: neither {single} nor {index} exists"
+            f"{f'; {remedy}' if single == SINGLE else ''}"
         )
     return read_weights(directory, single if (directory / single).is_file() else index)
 
