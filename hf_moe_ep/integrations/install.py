@@ -350,6 +350,7 @@ TRAINER_METHODS = (
         ("_load_best_model", trainer_checkpoints.load_model),
         ("_load_optimizer_and_scheduler", trainer_checkpoints.load_optimizer),
         ("_load_rng_state", trainer_checkpoints.load_random_states),
+        ("create_optimizer", optimizers.create_optimizer),
     ),
     *_build_rows(
         _TRAINER,

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.config import is_launched_with_fsdp, read_launch_environment
+from hf_moe_ep.upstream.replaced import replaced
 from hf_moe_ep.upstream.replaced_forwards import iterate_forward_functions
 from hf_moe_ep.upstream.wrap import find_owner
 
@@ -215,6 +216,21 @@ def generates_in_training(trainer: transformers.Trainer) -> bool:
     (trl/trainer/).
     """
     return hasattr(trainer, "_generate_and_score_completions")
+
+
+@contextmanager
+def one_group_for_all_meshes() -> Iterator[None]:
+    """Let a Trainer put parameters of several device meshes into one group inside the block.
+
+    Otherwise newer versions of `Trainer.create_optimizer` divide each group by device meshes
+    (transformers/trainer.py).
+    """
+    module: Any = transformers.trainer
+    if not hasattr(module, "has_mixed_dtensor"):
+        yield
+        return
+    with replaced(module, "has_mixed_dtensor", lambda tensors: False):
+        yield
 
 
 # While the Trainer saves a checkpoint because of SIGTERM, the checkpoint contains this file
