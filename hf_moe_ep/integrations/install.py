@@ -46,6 +46,7 @@ from hf_moe_ep.integrations import (
     references,
     saving,
     shared_batches,
+    single_ranks,
     trackers,
     trainer_checkpoints,
 )
@@ -142,10 +143,14 @@ def train(
     """Wrap `Trainer.train`: detect late patches, and resume from complete checkpoints only.
 
     A patch is late if the model was patched after the Trainer was created.
+
+    Raises:
+        ValueError: with an option of the Trainer, one of several ranks would act alone.
     """
     adopt_trainer(self, self.model)
     if not is_specialised(self):
         return original(self, *args, **kwargs)
+    single_ranks.check_ranks_act_together(self)
     # If the Trainer has no model, `model_init` builds one inside the original function.
     state = None if self.model is None else find_state(self.model)
     shared_batches.correct_steps(self)

@@ -239,6 +239,17 @@ def saving_on_each_of_two_nodes_is_refused(rank: int, world: int, folder: str) -
         _create_trainer(folder, model, save_on_each_node=True)
 
 
+def options_with_which_a_rank_acts_alone_are_refused(rank: int, world: int, folder: str) -> None:
+    """Otherwise all other ranks would wait for this rank."""
+    with launched():
+        trainer = _create_trainer(
+            folder, tiny(dtype=torch.float32, num_hidden_layers=1), auto_find_batch_size=True
+        )
+        message = r"auto_find_batch_size=True .*\(of 2\) wait .*--gpus 2 .* plans the memory"
+        with pytest.raises(ValueError, match=message):
+            trainer.train()
+
+
 def push_to_hub_uploads_what_save_model_writes(rank: int, world: int, folder: str) -> None:
     """With SHARDED_STATE_DICT stock uploads no weights; with FULL_STATE_DICT it uploads fp32."""
     uploads: list[str] = []
@@ -330,6 +341,7 @@ ON_TWO_RANKS = [
     options_that_a_sharded_save_would_ignore_are_refused,
     the_trainer_saves_an_adapter_on_every_rank_or_on_none,
     saving_on_each_of_two_nodes_is_refused,
+    options_with_which_a_rank_acts_alone_are_refused,
     push_to_hub_uploads_what_save_model_writes,
 ]
 SLOW_ON_TWO_RANKS = [
