@@ -218,6 +218,22 @@ def generates_in_training(trainer: transformers.Trainer) -> bool:
     return hasattr(trainer, "_generate_and_score_completions")
 
 
+def find_model_logger(trainer: transformers.Trainer) -> str | None:
+    """Return the variable that makes a callback save the model after training, on rank 0 alone.
+
+    The callback creates a second Trainer and calls its `save_model` (`on_train_end` of two classes
+    in transformers/integrations/integration_utils.py).
+    """
+    from transformers.integrations import DVCLiveCallback, WandbCallback
+
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, WandbCallback) and callback._log_model.is_enabled:
+            return "WANDB_LOG_MODEL"
+        if isinstance(callback, DVCLiveCallback) and callback._log_model is True:
+            return "HF_DVCLIVE_LOG_MODEL"
+    return None
+
+
 @contextmanager
 def one_group_for_all_meshes() -> Iterator[None]:
     """Let a Trainer put parameters of several device meshes into one group inside the block.

@@ -5,12 +5,15 @@ Accelerate's examples call `model.save_pretrained` on every rank, with `is_main_
 """
 
 import errno
+import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -38,6 +41,7 @@ from support.launched import FP32_BUDGET, launched, prepared
 from support.tiny_models import batch, tiny
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.integrations import DVCLiveCallback, WandbCallback, integration_utils
 
 from hf_moe_ep import patch
 from hf_moe_ep.checkpoints.storage import manifest
@@ -239,15 +243,32 @@ def saving_on_each_of_two_nodes_is_refused(rank: int, world: int, folder: str) -
         _create_trainer(folder, model, save_on_each_node=True)
 
 
+def _create_callback_that_saves(tracker: str) -> transformers.TrainerCallback:
+    """Create the callback of a tracker, which need not be installed."""
+    kind = {"wandb": WandbCallback, "dvclive": DVCLiveCallback}[tracker]
+    settings = {"WANDB_LOG_MODEL": "checkpoint", "HF_DVCLIVE_LOG_MODEL": "true"}
+    package = SimpleNamespace(Live=type("Live", (), {}))
+    with (
+        mock.patch.dict(sys.modules, {tracker: package}),
+        mock.patch.dict(os.environ, settings),
+        mock.patch.object(integration_utils, f"is_{tracker}_available", lambda: True),
+    ):
+        return kind()
+
+
 def options_with_which_a_rank_acts_alone_are_refused(rank: int, world: int, folder: str) -> None:
     """Otherwise all other ranks would wait for this rank."""
+    model = tiny(dtype=torch.float32, num_hidden_layers=1)
     with launched():
-        trainer = _create_trainer(
-            folder, tiny(dtype=torch.float32, num_hidden_layers=1), auto_find_batch_size=True
-        )
+        trainer = _create_trainer(folder, model, auto_find_batch_size=True)
         message = r"auto_find_batch_size=True .*\(of 2\) wait .*--gpus 2 .* plans the memory"
         with pytest.raises(ValueError, match=message):
             trainer.train()
+        for tracker, variable in {"wandb": "WANDB", "dvclive": "HF_DVCLIVE"}.items():
+            trainer = _create_trainer(folder, model)
+            trainer.add_callback(_create_callback_that_saves(tracker))
+            with pytest.raises(ValueError, match=f"^{variable}_LOG_MODEL makes rank 0 .*all 2 ran"):
+                trainer.train()
 
 
 def push_to_hub_uploads_what_save_model_writes(rank: int, world: int, folder: str) -> None:
