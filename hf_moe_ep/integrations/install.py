@@ -165,11 +165,14 @@ def train(
 def evaluate(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer.evaluation_loop`: detect a model that was patched after `Trainer.__init__`.
+    """Wrap `Trainer.evaluation_loop`: detect late patches, and cast a sharded model.
 
-    A Trainer that only evaluates does not call `train`.
+    A patch is late if the model was patched after the Trainer was created. A Trainer that only
+    evaluates does not call `train`.
     """
     adopt_trainer(self, self.model)
+    if is_specialised(self):
+        prepare.cast_for_full_eval(self)
     return original(self, *args, **kwargs)
 
 
