@@ -283,6 +283,13 @@ def test_folders_that_the_trainer_has_not_written_are_refused(
     }.items():
         with pytest.raises(ValueError, match=match):
             trainer.train(resume_from_checkpoint=str(folder))
+    only_model = tmp_path / "only model"
+    only_model.mkdir()
+    for name in ("model.safetensors", "trainer_state.json"):
+        (only_model / name).write_text("{}")
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match="only model was saved with save_only_model=True, so it"):
+        trainer.train(resume_from_checkpoint=str(only_model))
 
 
 def test_experts_are_resumed_in_one_process(tmp_path: Path, environment: None) -> None:
