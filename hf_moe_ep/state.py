@@ -157,6 +157,7 @@ the row above.
     integrations/accelerate_states.py | automatic_checkpoint_naming | Accelerate's, while it saves
     integrations/optimizer_states.py | get_optimizer_state_dict | torch's, while Accelerate saves
     integrations/optimizer_states.py | set_optimizer_state_dict | the same, while it loads
+    upstream/accelerate_and_trainer.py | has_mixed_dtensor | the Trainer's, while it makes groups
     integrations/trackers.py | trackers | Accelerate's, one at a time while it logs
     integrations/trainer_checkpoints.py | _postponed_calls | calls that wait for a manifest
     upstream/adapters.py | named_modules | of a model, while PEFT collects the tensors to save

@@ -46,6 +46,7 @@ from hf_moe_ep.integrations import (
     references,
     saving,
     shared_batches,
+    single_ranks,
     trackers,
     trainer_checkpoints,
 )
@@ -142,10 +143,14 @@ def train(
     """Wrap `Trainer.train`: detect late patches, and resume from complete checkpoints only.
 
     A patch is late if the model was patched after the Trainer was created.
+
+    Raises:
+        ValueError: with an option of the Trainer, one of several ranks would act alone.
     """
     adopt_trainer(self, self.model)
     if not is_specialised(self):
         return original(self, *args, **kwargs)
+    single_ranks.check_ranks_act_together(self)
     # If the Trainer has no model, `model_init` builds one inside the original function.
     state = None if self.model is None else find_state(self.model)
     shared_batches.correct_steps(self)
@@ -160,11 +165,14 @@ def train(
 def evaluate(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer.evaluation_loop`: detect a model that was patched after `Trainer.__init__`.
+    """Wrap `Trainer.evaluation_loop`: detect late patches, and cast a sharded model.
 
-    A Trainer that only evaluates does not call `train`.
+    A patch is late if the model was patched after the Trainer was created. A Trainer that only
+    evaluates does not call `train`.
     """
     adopt_trainer(self, self.model)
+    if is_specialised(self):
+        prepare.cast_for_full_eval(self)
     return original(self, *args, **kwargs)
 
 
@@ -362,6 +370,7 @@ TRAINER_METHODS = (
         ("_load_best_model", trainer_checkpoints.load_model),
         ("_load_optimizer_and_scheduler", trainer_checkpoints.load_optimizer),
         ("_load_rng_state", trainer_checkpoints.load_random_states),
+        ("create_optimizer", optimizers.create_optimizer),
     ),
     *_build_rows(
         _TRAINER,

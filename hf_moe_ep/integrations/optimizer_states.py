@@ -123,15 +123,25 @@ def _set_whole(
     """Load the states of all parameters; those that had no gradient in the saved run get no state.
 
     Raises:
-        ValueError: on every rank: in the saved run the optimizer did not have a parameter, or it
-            had parameters that the model lacks.
+        ValueError: on every rank: in the saved run the optimizer did not have a parameter, it had
+            parameters that the model lacks, or it had other groups of parameters.
     """
     names, trained = list_parameter_names(model, optimizer)
 
     def find_without_state() -> set[str]:
-        _check_has_trained_parameters(optim_state_dict["param_groups"], set(names.values()))
+        saved_groups = optim_state_dict["param_groups"]
+        _check_has_trained_parameters(saved_groups, set(names.values()))
         missing = trained.keys() - optim_state_dict["state"].keys()
-        saved = {name for group in optim_state_dict["param_groups"] for name in group["params"]}
+        saved = {name for group in saved_groups for name in group["params"]}
+        # DCP reads only as many groups as this optimizer has.
+        in_other_groups = trained.keys() - missing - saved
+        if in_other_groups or len(saved_groups) != len(optimizer.param_groups):
+            raise ValueError(
+                f"the optimizer of the saved run had other groups of parameters than this one, "
+                f"which has {len(optimizer.param_groups)} (in other groups: "
+                f"{format_names(in_other_groups or saved)}); create it with the same groups, or "
+                f"load the model alone and start with a new optimizer"
+            )
         if new := sorted(missing - saved):
             raise ValueError(
                 f"the optimizer trains {new[0]} (and {len(new) - 1} more), which the optimizer of "

@@ -33,6 +33,7 @@ from hf_moe_ep.upstream.accelerate_and_trainer import (
     clips_over_meshes,
     list_prepared_models,
     list_prepared_optimizers,
+    one_group_for_all_meshes,
 )
 from hf_moe_ep.upstream.frameworks import drops_nan_gradients
 from hf_moe_ep.upstream.sharded_models import is_refused_by_dtensor
@@ -56,6 +57,18 @@ SUPPORTED_OPTIMIZERS = (
     "RMSprop",
     "SGD",
 )
+
+
+def create_optimizer(
+    original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
+) -> Any:
+    """Wrap `Trainer.create_optimizer`: create the same groups before and after sharding.
+
+    Checkpoints number the parameter groups. A model of `from_pretrained` is sharded already, and
+    stock would create a group for each device mesh. All other models are sharded later.
+    """
+    with one_group_for_all_meshes():
+        return original(self, *args, **kwargs)
 
 
 def step(

@@ -40,6 +40,7 @@ from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.uneven_loaders import check_batches_are_even
 from hf_moe_ep.ranks.all_ranks import run_on_all
 from hf_moe_ep.sharding.options import ShardOptions, list_kept_whole
+from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import (
     count_as_shards,
@@ -62,6 +63,7 @@ from hf_moe_ep.upstream.models import (
 )
 from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.replaced import replaced
+from hf_moe_ep.upstream.sharded_models import gather_in_dtypes_of_shards
 
 
 def enable_fsdp_on_cpu(
@@ -283,6 +285,21 @@ def move_to_device(
     """
     if find_state(model) is None or not self.is_fsdp_enabled:
         original(self, model, device)
+
+
+def cast_for_full_eval(trainer: Any) -> None:
+    """Cast a sharded model for an evaluation with `bf16_full_eval` or `fp16_full_eval`.
+
+    The Trainer does so inside its evaluation, but not while it trains. FSDP2 would then still
+    gather the parameters in their earlier dtypes, and raise an error.
+    """
+    state, args = find_state(trainer.model), trainer.args
+    is_full = args.fp16_full_eval or args.bf16_full_eval
+    if state is None or state.meshes is None or not is_full or trainer.is_in_train:
+        return
+    reshard(trainer.model)
+    trainer.model.to(torch.float16 if args.fp16_full_eval else torch.bfloat16)
+    gather_in_dtypes_of_shards(trainer.model)
 
 
 def build_options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:

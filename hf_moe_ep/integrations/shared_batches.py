@@ -256,7 +256,11 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
 def gather_for_metrics(
     original: Original, self: Accelerator, input_data: Any, use_gather_object: bool = False
 ) -> Any:
-    """Wrap `Accelerator.gather_for_metrics`: gather each sample once, from one rank per batch."""
+    """Wrap `Accelerator.gather_for_metrics`: gather each sample once, from one rank per batch.
+
+    Raises:
+        ValueError: ranks share batches, and several workers read a stream whose end is padded.
+    """
     if count_processes_per_batch(self) == 1:
         return original(self, input_data, use_gather_object)
     _set_stream_remainder(self)
@@ -559,13 +563,24 @@ def _set_stream_remainder(accelerator: Accelerator) -> None:
 
     If `remainder` is set, Accelerate drops the samples that pad this batch. Accelerate itself sets
     no `remainder` for a stream, because the length of a stream is unknown.
+
+    Raises:
+        ValueError: several workers read the stream. Each of them pads its own last batch, and the
+            numbers of padding samples are unknown.
     """
     loader = accelerator.gradient_state.active_dataloader
     shard = getattr(loader, "dataset", None)
     if not (isinstance(shard, IterableDatasetShard) and isinstance(shard.dataset, _Stream)):
         return
-    if loader.num_workers > 1 or shard.drop_last:
-        return  # Each worker pads its own last batch. With drop_last nothing is padded.
+    if shard.drop_last:
+        return  # Nothing is padded.
+    if loader.num_workers > 1:
+        raise ValueError(
+            f"{loader.num_workers} workers read this stream, and each of them fills its last batch "
+            f"with samples of its first one, which gather_for_metrics would count twice with "
+            f"{describe_shared_batch(accelerator)}; set num_workers (dataloader_num_workers of the "
+            f"Trainer) to 0 or 1"
+        )
     if accelerator.gradient_state.end_of_dataloader:
         loader.remainder = int(shard.dataset.rows) % (shard.batch_size * shard.num_processes)
 

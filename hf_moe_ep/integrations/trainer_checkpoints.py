@@ -200,7 +200,7 @@ def train(
 
     Raises:
         ValueError: on every rank, before anything is loaded: the checkpoint is damaged, unfinished
-            or absent, or was saved with another type of state dict.
+            or absent, or was saved with another type of state dict or without an optimizer.
     """
     if self.model is None or find_state(self.model) is None or not resume_from_checkpoint:
         return original(self, resume_from_checkpoint, *args, **kwargs)
@@ -212,6 +212,8 @@ def train(
             chosen = Path(os.fspath(resume_from_checkpoint))
             verifiable = is_verifiable(chosen)
             _check_is_of_trainer(chosen)
+        if self.is_fsdp_enabled:
+            _check_has_optimizer(chosen)
         check_saved_with_same_type(self.accelerator, chosen)
         return chosen, verifiable
 
@@ -274,6 +276,18 @@ def _check_is_of_trainer(folder: Path) -> None:
     raise ValueError(
         f"{folder} is not a checkpoint of the Trainer, because it has no {_TRAINER_STATE}; {advice}"
     )
+
+
+def _check_has_optimizer(folder: Path) -> None:
+    """Raise ValueError if a checkpoint has only a model, from which FSDP runs cannot resume.
+
+    All other checkpoints have random states.
+    """
+    if not any([*folder.glob("optimizer*"), *folder.glob("rng_state*")]):
+        raise ValueError(
+            f"{folder} was saved with save_only_model=True, so it has no state of an optimizer; "
+            f"start a new run from its weights"
+        )
 
 
 def load_optimizer(

@@ -26,6 +26,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.config import is_launched_with_fsdp, read_launch_environment
+from hf_moe_ep.upstream.replaced import replaced
 from hf_moe_ep.upstream.replaced_forwards import iterate_forward_functions
 from hf_moe_ep.upstream.wrap import find_owner
 
@@ -225,6 +226,37 @@ def generates_in_training(trainer: transformers.Trainer) -> bool:
     (trl/trainer/).
     """
     return hasattr(trainer, "_generate_and_score_completions")
+
+
+def find_model_logger(trainer: transformers.Trainer) -> str | None:
+    """Return the variable that makes a callback save the model after training, on rank 0 alone.
+
+    The callback creates a second Trainer and calls its `save_model` (`on_train_end` of two classes
+    in transformers/integrations/integration_utils.py).
+    """
+    from transformers.integrations import DVCLiveCallback, WandbCallback
+
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, WandbCallback) and callback._log_model.is_enabled:
+            return "WANDB_LOG_MODEL"
+        if isinstance(callback, DVCLiveCallback) and callback._log_model is True:
+            return "HF_DVCLIVE_LOG_MODEL"
+    return None
+
+
+@contextmanager
+def one_group_for_all_meshes() -> Iterator[None]:
+    """Let a Trainer put parameters of several device meshes into one group inside the block.
+
+    Otherwise newer versions of `Trainer.create_optimizer` divide each group by device meshes
+    (transformers/trainer.py).
+    """
+    module: Any = transformers.trainer
+    if not hasattr(module, "has_mixed_dtensor"):
+        yield
+        return
+    with replaced(module, "has_mixed_dtensor", lambda tensors: False):
+        yield
 
 
 # While the Trainer saves a checkpoint because of SIGTERM, the checkpoint contains this file

@@ -229,6 +229,23 @@ def reshard_unit(unit: FSDPModule) -> None:
         group._to_sharded()
 
 
+def gather_in_dtypes_of_shards(model: nn.Module) -> None:
+    """Let FSDP2 gather each parameter of a model in the dtype that its shards have now.
+
+    FSDP2 itself keeps the dtypes of the first all-gather: it allocates the gathered tensors once
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py). All units must be sharded.
+    """
+    for unit in model.modules():
+        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        if group is None:
+            continue
+        for parameter in group.fsdp_params:
+            parameter.all_gather_outputs = []
+            # This attribute does not exist before the first all-gather.
+            vars(parameter).pop("_unsharded_param", None)
+        group._init_mp_dtypes()
+
+
 def forward_has_begun(unit: FSDPModule) -> bool:
     """Return True if a forward of at least one unit of the model runs, or an error has ended it."""
     return unit._get_fsdp_state()._state_ctx.iter_forward_root is not None

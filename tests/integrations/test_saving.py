@@ -5,7 +5,9 @@ Accelerate's examples call `model.save_pretrained` on every rank, with `is_main_
 """
 
 import errno
+import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -42,6 +45,7 @@ from support.listed_experts import PLAN, listed
 from support.tiny_models import batch, tiny
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.integrations import DVCLiveCallback, WandbCallback, integration_utils
 
 from hf_moe_ep import patch
 from hf_moe_ep.checkpoints.storage import manifest
@@ -255,6 +259,34 @@ def saving_on_each_of_two_nodes_is_refused(rank: int, world: int, folder: str) -
         _create_trainer(folder, model, save_on_each_node=True)
 
 
+def _create_callback_that_saves(tracker: str) -> transformers.TrainerCallback:
+    """Create the callback of a tracker, which need not be installed."""
+    kind = {"wandb": WandbCallback, "dvclive": DVCLiveCallback}[tracker]
+    settings = {"WANDB_LOG_MODEL": "checkpoint", "HF_DVCLIVE_LOG_MODEL": "true"}
+    package = SimpleNamespace(Live=type("Live", (), {}))
+    with (
+        mock.patch.dict(sys.modules, {tracker: package}),
+        mock.patch.dict(os.environ, settings),
+        mock.patch.object(integration_utils, f"is_{tracker}_available", lambda: True),
+    ):
+        return kind()
+
+
+def options_with_which_a_rank_acts_alone_are_refused(rank: int, world: int, folder: str) -> None:
+    """Otherwise all other ranks would wait for this rank."""
+    model = tiny(dtype=torch.float32, num_hidden_layers=1)
+    with launched():
+        trainer = _create_trainer(folder, model, auto_find_batch_size=True)
+        message = r"auto_find_batch_size=True .*\(of 2\) wait .*--gpus 2 .* plans the memory"
+        with pytest.raises(ValueError, match=message):
+            trainer.train()
+        for tracker, variable in {"wandb": "WANDB", "dvclive": "HF_DVCLIVE"}.items():
+            trainer = _create_trainer(folder, model)
+            trainer.add_callback(_create_callback_that_saves(tracker))
+            with pytest.raises(ValueError, match=f"^{variable}_LOG_MODEL makes rank 0 .*all 2 ran"):
+                trainer.train()
+
+
 def push_to_hub_uploads_what_save_model_writes(rank: int, world: int, folder: str) -> None:
     """With SHARDED_STATE_DICT stock uploads no weights; with FULL_STATE_DICT it uploads fp32."""
     uploads: list[str] = []
@@ -381,6 +413,7 @@ ON_TWO_RANKS = [
     options_that_a_sharded_save_would_ignore_are_refused,
     the_trainer_saves_an_adapter_on_every_rank_or_on_none,
     saving_on_each_of_two_nodes_is_refused,
+    options_with_which_a_rank_acts_alone_are_refused,
     push_to_hub_uploads_what_save_model_writes,
 ]
 SLOW_ON_TWO_RANKS = [

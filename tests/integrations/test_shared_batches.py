@@ -378,12 +378,12 @@ def test_attributes_that_accelerate_sets_are_set_on_the_inner_scheduler() -> Non
 
 @pytest.mark.parametrize(
     ("num_workers", "drop_last", "remainder"),
-    [(0, False, 1), (1, False, 1), (2, False, -1), (0, True, -1)],
+    [(0, False, 1), (1, False, 1), (2, False, None), (0, True, -1), (2, True, -1)],
 )
 def test_the_remainder_of_a_stream_is_set_for_a_padded_last_batch(
-    num_workers: int, drop_last: bool, remainder: int
+    num_workers: int, drop_last: bool, remainder: int | None
 ) -> None:
-    """Each worker pads its own last batch. With drop_last nothing is padded."""
+    """Each worker would pad its own last batch. With drop_last nothing is padded."""
     stream = shared_batches._Stream(list(range(25)))
     shard = IterableDatasetShard(
         stream, batch_size=4, num_processes=2, process_index=0, drop_last=drop_last
@@ -391,8 +391,13 @@ def test_the_remainder_of_a_stream_is_set_for_a_padded_last_batch(
     list(shard)
     loader = SimpleNamespace(dataset=shard, num_workers=num_workers, remainder=-1)
     state = SimpleNamespace(active_dataloader=loader, end_of_dataloader=True)
-    shared_batches._set_stream_remainder(SimpleNamespace(gradient_state=state))
-    assert loader.remainder == remainder
+    accelerator: Any = SimpleNamespace(gradient_state=state, _hf_moe_ep_batch_sizes="sp_size=2")
+    if remainder is None:
+        with pytest.raises(ValueError, match=r"^2 workers read .* with sp_size=2; set num_workers"):
+            shared_batches._set_stream_remainder(accelerator)
+    else:
+        shared_batches._set_stream_remainder(accelerator)
+        assert loader.remainder == remainder
 
 
 def test_labels_on_the_host_are_counted_on_the_device_of_the_model() -> None:

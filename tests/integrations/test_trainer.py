@@ -35,6 +35,7 @@ from support.trainer_runs import (
 # learning rate. Steps of SGD are proportional to gradients. The error of one loss is random, so 24
 # losses are compared.
 BF16 = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 24}
+FULL_EVAL = {"bf16_full_eval": True}
 
 # A compiled layer has one graph on each side of its experts. The third graph is the cross-entropy
 # of the Trainer's fused loss.
@@ -80,6 +81,7 @@ def _slow_cases(folder: Path) -> list[Case]:
         *(Case(name, ("train", "inspect"), ep=2, arguments=a) for name, a in checkpointing.items()),
         Case("FSDP checkpointing", ("train", "inspect"), ep=2, environment=fsdp_checkpointing),
         Case("offload", ("train", "inspect"), ep=2, environment={"FSDP_OFFLOAD_PARAMS": "true"}),
+        Case("full eval", ("train", "evaluate", "predict"), ep=2, arguments=FULL_EVAL),
         Case("loaded", ep=2, load=folder / "model"),
         Case("best", ("train", "evaluate"), ep=2, arguments=BEST),
         Case("best full", ("train", "evaluate"), ep=2, arguments=BEST, environment=FULL),
@@ -104,6 +106,7 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
         Case("stock aux", model=AUX_LOSS, rows="padded", arguments=EVALUATE),
         Case("stock aux single", model=AUX_LOSS, rows="padded", arguments=NO_ACCUMULATION),
         Case("stock fp64", dtype=torch.float64, arguments=BF16),
+        Case("stock full eval", ("train", "evaluate", "predict"), arguments=FULL_EVAL),
         Case("stock bf16", arguments=BF16 | {"bf16": True}),
     ]
     resumed = [
@@ -200,6 +203,16 @@ def test_bf16_is_as_close_to_the_truth_as_stock(slow_runs: Results, name: str) -
         assert 0 < own_error <= 2 * stock_error, (
             f"{kind} {key}: error {own_error:.3e}, of stock {stock_error:.3e}"
         )
+
+
+@pytest.mark.slow
+def test_an_evaluation_after_training_can_be_in_bf16(slow_runs: Results) -> None:
+    """The Trainer casts the whole model, which has trained in fp32, before the first evaluation."""
+    actual, expected = slow_runs["full eval"][0], slow_runs["stock full eval"][0]
+    assert {p.dtype for p in actual.params.values()} == {torch.bfloat16}
+    for loss in (actual.values["evaluate"], actual.values["predict"]["loss"]):
+        precision = 2**-8  # of bf16
+        assert loss == pytest.approx(expected.values["evaluate"], rel=precision)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,13 +29,19 @@ from support.scripts import CPU_4
 from support.tiny_models import tiny
 from support.trainer_runs import Results, assert_same_log
 from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from transformers import Trainer, TrainingArguments
 
-from hf_moe_ep import load_checkpoint, newest_checkpoint, patch, save_checkpoint
+from hf_moe_ep import apply_ep_fsdp2, load_checkpoint, newest_checkpoint, patch, save_checkpoint
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage import unpickle as restricted
 from hf_moe_ep.checkpoints.storage.unpickle import METADATA_FILE, MetadataReader
+from hf_moe_ep.integrations.install import TRAINER_METHODS
+from hf_moe_ep.integrations.optimizer_states import use_own_optimizer_states
 from hf_moe_ep.upstream.accelerate_and_trainer import SAVE_IN_PROGRESS
+from hf_moe_ep.upstream.process_groups import fake_group
+from hf_moe_ep.upstream.wrap import specialise
 
 SAVE = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
 # The texts have no token of these ids, which would need a picture.
@@ -55,9 +62,11 @@ def runs(folder: Path) -> Results:
     stock    our two files are missing, as after a save of the stock Trainer
     saved by stock     the stock Trainer has trained an unpatched model, sharded by FSDP2
     resumed by stock   the stock Trainer resumes from our checkpoint
+    read in shards     the resumed model is that of hf_moe_ep.from_pretrained, sharded already
     text alone         a model with a vision tower, which has no gradients
     """
-    half, by_stock = folder / "half", folder / "saved by stock"
+    half, by_stock, base = folder / "half", folder / "saved by stock", folder / "base"
+    tiny(dtype=torch.float32, seed=1).save_pretrained(base)
     results = launch(
         [
             Case("whole", ep=2),
@@ -70,7 +79,8 @@ def runs(folder: Path) -> Results:
         CPU_4,
     )
     assert not (by_stock / "checkpoint-3" / manifest.MANIFEST).exists()
-    shutil.copytree(half, folder / "resumed by stock")
+    for name in ("resumed by stock", "read in shards"):
+        shutil.copytree(half, folder / name)
     for name in ("torn", "stock"):
         shutil.copytree(half, folder / name)
         (folder / name / "checkpoint-3" / manifest.MANIFEST).unlink()
@@ -86,6 +96,14 @@ def runs(folder: Path) -> Results:
                 ("resume 3",),
                 folder=folder / "resumed by stock",
                 **resume | {"ep": 0},
+            ),
+            Case(
+                "read in shards",
+                ("resume 3",),
+                folder=folder / "read in shards",
+                load=base,
+                in_shards=True,
+                **resume,
             ),
             Case(
                 "text alone",
@@ -126,7 +144,9 @@ def test_each_rank_plans_what_it_saves(runs: Results, folder: Path, part: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["torn", "stock", "saved by stock", "resumed by stock"])
+@pytest.mark.parametrize(
+    "case", ["torn", "stock", "saved by stock", "resumed by stock", "read in shards"]
+)
 def test_runs_resume_at_another_ep_size(runs: Results, case: str) -> None:
     """resume_from_checkpoint=True skips the torn checkpoint-3. Stock's need no manifest."""
     assert_same_log(runs[case][0], runs["whole"][0])
@@ -145,6 +165,37 @@ def test_skipped_and_unverified_checkpoints_are_reported(runs: Results, folder: 
     for name in ("stock", "saved by stock"):
         unverified = f"/{name}/checkpoint-3 cannot be verified: it has no manifest.json"
         assert output.count(unverified) == 1, name
+
+
+def test_parameters_of_two_meshes_are_in_one_group() -> None:
+    """A model of from_pretrained is sharded when the Trainer creates the optimizer."""
+    trainer = Trainer.__new__(Trainer)
+    trainer.optimizer, trainer.args = None, SimpleNamespace(weight_decay=0.1)
+    trainer.optimizer_cls_and_kwargs = torch.optim.AdamW, {}
+    with fake_group(0, 4):
+        trainer.model = apply_ep_fsdp2(tiny(num_hidden_layers=1), ep_size=2)
+        specialise(trainer, Trainer, TRAINER_METHODS)
+        groups = trainer.create_optimizer().param_groups
+        meshes = [len({p.device_mesh for p in group["params"]}) for group in groups]
+    assert meshes == [2, 1]  # the group with weight decay, and that of the norms
+
+
+def test_other_groups_of_parameters_are_an_error() -> None:
+    """The same checkpoint as DCP reads it, which has 3 groups; and whole, as FULL_STATE_DICT."""
+    model = patch(tiny(num_hidden_layers=1))
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+    optimizer = torch.optim.AdamW(groups, foreach=False)
+    saved = torch_state_dict.get_optimizer_state_dict(model, optimizer)
+    last, names = saved["param_groups"][1], saved["param_groups"][1]["params"]
+    first_part, second_part = last | {"params": names[:-1]}, last | {"params": names[-1:]}
+    for read in ([first_part], [first_part, second_part]):
+        state = saved | {"param_groups": [saved["param_groups"][0], *read]}
+        message = r"had other groups of parameters than this one, which has 2 \(in other groups: "
+        with use_own_optimizer_states(), pytest.raises(ValueError, match=message + "lm_head|model"):
+            torch_state_dict.set_optimizer_state_dict(
+                model, optimizer, state, options=StateDictOptions()
+            )
 
 
 @pytest.fixture
@@ -232,6 +283,13 @@ def test_folders_that_the_trainer_has_not_written_are_refused(
     }.items():
         with pytest.raises(ValueError, match=match):
             trainer.train(resume_from_checkpoint=str(folder))
+    only_model = tmp_path / "only model"
+    only_model.mkdir()
+    for name in ("model.safetensors", "trainer_state.json"):
+        (only_model / name).write_text("{}")
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match="only model was saved with save_only_model=True, so it"):
+        trainer.train(resume_from_checkpoint=str(only_model))
 
 
 def test_experts_are_resumed_in_one_process(tmp_path: Path, environment: None) -> None:

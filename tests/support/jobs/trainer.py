@@ -33,7 +33,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_moe_ep import Muon, patch
+from hf_moe_ep import Muon, from_pretrained, patch
 from hf_moe_ep.etp import restore_stock_shapes
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.state import find_state
@@ -76,6 +76,7 @@ class Case:
         split: a factor that divides the batch size and multiplies the number of micro-batches.
         load: the folder for `from_pretrained`; if None, `tiny` builds the model. Ranks other than 0
             get other weights.
+        in_shards: load `load` with hf_moe_ep.from_pretrained, which shards the model at once.
         muon: train by Muon; a stock model gets torch.optim.Muon on every matrix.
         arguments: arguments of TrainingArguments, which override those of `_arguments`.
         environment: variables that a launch config would set.
@@ -103,6 +104,7 @@ class Case:
     seed: int = 0
     dtype: torch.dtype = torch.float32
     load: Path | None = None
+    in_shards: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     rows: str = "uneven"
     muon: bool = False
@@ -374,15 +376,19 @@ def _run(case: Case, folder: Path) -> Result:
     result = Result()
     folder = case.folder or folder / case.name
     arguments = _arguments(case, folder)  # makes the process group that from_pretrained looks for
-    model = _build(case, arguments.process_index)
     sizes = {"ep_size": case.ep, "sp_size": case.sp, "cp_size": case.cp, "pp_size": case.pp}
     sizes |= {"pp_microbatches": case.microbatches} if case.microbatches else {}
+    if case.in_shards:
+        assert case.load is not None
+        model = from_pretrained(case.load, **sizes)
+    else:
+        model = _build(case, arguments.process_index)
     if case.ep and case.lora_after:
         patch(model, **sizes)
     if case.lora:
         seed = case.seed + 100 * arguments.process_index
         model = with_lora(model, case.lora, seed=seed, **TARGETS[case.lora_on])
-    if case.ep and not case.lora_after:
+    if case.ep and not case.lora_after and not case.in_shards:
         options = {"experts_dtype": case.held} if case.held else {}
         patch(model, **sizes, **options)
     elif case.held:
