@@ -308,7 +308,21 @@ def _shard_other_units(
         fully_shard(module, mesh=meshes.dense, **in_fp32)
     if tail := [module for module in units.tail if module not in head]:
         fill(tail)
-        shard(tail, reshard_after_forward=False)
+        mp_policy = _make_tail_policy(options.mp_policy)
+        shard(tail, mp_policy=mp_policy, reshard_after_forward=False)
+
+
+def _make_tail_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Return the mixed precision of the unit of the final norm and the head.
+
+    TRL's fused head (trl/trainer/utils.py) and Liger's fused loss read the head's weight and do not
+    call the head. torch 2.13 then completes the unit at the end of the model's forward, and would
+    round the model's loss and log-probabilities to the unit's `output_dtype`. The modules of the
+    unit compute in `param_dtype`, so an equal `output_dtype` is not needed.
+    """
+    if policy.output_dtype == policy.param_dtype:
+        return replace(policy, output_dtype=None)
+    return policy
 
 
 def _find_fp32_routers(

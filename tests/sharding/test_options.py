@@ -2,7 +2,8 @@
 
 import copy
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch.distributed as dist
 from support.checks import Check, Found, on_ranks
 from support.parity import full_tensor
 from support.tiny_models import batch, tiny
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from transformers.modeling_outputs import CausalLMOutput
 
 from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.sharding.options import ShardOptions, choose_default_device, choose_grad_divisors
@@ -177,3 +180,32 @@ def test_gradients_are_reduced_in_the_same_dtype_by_every_torch(
     passed = options.fully_shard_kwargs()["mp_policy"]
     assert passed == MixedPrecisionPolicy(param_dtype, expected, output_dtype=FP32)
     assert options.mp_policy == passed
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_outputs_are_not_rounded_if_a_forward_does_not_call_the_head(tied: bool) -> None:
+    """Such forwards are TRL's fused head and Liger's fused loss. Accelerate sets `output_dtype`."""
+    computed: list[Tensor] = []
+
+    def read_head(self: Any, input_ids: Tensor, calls_head: bool) -> Any:
+        if calls_head:
+            return super(type(self), self).forward(input_ids=input_ids)
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        logits = nn.functional.linear(hidden.float(), self.lm_head.weight.float())
+        computed.append(logits.detach())
+        return CausalLMOutput(logits=logits)
+
+    model = tiny(dtype=BF16, tie_word_embeddings=tied)
+    input_ids = batch(model, 2, 9)["input_ids"]
+    model.forward = MethodType(read_head, model)
+    policy = MixedPrecisionPolicy(BF16, FP32, output_dtype=BF16)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        apply_ep_fsdp2(model, mp_policy=policy)
+        assert model(input_ids, calls_head=True).logits.dtype == BF16
+        logits = model(input_ids, calls_head=False).logits
+        assert logits.dtype == FP32 and torch.equal(logits, computed[0])
+        logits.sum().backward()
+        assert model.lm_head.weight.grad is not None
+    finally:
+        dist.destroy_process_group()
