@@ -74,7 +74,7 @@ the row above.
     upstream/sharded_models.py | _get_name | the stock class name of a sharded model
     upstream/models.py | support_avx512bf16_for_cpu | bitsandbytes' layers must not repack weights
     sharding/gathered.py | setattr named_modules generate may_be_gathered is_showing_shards | hooks
-    sharding/refused_calls.py | setattr | methods that raise an error, of models in the root
+    sharding/refused_calls.py | setattr resize_token_embeddings | refused methods of models
     upstream/sharded_models.py | _CAN_RECORD_REGISTRY | names of classes that FSDP2 created
     upstream/sharded_models.py | _training_state | FSDP2's, of a module whose backward has ended
     upstream/sharded_models.py | grad _partial_reduce_output | FSDP2's, deleted after an error

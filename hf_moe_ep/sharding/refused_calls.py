@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
-from hf_moe_ep.upstream.models import list_models_that_generate
+from hf_moe_ep.upstream.models import list_models_that_generate, list_pretrained_models
 
 # The functions that start transformers' continuous batching, also for
 # `generate(cache_implementation="paged")`. Not every version of transformers has all of them.
@@ -37,9 +36,8 @@ def refuse_calls(model: nn.Module, num_ranks: int) -> None:
             for name in _CONTINUOUS_BATCHING:
                 if hasattr(module, name):
                     setattr(module, name, partial(_refuse_continuous_batching, name, num_ranks))
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            setattr(module, "resize_token_embeddings", partial(_refuse_new_size, module))  # noqa: B010
+    for module in list_pretrained_models(model):
+        module.resize_token_embeddings = partial(_refuse_new_size, module)
     model.register_load_state_dict_pre_hook(_refuse_plain_tensors)
 
 

@@ -21,6 +21,7 @@ from transformers import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     Cache,
     GenerationMixin,
+    PreTrainedModel,
 )
 from transformers.modeling_layers import GenericForTokenClassification
 
@@ -212,6 +213,11 @@ def find_cached_tensors(layer: nn.Module, given: dict[str, Any]) -> list[Tensor]
 def list_models_that_generate(model: nn.Module) -> list[Any]:
     """List a module and its submodules that have transformers' `generate`."""
     return [module for module in model.modules() if isinstance(module, GenerationMixin)]
+
+
+def list_pretrained_models(model: nn.Module) -> list[Any]:
+    """List a module and its submodules that are models of transformers."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 def get_key_value_width(module: Any, sp_size: int) -> int | None:
