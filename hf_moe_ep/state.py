@@ -76,6 +76,7 @@ the row above.
     sharding/gathered.py | setattr named_modules generate may_be_gathered is_showing_shards | hooks
     sharding/refused_calls.py | setattr resize_token_embeddings | refused methods of models
     upstream/sharded_models.py | _CAN_RECORD_REGISTRY | names of classes that FSDP2 created
+    upstream/sharded_models.py | all_gather_outputs | FSDP2's, emptied when a model is cast
     upstream/sharded_models.py | _training_state | FSDP2's, of a module whose backward has ended
     upstream/sharded_models.py | grad _partial_reduce_output | FSDP2's, deleted after an error
     upstream/sharded_models.py | all_gather_state iter_forward_root is_last_backward | the same
