@@ -78,6 +78,7 @@ the row above.
     upstream/sharded_models.py | grad _partial_reduce_output | FSDP2's, deleted after an error
     upstream/sharded_models.py | all_gather_state iter_forward_root is_last_backward | the same
     upstream/sharded_models.py | unsharded_accumulated_grad | the same
+    upstream/sharded_models.py | all_gather_outputs | FSDP2's, emptied after a model was cast
     integrations/optimizers.py | setattr | `step` of an optimizer that Accelerate prepared
     integrations/optimizers.py | _hf_moe_ep_followed | models whose biases that step updates
     -- of the process --
