@@ -28,7 +28,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler, get_sampler
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import recursively_apply
+from accelerate.utils import convert_to_fp32, recursively_apply
 from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler
 
@@ -355,7 +355,8 @@ def prediction_step(
     # A subclass that overrides compute_loss may read the outputs.
     state.only_loss_is_read = prediction_loss_only and runs_wrapper_first(self, "compute_loss")
     try:
-        return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+        with _fp32_outputs(self, state, model, are_read=not prediction_loss_only):
+            return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
     finally:
         state.gather_logits, state.only_loss_is_read = before
 
@@ -372,19 +373,48 @@ def compute_loss(
     """Wrap `Trainer.compute_loss`: let the model leave out logits that nobody reads.
 
     If no outputs are returned, the caller reads only the loss. With pipeline stages the last stage
-    calls the Trainer's `compute_loss_func`.
+    calls the Trainer's `compute_loss_func`. Logits that are read are in fp32, as in one process.
     """
     state = find_state(self.model)
     if state is None:
         return original(self, model, inputs, return_outputs, *args, **kwargs)
     num_items = kwargs.get("num_items_in_batch", args[0] if args else None)
     before = state.only_loss_is_read
-    with _loss_on_last_stage(self, state, inputs.get("labels"), num_items):
+    computes_loss = self.label_smoother is not None or self.compute_loss_func is not None
+    with (
+        _loss_on_last_stage(self, state, inputs.get("labels"), num_items),
+        _fp32_outputs(self, state, model, are_read=return_outputs or computes_loss),
+    ):
         state.only_loss_is_read = before or not return_outputs
         try:
             return original(self, model, inputs, return_outputs, *args, **kwargs)
         finally:
             state.only_loss_is_read = before
+
+
+@contextmanager
+def _fp32_outputs(
+    trainer: transformers.Trainer, state: ModelState, model: Any, *, are_read: bool
+) -> Iterator[None]:
+    """Let the forward of a model on ranks return outputs in fp32 inside the block, if `are_read`.
+
+    With `bf16` or `fp16`, a model in one process returns fp32, because Accelerate converts the
+    outputs. It does not convert those of FSDP2. Label smoothing, for example, would then take
+    logarithms in bf16. The outputs of pipeline stages are not converted.
+    """
+    is_mixed = trainer.accelerator.native_amp and state.meshes is not None and state.stage is None
+    if not (is_mixed and are_read):
+        yield
+        return
+    handle = model.register_forward_hook(_convert_output_to_fp32)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _convert_output_to_fp32(model: Any, args: Any, output: Any) -> Any:
+    return convert_to_fp32(output)
 
 
 @contextmanager

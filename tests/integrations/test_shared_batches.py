@@ -364,6 +364,36 @@ def test_a_loss_gets_its_arguments_as_the_trainer_passes_them(
     assert wrapper(user_loss, trainer, "model", "inputs", True)[1]
 
 
+@pytest.mark.parametrize(
+    ("readers", "return_outputs", "dtype"),
+    [
+        ({"label_smoother": "smooths"}, False, torch.float32),
+        ({"compute_loss_func": "computes"}, False, torch.float32),
+        ({}, True, torch.float32),
+        ({}, False, torch.bfloat16),
+    ],
+    ids=["label smoothing", "compute_loss_func", "outputs", "nobody"],
+)
+def test_outputs_that_are_read_are_in_fp32(
+    readers: dict[str, str], return_outputs: bool, dtype: torch.dtype
+) -> None:
+    """As in one process, where Accelerate converts them. The state is that of a sharded model."""
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    config = SimpleNamespace(pp_size=1)
+    state = SimpleNamespace(config=config, meshes="of ranks", stage=None, only_loss_is_read=False)
+    nobody = {"label_smoother": None, "compute_loss_func": None}
+    accelerator = SimpleNamespace(native_amp=True)
+    trainer: Any = SimpleNamespace(model=model, accelerator=accelerator, **nobody | readers)
+
+    def stock(self: Any, model: nn.Module, inputs: Row, return_outputs: bool) -> torch.dtype:
+        return model(inputs["x"]).dtype
+
+    inputs = {"x": torch.ones(1, 2, dtype=torch.bfloat16)}
+    with mock.patch.object(shared_batches, "find_state", return_value=state):
+        found = shared_batches.compute_loss(stock, trainer, model, inputs, return_outputs)
+    assert found == dtype and model(inputs["x"]).dtype == torch.bfloat16
+
+
 def test_attributes_that_accelerate_sets_are_set_on_the_inner_scheduler() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     inner = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)

@@ -35,6 +35,7 @@ from support.trainer_runs import (
 # learning rate. Steps of SGD are proportional to gradients. The error of one loss is random, so 24
 # losses are compared.
 BF16 = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 24}
+SMOOTHED = BF16 | {"label_smoothing_factor": 0.1}
 FULL_EVAL = {"bf16_full_eval": True}
 
 # A compiled layer has one graph on each side of its experts. The third graph is the cross-entropy
@@ -75,6 +76,7 @@ def _slow_cases(folder: Path) -> list[Case]:
             for n in (1, 4)
         ),
         *(Case(f"bf16 ep{n}", ep=n, arguments=BF16 | {"bf16": True}) for n in (1, 2, 4)),
+        Case("bf16 smoothed", ep=2, arguments=SMOOTHED | {"bf16": True}),
         Case("aux ep2", ep=2, model=AUX_LOSS, rows="padded", arguments=EVALUATE),
         Case("aux ep4", ep=4, model=AUX_LOSS, rows="padded", arguments=EVALUATE),
         Case("aux single", ep=2, model=AUX_LOSS, rows="padded", arguments=NO_ACCUMULATION),
@@ -106,6 +108,8 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
         Case("stock aux", model=AUX_LOSS, rows="padded", arguments=EVALUATE),
         Case("stock aux single", model=AUX_LOSS, rows="padded", arguments=NO_ACCUMULATION),
         Case("stock fp64", dtype=torch.float64, arguments=BF16),
+        Case("stock fp64 smoothed", dtype=torch.float64, arguments=SMOOTHED),
+        Case("stock bf16 smoothed", arguments=SMOOTHED | {"bf16": True}),
         Case("stock full eval", ("train", "evaluate", "predict"), arguments=FULL_EVAL),
         Case("stock bf16", arguments=BF16 | {"bf16": True}),
     ]
@@ -203,6 +207,18 @@ def test_bf16_is_as_close_to_the_truth_as_stock(slow_runs: Results, name: str) -
         assert 0 < own_error <= 2 * stock_error, (
             f"{kind} {key}: error {own_error:.3e}, of stock {stock_error:.3e}"
         )
+
+
+@pytest.mark.slow
+def test_smoothed_losses_in_bf16_are_as_close_to_the_truth_as_stock(slow_runs: Results) -> None:
+    """In one process Accelerate converts the logits to fp32 before the Trainer smooths labels."""
+    truth, stock, actual = (
+        slow_runs[name][0].series("loss").double()
+        for name in ("stock fp64 smoothed", "stock bf16 smoothed", "bf16 smoothed")
+    )
+    assert len(truth) == 24
+    stock_error = (stock - truth).norm()
+    assert 0 < (actual - truth).norm() <= 2 * stock_error
 
 
 @pytest.mark.slow
