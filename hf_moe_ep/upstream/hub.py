@@ -1,7 +1,8 @@
 """Download folders of the Hugging Face hub, and build the model that a config describes.
 
-The private names come from transformers/modeling_utils.py and transformers/utils/logging.py. The
-names of huggingface_hub and Accelerate are public.
+The private names come from transformers/modeling_utils.py, transformers/utils/logging.py and
+transformers/generation/configuration_utils.py. The names of huggingface_hub and Accelerate are
+public.
 """
 
 from __future__ import annotations
@@ -220,8 +221,7 @@ def build_empty_model(
             f"transformers_weights={options[WEIGHTS_FIELD]!r} is not an option of hf_moe_ep: write "
             f"it into {folder}/config.json"
         )
-    # AutoConfig removes both.
-    trusted, code_revision = options.get("trust_remote_code"), options.get("code_revision")
+    trusted = options.get("trust_remote_code")  # AutoConfig removes it
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
     if isinstance(dtype, dict):  # as in stock, the dtype of the whole model is the one of ""
         dtype = dtype.get("", torch.get_default_dtype())
@@ -268,13 +268,10 @@ def build_empty_model(
         build = model_class._from_config
     else:  # an Auto class
         build = partial(model_class.from_config, trust_remote_code=trusted)
-        runs_code = trusted and model_class.__name__ in (getattr(config, "auto_map", None) or {})
-        if runs_code and code_revision is not None:  # of code in another repository
-            build = partial(build, code_revision=code_revision)
     model: Any = on_meta(partial(build, config, dtype=dtype, **class_options))
     _keep_in_fp32(model, dtype)
     if model.can_generate():
-        # Without this file, settings such as do_sample are in config.json (generation/utils.py).
+        # Without this file, settings such as do_sample are in config.json.
         has_own_file = (folder / "generation_config.json").is_file()
         in_config = {"config_file_name": "config.json", "_from_model_config": True}
         source: dict[str, Any] = {} if has_own_file else in_config
