@@ -106,9 +106,15 @@ def shard_reference(original: Original, model: nn.Module, accelerator: Accelerat
         return original(model, accelerator)
     if kind == _STOCK:
         assert policy is not None and policy.patch_alike is not None
-        # A reference model computes no loss, so it needs no head for multi-token prediction.
-        without_head = {"mtp_layers": 0, "mtp_from_scratch": False}
-        run_on_all("the reference model", partial(policy.patch_alike, model, **without_head))
+        # A reference model computes no loss, so it needs no head for multi-token prediction. It keeps
+        # its weights as they are: `experts_dtype` was chosen for the policy.
+        unlike_policy = {
+            "mtp_layers": 0,
+            "mtp_from_scratch": False,
+            "experts_dtype": None,
+            "experts_double_quant": False,
+        }
+        run_on_all("the reference model", partial(policy.patch_alike, model, **unlike_policy))
     _shard_frozen(model, accelerator)
     model.eval()
     return model
