@@ -106,8 +106,8 @@ def shard_reference(original: Original, model: nn.Module, accelerator: Accelerat
         return original(model, accelerator)
     if kind == _STOCK:
         assert policy is not None and policy.patch_alike is not None
-        # A reference model computes no loss, so it needs no head for multi-token prediction. It keeps
-        # its weights as they are: `experts_dtype` was chosen for the policy.
+        # A reference model computes no loss, so it needs no head for multi-token prediction.
+        # `experts_dtype` was chosen for the policy, and would round the weights of the reference.
         unlike_policy = {
             "mtp_layers": 0,
             "mtp_from_scratch": False,
