@@ -9,7 +9,8 @@ the checkpoint of two ranks, the generators are
     here             seeded      seeded      seeded    seeded, with a warning
 
 As in `load_checkpoint`, all generators are then seeded from the saved state of rank 0 and the
-number of the data rank (`checkpoints/training/rng.py`). This also happens if the number of ranks is
+number of the data rank (`checkpoints/training/rng.py`). Under the Trainer, the generators of Python
+and numpy are seeded alike on all ranks. This also happens if the number of ranks is
 the same but other ranks share batches, because the ranks of a sequence-parallel group need equal
 generators.
 """
@@ -38,7 +39,12 @@ def read_saved_layout(folder: Path) -> dict[str, Any]:
 
 
 def reseed_on_other_ranks(
-    folder: Path, state: ModelState, file_of: Callable[[int, int], str], key: str
+    folder: Path,
+    state: ModelState,
+    file_of: Callable[[int, int], str],
+    key: str,
+    *,
+    python_is_shared: bool = False,
 ) -> bool:
     """Seed all generators, with a warning, if other ranks have saved; every rank calls this.
 
@@ -49,6 +55,7 @@ def reseed_on_other_ranks(
         state: the state of the model that is trained.
         file_of: returns the name of a rank's file, given the rank and the number of ranks.
         key: the entry of such a file with the state of torch's generator on the CPU.
+        python_is_shared: give the generators of Python and numpy the same seed on all ranks.
 
     Returns:
         True if the generators were seeded, False if stock code restores each rank's own.
@@ -71,7 +78,8 @@ def reseed_on_other_ranks(
     if found is None:
         return False
     reason, torch_state = found
-    rng.reseed({"torch": torch_state}, rng.compute_data_rank(layout, this_rank()))
+    data_rank = rng.compute_data_rank(layout, this_rank())
+    rng.reseed({"torch": torch_state}, data_rank, python_is_shared=python_is_shared)
     if is_first():
         warnings.warn(
             f"{folder} {reason}, and this run has {_format_ranks(layout)}: random generators are "

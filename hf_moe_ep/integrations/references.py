@@ -18,6 +18,7 @@ shards, so each rank mixes its own shards and gathers no parameter.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.architectures import find_block, find_parts
+from hf_moe_ep.checkpoints.hub.tensors import hub_tensors
 from hf_moe_ep.checkpoints.hub.unread import shard_and_read
 from hf_moe_ep.config import get_launched_rank
 from hf_moe_ep.integrations import shared_batches
@@ -70,16 +72,29 @@ def take_over_meshes(earlier: Accelerator, accelerator: Accelerator) -> None:
 
 
 def hash_weights(original: Callable[[nn.Module], str], module: nn.Module) -> str:
-    """Wrap TRL's `hash_module`: read layers that are on meta before TRL hashes them.
+    """Wrap TRL's `hash_module`: hash sharded weights, and read layers that are on meta before.
 
-    The hash is a part of the key under which TRL caches log-probabilities of the reference.
+    The hash is a part of the key under which TRL caches log-probabilities of the reference. TRL
+    cannot hash DTensors. The weights of a sharded model are gathered one after the other, so every
+    rank must call this function, and gets the same hash.
     """
     state = find_state(module)
+    if state is not None and state.meshes is not None:
+        return _hash_gathered(module)
     if state is not None and state.unread is not None:
         if get_rank_of_launch() == 0:
             _logger.info("every process reads the whole model, because TRL hashes its weights")
         state.unread.read_whole(module)
     return original(module)
+
+
+def _hash_gathered(model: nn.Module) -> str:
+    """Return a hash of all weights of a sharded model, which does not depend on its layout."""
+    sha256 = hashlib.sha256()
+    for key, tensor in hub_tensors(model, merge_adapters=True, extra_tensors=False):
+        sha256.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
+        sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+    return sha256.hexdigest()
 
 
 def shard_reference(original: Original, model: nn.Module, accelerator: Accelerator) -> nn.Module:
@@ -107,8 +122,14 @@ def shard_reference(original: Original, model: nn.Module, accelerator: Accelerat
     if kind == _STOCK:
         assert policy is not None and policy.patch_alike is not None
         # A reference model computes no loss, so it needs no head for multi-token prediction.
-        without_head = {"mtp_layers": 0, "mtp_from_scratch": False}
-        run_on_all("the reference model", partial(policy.patch_alike, model, **without_head))
+        # `experts_dtype` was chosen for the policy, and would round the weights of the reference.
+        unlike_policy = {
+            "mtp_layers": 0,
+            "mtp_from_scratch": False,
+            "experts_dtype": None,
+            "experts_double_quant": False,
+        }
+        run_on_all("the reference model", partial(policy.patch_alike, model, **unlike_policy))
     _shard_frozen(model, accelerator)
     model.eval()
     return model

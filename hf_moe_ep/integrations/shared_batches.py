@@ -100,7 +100,8 @@ def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> N
 
     Raises:
         ValueError: ranks share batches, but in this Trainer each rank generates completions, or
-            the Trainer reads the logits of whole sequences.
+            the Trainer reads the logits of whole sequences; or ranks would not generate equally
+            often.
     """
     shares = state.config.ranks_per_batch * (state.config.pp_size or 1) > 1
     if shares and generates_in_training(trainer):
@@ -109,10 +110,31 @@ def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> N
             f"{_describe_sizes(state)} ranks share one batch; patch with sp_size=1, cp_size=1 and "
             f"pp_size=1 (TRL refuses its own sequence parallelism here as well)"
         )
+    if generates_in_training(trainer):
+        _check_generates_equally_often(trainer)
     if shares:
         check_reads_no_logits(trainer)
     share_batches(trainer.accelerator, state)
     state.sums_losses = trainer.args.average_tokens_across_devices
+
+
+def _check_generates_equally_often(trainer: Any) -> None:
+    """Raise ValueError if some ranks would run forwards of the sharded model that others do not."""
+    num_ranks, args = trainer.accelerator.num_processes, trainer.args
+    if num_ranks == 1 or args.use_vllm:
+        return
+    if getattr(trainer, "tools", None):
+        raise ValueError(
+            f"with tools or an environment_factory, each rank generates again while its own "
+            f"completions call tools, but the {num_ranks} ranks of a sharded model must generate "
+            f"equally often; set use_vllm=True and vllm_mode='colocate', or train without tools"
+        )
+    if getattr(args, "use_transformers_continuous_batching", False):
+        raise ValueError(
+            f"use_transformers_continuous_batching=True runs as many forwards as the completions "
+            f"of one rank need, but the {num_ranks} ranks of a sharded model must run the same "
+            f"number; leave this option out, or set use_vllm=True"
+        )
 
 
 def correct_steps(trainer: transformers.Trainer) -> None:

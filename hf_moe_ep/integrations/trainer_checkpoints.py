@@ -328,7 +328,10 @@ def load_random_states(
     state = None if self.model is None else find_state(self.model)
     if checkpoint is None or state is None:
         return original(self, checkpoint, *args, **kwargs)
-    if not reseed_on_other_ranks(Path(checkpoint), state, _name_random_file, "cpu"):
+    # The Trainer begins a run with the same seed on all ranks.
+    if not reseed_on_other_ranks(
+        Path(checkpoint), state, _name_random_file, "cpu", python_is_shared=True
+    ):
         load = partial(original, self, checkpoint, *args, **kwargs)
         return run_on_all(f"loading the random states of {checkpoint}", load)
     shared_batches.share_generators(self.accelerator)

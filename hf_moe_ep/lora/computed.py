@@ -127,7 +127,9 @@ def check_attachable(state: ModelState) -> None:
         raise ValueError(
             f"this model is sharded over {state.meshes.world_size} ranks; attach adapters before "
             f"apply_ep_fsdp2 or accelerator.prepare, so that every rank trains its share of the "
-            f"same adapter"
+            f"same adapter. If TRL was copying an adapter for its reference, pass "
+            f"ref_model=hf_moe_ep.from_pretrained(...) to DPO and KTO; for other trainers, patch a "
+            f"model of stock from_pretrained, and pass peft_config to the trainer"
         )
 
 

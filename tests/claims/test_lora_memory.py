@@ -80,7 +80,7 @@ def a_step_with_a_frozen_base_makes_no_merged_weight(rank: int, world: int) -> N
 def calls_that_cannot_work_on_a_sharded_model_are_refused(rank: int, world: int) -> None:
     model: Any = with_lora(tiny(dtype=torch.float32), r=2)
     apply_ep_fsdp2(model, ep_size=world)
-    with pytest.raises(ValueError, match="sharded over 2 ranks; attach adapters before"):
+    with pytest.raises(ValueError, match=r"over 2 ranks; attach adapters before.*ref_model="):
         model.add_adapter("late", peft.LoraConfig(r=2, target_parameters=list(EXPERTS)))
     for call in (model.merge_and_unload, model.merge_adapter, model.unload):
         with pytest.raises(ValueError, match="sharded over 2 ranks; save the adapter"):

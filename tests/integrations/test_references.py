@@ -17,18 +17,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import FP32_INSIDE, assert_close
 from support.gathers import record_gathered_parts
 from support.launched import launched, prepared
 from support.parity import full_tensor
+from support.quantised import SIZES
 from support.tiny_models import batch, tiny
 from torch import nn
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeForSequenceClassification
 
-from hf_moe_ep import patch
+from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.integrations import references
 from hf_moe_ep.integrations.install import AXOLOTL, FRAMEWORK_METHODS, TRL, create_accelerator
 from hf_moe_ep.integrations.references import shard_own_reference
@@ -267,6 +269,30 @@ CHECKS = (
 @pytest.mark.parametrize("claim", on_ranks(WORLD, *CHECKS))
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
+
+
+def test_a_stock_reference_is_not_quantised_like_the_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = SIZES["nf4"]
+    policy = patch(with_lora(tiny(**sizes)), experts_dtype="nf4", experts_double_quant=True)
+    accelerator: Any = SimpleNamespace(is_fsdp2=True)
+    trainer: Any = SimpleNamespace(accelerator=accelerator)
+    references.remember_policy(trainer, patched_state(policy))
+    monkeypatch.setattr(references, "_shard_frozen", lambda *_: None)
+    config = patched_state(create_reference(tiny(**sizes), accelerator)).config
+    assert config.experts_dtype is None and not config.experts_double_quant
+
+
+def test_a_sharded_reference_is_hashed_by_its_weights() -> None:
+    """TRL's own `hash_module` fails, because numpy cannot read DTensors."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        models = [apply_ep_fsdp2(tiny(dtype=torch.bfloat16, seed=seed)) for seed in (0, 0, 1)]
+        first, same, other = (references.hash_weights(lambda _: "TRL", model) for model in models)
+    finally:
+        dist.destroy_process_group()
+    assert first == same != other
 
 
 @pytest.mark.slow

@@ -337,6 +337,37 @@ def test_trainers_that_generate_on_each_rank_are_refused() -> None:
         share_trainer_batches(trainer, state)
 
 
+@pytest.mark.parametrize(
+    ("tools", "options", "words"),
+    [
+        ([print], {}, r"environment_factory.* 2 ranks .*use_vllm=True and vllm_mode='colocate'"),
+        ([], {"use_transformers_continuous_batching": True}, "continuous_batching=True .* 2 ranks"),
+        ([print], {"use_vllm": True}, ""),
+        ([], {}, ""),
+    ],
+    ids=["tools", "continuous batching", "tools and vLLM", "generate"],
+)
+def test_trainers_whose_ranks_do_not_generate_equally_often_are_refused(
+    tools: list[Any], options: dict[str, bool], words: str
+) -> None:
+    model = patch(tiny(num_hidden_layers=1))
+    settings = {"use_vllm": False, "average_tokens_across_devices": True} | options
+    trainer: Any = SimpleNamespace(
+        model=model,
+        _generate_and_score_completions=None,
+        tools=tools,
+        accelerator=SimpleNamespace(num_processes=2),
+        args=SimpleNamespace(**settings),
+    )
+    state = find_state(model)
+    assert state is not None
+    with pytest.raises(ValueError, match=words) if words else nullcontext():
+        share_trainer_batches(trainer, state)
+        assert state.sums_losses
+    trainer.accelerator.num_processes = 1
+    share_trainer_batches(trainer, state)
+
+
 @pytest.mark.parametrize("pp_size", [1, 2])
 @pytest.mark.parametrize(
     "wrapper", [shared_batches.compute_loss_of_sft, shared_batches.compute_loss_of_swift]

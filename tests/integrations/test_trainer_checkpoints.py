@@ -37,6 +37,7 @@ from hf_moe_ep import apply_ep_fsdp2, load_checkpoint, newest_checkpoint, patch,
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage import unpickle as restricted
 from hf_moe_ep.checkpoints.storage.unpickle import METADATA_FILE, MetadataReader
+from hf_moe_ep.checkpoints.training import rng
 from hf_moe_ep.integrations.install import TRAINER_METHODS
 from hf_moe_ep.integrations.optimizer_states import use_own_optimizer_states
 from hf_moe_ep.upstream.accelerate_and_trainer import SAVE_IN_PROGRESS
@@ -378,14 +379,18 @@ def test_resuming_with_other_rows_per_step_warns(tmp_path: Path, environment: No
 def test_a_checkpoint_of_more_ranks_reseeds_random_generators(
     tmp_path: Path, environment: None
 ) -> None:
-    """Stock looks for `rng_state.pth`, does not find it, and does not change the generators."""
+    """Stock looks for `rng_state.pth`, does not find it, and does not change the generators.
+
+    The data ranks draw equal numbers in Python and numpy, as at the start of a run: TRL's GKD
+    chooses in this way if it generates, which all ranks must do together.
+    """
     _create_trainer(tmp_path, True).train()
     folder = tmp_path / "checkpoint-3"
     content = manifest.read(folder)
     (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
     manifest.write(folder, content["layout"] | {"world_size": 4})
     draws = []
-    for seed in (1, 2):
+    for seed, data_rank in ((1, 0), (2, 0), (1, 1)):
         trainer = _create_trainer(tmp_path / "other", True)
         trainer.args.train_sampling_strategy = "group_by_length"
         loader = trainer.get_train_dataloader()
@@ -393,12 +398,14 @@ def test_a_checkpoint_of_more_ranks_reseeds_random_generators(
         random.seed(seed)
         np.random.seed(seed)
         expected = r"was saved by 4 data ranks on 4 ranks, and this run has 1 data ranks on 1 ranks"
-        with pytest.warns(UserWarning, match=expected):
+        number = mock.patch.object(rng, "compute_data_rank", return_value=data_rank)
+        with number, pytest.warns(UserWarning, match=expected):
             trainer._load_rng_state(os.fspath(folder))
         draws.append((torch.rand(()).item(), random.random(), np.random.rand()))
         # All data ranks must draw the same order, although their default generators differ.
         assert loader.batch_sampler.sampler.generator is not None
     assert draws[0] == draws[1]
+    assert draws[2][1:] == draws[0][1:] and draws[2][0] != draws[0][0]
 
 
 def test_files_of_an_unfinished_save_are_deleted(tmp_path: Path, environment: None) -> None:

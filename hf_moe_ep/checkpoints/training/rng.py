@@ -6,6 +6,11 @@ is seeded from the saved state of rank 0 and the number of the data rank. If a r
 from one checkpoint, it therefore draws the same numbers both times. These are other numbers than in
 its first steps. The ranks of a data rank get the same seed, because they must draw the same
 samples.
+
+Under the Trainer, all ranks get the same seed for the generators of Python and numpy, as
+`set_seed` seeds them when a run begins. Code may rely on equal numbers: TRL's GKD generates in a
+training step if `random.random()` is small enough, and all ranks of a sharded model must do so in
+the same step.
 """
 
 from __future__ import annotations
@@ -42,13 +47,22 @@ def restore(saved: dict[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(_to_tensor(saved["of_device"]), device)
 
 
-def reseed(rank_0_state: dict[str, Any], data_rank: int) -> None:
-    """Seed every generator of this rank from the saved state of rank 0 and the data rank."""
-    digest = hashlib.sha256(rank_0_state["torch"] + data_rank.to_bytes(8, "big")).digest()
-    seed = int.from_bytes(digest[:7], "big")
+def reseed(rank_0_state: dict[str, Any], data_rank: int, *, python_is_shared: bool = False) -> None:
+    """Seed every generator of this rank from the saved state of rank 0 and the data rank.
+
+    With `python_is_shared`, the generators of Python and numpy are equal on all ranks.
+    """
+    seed = _make_seed(rank_0_state, data_rank)
+    torch.manual_seed(seed)  # seeds all devices, too
+    if python_is_shared:
+        seed = _make_seed(rank_0_state, 0)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # seeds all devices, too
+
+
+def _make_seed(rank_0_state: dict[str, Any], data_rank: int) -> int:
+    digest = hashlib.sha256(rank_0_state["torch"] + data_rank.to_bytes(8, "big")).digest()
+    return int.from_bytes(digest[:7], "big")
 
 
 def count_data_ranks(layout: dict[str, Any]) -> int:
