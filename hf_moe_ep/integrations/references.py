@@ -93,7 +93,7 @@ def _hash_gathered(model: nn.Module) -> str:
     sha256 = hashlib.sha256()
     for key, tensor in hub_tensors(model, merge_adapters=True, extra_tensors=False):
         sha256.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
-        sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+        sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return sha256.hexdigest()
 
 
