@@ -99,7 +99,7 @@ def gather_adapters(
     rounds those of a model without adapters.
     """
     state = find_state(model)
-    dtypes = {} if state is None else state.dtypes
+    dtypes: dict[str, torch.dtype] = {} if state is None else state.dtypes
     gathered = gather_state_dict(model, save_embedding_layers)
     return {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in gathered.items()}
 
