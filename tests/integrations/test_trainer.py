@@ -6,14 +6,16 @@ each test reads the results that it needs.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.close import assert_close
 from support.generation import assert_same, continuations
 from support.jobs.trainer import Case, Result, launch
 from support.scripts import CPU_4
-from support.tiny_models import tiny
+from support.tiny_models import batch, tiny
 from support.trainer_runs import (
     AUX_LOSS,
     BEST,
@@ -30,6 +32,9 @@ from support.trainer_runs import (
     assert_same_log,
     assert_same_training,
 )
+
+from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep.integrations.prepare import cast_for_full_eval
 
 # AdamW's first steps are signs of gradients, so a rounding error can move a parameter by twice the
 # learning rate. Steps of SGD are proportional to gradients. The error of one loss is random, so 24
@@ -229,6 +234,24 @@ def test_an_evaluation_after_training_can_be_in_bf16(slow_runs: Results) -> None
     for loss in (actual.values["evaluate"], actual.values["predict"]["loss"]):
         precision = 2**-8  # of bf16
         assert loss == pytest.approx(expected.values["evaluate"], rel=precision)
+
+
+def test_a_model_that_has_run_in_fp32_is_gathered_in_bf16_after_a_cast() -> None:
+    """FSDP2 alone still gathers fp32. On several ranks it raises an error about dtypes."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = apply_ep_fsdp2(tiny(dtype=torch.float32)).eval()
+        inputs = batch(model, 2, 7)
+        inputs.pop("labels")
+        with torch.no_grad():
+            assert model(**inputs).logits.dtype == torch.float32
+            args = SimpleNamespace(bf16_full_eval=True, fp16_full_eval=False)
+            cast_for_full_eval(SimpleNamespace(model=model, args=args, is_in_train=False))
+            actual = model(**inputs).logits
+            expected = apply_ep_fsdp2(tiny(dtype=torch.float32).bfloat16()).eval()(**inputs).logits
+    finally:
+        dist.destroy_process_group()
+    assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected)
 
 
 @pytest.mark.slow
