@@ -35,7 +35,7 @@ are not part of a unit. `whole_experts.py` lists the exceptions.
 When transformers loads a model in bf16, some modules stay in fp32: the routers of many models
 (DeepSeek, GLM-4), because rounding changes the choice of experts, and the head of HY-V4. Such a
 module is a unit of its own. In the unit of its layer, or of the final norm, it would be cast to
-bf16. Other fp32 parameters, such as sinks in a layer with bf16 weights, are cast.
+bf16. A head of this kind is gathered when the final norm runs (`gather_with_norm`). Other fp32 parameters, such as sinks in a layer with bf16 weights, are cast.
 
 If the layers are compiled (`compile_layers`) and no tokens are dispatched, the experts are part of
 the unit of their layer, and FSDP2 averages their gradients like the gradients of other weights.
@@ -113,6 +113,7 @@ from hf_moe_ep.sharding.units import (
     Units,
     allow_reentrant_checkpoints,
     gather_for_caches,
+    gather_with_norm,
     keep_last_layer,
     list_units,
     set_prefetch,
@@ -297,6 +298,7 @@ def _shard_other_units(
         fill([module])
         in_fp32 = _make_fp32_kwargs(options) | {"reshard_after_forward": False}
         fully_shard(module, mesh=meshes.dense, **in_fp32)
+        gather_with_norm(module, units.tail[0], _find_root(model))
     if tail := [module for module in units.tail if module not in head]:
         fill(tail)
         mp_policy = _make_tail_policy(options.mp_policy)
