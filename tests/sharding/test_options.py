@@ -189,16 +189,27 @@ def test_gradients_are_reduced_in_the_same_dtype_by_every_torch(
     assert options.mp_policy == passed
 
 
+def _cast_head_like_trl(model: Any) -> None:
+    """Do what TRL's GRPO does with `cast_lm_head_to_fp32=True`."""
+    lm_head = model.lm_head.float()
+
+    def cast_forward_to_fp32(hidden_states: Tensor) -> Tensor:
+        return nn.functional.linear(hidden_states.float(), lm_head.weight.float())
+
+    lm_head.forward = cast_forward_to_fp32
+
+
 @pytest.mark.parametrize(
-    ("name", "tied"),
+    ("name", "tied", "casts_head"),
     [
-        pytest.param("qwen3_moe", False, id="untied"),
-        pytest.param("qwen3_moe", True, id="tied"),
-        pytest.param("hy_v4", False, id="a head in fp32", marks=NEEDS_HY_V4),
+        pytest.param("qwen3_moe", False, False, id="untied"),
+        pytest.param("qwen3_moe", True, False, id="tied"),
+        pytest.param("qwen3_moe", False, True, id="a head that TRL casts"),
+        pytest.param("hy_v4", False, False, id="a head in fp32", marks=NEEDS_HY_V4),
     ],
 )
 def test_a_forward_may_read_the_weight_of_the_head_instead_of_calling_it(
-    name: str, tied: bool
+    name: str, tied: bool, casts_head: bool
 ) -> None:
     """Such forwards are TRL's fused head and Liger's fused loss.
 
@@ -212,11 +223,15 @@ def test_a_forward_may_read_the_weight_of_the_head_instead_of_calling_it(
             return super(type(self), self).forward(input_ids=input_ids)
         hidden = self.model(input_ids=input_ids).last_hidden_state
         assert not isinstance(self.lm_head.weight, DTensor)
+        assert self.lm_head.weight.dtype == head_dtype
         logits = nn.functional.linear(hidden.float(), self.lm_head.weight.float())
         computed.append(logits.detach())
         return CausalLMOutput(logits=logits)
 
     model = architectures.tiny(name, dtype=BF16, tie_word_embeddings=tied)
+    if casts_head:
+        _cast_head_like_trl(model)
+    head_dtype = FP32 if name == "hy_v4" or casts_head else BF16
     input_ids = batch(model, 2, 9)["input_ids"]
     model.forward = MethodType(read_head, model)
     policy = MixedPrecisionPolicy(BF16, FP32, output_dtype=BF16)
@@ -224,13 +239,13 @@ def test_a_forward_may_read_the_weight_of_the_head_instead_of_calling_it(
     try:
         apply_ep_fsdp2(model, mp_policy=policy)
         called = model(input_ids, calls_head=True).logits
-        assert called.dtype == (FP32 if name == "hy_v4" else BF16)
+        assert called.dtype == head_dtype
         called.float().sum().backward()
         want = model.lm_head.weight.grad.full_tensor()
         model.zero_grad()
         logits = model(input_ids, calls_head=False).logits
         assert logits.dtype == FP32 and torch.equal(logits, computed[0])
-        if name == "hy_v4":
+        if head_dtype == FP32:
             with torch.no_grad():  # the forward of a reference, which reshards the model
                 model(input_ids, calls_head=False)
         logits.sum().backward()
