@@ -34,8 +34,9 @@ are not part of a unit. `whole_experts.py` lists the exceptions.
 
 When transformers loads a model in bf16, some modules stay in fp32: the routers of many models
 (DeepSeek, GLM-4), because rounding changes the choice of experts, and the head of HY-V4. Such a
-module is a unit of its own. In the unit of its layer, or of the final norm, it would be cast to
-bf16. Other fp32 parameters, such as sinks in a layer with bf16 weights, are cast.
+module is a unit of its own, and so is a head that TRL has cast to fp32. In the unit of its layer,
+or of the final norm, it would be cast to bf16. Such a head is gathered when the final norm runs
+(`gather_with_norm`). Other fp32 parameters, such as sinks in a layer with bf16 weights, are cast.
 
 If the layers are compiled (`compile_layers`) and no tokens are dispatched, the experts are part of
 the unit of their layer, and FSDP2 averages their gradients like the gradients of other weights.
@@ -117,6 +118,7 @@ from hf_moe_ep.sharding.units import (
     Units,
     allow_reentrant_checkpoints,
     gather_for_caches,
+    gather_with_norm,
     keep_last_layer,
     list_units,
     set_prefetch,
@@ -133,7 +135,7 @@ from hf_moe_ep.sharding.whole_experts import can_stay_whole
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.adapters import refuse_unmerge, without_adapters
 from hf_moe_ep.upstream.hub import list_kept_in_fp32
-from hf_moe_ep.upstream.models import keep_packing
+from hf_moe_ep.upstream.models import is_cast_to_fp32, keep_packing
 from hf_moe_ep.upstream.module_names import (
     get_canonical_name,
     get_stock_name,
@@ -306,6 +308,7 @@ def _shard_other_units(
         fill([module])
         in_fp32 = _make_fp32_kwargs(options) | {"reshard_after_forward": False}
         fully_shard(module, mesh=meshes.dense, **in_fp32)
+        gather_with_norm(module, units.tail[0], _find_root(model))
     if tail := [module for module in units.tail if module not in head]:
         fill(tail)
         mp_policy = _make_tail_policy(options.mp_policy)
@@ -360,15 +363,18 @@ def _find_fp32_routers(
 def _find_fp32_head(
     model: nn.Module, units: Units, state: ModelState, options: ShardOptions
 ) -> list[nn.Module]:
-    """Return a list of the head if it computes in fp32 (HY-V4), otherwise an empty list.
+    """Return a list of the head if it computes in fp32, otherwise an empty list.
 
-    A head with the weights of the embedding computes in the dtype of the embedding.
+    This is the head of HY-V4, and any head with `cast_lm_head_to_fp32=True` of TRL's GRPO. A head
+    with the weights of the embedding computes in the dtype of the embedding.
     """
     names = {module: name for name, module in model.named_modules()}
-    if units.head is None or units.tied:
+    head = units.head
+    if head is None or units.tied:
         return []
-    is_kept = _is_kept_in_fp32(model, names[units.head], units.head, state, options)
-    return [units.head] if is_kept else []
+    is_kept = _is_kept_in_fp32(model, names[head], head, state, options)
+    is_cast = is_cast_to_fp32(head) and all(p.dtype == torch.float32 for p in head.parameters())
+    return [head] if is_kept or is_cast else []
 
 
 def _is_kept_in_fp32(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -16,6 +17,8 @@ from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.upstream.sharded_models import (
     forget_finished_backward,
     gather_for_cache,
+    gather_in_backward,
+    gather_unit,
     reshard_unit,
 )
 
@@ -127,6 +130,16 @@ def gather_for_caches(units: Units) -> None:
     """
     for layer in units.layers if units.tied_modules else ():
         layer.register_forward_hook(gather_for_cache, with_kwargs=True)
+
+
+def gather_with_norm(head: nn.Module, norm: nn.Module, root: nn.Module) -> None:
+    """Gather a head that is a unit of its own when the final norm runs, and again in backward.
+
+    TRL's fused head (trl/trainer/utils.py) reads the weight of the head and does not call the head,
+    so FSDP2 would not gather it. The gradient of a shard is not averaged over the ranks.
+    """
+    norm.register_forward_pre_hook(partial(gather_unit, head))
+    root.register_forward_hook(partial(gather_in_backward, head))
 
 
 def allow_reentrant_checkpoints(units: Units, routers: Routers) -> None:

@@ -267,6 +267,14 @@ def list_forward_globals(model: nn.Module) -> list[dict[str, Any]]:
     return [class_globals] if bound_globals is class_globals else [class_globals, bound_globals]
 
 
+def is_cast_to_fp32(head: nn.Module) -> bool:
+    """Return True if TRL has replaced the forward of this head by one that computes in fp32.
+
+    TRL's GRPO does so with `cast_lm_head_to_fp32=True` (trl/trainer/grpo_trainer.py).
+    """
+    return getattr(vars(head).get("forward"), "__name__", "") == "cast_forward_to_fp32"
+
+
 def is_fused_head(kwargs: dict[str, Any]) -> bool:
     """Return True if TRL calls the forward with its fused head, which computes the loss itself.
 

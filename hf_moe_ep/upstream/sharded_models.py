@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import modeling_utils
 
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
+from hf_moe_ep.upstream.graph import list_tensors_in
 from hf_moe_ep.upstream.models import find_cached_tensors
 from hf_moe_ep.upstream.modules import list_forward_hooks, remove_hooks
 from hf_moe_ep.upstream.replaced import replaced
@@ -215,6 +216,27 @@ def gather_for_cache(
     """
     assert isinstance(unit, FSDPModule)
     for tensor in find_cached_tensors(unit, kwargs):
+        if tensor.requires_grad:
+            tensor.register_hook(unit._get_fsdp_state()._pre_backward)
+
+
+@torch.compiler.disable
+def gather_unit(unit: nn.Module, *_: Any) -> None:
+    """Gather a unit now. This is a forward hook of another module."""
+    assert isinstance(unit, FSDPModule)
+    unit.unshard()
+
+
+@torch.compiler.disable
+def gather_in_backward(
+    unit: nn.Module, module: nn.Module, args: tuple[Any, ...], output: Any
+) -> None:
+    """Gather a unit in backward when the gradient of an output of `module` arrives.
+
+    This is a forward hook of `module`.
+    """
+    assert isinstance(unit, FSDPModule)
+    for tensor in list_tensors_in(output):
         if tensor.requires_grad:
             tensor.register_hook(unit._get_fsdp_state()._pre_backward)
 

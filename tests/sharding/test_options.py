@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import architectures
 from support.checks import Check, Found, on_ranks
+from support.close import assert_close
 from support.parity import full_tensor
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from transformers import CONFIG_MAPPING
 from transformers.modeling_outputs import CausalLMOutput
 
 from hf_moe_ep import apply_ep_fsdp2, patch
@@ -163,6 +167,9 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
+NEEDS_HY_V4 = pytest.mark.skipif(
+    "hy_v4" not in CONFIG_MAPPING, reason="this transformers has no HY-V4, whose head stays in fp32"
+)
 
 
 @pytest.mark.parametrize(
@@ -182,30 +189,66 @@ def test_gradients_are_reduced_in_the_same_dtype_by_every_torch(
     assert options.mp_policy == passed
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_outputs_are_not_rounded_if_a_forward_does_not_call_the_head(tied: bool) -> None:
-    """Such forwards are TRL's fused head and Liger's fused loss. Accelerate sets `output_dtype`."""
+def _cast_head_like_trl(model: Any) -> None:
+    """Do what TRL's GRPO does with `cast_lm_head_to_fp32=True`."""
+    lm_head = model.lm_head.float()
+
+    def cast_forward_to_fp32(hidden_states: Tensor) -> Tensor:
+        return nn.functional.linear(hidden_states.float(), lm_head.weight.float())
+
+    lm_head.forward = cast_forward_to_fp32
+
+
+@pytest.mark.parametrize(
+    ("name", "tied", "casts_head"),
+    [
+        pytest.param("qwen3_moe", False, False, id="untied"),
+        pytest.param("qwen3_moe", True, False, id="tied"),
+        pytest.param("qwen3_moe", False, True, id="a head that TRL casts"),
+        pytest.param("hy_v4", False, False, id="a head in fp32", marks=NEEDS_HY_V4),
+    ],
+)
+def test_a_forward_may_read_the_weight_of_the_head_instead_of_calling_it(
+    name: str, tied: bool, casts_head: bool
+) -> None:
+    """Such forwards are TRL's fused head and Liger's fused loss.
+
+    The `output_dtype`, which Accelerate sets, must not round what the model returns. The weight
+    must not be a shard, whose gradient nothing would average over the ranks.
+    """
     computed: list[Tensor] = []
 
     def read_head(self: Any, input_ids: Tensor, calls_head: bool) -> Any:
         if calls_head:
             return super(type(self), self).forward(input_ids=input_ids)
         hidden = self.model(input_ids=input_ids).last_hidden_state
+        assert not isinstance(self.lm_head.weight, DTensor)
+        assert self.lm_head.weight.dtype == head_dtype
         logits = nn.functional.linear(hidden.float(), self.lm_head.weight.float())
         computed.append(logits.detach())
         return CausalLMOutput(logits=logits)
 
-    model = tiny(dtype=BF16, tie_word_embeddings=tied)
+    model = architectures.tiny(name, dtype=BF16, tie_word_embeddings=tied)
+    if casts_head:
+        _cast_head_like_trl(model)
+    head_dtype = FP32 if name == "hy_v4" or casts_head else BF16
     input_ids = batch(model, 2, 9)["input_ids"]
     model.forward = MethodType(read_head, model)
     policy = MixedPrecisionPolicy(BF16, FP32, output_dtype=BF16)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         apply_ep_fsdp2(model, mp_policy=policy)
-        assert model(input_ids, calls_head=True).logits.dtype == BF16
+        called = model(input_ids, calls_head=True).logits
+        assert called.dtype == head_dtype
+        called.float().sum().backward()
+        want = model.lm_head.weight.grad.full_tensor()
+        model.zero_grad()
         logits = model(input_ids, calls_head=False).logits
         assert logits.dtype == FP32 and torch.equal(logits, computed[0])
+        if head_dtype == FP32:
+            with torch.no_grad():  # the forward of a reference, which reshards the model
+                model(input_ids, calls_head=False)
         logits.sum().backward()
-        assert model.lm_head.weight.grad is not None
+        assert_close("gradient", model.lm_head.weight.grad.full_tensor(), want, 2**-6)
     finally:
         dist.destroy_process_group()
