@@ -64,7 +64,7 @@ def a_router_of_inkling_2_needs_autocast(rank: int, world: int) -> None:
             loss = model(**inputs).loss
         accelerator.backward(loss)
         assert torch.isfinite(loss)
-        with pytest.raises(RuntimeError, match="must have the same dtype"):
+        with pytest.raises(RuntimeError, match="to have the same dtype"):
             model(**inputs)
 
 
