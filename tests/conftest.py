@@ -19,9 +19,10 @@ from support.poison import poison_empty
 poison_empty()
 
 TESTS = Path(__file__).parent
-# `make test` gives each worker the next file when it has finished one. The longest files come
-# first; otherwise one worker would be idle at the end.
+# Each worker is given the next file when it has finished one. The longest files come first, of
+# `make test-full` and of `make test`; otherwise one worker would be idle at the end.
 LONGEST_FIRST = (
+    "sequence/test_granted.py",
     "integrations/test_trainer.py",
     "checkpoints/test_training.py",
     "vision/test_tower.py",
