@@ -168,5 +168,5 @@ class _Depth(nn.Module):
 
 
 def find_head(model: nn.Module) -> MtpHead | None:
-    """Return the head for multi-token prediction of a model, wrapped or not, or None."""
+    """Return the head for multi-token prediction; None if the model, maybe wrapped, has none."""
     return next((module for module in model.modules() if isinstance(module, MtpHead)), None)

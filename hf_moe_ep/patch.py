@@ -25,10 +25,10 @@ for. If no check fails, the features attach themselves:
                                                                          (`compiled/attach.py`)
 
 A new feature is a folder or a file with the functions `check` and `attach`, and one line in
-`FEATURES`. All its hooks inherit `Ours`, and `attach` sets attributes of stock modules by
+`FEATURES`. All its hooks inherit `PackageHook`, and `attach` sets attributes of stock modules by
 `ModelState.replace`. `unpatch` then undoes the feature. A hook may set an attribute while the model
-runs, if it restores the attribute itself, after Ctrl-C in `Ours.end_interrupted`. `_detach` undoes
-all that `replace` cannot, such as wrapped functions that checkpoint layers.
+runs, if it restores the attribute itself, after Ctrl-C in `PackageHook.end_interrupted`. `_detach`
+undoes all that `replace` cannot, such as wrapped functions that checkpoint layers.
 
 PEFT attaches adapters (`lora/`); for them, `integrations/install.py` wraps functions of PEFT. That
 file also wraps the functions of Accelerate and the Trainer that receive a model. With a stock
@@ -80,7 +80,7 @@ from hf_moe_ep.ranks.all_ranks import get_rank_of_launch, get_world_size_of_laun
 from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.routing import bias
 from hf_moe_ep.sequence import attach as sequence
-from hf_moe_ep.state import STATE, ModelState, Ours, check_is_model, iterate_experts_modules
+from hf_moe_ep.state import STATE, ModelState, PackageHook, check_is_model, iterate_experts_modules
 from hf_moe_ep.upstream.adapter_files import check_supported
 from hf_moe_ep.upstream.modules import list_forward_hooks, remove_hooks
 from hf_moe_ep.upstream.requirements import warn_of_versions
@@ -291,7 +291,7 @@ def _detach(model: nn.Module, state: ModelState) -> None:
     detach_aux_loss(model)
     restore_classes(model)
     for module in model.modules():
-        remove_hooks(module, lambda hook: isinstance(hook, Ours))
+        remove_hooks(module, lambda hook: isinstance(hook, PackageHook))
     unwatch_checkpoints(model)
     bias.restore_dtypes(state)
     state.restore()
@@ -303,7 +303,7 @@ def _end_interrupted(model: nn.Module) -> None:
     """Let our hooks restore what a forward had changed when Ctrl-C ended it."""
     for module in model.modules():
         for hook in list_forward_hooks(module):
-            if isinstance(hook, Ours):
+            if isinstance(hook, PackageHook):
                 hook.end_interrupted(module)
 
 

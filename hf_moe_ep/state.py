@@ -57,7 +57,7 @@ the row above.
     sequence/packed_rows.py | separated | masks for packed rows
     sequence/mixers.py | current_split | how the arguments of a mixer are gathered
     vision/encoders.py | gathered in_graph | all-gathered encoders, until the decoder begins
-    vision/branches.py | _hf_moe_ep_others_see | marks token types if only other ranks have pictures
+    vision/branches.py | _hf_moe_ep_only_others_have_pictures | on the token types of such a rank
     moe/chosen_topk.py | ChosenTopK | replaces torch.topk, while a layer is recomputed or replayed
     moe/aux_loss.py | forward learns undivided returned | the losses of a forward, on marked logits
     moe/routers_alone.py | _recorded | logits of the second run of the routers, during a forward
@@ -382,8 +382,8 @@ class ModelState:
         restore_attributes(self.undo)
 
     @property
-    def device(self) -> torch.device:
-        """The device on which this rank computes; the CPU if the model is not sharded."""
+    def mesh_device(self) -> torch.device:
+        """The device of the ranks' meshes; the CPU if the model is not sharded."""
         return torch.device("cpu") if self.meshes is None else self.meshes.device
 
     @property
@@ -391,7 +391,7 @@ class ModelState:
         """True if MoE layers send rows to other ranks: if ep_size or etp_size is more than 1."""
         return self.meshes is not None and self.meshes.dispatch.size() > 1
 
-    def never_sharded(self) -> ValueError:
+    def make_never_sharded_error(self) -> ValueError:
         """Return the error of a model that runs, or is moved to a device, without being sharded."""
         setting, effect = "", ""
         for name in ("cp_size", "etp_size"):
@@ -411,7 +411,7 @@ class ModelState:
     def check_ready(self) -> None:
         """Raise ValueError if training would silently ignore a setting of the config."""
         if self.meshes is None and (self.config.needs_sharding or self.unread is not None):
-            raise self.never_sharded()
+            raise self.make_never_sharded_error()
         if inside_ddp_forward():
             raise ValueError(
                 f"this patched model is wrapped in DistributedDataParallel, which does not shard "
@@ -586,7 +586,7 @@ class RoutingSession:
         return
 
 
-class Ours:
+class PackageHook:
     """Base class of all hooks of this package. `unpatch` removes the hooks that inherit it."""
 
     def end_interrupted(self, module: nn.Module) -> None:
@@ -597,7 +597,7 @@ class Ours:
         """
 
 
-class OfModel(Ours):
+class OfModel(PackageHook):
     """A hook that shares an object with other hooks of its model.
 
     PEFT copies single modules (modules_to_save). Such a copy belongs to the same model, and keeps
@@ -615,7 +615,7 @@ class OfModel(Ours):
         return copied
 
 
-class StateHook(Ours):
+class StateHook(PackageHook):
     """A hook that reads or changes the state of a model."""
 
     def __init__(self, state: ModelState) -> None:

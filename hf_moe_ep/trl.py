@@ -29,8 +29,8 @@ from hf_moe_ep.routing.routes import Routes
 from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.adapters import iterate_adapter_layers
 from hf_moe_ep.upstream.grpo import (
-    GRPO,
-    SEVERAL_CALLS,
+    ATTRIBUTES_OF_SEVERAL_CALLS,
+    GRPO_METHODS,
     get_engine,
     get_routes_of_engine,
     replace_method,
@@ -63,7 +63,7 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
     """
     if mode not in ("R2", "R3"):
         raise ValueError(f"mode={mode!r} is neither 'R2' nor 'R3'")
-    missing = [name for name in GRPO if not hasattr(trainer, name)]
+    missing = [name for name in GRPO_METHODS if not hasattr(trainer, name)]
     if missing:
         raise ValueError(
             f"{type(trainer).__name__} is not a GRPOTrainer of TRL 1.15 or newer: it has no "
@@ -77,7 +77,7 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
                 "mode='R3' reads routes from vLLM in this process, but this trainer has no engine; "
                 "create it with use_vllm=True and vllm_mode='colocate', or use mode='R2'"
             )
-        several = [name for name in SEVERAL_CALLS if getattr(trainer, name, None)]
+        several = [name for name in ATTRIBUTES_OF_SEVERAL_CALLS if getattr(trainer, name, None)]
         if several:
             raise ValueError(
                 f"mode='R3' replays the routes of one call of the engine per sample, but with "
@@ -85,7 +85,7 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
                 f"records whole sequences"
             )
         replace_method(engine, "generate", replaying.generate)
-    score, logps, loss = GRPO
+    score, logps, loss = GRPO_METHODS
     replace_method(trainer, score, replaying.score)
     replace_method(trainer, logps, replaying.log_probabilities)
     replace_method(trainer, loss, replaying.loss)

@@ -18,6 +18,13 @@ from support.poison import poison_empty
 
 poison_empty()
 
+# gloo's network thread does not sleep while another thread of its rank holds the lock of a
+# connection (`handleEvents` in gloo/transport/tcp/pair.cc). If it has interrupted that thread, both
+# wait until the end of its time slice. A thread with SCHED_BATCH interrupts no other thread when it
+# wakes up. Ranks and subprocesses inherit this; macOS lacks it.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
 TESTS = Path(__file__).parent
 # Each worker is given the next file when it has finished one. The longest files come first, of
 # `make test-full` and of `make test`; otherwise one worker would be idle at the end.

@@ -36,7 +36,7 @@ from hf_moe_ep.sequence.mixers import LayerSlice
 from hf_moe_ep.sequence.slice_arguments import read_layer_arguments
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.sequence.split import TakeSlice
-from hf_moe_ep.state import STATE, Ours
+from hf_moe_ep.state import STATE, PackageHook
 
 
 def _is_ours(value: object) -> bool:
@@ -319,7 +319,7 @@ def test_models_from_one_config_object_are_independent() -> None:
 
 
 def test_every_hook_of_ours_is_marked() -> None:
-    """`unpatch` removes the hooks of type `Ours`. A hook without this type would stay."""
+    """`unpatch` removes the hooks of type `PackageHook`. A hook without this type would stay."""
     model = tiny(**SIZES["aux loss"])
     model(**_make_inputs())
     patch(model, sp_size=2)
@@ -331,7 +331,7 @@ def test_every_hook_of_ours_is_marked() -> None:
     ]
     kinds = {type(hook).__name__ for hook in hooks}
     assert kinds >= {"ForwardGuard", "GlobalAuxLoss", "SplitSequence", "TakeSlice"}, kinds
-    assert all(isinstance(hook, Ours) for hook in hooks), kinds
+    assert all(isinstance(hook, PackageHook) for hook in hooks), kinds
 
 
 def test_patching_twice_is_patching_once() -> None:

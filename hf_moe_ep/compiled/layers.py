@@ -53,7 +53,14 @@ from hf_moe_ep.moe.recompute import CheckpointedRouting
 from hf_moe_ep.moe.stacked import StackedExperts
 from hf_moe_ep.mtp_head import find_head
 from hf_moe_ep.plan import as_pattern, matches
-from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, get_computing_device, patched_state
+from hf_moe_ep.state import (
+    STATE,
+    ModelState,
+    MoELayer,
+    PackageHook,
+    get_computing_device,
+    patched_state,
+)
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
 from hf_moe_ep.upstream.captured_outputs import (
     list_collected_outputs,
@@ -218,7 +225,7 @@ def _leave_out_mixers(root: nn.Module) -> None:
         )
 
 
-class BeginForward(Ours):
+class BeginForward(PackageHook):
     """Pre-forward hook of the root: decides whether the graphs of this forward include MoE blocks.
 
     A block is traced if this rank computes all experts, no module inside of the block is an FSDP2

@@ -364,7 +364,7 @@ TRAINER_METHODS = (
     *_build_rows(
         _TRAINER,
         features.CHECKPOINTS,
-        ("_save_checkpoint", trainer_checkpoints.save_checkpoint),
+        ("_save_checkpoint", trainer_checkpoints.save_trainer_checkpoint),
         ("_push_from_checkpoint", trainer_checkpoints.postpone_push),
         ("_load_from_checkpoint", trainer_checkpoints.load_model),
         ("_load_best_model", trainer_checkpoints.load_model),

@@ -102,7 +102,7 @@ _ROWS = "rows_per_step"
 _postponed_calls: dict[str, list[Callable[[], None]]] = {}
 
 
-def save_checkpoint(
+def save_trainer_checkpoint(
     original: Callable[..., Any], self: transformers.Trainer, model: Any, trial: Any
 ) -> None:
     """Wrap `Trainer._save_checkpoint`: write a marker first and a manifest last."""

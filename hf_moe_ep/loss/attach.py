@@ -36,7 +36,7 @@ from hf_moe_ep.architectures import Parts
 from hf_moe_ep.loss.chunks import HeadLoss
 from hf_moe_ep.state import (
     ModelState,
-    Ours,
+    PackageHook,
     Undo,
     find_state,
     replace_attribute,
@@ -126,7 +126,7 @@ def _unwrap_split_loss(loss: Any) -> Any:
     return loss.args[0] if is_split else None
 
 
-class BeginFusedLoss(Ours):
+class BeginFusedLoss(PackageHook):
     """Pre-forward hook of the causal LM: decides whether the loss of this forward is fused.
 
     If a model is deep-copied after Ctrl-C has ended a forward, the hook and the functions that it
@@ -220,7 +220,7 @@ class BeginFusedLoss(Ours):
         return forward
 
 
-class EndFusedLoss(Ours):
+class EndFusedLoss(PackageHook):
     """Forward hook of the causal LM: restores its functions, and removes the output's logits."""
 
     def __init__(self, begin_hook: BeginFusedLoss) -> None:

@@ -75,7 +75,7 @@ from hf_moe_ep.moe.routers_alone import SecondRouterRuns, find_routers
 from hf_moe_ep.pipeline.stage import Boundary
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice
-from hf_moe_ep.state import ModelState, Ours
+from hf_moe_ep.state import ModelState, PackageHook
 from hf_moe_ep.upstream.models import (
     get_fused_head_coefficient,
     get_fused_head_globals,
@@ -262,7 +262,7 @@ def detach_aux_loss(model: nn.Module) -> None:
                 hook.remove_switches(module)
 
 
-class GlobalAuxLoss(Ours):
+class GlobalAuxLoss(PackageHook):
     """Pre-forward hook of the causal LM: decides whether our loss replaces stock's."""
 
     def __init__(
@@ -391,7 +391,7 @@ class GlobalAuxLoss(Ours):
             else:
                 sums = torch.cat([sums, own_sums]) if per_layer else sums + own_sums
         if sums is None:
-            num_layers, device = 0 if per_layer else 1, self.state.device
+            num_layers, device = 0 if per_layer else 1, self.state.mesh_device
             sums = torch.zeros(num_layers, 2, num_experts, dtype=torch.float32, device=device)
         if boundary is not None and not boundary.is_last:
             boundary.sent_sums = sums
@@ -434,7 +434,7 @@ class GlobalAuxLoss(Ours):
         return forward
 
 
-class MarkLogits(Ours):
+class MarkLogits(PackageHook):
     """Forward hook of the causal LM's decoder: marks the decoder's router logits."""
 
     def __init__(self, aux_loss: GlobalAuxLoss) -> None:
@@ -457,7 +457,7 @@ class MarkLogits(Ours):
         return replace(output, router_logits=marked)
 
 
-class FinishAuxLoss(Ours):
+class FinishAuxLoss(PackageHook):
     """Forward hook of the causal LM: undoes the mark and the division, even after an error."""
 
     def __init__(self, aux_loss: GlobalAuxLoss) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.moe.layer import moe_forward
 from hf_moe_ep.moe.stacked import StackedExperts
-from hf_moe_ep.state import ModelState, Ours, ReliedOn
+from hf_moe_ep.state import ModelState, PackageHook, ReliedOn
 from hf_moe_ep.upstream.replaced_forwards import (
     belongs_to_liger,
     find_class_with_forward,
@@ -95,7 +95,7 @@ def keep_forwards(state: ModelState) -> None:
         )
 
 
-class KeepForwards(Ours):
+class KeepForwards(PackageHook):
     """Pre-forward hook of the root: calls `keep_forwards`, and checks once if Liger can run."""
 
     def __init__(self, state: ModelState) -> None:

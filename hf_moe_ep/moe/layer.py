@@ -31,8 +31,9 @@ The dtypes of a layer. Experts compute in the dtype c: the dtype of autocast, or
     parameters   FSDP2 casts the experts' parameters to `param_dtype` when it all-gathers them.
                  `collect_weights` casts them under autocast, or if FSDP2 leaves them as they are
 
-This legend of shapes holds for the whole package, but in `sequence/` C counts channels, and V
-values of a state. The letters are suffixes of names: `x_TH` has the shape [T, H].
+This legend of shapes holds for the whole package. In `sequence/` C counts channels, N the elements
+of a key or the ranks of a slice, P pieces, and V the elements of a value. The letters are suffixes
+of names: `x_TH` has the shape [T, H].
 
     B  batch                            S  sequence
     T  tokens of this rank              H  hidden
@@ -72,12 +73,12 @@ from hf_moe_ep.ops.autograd import replace_values
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.permute import count_pairs
-from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer, Ours
+from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer, PackageHook
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 from hf_moe_ep.upstream.experts_interface import register_experts_forward
 
 
-class ForwardGuard(Ours):
+class ForwardGuard(PackageHook):
     """Pre-forward hook of the root: refuses a model that needs sharding but is not sharded.
 
     It also counts the forwards, and wraps the checkpointing functions of this forward.

@@ -46,7 +46,7 @@ from torch.nn import functional
 
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.sequence.slices import SLICE, Slice
-from hf_moe_ep.state import ModelState, Ours, StateHook
+from hf_moe_ep.state import ModelState, PackageHook, StateHook
 from hf_moe_ep.upstream.autograd_modes import saved_tensors_are_hooked
 from hf_moe_ep.upstream.models import IGNORED_LABEL, asks_for, bind_forward, find_cache
 
@@ -83,7 +83,7 @@ class RealTokens:
         return self._positions[0]
 
 
-class FindPadding(Ours):
+class FindPadding(PackageHook):
     """Pre-forward hook of the causal LM: finds the tokens that are not padding.
 
     It runs after the hook that adds a `Slice`, so with sp_size > 1 it keeps this rank's tokens.

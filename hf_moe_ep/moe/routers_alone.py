@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.plan import matches
-from hf_moe_ep.state import Ours
+from hf_moe_ep.state import PackageHook
 from hf_moe_ep.upstream.adapters import returns_output_of_child
 from hf_moe_ep.upstream.autograd_modes import hidden_from_function_modes
 from hf_moe_ep.upstream.module_names import get_stock_name, remove_names_of_copies
 
 
-class SecondRouterRuns(Ours):
+class SecondRouterRuns(PackageHook):
     """Forward hook of every router: records the second logits between `begin` and `end`."""
 
     def __init__(self, model: nn.Module) -> None:

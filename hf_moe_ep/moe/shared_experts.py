@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from hf_moe_ep.plan import ModelPlan, matches
-from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
+from hf_moe_ep.state import STATE, ModelState, MoELayer, PackageHook
 from hf_moe_ep.upstream.code import takes_one_argument
 from hf_moe_ep.upstream.dispatch_modes import get_storage_id, make_tensor_without_memory, replace_in
 from hf_moe_ep.upstream.module_names import get_stock_name
@@ -162,7 +162,7 @@ class SharedExperts:
         return forward(self._module, *args, **kwargs)
 
 
-class BeginBlock(Ours):
+class BeginBlock(PackageHook):
     """Pre-forward hook of a MoE block: passes the block's input to its shared experts."""
 
     def __init__(self, shared: SharedExperts) -> None:
@@ -178,7 +178,7 @@ class BeginBlock(Ours):
         self._shared.begin(x if takes_part and isinstance(x, Tensor) else None)
 
 
-class EndBlock(Ours):
+class EndBlock(PackageHook):
     """Forward hook of a MoE block, also after an error: drops the tensors of the forward."""
 
     def __init__(self, shared: SharedExperts) -> None:

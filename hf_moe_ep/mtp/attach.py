@@ -42,7 +42,7 @@ from hf_moe_ep.ranks.all_ranks import PATIENCE_OF_RANK_0, check_everyone_calls
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.packed_rows import find_text_positions
 from hf_moe_ep.sequence.slices import SLICE, Slice
-from hf_moe_ep.state import ModelState, Ours, patched_state
+from hf_moe_ep.state import ModelState, PackageHook, patched_state
 from hf_moe_ep.upstream.models import (
     CACHE_NAMES,
     IGNORED_LABEL,
@@ -93,7 +93,7 @@ def mtp_loss(model: nn.Module, *, reset: bool = True) -> float | None:
         check_everyone_calls("mtp_loss", patience_of_rank_0=PATIENCE_OF_RANK_0)
     sums = state.mtp_sums
     if sums is None:
-        sums = torch.zeros(2, dtype=torch.float64, device=state.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=state.mesh_device)
     total = sums if state.meshes is None else sum_over_ranks(sums.clone())
     if reset:
         state.mtp_sums = None
@@ -130,7 +130,7 @@ class _Forward:
         return part if part is not None and part.size > 1 else None
 
 
-class BeginMtpForward(Ours):
+class BeginMtpForward(PackageHook):
     """Pre-forward hook of the causal LM: prepares the training of the head in this forward."""
 
     def __init__(self, state: ModelState, head: MtpHead) -> None:
@@ -164,7 +164,7 @@ class BeginMtpForward(Ours):
         self.forward = _Forward(arguments)
 
 
-class KeepInput(Ours):
+class KeepInput(PackageHook):
     """Pre-forward hook of the first decoder layer: stores its input."""
 
     def __init__(self, begin_hook: BeginMtpForward) -> None:
@@ -177,7 +177,7 @@ class KeepInput(Ours):
             forward.embeds = args[0] if args else kwargs["hidden_states"]
 
 
-class KeepArguments(Ours):
+class KeepArguments(PackageHook):
     """Pre-forward hook of a decoder layer: stores its arguments except hidden states and caches."""
 
     def __init__(self, begin_hook: BeginMtpForward) -> None:
@@ -194,7 +194,7 @@ class KeepArguments(Ours):
                 forward.kwargs["use_cache"] = False
 
 
-class KeepHidden(Ours):
+class KeepHidden(PackageHook):
     """Forward hook of the final norm: stores its output."""
 
     def __init__(self, begin_hook: BeginMtpForward) -> None:
@@ -206,7 +206,7 @@ class KeepHidden(Ours):
             self.begin_hook.forward.hidden = output
 
 
-class AddMtpLoss(Ours):
+class AddMtpLoss(PackageHook):
     """Forward hook of the causal LM: runs the head, and adds the loss of the head to the output."""
 
     def __init__(self, begin_hook: BeginMtpForward) -> None:

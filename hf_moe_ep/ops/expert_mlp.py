@@ -120,7 +120,8 @@ def expert_mlp(
     )
     postponed = experts.postponed
     if postponed is None and experts.masters is not None and has_backward:
-        # The experts are frozen. This operator saves the masters for backward, not their copies.
+        # The experts are frozen, so nothing is postponed. `_PostponingExpertMLP` is used because it
+        # saves the masters for backward, not their copies.
         postponed = PostponedGrads()
     if postponed is None:
         cast = _cast_masters(inputs, experts.masters)
@@ -211,8 +212,8 @@ class _Postpone(torch.autograd.Function):
         postponed = ctx.postponed
         # The attribute is cleared, so that the tensors to which `finish` refers are freed.
         finish, postponed.finish = postponed.finish, None
-        # If the first chunk finds no sums, it is the only chunk. Its gradients are computed in
-        # their own dtypes, because nothing is added to them.
+        # If the first chunk finds no sums, no other chunk has added gradients. Those of the first
+        # chunk are then computed in their own dtypes, because nothing is added to them.
         grads = postponed.sums if postponed.sums or not ctx.is_first else ExpertGrads()
         if finish is not None:
             with hidden_from_function_modes():
@@ -257,6 +258,7 @@ class _PostponingExpertMLP(torch.autograd.Function):
         if grad_RH is None:
             return no_grads
         needs = ctx.needs_input_grad[-len(INPUT_NAMES) :]
+        _, _, *experts_need = needs
         saved = ctx.saved_tensors
         with hidden_from_function_modes():
             grads, finish = run_backward(
@@ -265,17 +267,17 @@ class _PostponingExpertMLP(torch.autograd.Function):
                 needs,
                 ctx.settings,
                 postpone=True,
-                in_chunks=ctx.postponed.in_chunks and any(needs[2:]),
+                in_chunks=ctx.postponed.in_chunks and any(experts_need),
                 implementation=ctx.implementation,
             )
-        if any(needs[2:]):
+        if any(experts_need):
             ctx.postponed.finish = finish
         elif ctx.masters is not None:  # frozen experts, which have no `_Postpone`
             ctx.masters.forget()
         # `_Postpone` gets placeholders, because `finish` computes the gradients.
         placeholders = [
             make_placeholder_grad(tensor, tensor.shape) if need else None
-            for tensor, need in zip(saved[2 : len(needs)], needs[2:], strict=True)
+            for tensor, need in zip(saved[2 : len(needs)], experts_need, strict=True)
         ]
         computed = (grads.get("rows"), grads.get("weights"))
         return (*no_grads[: -len(needs)], *computed, *placeholders)

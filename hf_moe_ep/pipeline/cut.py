@@ -30,7 +30,7 @@ from hf_moe_ep.pipeline.stage import (
     WholeTensor,
     return_zero_loss,
 )
-from hf_moe_ep.state import ModelState, Ours
+from hf_moe_ep.state import ModelState, PackageHook
 from hf_moe_ep.upstream.adapters import wraps_for_adapters
 from hf_moe_ep.upstream.module_names import get_canonical_name, get_stock_name
 from hf_moe_ep.upstream.modules import get_own_children
@@ -195,7 +195,7 @@ def _drop_references(model: nn.Module, parts: Parts, state: ModelState, stage: S
             layer.correction, layer.shared = None, None
 
 
-class CheckOutput(Ours):
+class CheckOutput(PackageHook):
     """Forward hook of a stage's last layer: raises ValueError if the output is not one tensor."""
 
     def __init__(self, name: str) -> None:

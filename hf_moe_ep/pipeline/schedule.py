@@ -45,11 +45,11 @@ def list_operations(
     if schedule == "gpipe":
         return forwards + backwards
     assert schedule == "1f1b", schedule
-    num_first = min(num_stages - stage - 1, num_micro_batches)
-    order = forwards[:num_first]
-    for forward, backward in zip(forwards[num_first:], backwards, strict=False):
+    num_warmup = min(num_stages - stage - 1, num_micro_batches)
+    order = forwards[:num_warmup]
+    for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
         order += [forward, backward]
-    return order + backwards[num_micro_batches - num_first :]
+    return order + backwards[num_micro_batches - num_warmup :]
 
 
 def list_early_receives(
@@ -57,8 +57,9 @@ def list_early_receives(
 ) -> list[bool]:
     """List for each operation whether its operand may be received before the preceding operation.
 
-    The receive is started there, and waited for when the operation itself runs. An entry is False
-    if the neighbour that sends the operand waits for the result of the preceding operation. With
+    The receive is started there, and waited for when the operation itself runs. The first entry is
+    False, because no operation precedes it. Another entry is False if the neighbour that sends the
+    operand waits for the result of the preceding operation. With
     NCCL both could wait forever, because the first transfer between two ranks blocks the host until
     both have started it. With "gpipe" the next stage sends the gradients of micro-batch 0 only
     after the last forward:

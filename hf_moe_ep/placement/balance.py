@@ -116,7 +116,7 @@ def balance_experts(
         slots_E = assign_slots(load_E, ranks, old_slots_E)
         in_hub_order = slots_E == sorted(slots_E)
         slots_of_layers[layer.index] = (
-            None if in_hub_order else torch.tensor(slots_E, device=state.device)
+            None if in_hub_order else torch.tensor(slots_E, device=state.mesh_device)
         )
     move_layers(tensors, slots_of_layers, state, optimizers)
     return replace(load, ep_size=ranks, slots=list_slots(state))

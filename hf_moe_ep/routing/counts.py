@@ -41,5 +41,5 @@ def _subtract_baseline(state: ModelState, reader: str) -> Tensor:
     counts, baseline = state.choice_counts, state.count_baselines.get(reader)
     if counts is None:
         shape = (len(state.moe_layers), state.num_experts)
-        return torch.zeros(shape, dtype=torch.int64, device=state.device)
+        return torch.zeros(shape, dtype=torch.int64, device=state.mesh_device)
     return counts if baseline is None else counts - baseline.to(counts.device)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
 from hf_moe_ep.sequence.slices import SLICE, Slice
-from hf_moe_ep.state import ModelState, Ours, RoutingSession
+from hf_moe_ep.state import ModelState, PackageHook, RoutingSession
 from hf_moe_ep.upstream.models import bind_forward, find_tokens, get_output_head
 from hf_moe_ep.upstream.modules import runs_compiled
 
@@ -115,7 +115,7 @@ def register_session_hooks(
             handle.remove()
 
 
-class _Hook(Ours):
+class _Hook(PackageHook):
     """A hook of a session. In a deep copy of the model it has no session, and does nothing."""
 
     def __init__(self, session: Session) -> None:

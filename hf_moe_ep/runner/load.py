@@ -60,7 +60,7 @@ class Load:
         state.is_reported = self.options.report
         if unread is not None:
             state.unread = unread
-            explain_moves(model, state.replace, state.never_sharded)
+            explain_moves(model, state.replace, state.make_never_sharded_error)
         return state
 
     def choose(self, model: nn.Module, weights: WeightFiles) -> OnMeta | None:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
-from hf_moe_ep.state import Ours
+from hf_moe_ep.state import PackageHook
 from hf_moe_ep.upstream.models import CACHE_NAMES
 
 
@@ -64,7 +64,7 @@ class LatentCache:
         return all_latents, all_rotary_keys
 
 
-class GatherLatents(Ours):
+class GatherLatents(PackageHook):
     """Pre-forward hook of latent attention, which passes a `LatentCache` as the cache."""
 
     def __call__(

@@ -30,7 +30,7 @@ from torch.nn import functional
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.sequence.split import EndForward, RunningSlice
-from hf_moe_ep.state import ModelState, Ours
+from hf_moe_ep.state import ModelState, PackageHook
 from hf_moe_ep.upstream.attention_interface import builds_dense_masks, make_mask_config
 
 
@@ -99,7 +99,7 @@ def _sees_earlier(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tens
     return key <= query
 
 
-class BeginMasks(Ours):
+class BeginMasks(PackageHook):
     """Pre-forward hook of a module that builds masks, which sets the slice of this forward."""
 
     def __init__(self, rows: MaskRows) -> None:

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from hf_moe_ep.sequence.gathering_cache import GatheringCache
 from hf_moe_ep.sequence.mixer_arguments import Call, Document, MixerArguments, describes_packing
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
-from hf_moe_ep.state import Ours
+from hf_moe_ep.state import PackageHook
 from hf_moe_ep.upstream.models import CACHE_NAMES, get_compress_rate
 from hf_moe_ep.upstream.modules import CheckpointedFunction
 from hf_moe_ep.upstream.recurrences import get_convolution_width
@@ -127,7 +127,7 @@ class _WithSlice(CheckpointedFunction):
             layer.part, layer.other_documents = outer, []
 
 
-class EndLayer(Ours):
+class EndLayer(PackageHook):
     """Forward hook of a decoder layer that forgets its slice, also after an error."""
 
     def __init__(self, layer: LayerSlice) -> None:
@@ -159,7 +159,7 @@ class MixerSplit(Enum):
     HALO = "halo"
 
 
-class GatherArguments(Ours):
+class GatherArguments(PackageHook):
     """Pre-forward hook of a mixer, which gathers the arguments if the mixer is not divided.
 
     For packed rows, the hook returns the arguments of the first document. `SliceOutput` runs the
@@ -251,7 +251,7 @@ def _slice_mask(part: Slice, name: str, value: Any) -> Any:
     return part.take_shared(value, 2, fill=value.dtype == torch.bool)
 
 
-class SliceOutput(Ours):
+class SliceOutput(PackageHook):
     """Forward hook of a mixer, which slices the mixer's output.
 
     For packed rows the hook first runs the mixer on the other documents, and joins the outputs.

@@ -21,11 +21,11 @@ from hf_moe_ep.sequence.block_masks import build_block_mask
 from hf_moe_ep.sequence.mixer_arguments import Call, MixerArguments
 from hf_moe_ep.sequence.mixers import LayerSlice
 from hf_moe_ep.sequence.slices import Slice
-from hf_moe_ep.state import Ours
+from hf_moe_ep.state import PackageHook
 from hf_moe_ep.upstream.attention_interface import is_eager, uses_flash_attention
 
 
-class SeparateDocuments(Ours):
+class SeparateDocuments(PackageHook):
     """Pre-forward hook of an attention module, which separates packed documents in its mask.
 
     Most models build a mask that separates documents whose position ids restart. Some models, such

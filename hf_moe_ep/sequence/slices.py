@@ -1,7 +1,8 @@
 """Slice sequences over the ranks that share a batch, and gather the slices again.
 
-With N ranks and sequences of S tokens, every rank has ceil(S / N) tokens of each row of the batch;
-if N does not divide S, the last tokens are padding. Both collectives are differentiable:
+With N ranks and sequences of S tokens, every rank has the same number of tokens of each row of the
+batch (`Slice.local_length`): S / N, or more if this number is no integer, because the last tokens
+are padding then. Both collectives are differentiable:
 
     gather_slices   (B, S / N, ...)       to   (B, S, ...) on every rank
     sum_slices      one number per slice  to   their sum on every rank
@@ -235,9 +236,9 @@ def gather_slices(x: Tensor, part: Slice) -> Tensor:
 class StartedGather:
     """An all-gather like `gather_slices` that runs while other code computes.
 
-    Between the creation of this object and `wait`, the slices travel. In backward, the gradients
-    travel between the backward of `wait` and that of the creation. Autograd computes whatever was
-    computed in between in forward, and does not depend on the result, while they travel.
+    In forward, the all-gather runs from the creation of this object until `wait`. Backward starts
+    to send the gradients when it reaches `wait`, and waits for them when it reaches the creation.
+    In between, autograd runs the backward of what the forward has computed in between.
     """
 
     def __init__(self, x: Tensor, part: Slice) -> None:

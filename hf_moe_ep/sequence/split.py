@@ -42,7 +42,7 @@ from hf_moe_ep.sequence.packed_rows import (
 from hf_moe_ep.sequence.same_batch import check_same_batch, check_sizes
 from hf_moe_ep.sequence.slice_arguments import LayerArguments
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, make_zigzag_order, sum_slices
-from hf_moe_ep.state import ModelState, OfModel, Ours, StateHook
+from hf_moe_ep.state import ModelState, OfModel, PackageHook, StateHook
 from hf_moe_ep.upstream.attention_interface import (
     model_builds_dense_masks,
     model_uses_flash_attention,
@@ -70,7 +70,7 @@ class RunningSlice:
     part: Slice | None = None
 
 
-class SplitSequence(Ours):
+class SplitSequence(PackageHook):
     """Pre-forward hook of the model, which splits a forward in training mode or with labels.
 
     Every other forward is split only if it has `use_cache=False` and no `logits_to_keep`. A forward
@@ -161,7 +161,7 @@ class SplitSequence(Ours):
         return (), given
 
 
-class EndForward(Ours):
+class EndForward(PackageHook):
     """Forward hook that forgets the slice of the forward, also after an error."""
 
     def __init__(self, running: RunningSlice) -> None:
@@ -171,7 +171,7 @@ class EndForward(Ours):
         self.running.part = None
 
 
-class FindDocuments(Ours):
+class FindDocuments(PackageHook):
     """Pre-forward hook that finds packed documents in a model whose sequences are not split.
 
     A forward with packed rows gets a `Slice` of the whole sequence, so that mixers run once per
@@ -280,7 +280,7 @@ def _find_packed_documents(
     return documents
 
 
-class PassDocuments(Ours):
+class PassDocuments(PackageHook):
     """Pre-forward hook of a decoder layer that passes the packed documents to its mixers.
 
     It is used in a model whose sequences are not split.
@@ -342,7 +342,7 @@ def _join(x: Any, part: Slice) -> Any:
     return whole.flatten(0, 1).clone() if flat else whole
 
 
-class TakeSlice(Ours):
+class TakeSlice(PackageHook):
     """Pre-forward hook of a decoder layer, which slices the arguments with one entry per token.
 
     `slice_arguments.py` lists these arguments, such as position embeddings. Masks stay whole.
@@ -374,7 +374,7 @@ class TakeSlice(Ours):
         return (hidden, *other_arguments), self.arguments.slice_named(kwargs, part)
 
 
-class GatherOutput(Ours):
+class GatherOutput(PackageHook):
     """Forward hook of a decoder layer of a model that keeps inputs of layers; gathers its output.
 
     Between the layers every rank has the hidden states (B, S, H) of whole sequences, and computes

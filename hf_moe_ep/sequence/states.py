@@ -72,35 +72,34 @@ def run_pieces(
     """
     state = recurrence.state
     assert state is not None
-    number = len(part.piece_numbers)
+    num_pieces = len(part.piece_numbers)
     pieces = {
-        key: given[key] if layout == Layout.PER_HEAD else _split(given[key], number)
+        key: given[key] if layout == Layout.PER_HEAD else _split(given[key], num_pieces)
         for key, layout in layouts.items()
     }
     values_BSQV = pieces[recurrence.like_output]
-    # `width` and `size` are V and N of the module docstring.
-    rows, _, heads, width = values_BSQV.shape
-    size = pieces[state.keys].shape[-1]
-    pieces[recurrence.like_output] = functional.pad(values_BSQV, (0, size))
+    rows, _, heads, value_size = values_BSQV.shape
+    key_size = pieces[state.keys].shape[-1]
+    pieces[recurrence.like_output] = functional.pad(values_BSQV, (0, key_size))
     dtype = torch.promote_types(values_BSQV.dtype, torch.float32)
-    identity = torch.eye(size, dtype=dtype, device=values_BSQV.device)
-    initial = functional.pad(identity, (width, 0)).expand(rows, heads, -1, -1)
+    identity = torch.eye(key_size, dtype=dtype, device=values_BSQV.device)
+    initial = functional.pad(identity, (value_size, 0)).expand(rows, heads, -1, -1)
     call: dict[Any, Any] = {**given, **pieces, state.final: True}
     call[state.initial] = _transpose_state(initial, state).contiguous()
     num_positional = sum(isinstance(key, int) for key in call)
     positional = [call.pop(index) for index in range(num_positional)]
     out, final = stock(*positional, **call)
-    states = _find_states(_transpose_state(final, state), width, part)
-    out0, reads = out.split([width, size], -1)
+    states = _find_states(_transpose_state(final, state), value_size, part)
+    out0, reads = out.split([value_size, key_size], -1)
     # (B, S, Q, N) x (B, Q, N, V)
     added = torch.einsum("bsqn,bqnv->bsqv", reads.to(states.dtype), states)
-    outputs = torch.cat((out0 + added).to(out.dtype).chunk(number), 1)
+    outputs = torch.cat((out0 + added).to(out.dtype).chunk(num_pieces), 1)
     return (outputs, None) if state.returns_pair else outputs
 
 
-def _split(x: Tensor, number: int) -> Tensor:
+def _split(x: Tensor, num_pieces: int) -> Tensor:
     """Make a row of each piece of (B, S / ranks, ...); the first pieces of all rows come first."""
-    return torch.cat(x.chunk(number, 1))
+    return torch.cat(x.chunk(num_pieces, 1))
 
 
 def _transpose_state(x: Tensor, state: StateArguments) -> Tensor:
@@ -108,21 +107,22 @@ def _transpose_state(x: Tensor, state: StateArguments) -> Tensor:
     return x.mT if state.values_first else x
 
 
-def _find_states(finals: Tensor, width: int, part: Slice) -> Tensor:
+def _find_states(finals: Tensor, value_size: int, part: Slice) -> Tensor:
     """Compute the states (B, Q, N, V) before the pieces of this rank.
 
     Args:
         finals: [S0 | M] of the pieces of this rank, (B, Q, N, V + N), with the pieces as rows.
     """
-    number = len(part.piece_numbers)
+    num_pieces = len(part.piece_numbers)
     by_piece = Slice(part.group, part.rank, part.size, length=len(part.order))
-    gathered = gather_slices(torch.stack(finals.chunk(number), 1), by_piece)
+    gathered = gather_slices(torch.stack(finals.chunk(num_pieces), 1), by_piece)
     index_of_piece = {piece: index for index, piece in enumerate(part.order)}
-    # The zeros before piece 0 are computed from the all-gather, whose backward needs every rank.
+    # Piece 0 starts from zeros. They are computed from `gathered`, so that every rank takes part in
+    # the backward of the all-gather.
     everywhere = gathered.new_ones((), dtype=torch.bool)
-    before = [gathered[:, 0, ..., :width].masked_fill(everywhere, 0)]
+    before = [gathered[:, 0, ..., :value_size].masked_fill(everywhere, 0)]
+    sizes = [value_size, finals.shape[-1] - value_size]
     for piece in range(max(part.piece_numbers)):
-        widths = [width, finals.shape[-1] - width]
-        zero_state, transition = gathered[:, index_of_piece[piece]].split(widths, -1)
+        zero_state, transition = gathered[:, index_of_piece[piece]].split(sizes, -1)
         before.append(zero_state + transition @ before[piece])
     return torch.cat([before[piece] for piece in part.piece_numbers])

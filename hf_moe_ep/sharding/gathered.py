@@ -1,4 +1,4 @@
-"""Reshard FSDP2 units that a forward or an error has left gathered, or show their shards.
+"""Reshard FSDP2 units that a forward or an error has left gathered; let ranks generate together.
 
 Some units stay gathered after a forward, because the backward that usually follows needs them:
 FSDP2's root, at our request the last layer and the head, and with `reshard_after_forward=False` all

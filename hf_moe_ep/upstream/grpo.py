@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 # The methods that generate and score a batch, compute the log-probabilities of tokens, and compute
 # the loss of a micro-batch, in this order.
-GRPO = (
+GRPO_METHODS = (
     "_generate_and_score_completions",
     "_get_per_token_logps_and_entropies",
     "_compute_loss",
 )
 # Attributes of a trainer that calls its engine several times to generate one sample.
-SEVERAL_CALLS = ("tools", "rollout_func")
+ATTRIBUTES_OF_SEVERAL_CALLS = ("tools", "rollout_func")
 
 
 def get_engine(trainer: Any) -> Any:

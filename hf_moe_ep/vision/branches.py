@@ -27,7 +27,7 @@ from hf_moe_ep.upstream.models import bind_forward
 from hf_moe_ep.upstream.towers import EXPERTS_OF_PICTURES, TOKEN_KINDS
 from hf_moe_ep.vision.zero_gradients import ZeroGradients
 
-_ONLY_OTHERS_HAVE_PICTURES = "_hf_moe_ep_others_see"
+_ONLY_OTHERS_HAVE_PICTURES = "_hf_moe_ep_only_others_have_pictures"
 
 
 class MarkTextOnlyRanks(ShardedOnly):
@@ -50,10 +50,12 @@ class MarkTextOnlyRanks(ShardedOnly):
         has_own, ranks_with_pictures = counts.tolist()
         if has_own or ranks_with_pictures == 0:
             return None
-        text = given["inputs_embeds"]
+        embeds_BSH = given["inputs_embeds"]
+        # The layers of a slice receive a tensor of their own, which can be marked. The caller's
+        # tensor must not be marked, so without a slice the layers get new types: those of text.
         marked_BS = kinds_BS
         if part is None or marked_BS is None:
-            marked_BS = torch.zeros(text.shape[:2], dtype=torch.int64, device=text.device)
+            marked_BS = embeds_BSH.new_zeros(embeds_BSH.shape[:2], dtype=torch.int64)
         setattr(_find_own_kinds(marked_BS, part), _ONLY_OTHERS_HAVE_PICTURES, True)
         return (), {**given, TOKEN_KINDS: marked_BS}
 

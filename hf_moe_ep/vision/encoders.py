@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE
-from hf_moe_ep.state import ModelState, OfModel, Ours, ShardedOnly
+from hf_moe_ep.state import ModelState, OfModel, PackageHook, ShardedOnly
 from hf_moe_ep.upstream.graph import find_reached_parameters, list_tensors_in, with_tensors
 from hf_moe_ep.upstream.models import bind_forward
 from hf_moe_ep.upstream.sharded_models import get_stock_class, is_gathered, reshard_unit
@@ -50,7 +50,7 @@ class GatherEncoders(ShardedOnly):
     """Pre-forward hook of the owner that gathers all encoders if at least one rank has input."""
 
     def __init__(self, state: ModelState) -> None:
-        self.state = state
+        super().__init__(state)
         # The units that were gathered for the current forward; None if no rank has input.
         self.gathered: list[FSDPModule] | None = None
         # True once an encoder returned a tensor that requires a gradient in the current forward.
@@ -70,7 +70,8 @@ class AlignGradients(ShardedOnly):
     """Pre-forward hook of the decoder that gives all ranks gradients for the same parameters."""
 
     def __init__(self, state: ModelState, owner: nn.Module, encoders: GatherEncoders) -> None:
-        self.state, self.owner, self.encoders = state, owner, encoders
+        super().__init__(state)
+        self.owner, self.encoders = owner, encoders
 
     def run(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -114,7 +115,7 @@ class AlignGradients(ShardedOnly):
         return [*dict.fromkeys(p for group in groups for p in group if p.requires_grad)]
 
 
-class RefuseShardedEncoder(Ours):
+class RefuseShardedEncoder(PackageHook):
     """Pre-forward hook of an encoder that raises ValueError if the encoder is not gathered."""
 
     def __call__(self, encoder: nn.Module, args: tuple[Any, ...]) -> None:
@@ -126,7 +127,7 @@ class RefuseShardedEncoder(Ours):
             )
 
 
-class DropSlice(Ours):
+class DropSlice(PackageHook):
     """Pre-forward hook of an encoder that removes the slice of the text from the arguments.
 
     Ranks that share a batch have the same pictures and sound, and each rank encodes all of them.
@@ -214,5 +215,5 @@ def _any_rank_has_input(state: ModelState, given: dict[str, Any]) -> bool:
 
 def sum_on_host(state: ModelState, numbers: Sequence[int]) -> list[int]:
     """Sum each number over all ranks. The host waits for the result."""
-    tensor = torch.tensor(numbers, dtype=torch.int32, device=state.device)
+    tensor = torch.tensor(numbers, dtype=torch.int32, device=state.mesh_device)
     return sum_over_ranks(tensor).tolist()

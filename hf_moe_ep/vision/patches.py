@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
 from hf_moe_ep.sequence.ulysses import exchange_for_heads, exchange_for_tokens
-from hf_moe_ep.state import Ours
+from hf_moe_ep.state import PackageHook
 from hf_moe_ep.upstream.attention_interface import copy_with_stock_config
 from hf_moe_ep.upstream.towers import compute_tower_tables
 
@@ -49,7 +49,7 @@ class PatchSlice(Slice):
         return Slice(self.group, self.rank, self.size, self.length // self.unit)
 
 
-class TakePatches(Ours):
+class TakePatches(PackageHook):
     """Pre-forward hook of the tower that slices the pixels and the tables made from `grid_thw`."""
 
     @torch.compiler.disable
@@ -66,7 +66,7 @@ class TakePatches(Ours):
         return (part.take(args[0], 0), *args[1:]), {**kwargs, **slices}
 
 
-class JoinFeatures(Ours):
+class JoinFeatures(PackageHook):
     """Forward hook of the tower that gathers the features of all slices in one all-gather."""
 
     @torch.compiler.disable
@@ -83,7 +83,7 @@ class JoinFeatures(Ours):
         return type(outputs)(pooler_output=pooled, deepstack_features=deepstack)
 
 
-class TakeDeepstack(Ours):
+class TakeDeepstack(PackageHook):
     """Pre-forward hook of the language model that slices the deepstack features like the text."""
 
     @torch.compiler.disable

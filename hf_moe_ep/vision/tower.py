@@ -53,7 +53,8 @@ class TowerOnce(ShardedOnly):
     """Pre-forward hook of the tower's owner that runs the tower on all ranks or on no rank."""
 
     def __init__(self, state: ModelState, tower: nn.Module, num_layers: int) -> None:
-        self.state, self.tower, self.num_layers = state, tower, num_layers
+        super().__init__(state)
+        self.tower, self.num_layers = tower, num_layers
         # The handle of a hook on the text embedding, which is registered for a single forward on a
         # rank without pixels.
         self.embedding_hook: RemovableHandle | None = None

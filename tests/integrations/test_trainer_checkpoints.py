@@ -34,8 +34,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from transformers import Trainer, TrainingArguments
 
 from hf_moe_ep import apply_ep_fsdp2, load_checkpoint, newest_checkpoint, patch, save_checkpoint
-from hf_moe_ep.checkpoints.storage import manifest
-from hf_moe_ep.checkpoints.storage import unpickle as restricted
+from hf_moe_ep.checkpoints.storage import manifest, unpickle
 from hf_moe_ep.checkpoints.storage.unpickle import METADATA_FILE, MetadataReader
 from hf_moe_ep.checkpoints.training import rng
 from hf_moe_ep.integrations.install import TRAINER_METHODS
@@ -57,14 +56,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Results:
-    """Four ranks train to step 3 and stop. Other runs resume from changed copies at ep 4.
+    """Four ranks train to step 3 and stop. Runs of a second launch resume from there.
 
-    torn     the manifest is missing, as after a save that did not finish
-    stock    our two files are missing, as after a save of the stock Trainer
+    They resume at ep 4, and from a checkpoint of our Trainer at ep 2, unless it is said here:
+
+    torn               the manifest is missing, as after a save that did not finish
+    stock              our two files are missing, as after a save of the stock Trainer
     saved by stock     the stock Trainer has trained an unpatched model, sharded by FSDP2
     resumed by stock   the stock Trainer resumes from our checkpoint
     read in shards     the resumed model is that of hf_moe_ep.from_pretrained, sharded already
     text alone         a model with a vision tower, which has no gradients
+    whole              these runs train without a stop, for comparison
     """
     half, by_stock, base = folder / "half", folder / "saved by stock", folder / "base"
     tiny(dtype=torch.float32, seed=1).save_pretrained(base)
@@ -149,7 +151,7 @@ def test_each_rank_plans_what_it_saves(runs: Results, folder: Path, part: str) -
     "case", ["torn", "stock", "saved by stock", "resumed by stock", "read in shards"]
 )
 def test_runs_resume_at_another_ep_size(runs: Results, case: str) -> None:
-    """resume_from_checkpoint=True skips the torn checkpoint-3. Stock's need no manifest."""
+    """resume_from_checkpoint=True skips a torn checkpoint. Stock checkpoints need no manifest."""
     assert_same_log(runs[case][0], runs["whole"][0])
 
 
@@ -182,7 +184,7 @@ def test_parameters_of_two_meshes_are_in_one_group() -> None:
 
 
 def test_other_groups_of_parameters_are_an_error() -> None:
-    """The same checkpoint as DCP reads it, which has 3 groups; and whole, as FULL_STATE_DICT."""
+    """The optimizer has 2 groups, the checkpoint 3. DCP reads 2 of them, FULL_STATE_DICT all 3."""
     model = patch(tiny(num_hidden_layers=1))
     parameters = list(model.parameters())
     groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
@@ -575,6 +577,6 @@ def test_unpickling_allows_getattr_only_for_enum_members(tmp_path: Path) -> None
     (tmp_path / "enum").write_bytes(pickle.dumps(_GetAttrCall(enum, "TORCH_CONTIGUOUS_FORMAT")))
     (tmp_path / "code").write_bytes(pickle.dumps(_GetAttrCall(enum, "__init__")))
     with (tmp_path / "enum").open("rb") as file:
-        assert restricted._Unpickler(file).load() is enum.TORCH_CONTIGUOUS_FORMAT
+        assert unpickle._Unpickler(file).load() is enum.TORCH_CONTIGUOUS_FORMAT
     with (tmp_path / "code").open("rb") as file, pytest.raises(pickle.UnpicklingError):
-        restricted._Unpickler(file).load()
+        unpickle._Unpickler(file).load()

@@ -263,32 +263,25 @@ class Half(torch.autograd.Function):
         return grad / 2
 
 
-MORE = {
+SLOW = {
     f"{name}, {checkpoints}{claim}": partial(check, name, use_reentrant)
     for name in TYPES
     for checkpoints, use_reentrant in {"no checkpoints": None, "reentrant": True}.items()
     for claim, check in {"": _check_against_stock, ", memory": _check_memory}.items()
 }
-MORE |= {
+SLOW |= {
     f"{name} runs alone": partial(_check_that_only_another_forward_runs, change)
     for name, change in {"Liger": _set_forward_as_liger, "PEFT's copy": _train_copies}.items()
 }
-MORE |= {f"{name}, hooks": partial(_check_backward_hooks, name) for name in TYPES}
-MORE |= {f"{name}, an error": partial(_check_memory_after_an_error, name) for name in TYPES}
-EACH = {
-    name: {
-        f"{name}, order": partial(_check_that_transfers_hide_shared_experts, name),
-        f"{name}, checkpoints": partial(_check_against_stock, name, False),
-        f"{name}, memory": partial(_check_memory, name, False),
-    }
-    for name in TYPES
-}
-FAST = EACH.pop("deepseek_v3")
-EACH["deepseek_v3"] = {"deepseek_v3, checkpoints": FAST.pop("deepseek_v3, checkpoints")}
-CLAIMS = [
-    *on_ranks(2, FAST),
-    *on_ranks(2, *EACH.values(), MORE, shared_experts_compute_another_input_again, slow=True),
-]
+SLOW |= {f"{name}, hooks": partial(_check_backward_hooks, name) for name in TYPES}
+SLOW |= {f"{name}, an error": partial(_check_memory_after_an_error, name) for name in TYPES}
+SLOW |= {f"{name}, checkpoints": partial(_check_against_stock, name, False) for name in TYPES}
+CLAIMS = on_ranks(2, SLOW, shared_experts_compute_another_input_again, slow=True)
+for name in TYPES:
+    order = partial(_check_that_transfers_hide_shared_experts, name)
+    memory = partial(_check_memory, name, False)
+    claims = {f"{name}, order": order, f"{name}, memory": memory}
+    CLAIMS += on_ranks(2, claims, slow=name != "deepseek_v3")
 
 
 @pytest.mark.parametrize("claim", CLAIMS)

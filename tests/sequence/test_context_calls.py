@@ -1,4 +1,4 @@
-"""Compare the calls of stock attention code that context parallelism plans with calls by hand.
+"""Compare calls of stock attention code that context parallelism plans with calls by hand.
 
 Rows have 8 tokens. Of two cp ranks, rank 0 has the tokens 0-1 and 6-7, and rank 1 the tokens 2-5.
 """

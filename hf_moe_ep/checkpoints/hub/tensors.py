@@ -610,7 +610,7 @@ class _Source:
         if state.meshes is not None:
             if was_prepared:
                 check_everyone_calls("hub_tensors")
-            still_here = StillHere("hub_tensors", state.device)
+            still_here = StillHere("hub_tensors", state.mesh_device)
         device = get_computing_device(self._model)
         max_bytes = max(1, self._max_bytes // _SLABS_IN_MEMORY)
         if self._since is not None:
