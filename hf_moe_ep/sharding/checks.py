@@ -58,7 +58,8 @@ def check_adapters_separate(model: nn.Module) -> None:
 def check_no_gradient_hooks(model: nn.Module, options: ShardOptions) -> None:
     """Raise ValueError if the gradients of parameters have hooks, which sharding would lose.
 
-    Sharding replaces all parameters except those that FSDP2 ignores.
+    Sharding replaces all parameters except those that FSDP2 ignores. All ranks raise the error,
+    because a script may watch gradients on rank 0 alone.
     """
     hooked = [
         get_canonical_name(name)
@@ -66,6 +67,10 @@ def check_no_gradient_hooks(model: nn.Module, options: ShardOptions) -> None:
         if parameter.requires_grad and parameter not in options.ignored_params
         if has_tensor_hooks(parameter) or has_gradient_hooks(parameter)
     ]
+    run_on_all("sharding", partial(_check_no_hooks, hooked))
+
+
+def _check_no_hooks(hooked: Sequence[str]) -> None:
     if hooked:
         raise ValueError(
             f"{hooked[0]} (one of {len(hooked)} parameters) has a hook on its gradient, which "

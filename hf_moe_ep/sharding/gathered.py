@@ -38,10 +38,10 @@ others have not. The next forward and clipping raise an error until the gradient
 Ranks may need different numbers of forwards in a call of `generate`, for example because one rank
 meets the end of its text early. But all ranks must run a forward together, because weights are
 gathered from all of them. Before each forward an all-reduce therefore counts the ranks that still
-generate, and a rank whose `generate` has ended runs a forward of one token with the others, until
-the count is 0. transformers' own `synced_gpus` would instead continue to generate on such a rank,
-which adds tokens to a cache of the caller, and it does not count the forwards of guidance or those
-of a prefill in chunks.
+generate, and a rank whose `generate` has ended runs a forward of one token per row with the others,
+until the count is 0. transformers' own `synced_gpus` would instead continue to generate on such a
+rank, which adds tokens to a cache of the caller, and it does not count the forwards of guidance or
+those of a prefill in chunks.
 """
 
 from __future__ import annotations
@@ -61,11 +61,17 @@ from hf_moe_ep.moe.layer import ForwardGuard
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sharding.checks import RefuseAdded, RefuseUnfrozen
 from hf_moe_ep.sharding.units import list_units_in, reshard
-from hf_moe_ep.state import STATE, MoELayer
+from hf_moe_ep.state import STATE, MoELayer, find_state
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
+from hf_moe_ep.upstream.code import accepts_keyword, is_checkpointed_layer
 from hf_moe_ep.upstream.graph import list_tensors_in
-from hf_moe_ep.upstream.models import find_base_model_prefix, list_models_that_generate
+from hf_moe_ep.upstream.models import (
+    bind_forward,
+    find_base_model_prefix,
+    find_tokens,
+    list_models_that_generate,
+)
 from hf_moe_ep.upstream.modules import list_forward_hooks
 from hf_moe_ep.upstream.replaced import replaced
 from hf_moe_ep.upstream.sharded_models import (
@@ -99,6 +105,21 @@ def check_backward_has_ended(model: Any) -> None:
         )
 
 
+def check_assistant_unsharded(assistant: Any) -> None:
+    """Raise ValueError if the `assistant_model` of `generate` is sharded over several ranks.
+
+    Ranks draft and verify unequal numbers of tokens, so one rank could run a forward of the
+    assistant while another runs a forward of the model.
+    """
+    state = find_state(assistant) if isinstance(assistant, nn.Module) else None
+    if state is not None and state.meshes is not None and state.meshes.world_size > 1:
+        raise ValueError(
+            f"generate(assistant_model=...) got an assistant that is sharded over "
+            f"{state.meshes.world_size} ranks, which run different numbers of its forwards; load "
+            f"the assistant with transformers' from_pretrained, and do not shard it"
+        )
+
+
 class ReshardHooks:
     """The hooks of a sharded model that reshard its units; the module docstring says when.
 
@@ -118,6 +139,7 @@ class ReshardHooks:
         self.may_be_gathered = False
         self.is_showing_shards = False
         self.generates = self.waits = False
+        self._num_rows = 1  # of this rank's last forward in `generate`
         self._device = device
         self._units = list_units_in(root)
 
@@ -131,17 +153,20 @@ class ReshardHooks:
             unit.register_forward_pre_hook(self._begin_unit, prepend=True)
             # All lists of modules and parameters pass through the `named_modules` of the units.
             setattr(unit, "named_modules", partial(self._list_modules, unit))  # noqa: B010  mypy
-        self.root.register_forward_pre_hook(self._begin_forward, prepend=True)
+        self.root.register_forward_pre_hook(self._begin_forward, prepend=True, with_kwargs=True)
         self.root.register_forward_hook(self._end_forward, always_call=True)
         inner = without_adapters(self.root)
         if prefix := find_base_model_prefix(inner):
-            getattr(inner, prefix).register_forward_pre_hook(self._begin_decoder, prepend=True)
+            decoder = getattr(inner, prefix)
+            decoder.register_forward_pre_hook(self._begin_decoder, prepend=True, with_kwargs=True)
         for model in list_models_that_generate(self.root):
             own = vars(model).get("generate")  # set by a library or by the user
             setattr(model, "generate", partial(self._generate, model, own))  # noqa: B010
 
     @torch.compiler.disable  # FSDP2 disables the compiler for its own hooks too.
-    def _begin_forward(self, *_: Any) -> None:
+    def _begin_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if backward_is_running():  # this forward is a recompute of the whole model
             return
         if backward_has_begun(self.root):
@@ -152,15 +177,19 @@ class ReshardHooks:
         elif self.generates:
             if not self.waits:
                 self._count_generating_ranks(1)
+                tokens = find_tokens(bind_forward(module, args, kwargs))
+                self._num_rows = 1 if tokens is None else tokens.shape[0]
             return
         self._reshard()
 
     @torch.compiler.disable
-    def _begin_decoder(self, *_: Any) -> None:
+    def _begin_decoder(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Begin a forward of the decoder alone as a forward of the root."""
         if backward_is_running() or forward_of_root_has_begun(self.root):
             return
-        self._begin_forward()
+        self._begin_forward(decoder, args, kwargs)
         for hook in list_forward_hooks(self.root):
             if isinstance(hook, (KeepForwards, ForwardGuard, RefuseUnfrozen, RefuseAdded)):
                 hook(self.root, ())
@@ -205,10 +234,13 @@ class ReshardHooks:
         stock = partial(type(model).generate, model) if own is None else own
         if self.generates:  # a model inside of the one that generates
             return stock(*args, **kwargs)
+        check_assistant_unsharded(kwargs.get("assistant_model"))
+        if accepts_keyword(stock, "synced_gpus"):
+            kwargs = {**kwargs, "synced_gpus": False}
         self._reshard()
-        self.generates = True
+        self.generates, self._num_rows = True, 1
         try:
-            output = stock(*args, **{**kwargs, "synced_gpus": False})
+            output = stock(*args, **kwargs)
             self._wait_for_ranks(model)
             return output
         finally:
@@ -216,17 +248,24 @@ class ReshardHooks:
             self._reshard()
 
     def _wait_for_ranks(self, model: Any) -> None:
-        """Run forwards of one token until no rank generates any more."""
+        """Run forwards of one token per row until no rank generates any more.
+
+        The number of rows is that of this rank's last forward, because PEFT's hooks of activated
+        LoRA and of `adapter_names` expect as many.
+        """
         self.waits = True
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
-        # In training mode the token would be split over the ranks that share a batch, and dropout
-        # would use up random numbers. Only the experts keep their mode, which the ranks compare.
+        tokens = torch.zeros(self._num_rows, 1, dtype=torch.int64, device=self._device)
+        # In training mode the tokens would be split over the ranks that share a batch, and dropout
+        # would use up random numbers. The ranks compare the mode of the experts, and before
+        # Transformers 5.23 layers with gradient checkpointing use it without gradients as well.
         with torch.no_grad(), ExitStack() as stack:
             for module in model.modules():
-                if module.training and not isinstance(getattr(module, STATE, None), MoELayer):
+                is_experts = isinstance(getattr(module, STATE, None), MoELayer)
+                is_recomputed = is_checkpointed_layer(module) and module.gradient_checkpointing
+                if module.training and not is_experts and not is_recomputed:
                     stack.enter_context(replaced(module, "training", False))
             while self._count_generating_ranks(0):
-                model(input_ids=token)
+                model(input_ids=tokens)
 
     def _count_generating_ranks(self, own: int) -> int:
         """Return the sum of `own` over all ranks; with several ranks this is a host sync."""

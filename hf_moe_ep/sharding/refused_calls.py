@@ -6,7 +6,7 @@
                                           does not know
     load_state_dict of plain tensors      PyTorch does not copy a plain tensor into a DTensor
 
-`generate` runs as many forwards on every rank as the rank with the longest text needs.
+`generate` itself may need different numbers of forwards on the ranks (`gathered.py`).
 """
 
 from __future__ import annotations

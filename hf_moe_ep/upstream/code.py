@@ -35,7 +35,12 @@ def list_forward_arguments(module: nn.Module) -> frozenset[str]:
 def takes_argument(module: nn.Module, name: str) -> bool:
     """Return True if the module's forward has an argument `name`, or accepts any keyword."""
     kind: Any = type(module)
-    parameters = inspect.signature(inspect.unwrap(kind.forward)).parameters
+    return accepts_keyword(inspect.unwrap(kind.forward), name)
+
+
+def accepts_keyword(function: Callable[..., Any], name: str) -> bool:
+    """Return True if a function has an argument `name`, or accepts any keyword."""
+    parameters = inspect.signature(function).parameters
     accepts_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return name in parameters or accepts_any
 

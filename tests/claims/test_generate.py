@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import peft
 import pytest
 import torch
 from support.checks import Check, Found, on_ranks
@@ -66,6 +67,47 @@ def compare_prompts_in_chunks(rank: int, world: int) -> None:
     assert torch.equal(got, want), f"rank {rank}: {got}, want {want}"
 
 
+def compare_rows_of_adapters(rank: int, world: int) -> None:
+    """The two rows of a batch use different adapters, which PEFT chooses by the number of rows."""
+    stock, model = (_add_adapters(tiny(seed=0)) for _ in range(2))
+    apply_ep_fsdp2(model, ep_size=2)
+    options = GREEDY | {"max_new_tokens": 8 if rank else 2, "adapter_names": ["first", "second"]}
+    prompts = batch(stock, 2, 5, seed=3)["input_ids"]
+    want, got = (each.eval().generate(input_ids=prompts, **options) for each in (stock, model))
+    assert torch.equal(got, want), f"rank {rank}: {got}, want {want}"
+
+
+def _add_adapters(model: Any) -> Any:
+    """Add two adapters of attention with equal values in every call."""
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+    torch.manual_seed(5)
+    model = peft.get_peft_model(model, config, adapter_name="first")
+    model.add_adapter("second", config)
+    return model
+
+
+def compare_with_checkpoints(rank: int, world: int) -> None:
+    """A callback generates between the steps of a training with gradient checkpointing."""
+    stock, model, prompt = _make_models(rank)
+    model.gradient_checkpointing_enable()
+    options = GREEDY | {"max_new_tokens": 8 if rank else 2, "use_cache": False}
+    want, got = (each.generate(prompt, **options) for each in (stock, model))
+    assert torch.equal(got, want), f"rank {rank}: {got}, want {want}"
+
+
+def refuse_sharded_assistants(rank: int, world: int) -> None:
+    stock, model, prompt = _make_models(rank)
+    options = GREEDY | {"max_new_tokens": 8 if rank else 2}
+    want = stock.generate(prompt, **options)
+    got = model.generate(prompt, assistant_model=tiny(seed=1).eval(), **options)
+    assert torch.equal(got, want), f"rank {rank}: {got}, want {want}"
+    assistant = apply_ep_fsdp2(tiny(seed=1), ep_size=2)
+    with pytest.raises(ValueError, match=r"an assistant that is sharded over 4 ranks"):
+        model.generate(prompt, assistant_model=assistant, **options)
+
+
 def _make_models(rank: int) -> tuple[Any, Any, torch.Tensor]:
     """Make a stock model, a sharded model in training mode, and a prompt."""
     stock, model = tiny(seed=0), apply_ep_fsdp2(tiny(seed=rank), ep_size=2)
@@ -80,12 +122,15 @@ ON_FOUR_RANKS = {
     "with a second forward per token": partial(compare_few_tokens, {"guidance_scale": 1.5}),
     "end inside of a draft": compare_end_inside_of_a_draft,
     "two turns with one cache": compare_two_turns,
+    "rows with different adapters": compare_rows_of_adapters,
 }
 IN_OTHER_WAYS = {
     **{f"ep {ep_size}": partial(compare_continuations, ep_size, {}) for ep_size in (1, 4)},
     "past the last position on some ranks": partial(compare_continuations, 2, SHORT),
     "the same with dynamic rope": partial(compare_continuations, 2, SHORT | DYNAMIC),
     "prompts in chunks": compare_prompts_in_chunks,
+    "gradient checkpointing": compare_with_checkpoints,
+    "with an assistant": refuse_sharded_assistants,
     "a static cache": partial(compare_few_tokens, {"cache_implementation": "static"}),
 }
 

@@ -395,6 +395,9 @@ def adapters_that_sharding_would_change_are_refused(rank: int, world: int) -> No
     )
     replicas = peft.LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
     hooked, stepping = with_lora(tiny()), with_lora(tiny())
+    watched = tiny()
+    if rank == 0:  # as a script that logs gradients on one rank
+        watched.get_parameter("model.layers.0.self_attn.q_proj.weight").register_hook(torch.neg)
     bank = peft.VBLoRAConfig(r=2, num_vectors=16, vector_length=8, target_modules=["q_proj"])
     for parameter in filter(lambda p: p.requires_grad, hooked.parameters()):
         parameter.register_hook(torch.neg)
@@ -407,6 +410,7 @@ def adapters_that_sharding_would_change_are_refused(rank: int, world: int) -> No
         (hooked, r"lora_A\S* \(one of 16 parameters\) has a hook .* replaces parameters"),
         (peft.get_peft_model(tiny(), bank), r"vblora_vector_bank\S* belongs to .*several decoder"),
         (stepping, r"lora_A\S* \(one of 1 parameters\) has a hook"),
+        (watched, r"q_proj\.weight \(one of 1 parameters\) has a hook"),
     ):
         with pytest.raises(ValueError, match=message):
             apply_ep_fsdp2(model, ep_size=world)
