@@ -145,12 +145,14 @@ def train(
     A patch is late if the model was patched after the Trainer was created.
 
     Raises:
-        ValueError: with an option of the Trainer, one of several ranks would act alone.
+        ValueError: with an option of the Trainer, one of several ranks would act alone, or an
+            evaluation would count samples twice.
     """
     adopt_trainer(self, self.model)
     if not is_specialised(self):
         return original(self, *args, **kwargs)
     single_ranks.check_ranks_act_together(self)
+    shared_batches.check_streams_of_evaluations(self)
     # If the Trainer has no model, `model_init` builds one inside the original function.
     state = None if self.model is None else find_state(self.model)
     shared_batches.correct_steps(self)

@@ -91,9 +91,15 @@ def hash_weights(original: Callable[[nn.Module], str], module: nn.Module) -> str
 def _hash_gathered(model: nn.Module) -> str:
     """Return a hash of all weights of a sharded model, which does not depend on its layout."""
     sha256 = hashlib.sha256()
-    for key, tensor in hub_tensors(model, merge_adapters=True, extra_tensors=False):
-        sha256.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
-        sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+    try:
+        for key, tensor in hub_tensors(model, merge_adapters=True, extra_tensors=False):
+            sha256.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
+            sha256.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+    except ValueError as error:  # quantised experts, or adapters that cannot be merged
+        raise ValueError(
+            f"TRL hashes the weights of a reference model for precompute_ref_log_probs=True, and "
+            f"these sharded weights cannot be hashed ({error}); leave precompute_ref_log_probs out"
+        ) from error
     return sha256.hexdigest()
 
 

@@ -284,8 +284,8 @@ def _make_stacked_state_dict(
     """Return a state dict with stacked weights of experts.
 
     A given `state_dict` has stock parameters, as `Accelerator.get_state_dict` returns them, and is
-    converted; it may have stacked weights already. Without one the model is not sharded, and
-    `state_dict(keep_vars=True)` returns the model's stacked weights.
+    converted; it may have stacked weights already whose names no stock parameter has. Without one
+    the model is not sharded, and `state_dict(keep_vars=True)` returns the model's stacked weights.
     """
     if state_dict is not None:
         by_name = {get_canonical_name(name): tensor for name, tensor in state_dict.items()}

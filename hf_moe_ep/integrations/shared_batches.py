@@ -41,6 +41,7 @@ from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.accelerate_and_trainer import (
     generates_in_training,
     list_prepared_loaders,
+    list_prepared_models,
     list_prepared_schedulers,
 )
 from hf_moe_ep.upstream.frameworks import (
@@ -250,8 +251,9 @@ def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool 
         # With one data rank Accelerate does not synchronise the generators of the ranks.
         if sampler.generator is None:
             sampler.generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
-        state_of_rank_0 = run_on_first("accelerator.prepare", sampler.generator.get_state)
-        sampler.generator.set_state(state_of_rank_0)
+        if isinstance(sampler.generator, torch.Generator):  # a sampler of the user may have NumPy's
+            state_of_rank_0 = run_on_first("accelerator.prepare", sampler.generator.get_state)
+            sampler.generator.set_state(state_of_rank_0)
     data_loader.worker_init_fn = _seed_by_data_rank(data_loader.worker_init_fn, self)
     loader = accelerate.data_loader.prepare_data_loader(
         data_loader,
@@ -614,11 +616,12 @@ def _set_stream_remainder(accelerator: Accelerator) -> None:
     """Set `remainder` of a stream's loader to the number of real samples in the last batch.
 
     If `remainder` is set, Accelerate drops the samples that pad this batch. Accelerate itself sets
-    no `remainder` for a stream, because the length of a stream is unknown.
+    no `remainder` for a stream, because the length of a stream is unknown. In training, samples
+    that pad a batch are trained and counted, as in stock code.
 
     Raises:
-        ValueError: several workers read the stream. Each of them pads its own last batch, and the
-            numbers of padding samples are unknown.
+        ValueError: in an evaluation, several workers read the stream. Each of them pads its own
+            last batch, and the numbers of padding samples are unknown.
     """
     loader = accelerator.gradient_state.active_dataloader
     shard = getattr(loader, "dataset", None)
@@ -626,15 +629,36 @@ def _set_stream_remainder(accelerator: Accelerator) -> None:
         return
     if shard.drop_last:
         return  # Nothing is padded.
+    if any(model.training for model in list_prepared_models(accelerator)):
+        return
     if loader.num_workers > 1:
-        raise ValueError(
-            f"{loader.num_workers} workers read this stream, and each of them fills its last batch "
-            f"with samples of its first one, which gather_for_metrics would count twice with "
-            f"{describe_shared_batch(accelerator)}; set num_workers (dataloader_num_workers of the "
-            f"Trainer) to 0 or 1"
-        )
+        raise _make_stream_refusal(loader.num_workers, accelerator)
     if accelerator.gradient_state.end_of_dataloader:
         loader.remainder = int(shard.dataset.rows) % (shard.batch_size * shard.num_processes)
+
+
+def check_streams_of_evaluations(trainer: transformers.Trainer) -> None:
+    """Raise ValueError before training if an evaluation would read a stream with several workers.
+
+    `gather_for_metrics` raises the same error, but only at the first evaluation.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    if args.eval_strategy == "no" or args.dataloader_drop_last or args.dataloader_num_workers < 2:
+        return
+    data = trainer.eval_dataset
+    data_sets = data.values() if isinstance(data, dict) else [data]
+    is_stream = any(isinstance(data_set, IterableDataset) for data_set in data_sets)
+    if is_stream and count_processes_per_batch(accelerator) > 1:
+        raise _make_stream_refusal(args.dataloader_num_workers, accelerator)
+
+
+def _make_stream_refusal(num_workers: int, accelerator: Accelerator) -> ValueError:
+    return ValueError(
+        f"{num_workers} workers read this stream, and each of them fills its last batch with "
+        f"samples of its first one, which an evaluation would count twice with "
+        f"{describe_shared_batch(accelerator)}; set num_workers (dataloader_num_workers of the "
+        f"Trainer) to 0 or 1"
+    )
 
 
 def _seed_by_data_rank(init: Any, accelerator: Accelerator) -> Any:

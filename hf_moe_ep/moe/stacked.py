@@ -503,6 +503,8 @@ def _load_stock_parameters(
 def _replace_by_stacked(tensors: dict[str, Any], experts: StackedExperts, prefix: str) -> None:
     """Replace the stock parameters of one block in `tensors` by stacked weights."""
     for weight, source in experts.description.weights.items():
+        if weight not in experts.changed:
+            continue
         names = [f"{prefix}{name}" for name in _list_parameters(source, experts.num_experts)]
         if not all(name in tensors for name in names):
             continue

@@ -222,7 +222,7 @@ def gather_for_cache(
 
 @torch.compiler.disable
 def gather_unit(unit: nn.Module, *_: Any) -> None:
-    """Gather a unit now. This is a forward hook of another module."""
+    """Gather a unit now. This is a pre-forward hook of another module."""
     assert isinstance(unit, FSDPModule)
     unit.unshard()
 

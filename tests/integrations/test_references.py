@@ -285,11 +285,19 @@ def test_a_stock_reference_is_not_quantised_like_the_policy(
 
 
 def test_a_sharded_reference_is_hashed_by_its_weights() -> None:
-    """TRL's own `hash_module` fails, because numpy cannot read DTensors."""
+    """TRL's own `hash_module` fails, because numpy cannot read DTensors.
+
+    Experts in nf4 cannot be exported, so they have no hash.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         models = [apply_ep_fsdp2(tiny(dtype=torch.bfloat16, seed=seed)) for seed in (0, 0, 1)]
         first, same, other = (references.hash_weights(lambda _: "TRL", model) for model in models)
+        sizes = {"hidden_size": 64, "moe_intermediate_size": 64}
+        frozen = tiny(dtype=torch.bfloat16, **sizes).requires_grad_(False)
+        quantised = apply_ep_fsdp2(frozen, experts_dtype="nf4")
+        with pytest.raises(ValueError, match=r"leave precompute_ref_log_probs out"):
+            references.hash_weights(lambda _: "TRL", quantised)
     finally:
         dist.destroy_process_group()
     assert first == same != other

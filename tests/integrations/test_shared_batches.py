@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -22,7 +23,7 @@ from support.launched import FP32_BUDGET, launched
 from support.parity import full_tensor
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -120,6 +121,24 @@ def _a_generator_of_a_loader_orders_its_rows(rank: int) -> None:
     assert orders[0] == orders[1] == orders[2] != list(range(16))
 
 
+class _DrawnByNumPy(Sampler[int]):
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.generator.permutation(16).tolist()
+
+    def __len__(self) -> int:
+        return 16
+
+
+def _a_sampler_may_have_a_generator_of_numpy(rank: int) -> None:
+    """With one data rank, only torch's generators are synchronised."""
+    loader = DataLoader(range(16), batch_size=2, sampler=_DrawnByNumPy())
+    _, _, _, loader, _ = _prepare_with_model(loader, cp_size=DATA_RANKS)
+    assert torch.cat(list(loader)).tolist() == list(_DrawnByNumPy())
+
+
 class _Stream(IterableDataset):
     def __init__(self, length: int) -> None:
         self.length = length
@@ -130,7 +149,8 @@ class _Stream(IterableDataset):
 
 def _a_stream_repeats_rows_at_its_end(rank: int) -> None:
     """With 9 rows the last batch repeats rows; `gather_for_metrics` drops the repeated rows."""
-    accelerator, _, _, loader, _ = _prepare_with_model(DataLoader(_Stream(9), batch_size=2))
+    accelerator, model, _, loader, _ = _prepare_with_model(DataLoader(_Stream(9), batch_size=2))
+    model.eval()
     rows, gathered = [], []
     for batch_of_rank in loader:
         rows += batch_of_rank.tolist()
@@ -300,6 +320,7 @@ CHECKS_BY_WORLD = {
             _a_loop_equals_one_process,
             _ranks_of_a_group_shuffle_alike,
             _a_generator_of_a_loader_orders_its_rows,
+            _a_sampler_may_have_a_generator_of_numpy,
             _a_weighted_sampler_draws_every_row_once,
             _a_sampler_draws_the_same_rows_on_ranks_with_other_seeds,
             _a_stream_repeats_rows_at_its_end,
@@ -438,11 +459,18 @@ def test_attributes_that_accelerate_sets_are_set_on_the_inner_scheduler() -> Non
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "drop_last", "remainder"),
-    [(0, False, 1), (1, False, 1), (2, False, None), (0, True, -1), (2, True, -1)],
+    ("num_workers", "drop_last", "training", "remainder"),
+    [
+        (0, False, False, 1),
+        (1, False, False, 1),
+        (2, False, False, None),
+        (2, False, True, -1),  # TRL gathers numbers of tokens in each training step
+        (0, True, False, -1),
+        (2, True, False, -1),
+    ],
 )
 def test_the_remainder_of_a_stream_is_set_for_a_padded_last_batch(
-    num_workers: int, drop_last: bool, remainder: int | None
+    num_workers: int, drop_last: bool, training: bool, remainder: int | None
 ) -> None:
     """Each worker would pad its own last batch. With drop_last nothing is padded."""
     stream = shared_batches._Stream(list(range(25)))
@@ -453,12 +481,39 @@ def test_the_remainder_of_a_stream_is_set_for_a_padded_last_batch(
     loader = SimpleNamespace(dataset=shard, num_workers=num_workers, remainder=-1)
     state = SimpleNamespace(active_dataloader=loader, end_of_dataloader=True)
     accelerator: Any = SimpleNamespace(gradient_state=state, _hf_moe_ep_batch_sizes="sp_size=2")
+    accelerator._models = [SimpleNamespace(training=training), SimpleNamespace(training=False)]
     if remainder is None:
         with pytest.raises(ValueError, match=r"^2 workers read .* with sp_size=2; set num_workers"):
             shared_batches._set_stream_remainder(accelerator)
     else:
         shared_batches._set_stream_remainder(accelerator)
         assert loader.remainder == remainder
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "ranks", "is_refused"),
+    [
+        (_Stream(9), {}, 2, True),
+        ({"a": [], "b": _Stream(9)}, {}, 2, True),
+        ([], {}, 2, False),
+        (_Stream(9), {}, 1, False),
+        (_Stream(9), {"eval_strategy": "no"}, 2, False),
+        (_Stream(9), {"dataloader_num_workers": 1}, 2, False),
+        (_Stream(9), {"dataloader_drop_last": True}, 2, False),
+    ],
+)
+def test_streams_of_evaluations_are_checked_before_training(
+    data: Any, options: dict[str, Any], ranks: int, is_refused: bool
+) -> None:
+    given = {"eval_strategy": "steps", "dataloader_num_workers": 2, "dataloader_drop_last": False}
+    accelerator = SimpleNamespace()
+    setattr(accelerator, shared_batches._PROCESSES_PER_BATCH, ranks)
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(**given | options), accelerator=accelerator, eval_dataset=data
+    )
+    expected = pytest.raises(ValueError, match="2 workers read") if is_refused else nullcontext()
+    with expected:
+        shared_batches.check_streams_of_evaluations(trainer)
 
 
 def test_labels_on_the_host_are_counted_on_the_device_of_the_model() -> None:
