@@ -410,7 +410,7 @@ def load_weights(
     split_dims = map_ids_to_split_dims(model)
     weights = _select_own_stage(model, targets, weights)
     quantised = find_quantised_shards(model)
-    compute_device = patched_state(model).device if quantised else device
+    compute_device = patched_state(model).mesh_device if quantised else device
     sizes = {
         name: quantised[name].num_bytes
         if name in quantised
