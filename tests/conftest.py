@@ -22,7 +22,8 @@ poison_empty()
 # connection (`handleEvents` in gloo/transport/tcp/pair.cc). If it has interrupted that thread, both
 # wait until the end of its time slice. A thread with SCHED_BATCH interrupts no other thread when it
 # wakes up. Ranks and subprocesses inherit this; macOS lacks it.
-if hasattr(os, "SCHED_BATCH"):
+_HAS_BATCH = hasattr(os, "SCHED_BATCH")
+if _HAS_BATCH:
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 TESTS = Path(__file__).parent
@@ -74,6 +75,16 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries report objects that still exist at the end
+
+
+@pytest.fixture
+def usual_scheduling() -> Iterator[None]:
+    """Start processes without SCHED_BATCH, to measure how long transfers take beside other work."""
+    if _HAS_BATCH:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    yield
+    if _HAS_BATCH:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @pytest.fixture(scope="module")

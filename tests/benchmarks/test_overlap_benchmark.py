@@ -10,6 +10,7 @@ SIZES = bench.Sizes(tokens=1024, layers=1, steps=4)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("usual_scheduling")
 def test_losses_are_equal_and_a_slow_link_is_hidden() -> None:
     bench.over_nodes.namespaces.skip_without_namespaces()
     figures = bench.run(SIZES, "50mbit")
