@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from hf_moe_ep.ranks.closing import close_group
 from hf_moe_ep.ranks.mesh import Meshes
-from hf_moe_ep.ranks.missing import find_error, report_error
+from hf_moe_ep.ranks.timeouts import find_error, report_error
 
 
 @dataclass

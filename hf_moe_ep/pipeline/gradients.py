@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from hf_moe_ep.ranks.boxes import get_local_tensor
 from hf_moe_ep.ranks.collectives import max_over_ranks
 from hf_moe_ep.ranks.mesh import Stages
-from hf_moe_ep.ranks.missing import explain_timeout
+from hf_moe_ep.ranks.timeouts import explain_timeout
 
 # The outputs of models, and of TRL's fused head, that have gradients without stages.
 _DIFFERENTIABLE = ("loss", "aux_loss", "logits", "log_probs", "entropy")

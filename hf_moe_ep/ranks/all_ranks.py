@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hf_moe_ep.config import get_launched_rank, get_launched_world_size
-from hf_moe_ep.ranks.missing import explain_timeout
+from hf_moe_ep.ranks.timeouts import explain_timeout
 from hf_moe_ep.upstream.process_groups import choose_device_of_objects, get_default_store
 
 # How long ranks wait for each other at the start of a save.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hf_moe_ep.ranks.all_ranks import format_in_one_line, this_rank, world_size
-from hf_moe_ep.ranks.missing import explain_timeout
+from hf_moe_ep.ranks.timeouts import explain_timeout
 from hf_moe_ep.upstream.gloo import one_worker_thread
 from hf_moe_ep.upstream.process_groups import get_default_timeout
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_moe_ep.ranks.missing import explain_timeout
+from hf_moe_ep.ranks.timeouts import explain_timeout
 
 _DTYPES = (
     torch.float64,

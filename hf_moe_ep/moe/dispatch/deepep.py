@@ -41,7 +41,7 @@ from hf_moe_ep.dispatcher import Header, Tokens
 from hf_moe_ep.moe.dispatch.async_exchange import DispatchedRows, Wire
 from hf_moe_ep.moe.dispatch.counts import check_max_rows
 from hf_moe_ep.ranks.collectives import gather_counts
-from hf_moe_ep.ranks.missing import explain_timeout
+from hf_moe_ep.ranks.timeouts import explain_timeout
 
 # The number of ranks that DeepEP treats as one node, and its default number of queue pairs (between
 # nodes DeepEP needs one queue pair per SM).

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
 
-from hf_moe_ep.ranks import missing
+from hf_moe_ep.ranks import timeouts
 from hf_moe_ep.ranks.all_ranks import run_on_all
 from hf_moe_ep.ranks.background import Saver
 from hf_moe_ep.ranks.collectives import start_counts
@@ -39,7 +39,7 @@ def _wait_without(rank: int, world: int, gone: int) -> dict[str, str]:
         get_default_store().wait([f"done {other}" for other in range(world) if other != gone])
         return {}
     errors = {}
-    with mock.patch.object(missing, "_QUIET", QUIET_SECONDS):
+    with mock.patch.object(timeouts, "_QUIET", QUIET_SECONDS):
         for place, group in groups.items():
             with pytest.raises(RuntimeError) as caught:
                 _wait_at(place, group)
@@ -65,19 +65,19 @@ def _name_missing(rank: int, world: int) -> tuple[str, str, str]:
 
     All ranks fail at one place; ranks fail at two places; or the store does not answer.
     """
-    nobody = missing.name_missing_ranks("here", None)
+    nobody = timeouts.name_missing_ranks("here", None)
     group_of_two = dist.new_group([0, 1], group_desc="two")
-    elsewhere = missing.name_missing_ranks(f"place {rank}", group_of_two)
+    elsewhere = timeouts.name_missing_ranks(f"place {rank}", group_of_two)
 
     class Silent:
         def append(self, *_: object) -> None:
             time.sleep(60)
 
     with (
-        mock.patch.object(missing, "get_default_store", Silent),
-        mock.patch.object(missing, "_STORE_TIMEOUT", 0.2),
+        mock.patch.object(timeouts, "get_default_store", Silent),
+        mock.patch.object(timeouts, "_STORE_TIMEOUT", 0.2),
     ):
-        return nobody, elsewhere, missing.name_missing_ranks("here", None)
+        return nobody, elsewhere, timeouts.name_missing_ranks("here", None)
 
 
 def test_the_network_another_place_or_the_host_of_the_store_is_named() -> None:
