@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,18 @@ from support.poison import poison_empty
 
 poison_empty()
 
+
 # gloo's network thread does not sleep while another thread of its rank holds the lock of a
 # connection (`handleEvents` in gloo/transport/tcp/pair.cc). If it has interrupted that thread, both
 # wait until the end of its time slice. A thread with SCHED_BATCH interrupts no other thread when it
-# wakes up. Ranks and subprocesses inherit this; macOS lacks it.
-_HAS_BATCH = hasattr(os, "SCHED_BATCH")
-if _HAS_BATCH:
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+# wakes up. Ranks and subprocesses inherit this.
+def _set_scheduling(policy: str) -> None:
+    if hasattr(os, policy):  # not on macOS
+        with suppress(OSError):  # a container may forbid it
+            os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
+
+
+_set_scheduling("SCHED_BATCH")
 
 TESTS = Path(__file__).parent
 # Each worker is given the next file when it has finished one. The longest files come first, of
@@ -80,11 +86,9 @@ def pytest_unconfigure() -> None:
 @pytest.fixture
 def usual_scheduling() -> Iterator[None]:
     """Start processes without SCHED_BATCH, to measure how long transfers take beside other work."""
-    if _HAS_BATCH:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    _set_scheduling("SCHED_OTHER")
     yield
-    if _HAS_BATCH:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    _set_scheduling("SCHED_BATCH")
 
 
 @pytest.fixture(scope="module")
